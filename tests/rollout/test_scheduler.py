@@ -60,8 +60,16 @@ class Simulation:
         return [sequence.generated for sequence in self.scheduler.sequences]
 
     def step(self):
-        step = self.scheduler.schedule(self.repeats, self.width)
+        sequences = []
+
+        def width(count):
+            sequences.append(count)
+            return self.width
+
+        step = self.scheduler.schedule(self.repeats, width)
         if step is not None:
+            # A width above 1 was chosen for the very sequences of the step.
+            assert step.width == 1 or len(step.chunks) == sequences[-1]
             self.steps.append(step)
             self.check(step)
             self.in_flight.append((step, self.compute(step)))

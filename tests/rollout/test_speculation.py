@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tests.rollout.test_head_drafts import trained_head
 
 from jetrl.errors import UserError
 from jetrl.kernels.decode_verify import share_rows
@@ -159,6 +161,26 @@ def test_any_width_and_any_number_of_rows_draw_the_same(policy, plain, rows):
         assert engine.generate(PROMPTS, PARAMS) == plain
     assert {1, 2, 8} <= {most for most, _ in widths.chosen}
     assert engine.stats.speculation.tokens_per_forward > 1.1
+
+
+@pytest.fixture(scope="module")
+def siblings(policy):
+    params = SamplingParams(n=256 + 255, max_tokens=3, seed=11, ignore_eos=True)
+    return params, RolloutEngine(policy).generate([[3, 7, 5]], params)
+
+
+@pytest.mark.parametrize("mode", ["text", "head", "auto"])
+@pytest.mark.parametrize("beyond", [17, 63, 65, 129, 255])
+def test_siblings_that_need_no_prefill_have_rows(policy, siblings, monkeypatch, mode, beyond):
+    """When the batch has ended, the rest of a prompt's samples enter in the step that they run."""
+    # `auto` takes the fewest rows.
+    monkeypatch.setattr("jetrl.rollout.draft_widths._Times.known", lambda *_: True)
+    monkeypatch.setattr(DraftWidths, "_fastest", lambda _, size, __: choices(size)[0])
+    params, expected = siblings
+    params = dataclasses.replace(params, n=256 + beyond)
+    engine = RolloutEngine(policy, speculation=mode, draft_head=trained_head(policy))
+    assert engine.generate([[3, 7, 5]], params) == expected[: params.n]
+    assert engine.stats.speculation.sequence_forwards >= params.n
 
 
 def test_rows_for_drafts_go_where_they_are_most_likely_right():

@@ -34,7 +34,7 @@ class FixedWidth(DraftWidths):
 
     def choose(self, sequences: int) -> Width:
         """Return the width, with as many rows as the step's sequences ask for."""
-        size = padded_batch(max(1, sequences))
+        size = padded_batch(sequences)
         return Width(self._most, min(int(size * self._share), size * self._most), True)
 
 

@@ -119,11 +119,7 @@ class DecodeBatch:
         self._filtered = params.top_p < 1 or params.top_k > 0
 
     def width(self, sequences: int) -> int:
-        """Return the most tokens of a sequence in each forward of the next step.
-
-        Args:
-            sequences: The number of running sequences.
-        """
+        """Return the most tokens of a sequence in each forward of a step of so many sequences."""
         if self._speculation is None:
             return 1
         self._verify = self._speculation.choose(sequences)
@@ -188,15 +184,11 @@ class DecodeBatch:
     def _verified(self, step: ScheduledStep) -> Width | None:
         """Return what the forwards of a step verify; None without drafts.
 
-        Fewer sequences may run than were asked for, and where pages are short a step verifies
-        nothing.
+        If pages are short, a step verifies nothing, and fewer sequences run than were planned.
         """
-        if self._verify is None:
-            return None
-        size = padded_batch(len(step.chunks))
-        if step.width == 1:
-            return Width(1, size, self._verify.drafts)
-        return Width(step.width, min(self._verify.rows, size * step.width), True)
+        if self._verify is None or step.width > 1:
+            return self._verify
+        return Width(1, padded_batch(len(step.chunks)), self._verify.drafts)
 
     def _place(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> None:
         """Make the step's sequences the rows 0 to B, and write the news of each to the device."""

@@ -82,9 +82,8 @@ class DraftWidths:
         """Return what the forwards of the next step verify.
 
         Args:
-            sequences: The sequences of the step, 0 where none has its prompt in the cache yet.
+            sequences: The sequences of the step.
         """
-        sequences = max(1, sequences)
         size = padded_batch(sequences)
         if self._always:
             most = max(w for w in self._widths if w == 2 or size * w <= ALWAYS_ROWS)

@@ -74,7 +74,7 @@ class Generation:
         self._started = started
         scheduler = self._scheduler
         while not scheduler.done and scheduler.num_complete_groups < self._enough:
-            step = scheduler.schedule(self._repeats, self._decode.width(len(scheduler.running)))
+            step = scheduler.schedule(self._repeats, self._decode.width)
             if step is not None:
                 self._peak_pages = max(self._peak_pages, scheduler.allocator.num_used)
                 self._launch(step)

@@ -37,7 +37,7 @@ step brings at least that sequence forward.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jetrl.memory.pages import CONTEXT_TOKENS
@@ -165,12 +165,15 @@ class Scheduler:
         """True when every sequence has ended."""
         return not self.running and not self.waiting
 
-    def schedule(self, repeats: int = 1, width: int = 1) -> ScheduledStep | None:
+    def schedule(
+        self, repeats: int = 1, width: Callable[[int], int] = lambda sequences: 1
+    ) -> ScheduledStep | None:
         """Choose the next step and take the pages that it needs; not to be called when `done`.
 
         Args:
             repeats: The most forwards of a decode step.
-            width: The most tokens of a sequence in each of them.
+            width: Returns the most tokens of a sequence in each forward, given the number of
+                sequences that decode.
 
         Returns:
             The step, or None while the next step depends on draws of earlier ones, which `complete`
@@ -182,13 +185,11 @@ class Scheduler:
         self._admit()
         plan = self._prefills()
         prefills = bool(plan)
-        width = 1 if prefills else width
+        most, fits = 1, True
         if prefills:
-            fits = self._fits(plan, width)
-        elif self._prompts_pending:
-            fits = True  # Decode goes on from the draws of prompts: nothing is planned before.
-        else:
-            plan, width, fits = self._decodes(repeats, width)
+            fits = self._fits(plan, most)
+        elif not self._prompts_pending:  # Decode continues from the draws of prompts.
+            plan, most, fits = self._decodes(repeats, width)
         # A plan that would pre-empt needs to know all tokens of its victims: wait for their draws.
         if not plan or (not fits and self._waits_for_draws()):
             waits = self._waits_for_draws() or any(s.awaiting for s in self.running)
@@ -201,7 +202,7 @@ class Scheduler:
             if sequence in self._evicted:
                 continue
             start = sequence.num_computed
-            written = length if prefills else sequence.most_written(length, width)
+            written = length if prefills else sequence.most_written(length, most)
             if not fits and not self._make_room(sequence, written):
                 continue  # The sequence was the youngest, and gave up its own pages.
             copy = self.allocator.make_writable(sequence.pages, start, written)
@@ -212,7 +213,7 @@ class Scheduler:
             draws = self._draws(sequence) if ends or not prefills else ()
             chunks.append(Chunk(sequence.index, start, length, draws, written - length))
             sequence.num_computed += length
-            sequence.num_extra += length * (width - 1)
+            sequence.num_extra += length * (most - 1)
             for index in draws:
                 self.sequences[index].num_pending += 1 if prefills else length
         self._evicted.clear()
@@ -221,7 +222,7 @@ class Scheduler:
         prefilled = sum(chunk.length for chunk in chunks) if prefills else 0
         forwards = 1 if prefills else max(chunk.length for chunk in chunks)
         preempted, self._preempted = tuple(self._preempted), []
-        step = ScheduledStep(tuple(chunks), tuple(copies), prefilled, preempted, forwards, width)
+        step = ScheduledStep(tuple(chunks), tuple(copies), prefilled, preempted, forwards, most)
         self._prompts_pending += prefills and bool(step.draws)
         return step
 
@@ -344,7 +345,7 @@ class Scheduler:
         return plan
 
     def _decodes(
-        self, repeats: int, width: int
+        self, repeats: int, width: Callable[[int], int]
     ) -> tuple[list[tuple[RunningSequence, int]], int, bool]:
         """Plan the next decode step; where pages are short, of one forward, and then of one token.
 
@@ -357,10 +358,14 @@ class Scheduler:
             for sequence in self.running
             if sequence.started and sequence.draws_left and not sequence.awaiting
         ]
-        fits = self._fits(plan, width)
-        if max(repeats, width) > 1 and not fits:
-            return self._decodes(1, width) if repeats > 1 else self._decodes(1, 1)
-        return plan, width, fits
+        most = width(len(plan)) if plan else 1
+        fits = self._fits(plan, most)
+        if not fits and repeats > 1:
+            plan = [(sequence, 1) for sequence, _ in plan]
+            fits = self._fits(plan, most)
+        if not fits and most > 1:
+            most, fits = 1, self._fits(plan, 1)
+        return plan, most, fits
 
     def _fits(self, plan: Sequence[tuple[RunningSequence, int]], width: int) -> bool:
         """Return whether a plan can be written without taking pages from any sequence.

@@ -171,7 +171,7 @@ class Speculation:
         """Return what each forward of the next step verifies.
 
         Args:
-            sequences: The number of running sequences.
+            sequences: The sequences of the step.
         """
         if self.head is not None and not self._reads_text and not self.head.trained:
             return Width(1, padded_batch(sequences), drafts=False)
