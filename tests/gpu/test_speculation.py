@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import config
+from tests.kernels.interpreted_verify import overruns
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
@@ -19,8 +20,10 @@ from jetrl.kernels.decode_state import DecodeState
 from jetrl.kernels.decode_verify import Verified, take_verified, verify_inputs
 from jetrl.kernels.draft import ngram_entry, propose, remember
 from jetrl.kernels.draft_state import MAX_DRAFT, ORDERS, QUALITY_ONE, UNKNOWN, DraftText
+from jetrl.models.draft_head import DraftHead
 from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
+from jetrl.rollout.draft_widths import DraftWidths, choices
 
 pytestmark = pytest.mark.gpu
 
@@ -211,3 +214,41 @@ def test_few_pages_and_a_batch_of_one_draw_the_same() -> None:
         engine = RolloutEngine(policy, speculation="text", **sizes)
         assert outcome(engine.generate(prompts, params)) == expected
         assert "num_pages" not in sizes or engine.stats.preemptions > 0
+
+
+def test_no_kernel_stores_behind_its_buffers() -> None:
+    assert overruns(torch.device("cuda")) == []
+
+
+@pytest.fixture
+def fewest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes its narrowest choice."""
+    monkeypatch.setattr("jetrl.rollout.draft_widths._Times.known", lambda *_: True)
+    monkeypatch.setattr(DraftWidths, "_fastest", lambda _, size, __: choices(size)[0])
+
+
+def siblings(mode: str, batch: int, beyond: int) -> None:
+    """Samples of one prompt, the last of which enter in the very step that decodes them."""
+    policy = Policy.from_config(CONFIG, PrecisionPlan.preset("unified"), seed=0, device="cuda")
+    params = SamplingParams(n=batch + beyond, max_tokens=3, seed=11, ignore_eos=True)
+    plain = RolloutEngine(policy, max_batch_size=batch)
+    expected = outcome(plain.generate([[3, 7, 5]], params))
+    head = DraftHead(policy, 3, 0)
+    head.trained = True  # Its drafts are noise.
+    engine = RolloutEngine(policy, max_batch_size=batch, speculation=mode, draft_head=head)
+    assert outcome(engine.generate([[3, 7, 5]], params)) == expected
+    assert engine.stats.speculation is not None
+    assert engine.stats.speculation.sequence_forwards >= params.n
+
+
+@pytest.mark.usefixtures("fewest_rows")
+@pytest.mark.parametrize("mode", ["text", "head", "auto"])
+@pytest.mark.parametrize("beyond", [17, 63, 129, 255])
+def test_siblings_beyond_the_batch_draw_the_same(mode: str, beyond: int) -> None:
+    siblings(mode, 256, beyond)
+
+
+@pytest.mark.usefixtures("fewest_rows")
+def test_siblings_beyond_the_batch_small() -> None:
+    """Quick enough for compute-sanitizer."""
+    siblings("auto", 32, 17)

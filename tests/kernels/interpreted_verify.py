@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -22,13 +23,14 @@ CPU = torch.device("cpu")
 LENGTH, VOCABULARY = 60, 6
 # Sequences, the most tokens of each in a forward, rows; both numbers of lanes.
 CASES = ((1, 1, 1), (20, 1, 20), (8, 8, 64), (3, 2, 5), (33, 4, 70), (100, 2, 130), (40, 8, 320))
+SHORT_OF_ROWS = ((20, 1, 12), (8, 2, 5), (40, 8, 33), (300, 2, 256))  # the same
+GUARD, CANARY = 1024, -77
 
 
-def cloned(record: Any) -> Any:
-    tensors = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-    return dataclasses.replace(
-        record, **{n: x.clone() for n, x in tensors.items() if isinstance(x, torch.Tensor)}
-    )
+def cloned(record: Any, device: torch.device = CPU) -> Any:
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+    copies = {n: x.to(device, copy=True) for n, x in fields.items() if isinstance(x, torch.Tensor)}
+    return dataclasses.replace(record, **copies)
 
 
 def records(slots: int, random: torch.Generator) -> tuple[DecodeState, DraftText]:
@@ -103,9 +105,58 @@ def differences(case: tuple[int, int, int]) -> tuple[list[str], int]:
     return found, int(drawn)
 
 
+def overruns(device: torch.device) -> list[str]:
+    """Run the kernels with too few rows and lines, and return what is not as it should be.
+
+    Sequences beyond the rows draw nothing, a forward beyond the lines writes none, and the canaries
+    behind each buffer stay.
+    """
+    found, guarded = [], []
+
+    def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        size = (*shape[:-1], shape[-1] + GUARD)
+        guarded.append((torch.full(size, CANARY, dtype=dtype, device=device), shape[-1]))
+        return guarded[-1][0][..., : shape[-1]]
+
+    for case in SHORT_OF_ROWS:
+        count, width, size = case
+        random = torch.Generator().manual_seed(count)
+        state, text = records(count, random)
+        state.active.fill_(1)
+        rows = torch.randperm(count, generator=random)
+        few = draft.propose(text, state, rows[:size])
+        expected = decode_verify.verify_inputs(state, text, few, rows[:size], 64, width, size)
+        state, text, rows = cloned(state, device), cloned(text, device), rows.to(device)
+        drafts = draft.propose(text, state, rows)
+        with mock.patch.object(torch, "empty", empty):
+            sizes = (rows, 64, width, size)
+            inputs = decode_verify_hopper.verify_inputs(state, text, drafts, *sizes)
+        for field in dataclasses.fields(inputs):
+            ours, theirs = getattr(inputs, field.name).cpu(), getattr(expected, field.name)
+            beyond = field.name == "queries" and bool(ours[size:].any())
+            if beyond or not torch.equal(ours[:size], theirs):
+                found.append(f"{case} VerifyInputs.{field.name}")
+        lines = [
+            empty(3 * columns, dtype=dtype, device=device).view(3, columns)
+            for columns, dtype in (
+                (count * width, torch.int32),
+                (count * width, torch.float32),
+                (count, torch.int32),
+            )
+        ]
+        out = decode_verify.Verified(*lines, torch.full((1,), 3, dtype=torch.int32, device=device))
+        drawn = torch.zeros(size, device=device)
+        decode_verify_hopper.take_verified(
+            state, text, drafts, inputs, rows, drawn.long(), drawn, drawn, out, width
+        )
+        found += [f"{case} a line of {line.dtype}" for line in lines if (line != CANARY).any()]
+        found += [f"{case} behind {w.shape}" for w, n in guarded if (w[..., n:] != CANARY).any()]
+        guarded.clear()
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     compared = [differences(case) for case in CASES]
-    print(
-        json.dumps([[found for one, _ in compared for found in one], sum(n for _, n in compared)])
-    )
+    found = [found for one, _ in compared for found in one] + overruns(CPU)
+    print(json.dumps([found, sum(n for _, n in compared)]))

@@ -114,7 +114,7 @@ def verified(width: int) -> Verified:
         ([50, 51, 52, 53], {"limit": 12}, [50, 51], 0),  # its last position
         ([50, 51, 52, 53], {"stop": 51}, [50, 51], 0),
         ([50, 51, 52, 53], {"broken": 1}, [50, BROKEN], 0),
-        ([50, 51, 52, 53], {"rows": 2}, [50, 51], 1),  # one draft, and what it led to
+        ([50, 51, 52, 53], {"rows": 3}, [50, 51, 52], 1),  # two drafts, and what they led to
     ],
 )
 def test_draws_count_up_to_the_first_that_the_draft_had_not(

@@ -91,7 +91,7 @@ def _inputs_kernel(
 def _take_kernel(
     token_ptr, position_ptr, limit_ptr, active_ptr, stops_ptr, rows_ptr,
     tokens_ptr, logprobs_ptr, lse_ptr, out_tokens_ptr, out_logprobs_ptr, out_count_ptr,
-    count, out_width, NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr, LANES: tl.constexpr,
+    count, lines, out_width, NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Take in one forward's draws: write them for the host, move each sequence on or end it.
 
@@ -100,9 +100,10 @@ def _take_kernel(
         limit_ptr, stops_ptr: of `DecodeState`, read.
         rows_ptr: int64 [count], the slot of each row.
         tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [count], what `sample` gave.
-        out_tokens_ptr, out_logprobs_ptr, out_count_ptr: of `Drawn`, whose rows have out_width
-            columns; row `out_count` is written.
+        out_tokens_ptr, out_logprobs_ptr, out_count_ptr: of `Drawn`, lines of out_width entries;
+            line `out_count` is written, if there is one.
         count: rows.
+        lines: lines of the draws.
         NOT_DRAWN, BROKEN: what stands for no token.
         LANES: at least count.
     """
@@ -118,8 +119,9 @@ def _take_kernel(
     finite = tl.abs(lse) < float("inf")
     at = tl.load(out_count_ptr)
     written = tl.where(active, tl.where(finite, token, BROKEN), NOT_DRAWN)
-    tl.store(out_tokens_ptr + at * out_width + row, written, mask=mask)
-    tl.store(out_logprobs_ptr + at * out_width + row, logprob, mask=mask)
+    kept = mask & (at < lines)
+    tl.store(out_tokens_ptr + at * out_width + row, written, mask=kept)
+    tl.store(out_logprobs_ptr + at * out_width + row, logprob, mask=kept)
 
     # The end of a sequence, by the rule of `rollout.stopping` as far as the device knows it. Stop
     # ids are one list for all rows, so each is a scalar load that every lane compares with.
@@ -172,7 +174,7 @@ def take_draws(
     _take_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops, rows,
         tokens, logprobs, lse, out.tokens, out.logprobs, out.count,
-        count, out.tokens.shape[1], NOT_DRAWN, BROKEN,
+        count, *out.tokens.shape, NOT_DRAWN, BROKEN,
         max(32, triton.next_power_of_2(count)), num_warps=4,
     )  # fmt: skip
 

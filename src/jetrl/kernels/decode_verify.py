@@ -91,7 +91,12 @@ def verify_inputs(
         page_size: tokens of a KV page.
         width: the most queries of a sequence, Q, at most MAX_QUERIES.
         size: the rows of the forward, R: B to B * Q of them, and B where Q is 1.
+
+    Raises:
+        ValueError: another number of rows.
     """
+    if not len(rows) <= size <= len(rows) * width:
+        raise ValueError(f"{size} rows for {len(rows)} sequences of 1 to {width} queries")
     if rows.is_cuda:
         from jetrl.kernels.decode_verify_hopper import verify_inputs as verify_inputs_hopper
 

@@ -117,7 +117,9 @@ def _verify_inputs_kernel(
         queries += _shared_rows(wanted, quality, extra, turn, COST_FACTOR, COST_TOP, REACH_BITS)
         queries = tl.where(active, queries, 0)
         first = tl.cumsum(queries) - queries
-    length = tl.where(active, position + queries, 0)
+    # A sequence beyond the rows draws nothing: no row lies behind the buffers.
+    queries = tl.where(first + queries <= size, queries, 0)
+    length = tl.where(queries > 0, position + queries, 0)
     tl.store(queries_ptr + row, queries, mask=mask)
     tl.store(lengths_ptr + row, length, mask=mask)
     tl.store(first_ptr + row, first, mask=mask)
@@ -135,8 +137,8 @@ def _verify_inputs_kernel(
         place = page.to(tl.int64) * PAGE + at % PAGE
         bits = random_bits(seed, key, at.to(tl.int64) + 1)
         # Of one query each, the row of a sequence that is not active is padding where it lies.
-        written = used | (mask & (width == 1))
         out = first + j
+        written = (used | (mask & (width == 1))) & (out < size)
         tl.store(token_ids_ptr + out, tl.where(used, token, 0).to(tl.int64), mask=written)
         tl.store(positions_ptr + out, at.to(tl.int64), mask=written)
         tl.store(slots_ptr + out, tl.where(used, place, -1), mask=written)
@@ -191,7 +193,7 @@ def _take_verified_kernel(
     draft_ptr, counts_ptr, sources_ptr, queries_ptr, first_ptr, rows_ptr,
     tokens_ptr, logprobs_ptr, lse_ptr,
     out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr,
-    count, out_width, offers_width, text_width, entries, width,
+    count, lines, out_width, offers_width, text_width, entries, width,
     MAX_DRAFT: tl.constexpr, QUALITY_ONE: tl.constexpr, QUALITY_SHIFT: tl.constexpr,
     LAG: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, HASH_FACTOR: tl.constexpr,
     HASH_SHIFT: tl.constexpr, NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr,
@@ -210,8 +212,9 @@ def _take_verified_kernel(
         tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [rows of the forward], what
             `sample` gave.
         out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr: of `Verified`; line
-            `out_count` is written.
+            `out_count` is written, if there is one.
         count: sequences.
+        lines: lines of the draws and of the offers.
         out_width, offers_width: entries of a line of the draws and of the offers.
         text_width: tokens of a slot's row of the text.
         entries: entries of a table of n-grams.
@@ -236,6 +239,7 @@ def _take_verified_kernel(
     group = tl.load(group_ptr + slot, mask=active, other=0)
     offered = tl.load(counts_ptr + row, mask=active, other=0) > 0
     at = tl.load(out_count_ptr)
+    kept = mask & (at < lines)
     num_stops = tl.load(stops_ptr)
 
     # Draw by draw, as long as each is what the draft said and ends nothing.
@@ -251,8 +255,8 @@ def _take_verified_kernel(
         lse = tl.load(lse_ptr + first + j, mask=alive, other=0.0)
         finite = tl.abs(lse) < float("inf")
         written = tl.where(alive, tl.where(finite, token, BROKEN), NOT_DRAWN)
-        tl.store(out_tokens_ptr + at * out_width + place, written, mask=mask)
-        tl.store(out_logprobs_ptr + at * out_width + place, logprob, mask=mask)
+        tl.store(out_tokens_ptr + at * out_width + place, written, mask=kept)
+        tl.store(out_logprobs_ptr + at * out_width + place, logprob, mask=kept)
         tl.store(text_ptr + base + position + 1 + j, token, mask=alive)
 
         # The end of a sequence, by the rule of `rollout.stopping` as far as the device knows it.
@@ -280,7 +284,7 @@ def _take_verified_kernel(
     source = tl.load(sources_ptr + row, mask=active, other=0)
     # The fields of `Verified.offers`.
     offer = queries - 1 + 8 * source + 32 * hit.to(tl.int32) + 64 * offered.to(tl.int32)
-    tl.store(out_offers_ptr + at * offers_width + row, tl.where(active, offer, 0), mask=mask)
+    tl.store(out_offers_ptr + at * offers_width + row, tl.where(active, offer, 0), mask=kept)
 
     # How good the drafts are: a mean that forgets 2**-QUALITY_SHIFT of itself with each draft.
     before = tl.load(quality_ptr + slot, mask=active, other=0)
@@ -312,8 +316,6 @@ def verify_inputs(
         size: the rows of the forward.
     """
     count = check_rows(rows)
-    if not count <= size <= count * width:
-        raise ValueError(f"{size} rows for {count} sequences of 1 to {width} queries")
     wide = torch.empty(4, size, dtype=torch.int64, device=rows.device)
     keys = torch.empty(size, dtype=torch.int32, device=rows.device)
     each = torch.empty(3, count, dtype=torch.int32, device=rows.device)
@@ -361,7 +363,7 @@ def take_verified(
         draft_text.text, draft_text.tables, draft_text.group, draft_text.quality,
         drafts.tokens, drafts.counts, drafts.sources, inputs.queries, inputs.first, rows,
         tokens, logprobs, lse, out.tokens, out.logprobs, out.offers, out.count,
-        count, out.tokens.shape[1], out.offers.shape[1], draft_text.width,
+        count, *out.tokens.shape, out.offers.shape[1], draft_text.width,
         draft_text.tables.shape[1], width, MAX_DRAFT, QUALITY_ONE, QUALITY_SHIFT, LAG, *ORDERS,
         HASH_FACTOR, HASH_SHIFT, NOT_DRAWN, BROKEN, _lanes(count), num_warps=4,
     )  # fmt: skip
