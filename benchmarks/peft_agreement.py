@@ -3,10 +3,11 @@
     pip install peft
     python benchmarks/peft_agreement.py --out benchmarks/results/cpu/peft_agreement.json
 
-For a tiny random model of each family: an adapter of rank 8 on all linear layers, with random A and
-B and, in the rows that say so, embedding, norms and head that are replaced whole, is written by
-`save_pretrained`. transformers and peft read it over the same base. Differences are of the
-log-probs of random tokens:
+For a tiny random model of each family, with its head tied to its embedding and not: an adapter of
+rank 8 on all linear layers, with random A and B and, in the rows that say so, modules that are
+replaced whole. `by` says whether jetrl's `save_pretrained` wrote it or peft's, which unties what it
+replaces unless `ensure_weight_tying` is set (`kept tied`). transformers and peft read it over the
+same base. Differences are of the log-probs of random tokens:
 
     effect              mean, that the adapter makes to its base
     fp32                largest, between jetrl under fp32 and peft in FP32
@@ -14,6 +15,8 @@ log-probs of random tokens:
     peft_bf16           mean, between peft in BF16 and peft in FP32: the rounding's own size
     merged              mean, between the model of `jetrl export --merge` in transformers and peft
     written_back        whether the adapter that peft saves gives jetrl the same bits
+    continued           largest, between peft with what jetrl saves of the adapter after reading it,
+                        without training what is replaced whole, and peft
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +45,16 @@ from jetrl.precision import PrecisionPlan
 _PACKAGES = ("torch", "transformers", "peft")
 
 
-def ours(base: Path, preset: str, adapter: Path, lora: LoRA, tokens: Tensor) -> Tensor:
+def read(base: Path, preset: str, adapter: Path) -> Policy:
+    """Return jetrl's policy with an adapter, of which A and B alone would be trained."""
+    adapter_here = read_adapter(adapter, hf.model_config(base))
+    return Policy.from_pretrained(base, PrecisionPlan.preset(preset), adapter=adapter_here)
+
+
+def ours(base: Path, preset: str, adapter: Path, tokens: Tensor) -> Tensor:
     """Return jetrl's log-probs of tokens [S, T], float32 [S, T - 1]."""
-    read = read_adapter(adapter, hf.model_config(base), lora)
-    policy = Policy.from_pretrained(base, PrecisionPlan.preset(preset), adapter=read)
     with torch.no_grad():
-        return torch.stack(policy.logprobs(tokens.tolist()))
+        return torch.stack(read(base, preset, adapter).logprobs(tokens.tolist()))
 
 
 def theirs(model: Any, tokens: Tensor) -> Tensor:
@@ -67,26 +76,66 @@ def write_adapter(base: Path, path: Path, lora: LoRA) -> None:
     policy.save_pretrained(path)
 
 
-def row_of(family: str, whole: bool, folder: Path) -> dict[str, Any]:
-    """Return the row of a family.
+def write_peft_adapter(base: Path, path: Path, modules: list[str], tied: bool) -> None:
+    """Write an adapter with random numbers for a base, by peft."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
 
-    Args:
-        family: A key of `FAMILIES`.
-        whole: Whether embedding, norms and head are replaced beside the adapter.
-        folder: An empty folder.
-    """
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(
+        r=8, lora_alpha=32, target_modules="all-linear", modules_to_save=list(modules),
+        ensure_weight_tying=tied, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    model = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(path)
+
+
+def write_with_jetrl(base: Path, path: Path, whole: bool) -> None:
+    """Write an adapter with random numbers for a base; `whole`: with embedding, norms and head."""
+    lora = LoRA(8, 32.0, train_embeddings=whole, train_norms=whole, train_head=whole)
+    write_adapter(base, path, lora)
+
+
+EVERYTHING = "embedding, norms, head"
+# By, what is replaced whole, whether the base ties its head, and what writes the adapter.
+CASES: list[tuple[str, str, bool, Callable[[Path, Path], None]]] = [
+    ("jetrl", "", True, partial(write_with_jetrl, whole=False)),
+    ("jetrl", EVERYTHING, False, partial(write_with_jetrl, whole=True)),
+    ("jetrl", EVERYTHING, True, partial(write_with_jetrl, whole=True)),
+    ("peft", "norm", False, partial(write_peft_adapter, modules=["model.norm"], tied=False)),
+    *(
+        ("peft", shown, True, partial(write_peft_adapter, modules=modules, tied=tied))
+        for shown, modules, tied in (
+            ("embedding", ["embed_tokens"], False),
+            ("head", ["lm_head"], False),
+            ("embedding, head", ["embed_tokens", "lm_head"], False),
+            ("embedding, kept tied", ["embed_tokens"], True),
+        )
+    ),
+]
+
+
+def row_of(
+    family: str, by: str, whole: str, tied: bool, write: Callable[[Path, Path], None], folder: Path
+) -> dict[str, Any]:
+    """Return the row of a family and one of `CASES`, made in an empty folder."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base, adapter, back, merged = (folder / name for name in ("base", "adapter", "back", "merged"))
-    make_tiny(base, family, initializer_range=0.1, seed=3, tie_word_embeddings=not whole)
-    lora = LoRA(8, 32.0, train_embeddings=whole, train_norms=whole, train_head=whole)
-    write_adapter(base, adapter, lora)
+    names = ("base", "adapter", "back", "merged", "continued")
+    base, adapter, back, merged, continued = (folder / name for name in names)
+    make_tiny(base, family, initializer_range=0.1, seed=3, tie_word_embeddings=tied)
+    write(base, adapter)
     tokens = torch.randint(3, 90, (8, 48), generator=torch.Generator().manual_seed(2))
 
-    def peft(dtype: torch.dtype) -> Any:
+    def peft(dtype: torch.dtype, path: Path = adapter) -> Any:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-        return PeftModel.from_pretrained(model, adapter)
+        return PeftModel.from_pretrained(model, path)
 
     wide = peft(torch.float32)
     reference = theirs(wide, tokens)
@@ -98,17 +147,22 @@ def row_of(family: str, whole: bool, folder: Path) -> dict[str, Any]:
     def mean(logprobs: Tensor) -> float:
         return float(f"{float((logprobs - reference).abs().mean()):.2g}")
 
-    same = ours(base, "fp32", adapter, lora, tokens)
+    read(base, "fp32", adapter).save_pretrained(continued)
+    again = theirs(peft(torch.float32, continued), tokens)
+    same = ours(base, "fp32", adapter, tokens)
     return {
         "family": family,
+        "tied": tied,
+        "by": by,
         "replaced_whole": whole,
         "effect": mean(theirs(model, tokens)),
         "fp32": float(f"{float((same - reference).abs().max()):.2g}"),
-        "bf16": mean(ours(base, "bf16", adapter, lora, tokens)),
-        "unified": mean(ours(base, "unified", adapter, lora, tokens)),
+        "bf16": mean(ours(base, "bf16", adapter, tokens)),
+        "unified": mean(ours(base, "unified", adapter, tokens)),
         "peft_bf16": mean(theirs(peft(torch.bfloat16), tokens)),
         "merged": mean(theirs(merged_model, tokens)),
-        "written_back": torch.equal(same, ours(base, "fp32", back, lora, tokens)),
+        "written_back": torch.equal(same, ours(base, "fp32", back, tokens)),
+        "continued": float(f"{float((again - reference).abs().max()):.2g}"),
     }
 
 
@@ -119,9 +173,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for family in FAMILIES:
-        for whole in (False, True):
+        for case in CASES:
             with tempfile.TemporaryDirectory() as folder:
-                rows.append(row_of(family, whole, Path(folder)))
+                rows.append(row_of(family, *case, Path(folder)))
     print_table(rows)
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     command = "python benchmarks/peft_agreement.py"

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from jetrl.cli.main import main as jetrl
 from jetrl.errors import UserError
 from jetrl.models.adapter import Adapter, LoRA, adapted_parts
 from jetrl.models.families import ModelConfig
-from jetrl.models.peft import adapter_of, lora_of, read_adapter
+from jetrl.models.peft import adapted_config, adapter_of, lora_of, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny, random_weights
@@ -168,26 +169,30 @@ def test_an_adapter_is_written_and_read_with_the_same_bits(
     assert torch.equal(ours, theirs)
 
 
-def test_transformers_with_the_adapter_merged_gives_our_logits(base: Path, tmp_path: Path) -> None:
-    """By PEFT's formula in float64, from the files that were written: W + alpha / r * B A."""
-    p = trained(base, "fp32")
-    p.save_pretrained(tmp_path / "adapter")
-    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(base).eval()
+def as_peft_reads(base: Path, path: Path) -> torch.Tensor:
+    """Log-probs by PEFT's rules in float64: W + alpha / r * B A, and copies of saved modules.
+
+    A module that is stored and not in modules_to_save shares its tensor as in the base.
+    """
+    contents = json.loads((path / "adapter_config.json").read_text())
+    saved = () if contents.get("ensure_weight_tying") else tuple(contents["modules_to_save"] or ())
+    tensors = load_file(path / "adapter_model.safetensors")
+    tensors = {n.removeprefix("base_model.model."): t.double() for n, t in tensors.items()}
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64).eval()
     modules = dict(model.named_modules())
-    names = [n.removesuffix(".lora_A.weight") for n in tensors if n.endswith("lora_A.weight")]
-    assert len(names) == 2 * 7
     with torch.no_grad():
-        for name in names:
-            a, b = (tensors[f"{name}.lora_{kind}.weight"].double() for kind in "AB")
-            layer = modules[name.removeprefix("base_model.model.")]
-            layer.weight.copy_(layer.weight.double() + 8 / 4 * (b @ a))
-        for tokens, ours in zip(SEQUENCES, p.logprobs(SEQUENCES), strict=True):
+        for name in (n.removesuffix(".lora_A.weight") for n in tensors if "lora_A" in n):
+            a, b = (tensors[f"{name}.lora_{kind}.weight"] for kind in "AB")
+            modules[name].weight.copy_(modules[name].weight + 8 / 4 * (b @ a))
+        for name in (n.removesuffix(".weight") for n in tensors if "lora_" not in n):
+            if name.endswith(saved):  # every name, or with () none
+                modules[name].weight = torch.nn.Parameter(modules[name].weight.clone())
+            modules[name].weight.copy_(tensors[f"{name}.weight"])
+        out = []
+        for tokens in SEQUENCES:
             logits = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
-            theirs = logits.gather(-1, torch.tensor(tokens)[1:, None])[:, 0]
-            assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
-            in_bf16 = trained(base, "bf16").logprobs([tokens])[0]
-            assert (in_bf16 - theirs).abs().max() <= 0.05
+            out.append(logits.gather(-1, torch.tensor(tokens)[1:, None])[:, 0])
+    return torch.cat(out)
 
 
 def edited(**changes: Any) -> Callable[[Path], None]:
@@ -206,6 +211,75 @@ def retensored(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[
         save_file(tensors, file)
 
     return edit
+
+
+EMBED, HEAD = "base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"
+NORM = "base_model.model.model.norm.weight"
+# Of a tied base: what is trained whole here, what PEFT has stored beside A and B, and the keys of
+# adapter_config.json; whether the head is the embedding, and modules_to_save written again.
+PAIR = ["embed_tokens", "lm_head"]
+TIE = {"modules_to_save": PAIR[:1], "ensure_weight_tying": True}
+BESIDE: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any], bool, Any]] = {
+    "nothing": ({}, (), {}, True, None),
+    "trained here": ({"train_embeddings": True, "train_head": True}, (), {}, True, PAIR),
+    "embedding": ({}, (EMBED,), {"modules_to_save": PAIR[:1]}, False, PAIR[:1]),
+    "head": ({}, (HEAD,), {"modules_to_save": PAIR[1:]}, False, PAIR[1:]),
+    "both": ({}, (EMBED, HEAD), {"modules_to_save": PAIR}, False, PAIR),
+    "kept tied": ({}, (EMBED,), TIE, True, PAIR),
+    "not in the list": ({}, (EMBED,), {}, True, PAIR),
+    "last norm": ({}, (NORM,), {"modules_to_save": ["model.norm"]}, True, ["model.norm"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_an_adapter_is_the_one_that_peft_reads_also_when_it_is_saved_again_and_merged(
+    case: str, base: Path, tmp_path: Path
+) -> None:
+    options, stored, keys, tied, saved = BESIDE[case]
+    path, again, merged = (tmp_path / name for name in ("adapter", "again", "merged"))
+    trained(base, "fp32", **options).save_pretrained(path)
+    g, weights = torch.Generator().manual_seed(5), load_file(base / "model.safetensors")
+    like = {EMBED: "model.embed_tokens.weight", HEAD: "model.embed_tokens.weight"}
+    noised = {n: weights[like.get(n, "model.norm.weight")] for n in stored}
+    noised = {n: w + 0.1 * torch.randn(w.shape, generator=g) for n, w in noised.items()}
+    if stored:
+        retensored(lambda tensors: tensors.update(noised))(path)
+        edited(**keys)(path)
+        (path / "jetrl_adapter.json").unlink()
+    config = ModelConfig.from_hf(json.loads((base / "config.json").read_text()))
+    plan = PrecisionPlan.preset("fp32")
+    theirs = as_peft_reads(base, path)
+    for directory in (path, again):
+        adapter = read_adapter(directory, config)
+        model = Policy.from_pretrained(base, plan, adapter=adapter)
+        assert model.config.tie_word_embeddings is tied
+        with torch.no_grad():
+            ours = torch.cat(model.logprobs(SEQUENCES))
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+        if directory == path:
+            model.save_pretrained(again)
+    assert torch.equal(as_peft_reads(base, again), theirs)
+    contents = json.loads((again / "adapter_config.json").read_text())
+    assert contents["modules_to_save"] == saved
+    settings = AdapterSettings(kind="lora", path=str(again))
+    assert adapted_config(settings, config).tie_word_embeddings is tied
+    assert jetrl(["export", str(again), str(merged), "--merge", "--dtype", "float32"]) == 0
+    with torch.no_grad():
+        whole = torch.cat(Policy.from_pretrained(merged, plan).logprobs(SEQUENCES))
+    assert (whole - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def test_an_embedding_of_earlier_versions_is_still_the_head_as_well(
+    base: Path, tmp_path: Path
+) -> None:
+    p = trained(base, "fp32", train_embeddings=True, train_head=True)
+    p.save_pretrained(tmp_path / "adapter")
+    retensored(lambda tensors: tensors.pop(HEAD))(tmp_path / "adapter")
+    edited(modules_to_save=["embed_tokens"])(tmp_path / "adapter")
+    (tmp_path / "adapter" / "jetrl_adapter.json").write_text(json.dumps({"base_digest": "0"}))
+    read = read_adapter(tmp_path / "adapter", p.config)
+    assert not read.unties
+    assert torch.equal(read.replaced["embed.weight"], p.master_weights()["embed.weight"])
 
 
 NAME = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
@@ -230,6 +304,13 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "infinity": (retensored(lambda t: t[NAME][0].fill_(float("inf"))), "an infinity"),
     "no file": (lambda path: (path / "adapter_model.safetensors").unlink(), "no such file"),
     "damaged": (lambda path: (path / "adapter_model.safetensors").write_bytes(b"9"), "safetensors"),
+    "whole": (edited(modules_to_save=["lm_head"]), f"names lm_head, and .* no tensor {HEAD}"),
+    "linear": (edited(modules_to_save=["mlp"]), "names model.layers.0.mlp.gate_proj, and"),
+    "names": (edited(modules_to_save="lm_head"), "modules_to_save = 'lm_head': a list of names"),
+    "pair": (
+        retensored(lambda t: t.update({EMBED: torch.ones(98, 128), HEAD: torch.zeros(98, 128)})),
+        "embed_tokens and lm_head differ, and the adapter ties them",
+    ),
     "no adapter": (lambda path: (path / "adapter_config.json").unlink(), "no adapter there"),
 }
 

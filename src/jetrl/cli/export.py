@@ -101,8 +101,8 @@ def _name_base(args: argparse.Namespace, policy: Policy) -> None:
         )
     hf.save_model(
         args.base,
-        policy.config,
-        _random_weights(args, policy.config, policy.device),
+        policy.base_config,
+        _random_weights(args, policy.base_config, policy.device),
         "float32",
         tokenizer=policy.tokenizer,
         generation_config=policy.generation_config or None,
@@ -167,8 +167,10 @@ def _merged_parts(args: argparse.Namespace) -> _Parts:
         policy = open_policy(args.model, None, args.device, fallback_plan="fp32")
         if policy.lora is None:
             raise UserError(f"--merge: {args.model} has no adapter to merge; leave --merge out")
-        config, masters = policy.config, policy.master_weights()
-        return _Parts(config, policy.lora, masters, policy.base_path, config, policy.tokenizer)
+        masters, base = policy.adapter_tensors(), policy.base_path
+        return _Parts(
+            policy.config, policy.lora, masters, base, policy.base_config, policy.tokenizer
+        )
     path, base = location.path, base_of(location.path)
     if base is not None:
         config = hf.model_config(base)
@@ -180,7 +182,7 @@ def _merged_parts(args: argparse.Namespace) -> _Parts:
     adapter = read_adapter(path, shape)
     trained = {**adapter.tensors, **adapter.replaced}
     tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
-    return _Parts(shape, adapter.lora, trained, base, config, tokenizer, adapter)
+    return _Parts(adapter.shape(shape), adapter.lora, trained, base, config, tokenizer, adapter)
 
 
 def _merge(args: argparse.Namespace, parts: _Parts) -> None:

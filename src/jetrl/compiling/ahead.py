@@ -104,7 +104,9 @@ def compiled_ahead(
     if not there or importlib.util.find_spec("triton") is None:
         yield
         return
-    lora = None if adapter is None else adapter.lora
+    lora = None
+    if adapter is not None:
+        config, lora = adapter.shape(config), adapter.lora
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     work = Work(config, plan, lora, max_batch_size, multiprocessors, speculation)
     with contextlib.ExitStack() as beside:

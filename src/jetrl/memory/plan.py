@@ -41,7 +41,7 @@ from jetrl.models import hf
 from jetrl.models.adapter import LoRA
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig, num_parameters
-from jetrl.models.peft import lora_of
+from jetrl.models.peft import adapted_config, lora_of
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.settings.speculation import verified_drafts
@@ -241,6 +241,7 @@ def memory_plan(
         cards: How many GPUs the run has, one a process.
     """
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+    config = adapted_config(settings.adapter, config)
     lora = lora_of(settings.adapter, config)
     load, others = load or Workload.of(settings, config), others or OtherModels()
     load = load.of_a_rank(settings, cards)

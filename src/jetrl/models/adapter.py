@@ -14,10 +14,12 @@ draw is a function of the run's seed and the stored layer's name.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -195,6 +197,7 @@ class Adapter:
         replaced: Parameters of the base that take the place of the directory's, by name.
         origin: The directory that the adapter was read from; None of a new one.
         base_digest: The digest of the base that it was made on, where that is known.
+        unties: Whether the embedding and the head, which are one in the base, differ.
     """
 
     lora: LoRA
@@ -203,6 +206,7 @@ class Adapter:
     replaced: Mapping[str, Tensor] = field(default_factory=dict)
     origin: str | None = None
     base_digest: str | None = None
+    unties: bool = False
 
     @staticmethod
     def new(config: ModelConfig, lora: LoRA, seed: int) -> Adapter:
@@ -239,9 +243,13 @@ class Adapter:
                 "base_model_name_or_path in its adapter_config.json"
             )
 
+    def shape(self, config: ModelConfig) -> ModelConfig:
+        """Return the config of a base with the adapter, which may untie the head."""
+        return dataclasses.replace(config, tie_word_embeddings=False) if self.unties else config
+
     def over(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the parameters of the base with those that the adapter replaces."""
-        return _Over(self.replaced, weights) if self.replaced else weights
+        return _Over(self.replaced, weights, self.unties) if self.replaced else weights
 
 
 def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tensor) -> str:
@@ -306,24 +314,29 @@ def stored_base_digest(config: ModelConfig, weights: Mapping[str, Tensor]) -> st
 
 
 class _Over(CodedWeights):
-    """Tensors by name, some of which come from another mapping."""
+    """Tensors by name, some of which come from another mapping; an untied head is the embedding."""
 
-    def __init__(self, first: Mapping[str, Tensor], then: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, first: Mapping[str, Tensor], then: Mapping[str, Tensor], unties: bool
+    ) -> None:
         self._first, self._then = first, then
+        self._head = (_HEAD,) if unties else ()
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._first[name] if name in self._first else self._then[name]
+        if name in self._first:
+            return self._first[name]
+        return self._then[_EMBEDDINGS if name in self._head else name]
 
     def codes(self, name: str) -> NVFP4Tensor | None:
         """Return the codes of a tensor that comes from the second mapping, if it has codes."""
-        return None if name in self._first else codes_of(self._then, name)
+        return None if name in (*self._first, *self._head) else codes_of(self._then, name)
 
     def left_wide(self, name: str) -> bool:
         """Return whether a tensor has 16 or 32 bits in a directory with others in NVFP4."""
         return left_wide(self._then, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._then)
+        return chain(self._then, self._head)
 
     def __len__(self) -> int:
-        return len(self._then)
+        return len(self._then) + len(self._head)

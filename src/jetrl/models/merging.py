@@ -43,13 +43,14 @@ class MergedWeights(Mapping[str, Tensor]):
         device: torch.device,
     ) -> None:
         self._base, self._masters, self._device = base, masters, device
-        self._names = list(parameter_shapes(config))
+        self._names, self._stored = list(parameter_shapes(config)), set(base)
         self._shapes = lora.shapes(config)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._masters:
             return self._masters[name].detach()
-        weight = self._base[name].to(self._device, torch.float32)
+        stored = name if name in self._stored else "embed.weight"  # of a head that is untied
+        weight = self._base[stored].to(self._device, torch.float32)
         layer = name.removesuffix(".weight")
         return weight + self.change(layer) if layer in self._shapes else weight
 

@@ -74,6 +74,8 @@ class Model:
         adapter: Adapter | None = None,
     ) -> None:
         assert config.head == self.head, f"{type(self).__name__} has a head for {self.head}"
+        self.base_config = config
+        config = config if adapter is None else adapter.shape(config)
         self.config, self.plan, self.device = config, plan, torch.device(device)
         check_device(config, plan, self.device)
         if self.head == "lm" and not frozen:  # a model that is sampled from
@@ -89,6 +91,8 @@ class Model:
         self.decoder = Decoder(config, self.weights)
         self.base_path: str | None = None
         self.base_digest = ""
+        replaced = {} if adapter is None else adapter.replaced
+        self._replaced = {n: t for n, t in replaced.items() if n not in self.weights.masters}
         if adapter is not None:
             self.base_digest = self._checked_base(adapter)
 
@@ -210,12 +214,16 @@ class Model:
             path,
             self.config,
             lora,
-            {name: self.weights.whole(name) for name in self.master_weights()},
+            self.adapter_tensors(),
             base=self.base_path,
             digest=self.base_digest,
             tokenizer=self.tokenizer,
             overwrite=overwrite,
         )
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """Return the whole master weights, and parameters of the base that are only replaced."""
+        return {**self._replaced, **{n: self.weights.whole(n) for n in self.master_weights()}}
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """Return the FP32 master weights by name: the parameters that the optimizer changes.

@@ -3,6 +3,7 @@
 transformers with peft, and vLLM, read what is written here. Tensors are float32, the master weights
 themselves, so an adapter that is written and read again has the same bits. What is trained whole
 beside the adapter (embedding, norms, head) is written as PEFT's `modules_to_save`.
+A tied pair of embedding and head is written twice, since PEFT would untie it (peft_whole.py).
 
 A key of adapter_config.json that this reader does not know is refused unless it is off: an adapter
 of another kind would be read as something that it is not.
@@ -44,15 +45,17 @@ from jetrl.models.hf_save import (
     write_json,
 )
 from jetrl.models.hub import is_hub_name
+from jetrl.models.peft_whole import PREFIX, checked_numbers, modules_to_save, take_whole
 from jetrl.settings.adapter_section import MOST_RANK, AdapterSettings
 
 logger = logging.getLogger(__name__)
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX, _BASE = "base_model.model.", "base_model_name_or_path"
+_BASE = "base_model_name_or_path"
 _NEEDED = "write the directory of the model that this adapter was trained on there"
 # Beside PEFT's files, since the order of two entries in a safetensors head is left to chance.
-_OWN, _DIGEST = "jetrl_adapter.json", "base_digest"
+_OWN, _DIGEST, _TIED = "jetrl_adapter.json", "base_digest", "tied"
+_EMBEDDINGS = "embed.weight"
 # Keys of adapter_config.json that change no number here, whatever they say.
 _WITHOUT_MEANING = {
     "auto_mapping", _BASE, "inference_mode", "peft_version", "revision",
@@ -60,7 +63,7 @@ _WITHOUT_MEANING = {
 }  # fmt: skip
 _READ = {
     "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
-    "modules_to_save", "init_lora_weights", "bias",
+    "modules_to_save", "init_lora_weights", "bias", "ensure_weight_tying",
 }  # fmt: skip
 _WHOLE = ("train_embeddings", "train_norms", "train_head")
 # How A and B began, where the base stayed as it was. PiSSA and its like change the base.
@@ -156,6 +159,13 @@ def adapter_of(settings: AdapterSettings, config: ModelConfig, seed: int) -> Ada
     return read_adapter(settings.path, config, lora)
 
 
+def adapted_config(settings: AdapterSettings, config: ModelConfig) -> ModelConfig:
+    """Return the config of a model with the adapter that settings ask for, which may untie it."""
+    if settings.path is None or not config.tie_word_embeddings:
+        return config
+    return read_adapter(settings.path, config, lora_of(settings, config)).shape(config)
+
+
 def is_scalar(path: str | Path) -> bool:
     """Return whether an adapter's directory is of a model with a scalar head, a reward model."""
     return read_object(Path(path) / CONFIG).get("task_type") == "SEQ_CLS"
@@ -249,9 +259,14 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
         if pickled.is_file():
             hint = f"{pickled.name} is pickled: save it again with safetensors"
         raise UserError(f"{file}: no such file; {hint}")
-    digest = read_object(directory / _OWN).get(_DIGEST) if (directory / _OWN).is_file() else None
-    stored = load_tensors(file)
-    shapes = lora.shapes(config)
+    own: dict[str, Any] = {_TIED: False}
+    if (directory / _OWN).is_file():
+        own = read_object(directory / _OWN)
+    contents, stored = read_object(directory / CONFIG), load_tensors(file)
+    # Earlier versions of jetrl left the head of a tied pair out.
+    replaced, unties = take_whole(stored, file, contents, config, bool(own.get(_TIED, True)))
+    adapter = Adapter(lora, {}, {}, replaced, str(directory), own.get(_DIGEST), unties)
+    shapes = lora.shapes(adapter.shape(config))
     parts = adapted_parts(config, lora.targets)
     tensors: dict[str, Tensor] = {}
     for layer, shape in shapes.items():
@@ -261,21 +276,20 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
             a.append(_taken(stored, file, part, "A", (lora.rank, shape.num_columns)))
             b.append(_taken(stored, file, part, "B", (part.num_rows, lora.rank)))
         tensors[a_name], tensors[b_name] = torch.cat(a), torch.cat(b)
-    replaced = _taken_whole(stored, file, config)
     if stored:
         more = f", and {len(stored) - 1} more" if len(stored) > 1 else ""
         raise UserError(
             f"{file}: {CONFIG} and the model have no place for tensor {min(stored)}{more}: is this "
             "adapter for another base, or are its target_modules too few?"
         )
-    return Adapter(lora, shapes, tensors, replaced, str(directory), digest)
+    return dataclasses.replace(adapter, shapes=shapes, tensors=tensors)
 
 
 def _taken(
     stored: dict[str, Tensor], file: Path, part: AdaptedPart, kind: str, shape: tuple[int, int]
 ) -> Tensor:
     """Return A or B of one stored linear layer, and take it out of the tensors of the file."""
-    name = f"{_PREFIX}{part.name}.lora_{kind}.weight"
+    name = f"{PREFIX}{part.name}.lora_{kind}.weight"
     if name not in stored:
         raise UserError(f"{file}: tensor {name} is missing; {CONFIG} names its layer as a target")
     tensor = stored.pop(name)
@@ -284,35 +298,7 @@ def _taken(
             f"{file}: tensor {name} has shape {list(tensor.shape)}, and with the r of {CONFIG} "
             f"this model needs {list(shape)}: is it an adapter for another base?"
         )
-    return _checked_numbers(tensor, name, file)
-
-
-def _checked_numbers(tensor: Tensor, name: str, file: Path) -> Tensor:
-    """Return a stored tensor as float32, once its values are known to be finite numbers."""
-    if not tensor.is_floating_point():
-        raise UserError(f"{file}: tensor {name} is {tensor.dtype}: a floating dtype is needed")
-    if not bool(tensor.float().isfinite().all()):
-        raise UserError(
-            f"{file}: tensor {name} has a NaN or an infinity: take an earlier checkpoint of the "
-            "adapter"
-        )
-    return tensor.float()
-
-
-def _taken_whole(stored: dict[str, Tensor], file: Path, config: ModelConfig) -> dict[str, Tensor]:
-    """Return the parameters that the adapter replaces, by our names, and take them out."""
-    replaced = {}
-    for name, parts in stored_tensors(config).items():
-        key = _PREFIX + parts[0].name
-        if len(parts) == 1 and not parts[0].linear_weight and key in stored:
-            replaced[name] = stored.pop(key)
-            if tuple(replaced[name].shape) != parts[0].shape:
-                raise UserError(
-                    f"{file}: tensor {key} has shape {list(replaced[name].shape)}, and the model "
-                    f"needs {list(parts[0].shape)}"
-                )
-            replaced[name] = _checked_numbers(replaced[name], key, file)
-    return replaced
+    return checked_numbers(tensor, name, file)
 
 
 def save_adapter(
@@ -331,7 +317,8 @@ def save_adapter(
         path: The directory, which appears whole or not at all.
         config: The config of the base.
         lora: The kind of the adapter.
-        masters: The whole master weights that are trained, by our names.
+        masters: The whole master weights that are trained, by our names, and parameters of the base
+            that the adapter replaces.
         base: The directory of the base, or a name of the hub.
         digest: The digest of the base.
         tokenizer: The tokenizer to write, or None.
@@ -348,11 +335,10 @@ def save_adapter(
 
     def write() -> None:
         stored = stored_adapter(config, lora, masters)
-        saved = sorted({_module(name) for name in stored if ".lora_" not in name})
-        contents = adapter_json(config, lora, base, saved)
+        contents = adapter_json(config, lora, base, modules_to_save(config, stored))
         write_json(scratch / CONFIG, contents)
         save_file(stored, scratch / TENSORS)
-        write_json(scratch / _OWN, {_DIGEST: digest})
+        write_json(scratch / _OWN, {_DIGEST: digest, _TIED: config.tie_word_embeddings})
         if tokenizer is not None:
             save_tokenizer(scratch, tokenizer)
         publish_directory(scratch, target)
@@ -378,11 +364,13 @@ def stored_adapter(
         all_a = left.pop(a_name).split(lora.rank)
         all_b = left.pop(b_name).split([part.num_rows for part in parts])
         for part, a, b in zip(parts, all_a, all_b, strict=True):
-            tensors[f"{_PREFIX}{part.name}.lora_A.weight"] = a
-            tensors[f"{_PREFIX}{part.name}.lora_B.weight"] = b
+            tensors[f"{PREFIX}{part.name}.lora_A.weight"] = a
+            tensors[f"{PREFIX}{part.name}.lora_B.weight"] = b
     for name, master in left.items():
         (whole,) = stored_tensors(config)[name]
-        tensors[_PREFIX + whole.name] = master
+        tensors[PREFIX + whole.name] = master
+        if name == _EMBEDDINGS and config.tie_word_embeddings:
+            tensors[f"{PREFIX}lm_head.weight"] = master
     return {
         name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
         for name, tensor in tensors.items()
@@ -428,8 +416,3 @@ def _target_names(config: ModelConfig, lora: LoRA) -> list[str]:
     same = adapted_parts(config, last)
     every = [part.name for of_layer in same.values() for part in of_layer]
     return list(last) if lora.targets in (ALL_LINEAR, (ALL_LINEAR,)) or every == names else names
-
-
-def _module(name: str) -> str:
-    """Return the module of a tensor that is saved whole, as modules_to_save names it."""
-    return name.removesuffix(".weight").rpartition(".")[2]
