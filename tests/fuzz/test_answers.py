@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jetrl.tasks.answers import final_answer, find_number
+from jetrl.tasks.answers import final_answer, gold_answer
 from jetrl.tasks.equality import same_value
 from jetrl.tasks.sandbox.wire import WireError, WorkerReply, parse_reply, parse_started, reply_line
 
@@ -24,7 +24,7 @@ def test_damaged_answers(mutate, text):
             answer = final_answer(damaged, strict=strict)
             assert answer == final_answer(damaged, strict=strict)
             assert answer is None or isinstance(answer.text, str)
-        find_number(damaged)
+        gold_answer(damaged)
 
 
 def test_comparisons_do_not_raise(mutate):

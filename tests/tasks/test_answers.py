@@ -1,13 +1,18 @@
 """The golden table: which answer a text gives, and whether it is right."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from jetrl.tasks import Scorer
-from jetrl.tasks.answers import final_answer, find_number
+from jetrl.tasks.answers import final_answer, gold_answer
 from jetrl.tasks.checkers import check_math
 from jetrl.tasks.equality import same_value, without_doubled_brackets
 from jetrl.types import Prompt
 
+FORMS = Path(__file__).with_name("answer_forms.jsonl")
+CASES = [json.loads(line) for line in FORMS.read_text("utf-8").splitlines()]
 GOLDEN = [
     # completion, answer read, marked
     ("#### 18", "18", True),
@@ -56,7 +61,7 @@ GOLDEN = [
     ("#### ¥1,800", "1800", True),
     ("#### 1e6", "1000000", True),
     (r"\boxed{2.5E-3}", "0.0025", True),
-    ("#### 18e", "18", True),
+    ("#### 18e", "18e", True),
     # mixed numbers
     ("#### 2 1/3", "7/3", True),
     (r"\boxed{-2 1/2}", "-5/2", True),
@@ -171,13 +176,46 @@ def test_latex_is_compared_as_it_was_written(gold, completion, right):
     assert check_math(gold, completion).reward == float(right)
 
 
-def test_find_number_reads_the_gold_forms():
-    assert [find_number(t) for t in (" 72", " 5,600\n", " -9", " none")] == [
-        "72",
-        "5600",
-        "-9",
-        None,
+@pytest.mark.parametrize("kind", sorted({case["kind"] for case in CASES}))
+def test_what_is_removed_does_not_change_the_value(kind: str) -> None:
+    """answer_forms.jsonl has the gold, the completion and the reward of each form, by kind."""
+    cases = [case for case in CASES if case["kind"] == kind]
+    wrong = [
+        case
+        for case in cases
+        if check_math(case["gold"], case["completion"]).reward != case["expect"]
     ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        (" 72", "72"),
+        (" 5,600\n", "5600"),
+        ("so\n#### -9", "-9"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"so $\boxed {5}$.", "5"),
+        (r"so $\boxed 12$", "12"),
+        (r"\fbox{5}", "5"),
+        ("The answer is 12.", "12"),
+        ("**Answer:** 12 apples", "12"),
+        ("x=5", "x=5"),
+        ("50\\%", "50%"),
+        # not readable
+        ("", ""),
+        (" ", ""),
+        ("so it is \\boxed{12", ""),
+        (r"\boxed{}", ""),
+        (r"\frac{1}{2", ""),
+        ("He has 12 apples", ""),
+        (r"\boxed{5 6}", ""),
+        ("x+" * 200, ""),
+    ],
+)
+def test_golds_are_read_by_one_reader(text: str, gold: str) -> None:
+    assert gold_answer(text) == gold
+    assert gold_answer(gold) == gold
 
 
 PIECES = ["9", "1,", "1,000,", "$", "- ", "-$ ", "1/", "{", r"\boxed{", r"\text{", "=", "####"]

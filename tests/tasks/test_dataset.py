@@ -210,6 +210,11 @@ def test_a_checker_of_ones_own(tmp_path: Path) -> None:
         ([ROWS[0], {"prompt": "", "answer": "1"}], {}, r"line 2: field 'prompt' is ''"),
         (['{"prompt": "?", "answer": NaN}'], {}, r"line 1: field 'answer' \(the answer\) is nan"),
         ([{"prompt": "?", "answer": " "}], {}, r"line 1: field 'answer' .* is ' ', and .*math"),
+        (
+            [ROWS[0], {"prompt": "?", "answer": "so it is \\boxed{12"}],
+            {},
+            r"line 2: field 'answer' .*reads no answer in it; give a number or LaTeX",
+        ),
         (['{"prompt": "\\ud83d", "answer": "1"}'], {}, r"line 1: .*half of a character"),
         (['{"prompt": "?", "answer": "1", "a": ["\\uDE00"]}'], {}, r"line 1: .*half of a char"),
     ],

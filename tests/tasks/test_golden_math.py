@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl.tasks.answers import find_number
+from jetrl.tasks.answers import gold_answer
 from jetrl.tasks.checkers import check_math
 
 CASES = [
@@ -44,8 +44,8 @@ def test_all_held_out_answers_of_gsm8k_are_judged_right() -> None:
     wrong = []
     for line in GSM8K.read_text(encoding="utf-8").splitlines():
         worked = json.loads(line)["answer"]
-        gold = find_number(worked.rpartition("####")[2])
-        assert gold is not None
+        gold = gold_answer(worked)
+        assert gold
         given = [(worked, 1.0), (f"so \\boxed{{{gold}}}", 1.0), (f"The answer is ${gold}.", 1.0)]
         given.append((f"#### {int(gold) + 1}", 0.0))
         wrong += [(gold, c) for c, right in given if check_math(gold, c).reward != right]

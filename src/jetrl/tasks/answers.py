@@ -1,64 +1,105 @@
 r"""Reading the answer that a text gives, and comparing it with the right one.
 
-The answer of a completion is, in this order of precedence:
+The answer of a completion is the last of its marked answers, be it `#### 18` or `\boxed{18}`; if
+nothing is marked (and not `strict`), it is the last number of the text. A marked answer without a
+value is wrong; nothing else is tried. `gold_answer` reads the right answer by the same rules.
 
-1. the last of its marked answers, be it `#### 18` or `\boxed{18}`;
-2. where nothing is marked (and not `strict`), the last number of the text.
-
-`####` marks an answer where a number follows on its line, `$` and bold aside; so a heading such as
-`#### Step 2` is none. A marked answer that has no value is wrong; nothing else is tried for it.
-Currency signs, thousands separators and units are ignored: `$1,200.00 dollars` is 1200. A variable
-is no unit: `18x` is not 18. `1/2`, `2 1/3`, `-3`, `.5`, `2.50` and `1.6 \times 10^{-19}` are
-numbers (number_text.py). Of an equation in a box the right hand side counts, and of a line such as
-`#### 6 * 3 = 18` what follows the last equals sign. A box with more than a number in it
-(`\frac{36}{2}`, `9+9`) is LaTeX for math-verify. Where the right answer is no number but LaTeX
-(`3x`, `\text{Evelyn}`), the box as it was written may be it as well.
-
-A percentage is written in many ways: `50%`, `50 percent`, `50` and `0.5` are the same answer where
-the right one is `50%`. Where the right one has no percent sign, `50%` is 50, or else 0.5.
-
-Whether two answers are the same value is decided in equality.py.
+docs/tasks.md has the table of what is removed, compared and refused. One rule is behind it:
+whatever is removed does not change the value. So a unit behind one number goes (number_text.py); a
+word before or between numbers, a function, a constant and a second value stay, and make the answer
+wrong. equality.py decides whether two answers have the same value.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 
 from jetrl.tasks.equality import MAX_LENGTH, same_value
 from jetrl.tasks.number_text import (
+    MORE_FOLLOWS,
     NUMBER,
-    is_expression,
-    percent_follows,
+    PERCENT_FOLLOWS,
+    SCALE_FOLLOWS,
+    SCALES,
+    UNIT,
+    VARIABLE_FOLLOWS,
     plain_number,
     read_number,
-    term_end,
     without_percent,
 )
 
-_MARKER = re.compile(r"####[ \t*_]*(?=[-+$.0-9])")
-_WORDS = re.compile(
-    r"\\(?:text|mathrm|textbf|mbox|operatorname)\s*\{([^{}]*)\}(?:\^(?:[0-9]|\{-?[0-9]\}))?"
+# A number, LaTeX or a tuple follows; so `#### Step 2` and `#### (1) Add` are headings.
+_MARKER = re.compile(r"####[ \t*_]*(?=[-+$.0-9]|\\(?!text)[a-zA-Z{]|[(\[][-+$.0-9\\][^\n]{0,99},)")
+_BOX = re.compile(rf"\\(?:boxed|fbox)\s*(?:\{{|({NUMBER.pattern}|[A-Za-z](?!\w)))")
+# Between two boxes of one answer: `$\boxed{1}$ or $x = \boxed{5}$`.
+_JOINS = re.compile(
+    r"[\s$]*(?:[,;]|,?\s*\b(?:or|and)\b|\\text\{\s*(?:or|and)\s*\})[\s$]*(?:[a-z]\s*=\s*)?"
 )
-_SPACE = re.compile(r"(?<!\\)\\ ")  # not the end of a matrix's row
+_SAID = re.compile(r"(?i:\banswer)[*\s]*(?:is|:|=)[*:\s]*(.+)")
+_PROSE = re.compile(r"\s*[A-Za-z]+[ ,]+[A-Za-z]{2,}[^0-9]*[0-9]")  # words before the first number
+
+# Characters and spaces, in the whole text. U+2009 stands for every space that may be in a number.
+_CHARACTERS = {
+    **{0xFF01 + n: 0x21 + n for n in range(94)},  # full-width ASCII
+    **{0x1D7CE + n: 0x30 + n % 10 for n in range(50)},  # bold digits and the like
+    **dict.fromkeys([*range(0x2000, 0x200A), 0xA0, 0x202F, 0x205F, 0x3000], "\u2009"),
+    **dict.fromkeys([*range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # of no width
+    **dict.fromkeys([*range(0x2010, 0x2014), 0x2212], "-"),
+    **dict.fromkeys(map(ord, "\u20ac\u00a3\u00a5\u20b9\u20a9\uffe5"), "$"),
+}
 _NOISE = (
-    ("\\$", "$"), ("\\%", "%"), ("{,}", ","), (",\\! ", ","), ("\\!", ""), ("\\,", ""),
-    ("\\;", ""), ("~", " "), ("\u2212", "-"), ("\u2013", "-"), ("\u20ac", "$"), ("\u00a3", "$"),
-    ("\u00a5", "$"), ("\u20b9", "$"), ("\u00a0", " "), ("\u00b0", ""),
+    ("\\$", "$"), ("\\%", "%"), ("{,}", ","), (",\\! ", ","), ("\\!", ""), ("\\,", "\u2009"),
+    ("\\;", "\u2009"), ("~", " "),
 )  # fmt: skip
+_GROUPS = re.compile("(?<=[0-9])[_\u2009](?=[0-9]{3}(?![0-9]))")  # 1_000
+_FRACTION = re.compile("([0-9]?)([\u00bc-\u00be\u2150-\u215e])")
+_RAISED = re.compile("[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+_SPACE = re.compile(r"(?<!\\)\\ ")  # not the end of a matrix's row
 
-
-_SUPERSCRIPTS = str.maketrans(
-    "\u207b\u207a\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "-+0123456789"
+_WORD_COMMAND = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|it)|mbox|operatorname\*?|rm|bf)\s*"
+_FUNCTION = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|lg|exp|sqrt"
+_SYMBOLS = {
+    "\u221e": "\\infty ", "\u2208": "\\in ", "\u00b7": "\\cdot ", "\u221a": "\\sqrt ",
+    "\u00b0": "^\\circ", "\\varnothing": "\\emptyset ",
+}  # fmt: skip
+# How an answer looks, in the order of the replacements.
+_DRESS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (_RAISED.pattern, lambda m: f"^{{{_compatible(m[0])}}}"),
+    ("[\u221e\u2208\u00b7\u221a\u00b0]|\\\\varnothing", lambda m: _SYMBOLS[m[0]]),
+    (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+    (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
+    (r"\\(?:underline|mathbf|boldsymbol|bm|displaystyle)(?![a-z])|\\(?:bf|rm)(?![a-z{])", ""),
+    (r"(?<!\\)\\[()\[\]]|\*\*|__", ""),
+    (r"\\q?quad(?![a-z])", " "),
+    (r"\\([dtc]?frac|[dt]?binom)\s*([0-9])\s*([0-9])", r"\\\1{\2}{\3}"),
+    (rf"{_WORD_COMMAND}\{{\s*({_FUNCTION})\s*\}}", r"\\\1 "),
+    (r"\\sqrt\s*(?:\(([^()]*)\)|([0-9.]+))", lambda m: rf"\sqrt{{{m[1] or m[2]}}}"),
+    (r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*\{?([0-9]+)\}?", lambda m: _repeating(m)),
+    (r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9,/])", lambda m: m[0].replace(" ", "")),
 )
-_TEN_TO = re.compile("10([\u207b\u207a]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+)")
+_WORDS = re.compile(rf"{_WORD_COMMAND}\{{([^{{}}]*)\}}")
+_CONNECTIVES = re.compile(
+    r",?\s*(?:\\text\{\s*(?:or|and)\s*\}|\b(?:or|and)\b|\\(?:lor|vee)(?![a-z]))\s*"
+)
+_SEPARATOR = r"(?:;|,(?![0-9]{3}(?![0-9])))"
 # `#### 6 * 3 = 18`: nothing but numbers and operators before the last equals sign.
-_EQUATION = re.compile(r"[-+*/\u00d7\u00f7().,$0-9 =]*=[ ]*(?=[-$.0-9])")
+_EQUATION = re.compile(r"(?:[-+*/\u00d7\u00f7().,$0-9 =]|\\(?:times|cdot|div) )*=[ ]*(?=[-$.0-9])")
 _EQUALS = re.compile(r"(?<![<>!])=")
 _ORDER = re.compile(r"[<>\u2264\u2265]|\\(?:leq?|geq?|lt|gt|neq?|in|notin)(?![a-z])")
+_UNIT_ENDS = re.compile(
+    r"(?<=[\w)}])(?:\s*\\text\s*\{([^{}]*)\}(?:\^(?:[0-9]|\{-?[0-9]\}))?|"
+    rf"\s+(?:[kcm]m|kg|ft|in|{UNIT}(?<=[a-z]{{4}})))(?=\s*(?:$|[,;)]|\\\}}))"
+)
+_OTHER_WORDS = re.compile(r"\\text|(?<![\\A-Za-z])[A-Za-z]{3,}")
+_WORD = re.compile(r"(?=.*[A-Za-z]{4})(?!infinity)[A-Za-z][A-Za-z ]+")
+# Numbers next to each other, which math-verify adds.
+_GAP = re.compile(r"(?<![_^0-9.])[0-9.]+(?:\s+[0-9.]|\s*\\[lc]?dots)|[0-9]\.[0-9]+\.[0-9]")
 
 
 @dataclass(frozen=True)
@@ -66,29 +107,29 @@ class Answer:
     """The answer that a text gives.
 
     Attributes:
-        text: A plain number such as `-1200.5` or `1/2`, or else LaTeX.
+        text: A plain number such as `-1200.5` or `1/2`, or else LaTeX; "" without a value.
         marked: Whether the text marks it as the answer.
-        box: The content of the box that marks it; "" where none does.
+        box: The whole marked answer as LaTeX, with both sides of an equation.
         percent: Whether a percent sign or word follows it.
+        scaled: The number's value with the `million` or the like behind it; "" if there is none.
     """
 
     text: str
     marked: bool
     box: str = ""
     percent: bool = False
+    scaled: str = ""
 
 
 def final_answer(text: str, strict: bool = False) -> Answer | None:
     """Return the answer that a completion gives; None where it gives none."""
     text = _clean(text)
-    box = text.rfind("\\boxed{")
+    boxes = list(_BOX.finditer(text))
     markers = list(_MARKER.finditer(text))
-    if markers and markers[-1].start() > box:
+    if markers and (not boxes or markers[-1].start() > boxes[-1].start()):
         return _of_line(text[markers[-1].end() :].split("\n", 1)[0])
-    if box >= 0:
-        held = _held(text, box + len("\\boxed{"))
-        content, percent = without_percent(held)
-        return Answer(_value(content), marked=True, box=held, percent=percent)
+    if boxes:
+        return _of_box(_held(text, boxes))
     if strict:
         return None
     last = deque(NUMBER.finditer(text), maxlen=1)
@@ -96,53 +137,58 @@ def final_answer(text: str, strict: bool = False) -> Answer | None:
 
 
 def gold_answer(text: str) -> str:
-    """Return the answer that a data set's text gives: its marked answer, else the whole text.
+    """Return the answer that a data set's text gives; "" if it cannot be read.
 
+    It is the marked answer, or what follows the last `answer is` or `Answer:`, or the whole text.
     A number is given as a plain number, a percentage as one with a percent sign, anything else as
     LaTeX.
     """
-    marked = final_answer(text, strict=True)
-    if marked is not None:
-        if NUMBER.fullmatch(marked.text):
-            return f"{marked.text}%" if marked.percent else marked.text
-        return marked.box or marked.text
-    cleaned, percent = without_percent(_clean(text).strip().rstrip(" .").strip("$"))
-    if not NUMBER.fullmatch(cleaned):
-        return cleaned + "%" * percent
-    return plain_number(cleaned) + "%" * percent
+    answer = final_answer(text, strict=True)
+    if answer is None:
+        said = _SAID.findall(text)
+        content = _clean(said[-1] if said else text.rpartition("####")[2]).strip(" \n$")
+        content = content.rstrip(" .$")
+        if NUMBER.fullmatch(content):
+            return plain_number(content)  # of any length
+        answer = _of_box(content)
+        answer = answer if "=" not in content else replace(answer, text=answer.box)
+    if NUMBER.fullmatch(answer.text):
+        return answer.text + "%" * answer.percent
+    gold = answer.box
+    if _PROSE.match(gold) or gold.count("{") != gold.count("}") or len(gold) > MAX_LENGTH:
+        return ""
+    return gold + "%" * answer.percent
 
 
 def answer_key(completion: str, strict: bool = False) -> str | None:
-    """Return a completion's answer in one form for equal numbers; None where it gives none.
-
-    Args:
-        completion: The completion.
-        strict: Whether only a marked answer counts.
-    """
+    """Return a completion's answer in one form for equal numbers; None where it gives none."""
     answer = final_answer(completion, strict)
     if answer is None or not answer.text:
         return None
     if not NUMBER.fullmatch(answer.text):
         return re.sub(r"\s+", "", answer.text)
-    above, _, below = answer.text.partition("/")
-    value, divisor = Decimal(above), Decimal(below or 1)
-    return str(Fraction(value) / Fraction(divisor)) if divisor else None
+    value = _fraction(answer.text)
+    return None if value is None else str(value)
 
 
 def is_right(gold: str, answer: Answer) -> bool:
     """Return whether an answer has the value of `gold`, which `gold_answer` made."""
     number, percent = without_percent(gold)
-    if NUMBER.fullmatch(number):
-        forms = [answer.text]
-    else:
-        forms = list(dict.fromkeys((answer.box, answer.text)))
-    if any(same_value(number, form) for form in forms):
+    forms = [answer.text] if NUMBER.fullmatch(number) else [answer.box, answer.text]
+    if any(same_value(number, form) for form in dict.fromkeys([*forms, answer.scaled])):
         return True
     if percent and not answer.percent:
         return same_value(_hundredth(number), answer.text)
     if answer.percent and not percent:
         return same_value(number, _hundredth(answer.text))
     return False
+
+
+def _fraction(number: str) -> Fraction | None:
+    """Return the value of a plain number; None if it divides by 0."""
+    above, _, below = number.partition("/")
+    divisor = Decimal(below or 1)
+    return Fraction(Decimal(above)) / Fraction(divisor) if divisor else None
 
 
 def _hundredth(number: str) -> str:
@@ -152,57 +198,146 @@ def _hundredth(number: str) -> str:
     return f"\\frac{{{number}}}{{100}}"
 
 
-def find_number(text: str) -> str | None:
-    """Return the first number of a text, as a plain number; None where it has none."""
-    match = NUMBER.search(_clean(text))
-    return None if match is None else plain_number(match.group())
-
-
 def _of_line(line: str) -> Answer:
-    """Return the answer that a line behind `####` gives."""
+    """Return the answer that a line behind `####` gives: its first number, if no more follows."""
+    line = _undressed(line[: 2 * MAX_LENGTH])
     equation = _EQUATION.match(line)
-    line = line[equation.end() :] if equation else line
-    number = NUMBER.search(line)
-    if number is None:
+    number = NUMBER.match(line, equation.end() if equation else 0)
+    if number is None or MORE_FOLLOWS.match(line, number.end()):
+        return _of_box(line)
+    if not _right_side(line[: number.end()]):
         return Answer("", marked=True)
-    if number.start() == 0 and is_expression(line, number.end()):
-        return Answer(line.strip(" $*._"), marked=True)
     return _with_what_follows(line, number, marked=True)
 
 
-def _with_what_follows(text: str, number: re.Match[str], marked: bool) -> Answer:
-    """Return the answer that a number in a text is, with the variable or percent sign behind it."""
-    end = term_end(text, number.end())
-    if end is not None:
-        return Answer(text[number.start() : end].strip(" $"), marked)
-    percent = percent_follows(text, number.end())
-    return Answer(plain_number(number.group()), marked, percent=percent)
+def _of_box(content: str) -> Answer:
+    """Return the answer that the content of a box gives."""
+    content, percent = without_percent(_undressed(content[: 2 * MAX_LENGTH]))
+    plain = _WORDS.sub(r"\1", content)
+    number, value = NUMBER.match(plain), _value(content)
+    if number and NUMBER.fullmatch(value) and "=" not in content:
+        return _with_what_follows(plain, number, marked=True, percent=percent)
+    return Answer(value, marked=True, box=_latex(content), percent=percent)
+
+
+def _with_what_follows(
+    text: str, number: re.Match[str], marked: bool, percent: bool = False
+) -> Answer:
+    """Return the answer that a number in a text is, with the word or percent sign behind it."""
+    variable = VARIABLE_FOLLOWS.match(text, number.end())
+    if variable:
+        return Answer(text[number.start() : variable.end()].strip(" $"), marked)
+    value = plain_number(number.group())
+    percent = percent or PERCENT_FOLLOWS.match(text, number.end()) is not None
+    scale = SCALE_FOLLOWS.match(text, number.end())
+    scaled = str((_fraction(value) or 0) * SCALES[scale[1]]) if scale and len(value) < 99 else ""
+    return Answer(value, marked, value * marked, percent, scaled)
 
 
 def _clean(text: str) -> str:
+    """Return a text with one form for equal characters, and without spaces in its numbers."""
+    text = text.translate(_CHARACTERS)
     for written, meant in _NOISE:
         text = text.replace(written, meant)
-    text = _TEN_TO.sub(lambda m: f"10^{{{m[1].translate(_SUPERSCRIPTS)}}}", text)
+    text = _GROUPS.sub("", text).replace("\u2009", " ")
+    text = _FRACTION.sub(lambda m: f"{m[1]} {_compatible(m[2])}".lstrip(), text)
+    text = re.sub(f"10({_RAISED.pattern})", lambda m: f"10^{{{_compatible(m[1])}}}", text)
     return _SPACE.sub(" ", text)
 
 
-def _held(text: str, start: int) -> str:
-    """Return the text between a box's braces; nothing where they do not close soon."""
+def _compatible(text: str) -> str:
+    """Return fractions and raised digits of one character as ASCII."""
+    return unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("\u2212", "-")
+
+
+def _held(text: str, boxes: list[re.Match[str]]) -> str:
+    """Return the content of the last box, and of those that are one answer with it."""
+    held: list[str] = []
+    next_start = 0
+    for box in reversed(boxes):
+        content, end = (box[1], box.end()) if box[1] else _braced(text, box.end())
+        if held and not _JOINS.fullmatch(text, end, next_start):
+            break
+        held.append(content)
+        next_start = box.start()
+    return " , ".join(dict.fromkeys(reversed(held)))
+
+
+def _braced(text: str, start: int) -> tuple[str, int]:
+    """Return the text up to the closing brace and its end; "" if it does not close soon."""
     depth = 1
     for end in range(start, min(len(text), start + 2 * MAX_LENGTH)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
-            return text[start:end].strip()
-    return ""
+            return text[start:end].strip(), end + 1
+    return "", start
 
 
-def _value(held: str) -> str:
-    """Return a box's content without units, as a plain number where possible.
+def _undressed(content: str) -> str:
+    """Return an answer without colors, fonts and spaces that do not change its value."""
+    for pattern, meant in _DRESS:
+        content = re.sub(pattern, meant, content)
+    content = content.strip(" \n\t$*")
+    while braced := re.fullmatch(r"\{([^{}]*)\}", content):
+        content = braced[1].strip()
+    return content.rstrip(" .,;$*")
 
-    Words with a number in them are no unit.
+
+def _repeating(decimal: re.Match[str]) -> str:
+    r"""Return a repeating decimal, such as `0.1\overline{6}`, as a fraction."""
+    fixed, period = f"{decimal[1] or 0}{decimal[2]}", decimal[3]
+    below = 10 ** len(decimal[2]) * (10 ** len(period) - 1)
+    return rf"\frac{{{int(fixed + period) - int(fixed)}}}{{{below}}}"
+
+
+def _value(content: str) -> str:
+    """Return an answer as a plain number if possible, else as LaTeX; "" if it has no value."""
+    right = _right_side(_CONNECTIVES.sub(" , ", content))
+    for form in (content, right):
+        number = read_number(_WORDS.sub(r"\1", form).strip().rstrip(" .%"))
+        if number:
+            return number
+    return _latex(right)
+
+
+def _right_side(content: str) -> str:
+    """Return what an equation says that a name is; "" if its sides are different numbers.
+
+    Equations of several names (`x=1, y=5`) are returned as they are.
     """
-    content = _WORDS.sub(lambda m: m[1] if re.search("[0-9]", m[1]) else "", held)
-    if not _ORDER.search(content):
-        content = _EQUALS.split(content)[-1]
-    content = content.strip().rstrip(" .%")
-    return read_number(content) or content
+    name, equals, rest = _EQUALS.sub("\0", content).partition("\0")
+    in_no_bracket = re.sub(r"\([^()]*\)", "", name)
+    if not equals or _ORDER.search(content) or re.search(_SEPARATOR, in_no_bracket):
+        return content
+    again = rf"({_SEPARATOR}\s*){re.escape(name.strip())}\s*\0"
+    sides = [name, *re.sub(again, r"\1", rest).split("\0")]
+    if len(sides) > 2 and re.search(_SEPARATOR, rest):
+        return content
+    numbers = [
+        _fraction(number) or Fraction() for side in sides if (number := read_number(side.strip()))
+    ]
+    if any(abs(number - numbers[-1]) > abs(numbers[-1]) / 100 for number in numbers):
+        return ""
+    return sides[-1].strip()
+
+
+def _latex(content: str) -> str:
+    r"""Return an answer as LaTeX that math-verify reads; "" if numbers stand next to each other.
+
+    Upright functions and letters become plain ones, and units go unless there are other words.
+    """
+    content = _WORDS.sub(_upright, _CONNECTIVES.sub(" , ", content))
+    bare = _UNIT_ENDS.sub(
+        lambda m: m[0] if m[1] and not re.fullmatch(rf"\s*{UNIT}", m[1]) else " ", content
+    )
+    content = content if _OTHER_WORDS.search(bare) else bare.strip()
+    if _WORD.fullmatch(content):
+        content = rf"\text{{{content}}}"  # not the product of its letters
+    content = re.sub(r"(?<![\w^}])([0-9.]+)\s*\((?=[0-9])", r"\1\\cdot (", content)
+    return "" if _GAP.search(content) else content
+
+
+def _upright(words: re.Match[str]) -> str:
+    r"""Return what `\mathrm{...}` and the like stand for: a letter, a number, or words."""
+    word = words[1].strip()
+    return word if len(word) == 1 or re.search("[0-9]", word) else rf"\text{{{words[1]}}}"

@@ -170,6 +170,8 @@ class Benchmark(Task):
             choices, answer = self._choices(number, row, str(right), where)
             lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, choices, strict=False)]
             question = "\n".join([question, "", *lines])
+        if not answer:
+            raise UserError(f"{where}: no answer can be read in {right!r:.60}; correct the row")
         content = question_content(self.format, f"{question}\n\n{self.instruction}".strip())
         return Prompt(id=f"{self.name}-{number}", answer=answer, **content)
 

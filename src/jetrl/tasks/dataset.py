@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.tasks.answers import answer_key
+from jetrl.tasks.answers import answer_key, gold_answer
 from jetrl.tasks.base import Task
 from jetrl.tasks.checkers import get_checker
 from jetrl.tasks.messages import check_format, nearest, question_content
@@ -156,10 +156,11 @@ class Dataset(Task):
         else:
             question = _FIELD.sub(lambda m: self._fill(row, m[1], where), self.template)
         answer = self._text(row, "answer", where)
-        if self._needs_answer and not (answer or "").strip():
+        if self._needs_answer and not gold_answer(answer or ""):
             raise UserError(
-                f"{where}: field {self.fields['answer']!r} (the answer) is {answer!r}, and the "
-                "checker 'math' finds nothing equal to that; fill it, or drop the row"
+                f"{where}: field {self.fields['answer']!r} (the answer) is {answer!r:.60}, and the "
+                "checker 'math' reads no answer in it; give a number or LaTeX, mark it by #### or "
+                "\\boxed{}, or drop the row"
             )
         for name in ("demonstration", "chosen", "rejected"):
             self._text(row, name, where)

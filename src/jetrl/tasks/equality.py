@@ -15,9 +15,11 @@ scorer's processes have limits. Its random tests of expressions begin at the sam
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
+import re
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +31,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 MAX_LENGTH = 200  # characters of an answer; a longer one is not an answer
 MAX_DEPTH = 8  # brackets in brackets of an answer that is read as it is
 RELATIVE = 1e-3  # the most by which numbers that agree to 6 decimals may differ
+_BASE = re.compile(r"^[0-9A-Fa-f.]+_\{?([0-9]+)\}?$")  # 2516_8
 _CLOSING = {"(": ")", "{": "}"}
 _DIGITS = 30  # of the numbers of an expression
 # What sympy raises where it cannot do something.
@@ -46,6 +49,14 @@ def _sympy() -> ModuleType:
     return importlib.import_module("sympy")
 
 
+@functools.cache
+def _latex_config() -> Any:
+    """Return the settings with which math-verify removes no unit: a variable may look like one."""
+    config = load_math_verify().LatexExtractionConfig()
+    normalization = dataclasses.replace(config.normalization_config, units=False)
+    return dataclasses.replace(config, normalization_config=normalization)
+
+
 def same_value(gold: str, answer: str) -> bool:
     """Return whether two answers have the same value.
 
@@ -54,6 +65,8 @@ def same_value(gold: str, answer: str) -> bool:
         answer: The answer to compare: a plain number or LaTeX.
     """
     if not gold or not answer or len(answer) > MAX_LENGTH:
+        return False
+    if len({base[1] for text in (gold, answer) if (base := _BASE.search(text))}) > 1:
         return False
     sympy = _sympy()
     sympy.core.random.seed(0)
@@ -105,7 +118,7 @@ def _parse(answer: str) -> list[Any]:
     math_verify = load_math_verify()
     config = math_verify.ExprExtractionConfig()
     if not NUMBER.fullmatch(answer):
-        config, answer = math_verify.LatexExtractionConfig(), f"${answer}$"
+        config, answer = _latex_config(), f"${answer}$"
     parsed = list(math_verify.parse(answer, extraction_config=[config], parsing_timeout=None))
     return [_named_functions(_as_numbers(parsed[0])), *parsed[1:]] if parsed else parsed
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jetrl.errors import UserError
-from jetrl.tasks.answers import answer_key, find_number
+from jetrl.tasks.answers import answer_key, gold_answer
 from jetrl.tasks.base import Task
 from jetrl.tasks.checkers import check_math
 from jetrl.tasks.equality import load_math_verify
@@ -104,8 +104,8 @@ class Gsm8k(Task):
                 )
         question = row["question"].strip()
         worked, marker, last = row["answer"].rpartition("####")
-        gold = find_number(last) if marker else None
-        if gold is None:
+        gold = gold_answer(f"####{last}") if marker else ""
+        if not re.search("[0-9]", gold):
             raise UserError(f"{where}: field 'answer' does not end with '#### NUMBER'")
         steps = _ANNOTATION.sub("", worked).strip()
         metadata = {"demonstration": f"{steps}\n#### {gold}".lstrip()}
