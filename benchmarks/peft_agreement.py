@@ -86,6 +86,7 @@ def write_peft_adapter(base: Path, path: Path, modules: list[str], tied: bool) -
         r=8, lora_alpha=32, target_modules="all-linear", modules_to_save=list(modules),
         ensure_weight_tying=tied, task_type="CAUSAL_LM",
     )  # fmt: skip
+    torch.manual_seed(0)  # of A
     model = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
