@@ -90,6 +90,15 @@ def test_a_repeated_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     assert masters(results[0].checkpoint_path) == masters(results[1].checkpoint_path)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_draws_of_an_ordinary_run_are_the_policys(seed: int, tmp_path: Path) -> None:
+    given = ["loop.steps=6", "sft.steps=40", "eval.every=0", "rollout.prompts_per_step=16"]
+    run = train(settings(tmp_path, *given, f"run.seed={seed}", "checkpoint.every=0")).run_path
+    z = [line["sampling/surprise_z"] for line in RunDirectory.open(run).metrics("rl")[-6:]]
+    assert max(map(abs, z)) < 5
+    assert len(set(z)) == 6
+
+
 @pytest.mark.parametrize("where", ["rollout", "reward", "update", "record", "before checkpoint"])
 def test_cut_and_resumed_equals_uncut(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

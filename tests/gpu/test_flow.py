@@ -205,7 +205,7 @@ def test_the_fused_flow_has_the_bits_of_its_parts(
             master.data.normal_(0, 0.5)
     p.requantize()
     batch = packed(p, (130, 1, 7, 300, 65))
-    fused, entropy = p.train_logprobs(*batch)
+    fused, moments = p.train_logprobs(*batch)
     fused.mean().backward()
     gradients = gradients_of(p)
     with torch.no_grad():
@@ -215,12 +215,12 @@ def test_the_fused_flow_has_the_bits_of_its_parts(
     for key, gradient in gradients_of(p).items():
         assert torch.equal(gradient, gradients[key]), f"checkpointing changes {key}"
     unfused(monkeypatch)
-    parts, parts_entropy = p.train_logprobs(*batch)
+    parts, parts_moments = p.train_logprobs(*batch)
     parts.mean().backward()
     assert torch.equal(fused, again)
     assert torch.equal(fused, checkpointed)
     assert torch.equal(fused, parts)
-    assert torch.equal(entropy, parts_entropy)
+    assert torch.equal(moments, parts_moments)
     worst = {
         key: float((gradients[key] - true).norm() / true.norm())
         for key, true in gradients_of(p).items()

@@ -131,7 +131,7 @@ def test_chosen_logprobs(temperature: float, vocabulary: int) -> None:
     chosen = torch.randint(0, vocabulary, (50,), generator=g)
     logits64 = logits.detach().double().requires_grad_()
     true = torch.log_softmax(logits64 / temperature, -1)
-    logprobs, entropy = chosen_logprobs(logits, chosen, temperature)
+    logprobs, (entropy, variance) = chosen_logprobs(logits, chosen, temperature)
     dy = torch.randn(50, generator=g)
     logprobs.backward(dy)
     picked = true.gather(-1, chosen[:, None])[:, 0]
@@ -140,6 +140,8 @@ def test_chosen_logprobs(temperature: float, vocabulary: int) -> None:
     assert (logprobs - picked).abs().max() <= 8 * 2.0**-24 * spread
     true_entropy = -(true.exp() * true).sum(-1)
     assert (entropy - true_entropy).abs().max() <= 64 * 2.0**-24 * spread
+    true_variance = (true.exp() * true.square()).sum(-1) - true_entropy.square()
+    assert (variance - true_variance).abs().max() <= 64 * 2.0**-24 * spread**2
     # p = exp(z - lse): an error of z of 8 * 2**-24 * spread is a relative error of p
     assert (logits.grad - logits64.grad).abs().max() <= 16 * 2.0**-24 * spread * dy.abs().max()
 
@@ -155,6 +157,7 @@ def test_logprobs_of_a_row_do_not_depend_on_the_batch() -> None:
 
 def test_masked_tokens_do_not_spoil_the_entropy() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf]])
-    logprobs, entropy = chosen_logprobs(logits, torch.tensor([0]), 1.0)
+    logprobs, (entropy, variance) = chosen_logprobs(logits, torch.tensor([0]), 1.0)
     assert abs(logprobs.item() + np.log(2)) <= 2.0**-23
     assert abs(entropy.item() - np.log(2)) <= 2.0**-22
+    assert variance.item() == 0

@@ -49,6 +49,22 @@ def test_a_gradient_spike_is_said_once_and_with_its_size():
     assert "train.grad_clip" in text
 
 
+@pytest.mark.parametrize(
+    ("z", "different", "words"),
+    [
+        (5.1, 0, ["less probable", "5.1 standard deviations", "random numbers"]),
+        (-40.0, 0, ["more probable", "40 standard deviations", "random numbers"]),
+        (-40.0, 3, ["more probable", "may be all of it", "precision.preset=unified"]),
+    ],
+)
+def test_draws_that_are_not_the_policys_are_said_from_the_first_step(z, different, words):
+    fault = {"sampling/surprise_z": z, "mismatch/num_different": different}
+    fine = {"sampling/surprise_z": math.copysign(4.9, z)}
+    ((at, text),) = said([step() | fine, step() | fault, step() | fault])
+    assert at == 1
+    assert all(word in text for word in words), text
+
+
 def test_a_loss_spike():
     steps = usual(40)
     steps[30] = step(loss=-3.0)

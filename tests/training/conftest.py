@@ -110,8 +110,9 @@ class Bigram:
         assert not set(targets.tolist()) & set(cu_seqlens.tolist())
         logits = self.masters["table.weight"][token_ids[targets - 1]] + self.masters["table.bias"]
         logprobs = torch.log_softmax(logits / temperature, dim=-1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1).detach()
-        return logprobs.gather(1, token_ids[targets, None]).squeeze(1), entropy
+        mean, square = ((logprobs.exp() * (-logprobs) ** k).sum(-1).detach() for k in (1, 2))
+        moments = torch.stack((mean, square - mean**2))
+        return logprobs.gather(1, token_ids[targets, None]).squeeze(1), moments
 
     def logprob_of(self, sample: Sample) -> float:
         """The sum of the log-probs of a sample's completion, as this policy sees it now."""

@@ -46,12 +46,12 @@ def poisoned(bigram, monkeypatch):
         forward = policy.train_logprobs
 
         def train_logprobs(token_ids, cu_seqlens, targets, *args, **kwargs):
-            logprobs, entropy = forward(token_ids, cu_seqlens, targets, *args, **kwargs)
+            logprobs, moments = forward(token_ids, cu_seqlens, targets, *args, **kwargs)
             if torch.is_grad_enabled() and policy.poison is not None:
                 logprobs = logprobs * torch.where(
                     token_ids[targets] == policy.poison, math.nan, 1.0
                 )
-            return logprobs, entropy
+            return logprobs, moments
 
         policy.poison = token
         policy.train_logprobs = train_logprobs

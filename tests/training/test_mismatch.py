@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jetrl.training.mismatch import differences, mismatch_metrics
+from jetrl.training.mismatch import compare_step, differences, mismatch_metrics
 from jetrl.training.packing import pack
 
 
@@ -76,3 +77,18 @@ def test_differences_say_where(sample):
     assert str(found) == (
         "sample 1, completion token 2: sampler -5.0 (0xc0a00000), trainer -5.5 (0xc0b00000)"
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "logprob", "said"),
+    [
+        (2, -1.0, {"mismatch/num_tokens": 0, "partial_rollout/earlier_tokens": 1}),
+        (1, math.nan, {"mismatch/num_tokens": 0}),
+    ],
+    ids=["all of an earlier policy", "NaN"],
+)
+def test_a_step_without_a_comparison_says_so(sample, version, logprob, said):
+    one = sample(0, [1, 2], [4], logprobs=[-1.0])
+    one = replace(one, completion=replace(one.completion, versions=(1,)))
+    batches = pack([one], 100)
+    assert compare_step("jet", True, [one], version, batches, [f32(logprob)]) == said

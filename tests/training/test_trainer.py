@@ -69,6 +69,7 @@ def test_metrics_of_an_exact_step(bigram):
         "policy/active_fraction",
         "policy/grad_norm",
         "policy/lr",
+        "sampling/surprise_z",
         "mismatch/num_tokens",
         "mismatch/num_different",
         "mismatch/mean_abs_logprob_diff",

@@ -104,7 +104,7 @@ def _sample_lanes_kernel(
     let_next_start()
     wait_for_previous()
     temperature, _ = _temperature_of(temperature_ptr, row)
-    lane_max, lane_sum, _ = lane_statistics(
+    lane_max, lane_sum, _, _ = lane_statistics(
         logits_ptr + row.to(tl.int64) * num_columns, lanes[:, None] * 4 + tl.arange(0, 4)[None, :],
         num_columns, temperature, BLOCK,
     )  # fmt: skip
@@ -183,7 +183,8 @@ def _sample_draw_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
     temperature, greedy = _temperature_of(temperature_ptr, row)
     lane_max, lane_sum = _load_lanes(lanes_ptr, row, stride, BLOCK)
-    row_max, lse, _ = statistics_of_lanes(lane_max, lane_sum, tl.zeros_like(lane_sum))
+    nothing = tl.zeros_like(lane_sum)
+    row_max, lse, _, _ = statistics_of_lanes(lane_max, lane_sum, nothing, nothing)
     tl.store(max_ptr + row, row_max)
     tl.store(lse_ptr + row, lse)
     if greedy:

@@ -1,9 +1,10 @@
-"""Log-probabilities of chosen tokens, and the entropy, from float32 logits.
+"""Log-probabilities of chosen tokens, and moments of all tokens', from float32 logits.
 
     z = logits / temperature,  m = max z,  lse = log(sum exp(z - m)),  logp = (z[chosen] - m) - lse
 
-The sampler and the trainer both get their log-probs here. The sum is exact (`precision.exact`), so
-a row's bits depend on that row alone.
+The moments are the mean (the entropy) and the variance of -logp of a drawn token. The sampler and
+the trainer both get their log-probs here. The sum is exact (`precision.exact`), so a row's bits
+depend on that row alone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tens
 def chosen_logprobs_ref(
     logits: Tensor, chosen: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies: the specification of the kernels.
+    """Return log-probs and moments: the specification of the kernels.
 
     Args:
         logits: float32 [R, V].
@@ -48,17 +49,23 @@ def chosen_logprobs_ref(
         temperature: float32 [R, 1].
 
     Returns:
-        Log-probs of the chosen tokens and entropies in nats, float32 [R] each.
+        Log-probs of the chosen tokens, float32 [R], and moments, float32 [2, R]: entropies in nats
+        and variances of -logp in nats^2.
     """
     shifted, mass, lse = log_softmax_parts(logits, temperature)
     logprobs = (shifted.gather(-1, chosen[:, None]) - lse).squeeze(-1)
     # A token of probability 0 has z - m = -inf, and 0 * -inf would be NaN.
-    moment = (mass * shifted.clamp(min=-1e30)).sum(-1, keepdim=True)
-    return logprobs, (lse - moment / lse.exp()).squeeze(-1)
+    finite = shifted.clamp(min=-1e30)
+    weighted, total = mass * finite, lse.exp()
+    mean = weighted.sum(-1, keepdim=True) / total
+    square = (weighted * finite).sum(-1, keepdim=True) / total
+    # Of z - m in place of -logp: lse, their difference, varies with no token.
+    variance = (square - mean.square()).clamp(min=0.0)
+    return logprobs, torch.stack(((lse - mean).squeeze(-1), variance.squeeze(-1)))
 
 
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probs of chosen tokens under softmax(logits / temperature), and entropies.
+    """Return log-probs of chosen tokens under softmax(logits / temperature), and moments.
 
     Args:
         logits: float32 [R, V].
@@ -66,8 +73,8 @@ def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple
         temperature: above 0.
 
     Returns:
-        Log-probs float32 [R], differentiable in the logits; entropies in nats float32 [R], which
-        are not differentiable.
+        Log-probs float32 [R], differentiable in the logits; moments float32 [2, R], which are not:
+        entropies in nats, and variances of -logp in nats^2.
     """
     if logits.is_cuda:
         from jetrl.kernels.logprob_hopper import chosen_logprobs as chosen_logprobs_hopper
@@ -82,10 +89,10 @@ class _ChosenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, chosen: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = chosen_logprobs_ref(logits, chosen, temperature)
+        logprobs, moments = chosen_logprobs_ref(logits, chosen, temperature)
         ctx.save_for_backward(logits, chosen, temperature)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(moments)
+        return logprobs, moments
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -2,12 +2,12 @@
 
     z = logits / temperature,  m = max z,  lse = log(sum exp(z - m)),  logp = (z[chosen] - m) - lse
 
-One program a row reads its logits once. Each lane keeps its own running (max, sum, sum of e * z)
-over its quadruples of neighbouring columns; lanes are combined at the end. BLOCK and the number of
-warps are pinned, so a row's bits depend on that row alone, and the sampler, where several programs
-have the lanes and the same function combines them (`kernels.draw_hopper`), gets the trainer's
-log-probs bit for bit. exp is the hardware's exp2 (relative error near 2**-22); the sum of 151936 of
-them is within 1e-6 of the reference's exact one.
+One program a row reads its logits once. Each lane keeps its own running (max, and sums of e, e * z
+and e * z^2) over its quadruples of neighbouring columns; lanes are combined at the end. BLOCK and
+the number of warps are pinned, so a row's bits depend on that row alone, and the sampler, where
+several programs have the lanes and the same function combines them (`kernels.draw_hopper`), gets
+the trainer's log-probs bit for bit. exp is the hardware's exp2 (relative error near 2**-22); the
+sum of 151936 of them is within 1e-6 of the reference's exact one.
 
 `lm_head_logprobs` never holds more float32 logits than one chunk of rows. Forward makes a chunk's
 logits and reduces them; for backward it turns them into the gradient of each row's log-prob, in
@@ -58,7 +58,7 @@ def scaled_logits(row_ptr, columns, num_columns, temperature):
 
 @triton.jit
 def lane_statistics(row_ptr, columns, num_columns, temperature, BLOCK: tl.constexpr):
-    """Return each lane's max z, the sum of e = exp(z - max), and that of e * (z - max).
+    """Return each lane's max z, and its sums of e = exp(z - max), e (z - max) and e (z - max)^2.
 
     A lane is four neighbouring columns of each block: one 16-byte load. What a lane gets does not
     depend on which others the program has.
@@ -75,45 +75,60 @@ def lane_statistics(row_ptr, columns, num_columns, temperature, BLOCK: tl.conste
     lane_max = tl.full([columns.shape[0]], -1e30, tl.float32)  # finite: -inf - -inf would be NaN
     lane_sum = tl.zeros([columns.shape[0]], tl.float32)
     lane_moment = tl.zeros([columns.shape[0]], tl.float32)
+    lane_square = tl.zeros([columns.shape[0]], tl.float32)
     for start in tl.range(0, num_columns, BLOCK, num_stages=3):
         z = scaled_logits(row_ptr, start + columns, num_columns, temperature)
-        # A larger maximum scales what has been summed by exp(step), and moves the moment's origin.
+        # A larger maximum scales what has been summed by exp(step), and moves the moments' origin.
         larger = tl.maximum(lane_max, tl.max(z, 1))
         step = lane_max - larger
         kept = tl.math.exp2(step * LOG2_E)
         shifted = z - larger[:, None]
         mass = tl.math.exp2(shifted * LOG2_E)
+        lane_square = moved_square(lane_sum, lane_moment, lane_square, step, kept)
         lane_moment = kept * (lane_moment + step * lane_sum)
-        lane_moment += tl.sum(mass * tl.maximum(shifted, -1e30), 1)  # 0 * -inf would be NaN
+        finite = tl.maximum(shifted, -1e30)  # 0 * -inf would be NaN
+        lane_moment += tl.sum(mass * finite, 1)
+        lane_square += tl.sum(mass * finite * finite, 1)
         lane_sum = lane_sum * kept + tl.sum(mass, 1)
         lane_max = larger
-    return lane_max, lane_sum, lane_moment
+    return lane_max, lane_sum, lane_moment, lane_square
 
 
 @triton.jit
-def statistics_of_lanes(lane_max, lane_sum, lane_moment):
-    """Return max z, lse, and the mean of z - max under the softmax, from all lanes of a row.
+def moved_square(lane_sum, lane_moment, lane_square, step, kept):
+    """Return sums of e (z - max)^2 for a maximum that is larger by -step, kept = exp(step)."""
+    # kept comes first: step may be so large that its square has no float32, and then kept is 0.
+    return kept * lane_square + kept * step * (2.0 * lane_moment + step * lane_sum)
+
+
+@triton.jit
+def statistics_of_lanes(lane_max, lane_sum, lane_moment, lane_square):
+    """Return max z, lse, and the mean and variance of z - max, from all lanes of a row.
 
     The order of their sums is what BLOCK, the number of warps and the layout of lanes pin.
 
     Args:
         lane_max: float32 [BLOCK / 4], each lane's max z.
         lane_sum: float32 [BLOCK / 4], each lane's sum of e, as of `lane_statistics`.
-        lane_moment: float32 [BLOCK / 4], each lane's sum of e * (z - max).
+        lane_moment: float32 [BLOCK / 4], each lane's sum of e (z - max).
+        lane_square: float32 [BLOCK / 4], each lane's sum of e (z - max)^2.
     """
     row_max = tl.max(lane_max, 0)
     step = lane_max - row_max
     kept = tl.math.exp2(step * LOG2_E)
     total = tl.sum(lane_sum * kept, 0)
     moment = tl.sum(kept * (lane_moment + step * lane_sum), 0)
+    square = tl.sum(moved_square(lane_sum, lane_moment, lane_square, step, kept), 0)
     # Without a positive total (a row of -inf or NaN) there is no softmax: NaN says so to the host.
     lse = tl.log(total.to(tl.float64)).to(tl.float32)
-    return row_max, tl.where(total > 0.0, lse, float("nan")), tl.math.div_rn(moment, total)
+    mean = tl.math.div_rn(moment, total)
+    variance = tl.maximum(tl.math.div_rn(square, total) - mean * mean, 0.0)
+    return row_max, tl.where(total > 0.0, lse, float("nan")), mean, variance
 
 
 @triton.jit
 def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr):
-    """Return max z, lse, and the mean of z - max under the softmax, float32 scalars, in one read.
+    """Return max z, lse, and the mean and variance of z - max, float32 scalars, in one read.
 
     Args:
         row_ptr: float32 [num_columns], one row's logits.
@@ -122,34 +137,35 @@ def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr):
         BLOCK: columns of one pass of the program's lanes.
     """
     columns = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    lane_max, lane_sum, lane_moment = lane_statistics(
+    lane_max, lane_sum, lane_moment, lane_square = lane_statistics(
         row_ptr, columns, num_columns, temperature, BLOCK
     )
-    return statistics_of_lanes(lane_max, lane_sum, lane_moment)
+    return statistics_of_lanes(lane_max, lane_sum, lane_moment, lane_square)
 
 
 @triton.jit
 def _forward_kernel(
-    logits_ptr, chosen_ptr, logprobs_ptr, entropy_ptr, max_ptr, lse_ptr, num_columns, temperature,
-    BLOCK: tl.constexpr,
+    logits_ptr, chosen_ptr, logprobs_ptr, entropy_ptr, variance_ptr, max_ptr, lse_ptr, num_columns,
+    temperature, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row's log-prob and entropy, and store what backward needs of its softmax.
+    """Compute one row's log-prob and moments, and store what backward needs of its softmax.
 
     Args:
         logits_ptr: float32 [R, num_columns].
         chosen_ptr: int64 [R], token ids.
-        logprobs_ptr, entropy_ptr: float32 [R], written.
+        logprobs_ptr, entropy_ptr, variance_ptr: float32 [R], written.
         max_ptr, lse_ptr: float32 [R], written: max z, and the log-sum-exp above it.
         num_columns: the vocabulary's size.
         temperature: a scalar.
     """
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
-    row_max, lse, moment = row_statistics(row_ptr, num_columns, temperature, BLOCK)
+    row_max, lse, mean, variance = row_statistics(row_ptr, num_columns, temperature, BLOCK)
     # In this order, as the sampler subtracts: (z - max) - lse.
     chosen = tl.load(row_ptr + tl.load(chosen_ptr + row))
     tl.store(logprobs_ptr + row, (tl.math.div_rn(chosen, temperature) - row_max) - lse)
-    tl.store(entropy_ptr + row, lse - moment)
+    tl.store(entropy_ptr + row, lse - mean)
+    tl.store(variance_ptr + row, variance)
     tl.store(max_ptr + row, row_max)
     tl.store(lse_ptr + row, lse)
 
@@ -205,7 +221,7 @@ def lm_head_logprobs(
     *,
     gradients: Gradients,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs of chosen tokens and entropies, from hidden states.
+    """Return log-probs of chosen tokens and moments, from hidden states.
 
     Args:
         hidden: bfloat16 [R, D], differentiable.
@@ -220,7 +236,7 @@ def lm_head_logprobs(
         gradients: the sink of the master weight's gradient.
 
     Returns:
-        Log-probs float32 [R], differentiable; entropies in nats float32 [R], which are not.
+        Log-probs float32 [R], differentiable; moments float32 [2, R], which are not.
     """
     check_matrix("lm_head_logprobs", hidden, (torch.bfloat16,))
     rows = chunk_rows or rows_at_once(weight.shape[0])
@@ -230,20 +246,20 @@ def lm_head_logprobs(
     )
 
 
-def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Return log-prob, entropy, max z and lse of each row, float32 [R]."""
+def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> Tensor:
+    """Return log-prob, entropy, variance, max z and lse of each row, float32 [5, R]."""
     check_matrix("chosen_logprobs", logits, (torch.float32,))
     check_tensor("chosen_logprobs", "logits", logits, torch.float32, logits.shape)
     check_tensor("chosen_logprobs", "chosen", chosen, torch.int64, logits.shape[:1])
     if not temperature > 0:
         raise ValueError(f"chosen_logprobs: temperature above 0, not {temperature}")
-    out = torch.empty(4, len(chosen), dtype=torch.float32, device=logits.device)
+    out = torch.empty(5, len(chosen), dtype=torch.float32, device=logits.device)
     if len(chosen):
         _forward_kernel[(len(chosen),)](
             logits, chosen, *out, logits.shape[1], temperature, BLOCK,
             num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-    return tuple(out)
+    return out
 
 
 def _logit_gradient(
@@ -270,11 +286,12 @@ class _ChosenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, chosen: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, row_max, lse = _reduce(logits, chosen, temperature)
+        results = _reduce(logits, chosen, temperature)
+        logprobs, moments, row_max, lse = results[0], results[1:3], results[3], results[4]
         ctx.save_for_backward(logits, chosen, row_max, lse)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(moments)
+        return logprobs, moments
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -301,27 +318,25 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         # A chunk's logits live for one pass: reduced to numbers of a row and, to be kept, turned
         # into the gradient of each row's log-prob, which backward scales by what arrives.
-        results = torch.empty(4, len(chosen), dtype=torch.float32, device=hidden.device)
+        results = torch.empty(5, len(chosen), dtype=torch.float32, device=hidden.device)
         kept = hidden.new_empty(len(chosen), len(weight)) if keep else None
         ones = torch.ones_like(results[0])
         for start in range(0, len(chosen), chunk_rows):
             rows = slice(start, start + chunk_rows)
             logits = bf16_matmul_hopper(hidden[rows], weight, torch.float32)
-            reduced = _reduce(logits, chosen[rows], temperature)
-            for result, chunk in zip(results, reduced, strict=True):
-                result[rows] = chunk
+            results[:, rows] = reduced = _reduce(logits, chosen[rows], temperature)
             if kept is not None:
-                _, _, row_max, lse = reduced
+                row_max, lse = reduced[3:]
                 _logit_gradient(
                     logits, chosen[rows], row_max, lse, ones[rows], temperature, kept[rows]
                 )
             del logits  # before the next chunk's are made
-        logprobs, entropy, row_max, lse = results
+        logprobs, moments, row_max, lse = results[0], results[1:3], results[3], results[4]
         ctx.save_for_backward(hidden, weight, chosen, row_max, lse, kept)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
         ctx.master, ctx.gradients = master, gradients
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(moments)
+        return logprobs, moments
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -94,7 +94,8 @@ class Policy(Model):
 
         Returns:
             The log-prob of each target given what precedes it, float32 [R], differentiable, and the
-            entropy of its distribution in nats, float32 [R], not differentiable.
+            moments of its distribution, float32 [2, R], not differentiable: the entropy in nats,
+            and the variance of a draw's -log p around it.
         """
         token_ids, targets = upload(token_ids, self.device), upload(targets, self.device)
         before = self.packed_hidden(token_ids, cu_seqlens, targets - 1, checkpoint_layers, stems)
@@ -105,7 +106,7 @@ class Policy(Model):
     def _head_logprobs(
         self, hidden: Tensor, chosen: Tensor, temperature: float, recompute: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs of chosen tokens int64 [R] and entropies, from hidden [R, D]."""
+        """Return log-probs of chosen tokens int64 [R] and moments, from hidden [R, D]."""
         head = self.decoder.lm_head
         if hidden.is_cuda and self.plan.lm_head == "bf16" and self.decoder.trace is None:
             from jetrl.kernels.logprob_hopper import lm_head_logprobs
@@ -126,8 +127,8 @@ class Policy(Model):
             checkpoint(chunk_logprobs, *chunk, use_reentrant=False)
             for chunk in zip(hidden.split(size), chosen.split(size), strict=True)
         ]
-        logprobs, entropy = (torch.cat(list(x)) for x in zip(*chunks, strict=True))
-        return logprobs, entropy
+        logprobs, moments = (torch.cat(list(x), -1) for x in zip(*chunks, strict=True))
+        return logprobs, moments
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0

@@ -1,6 +1,7 @@
 """Numbers of a run that went out of bounds: spikes, runaway entropy, and a reward that collapses.
 
-Each number is measured against the steps just before, so there is nothing to tune to a model.
+Each number is measured against the steps just before, so there is nothing to tune to a model. Only
+sampling/surprise_z has a bound of its own, which chance passes in less than 1 of 130,000 steps.
 
 A spike is a value far outside of the range of the last `WINDOW` steps: SPIKE robust standard
 deviations (1.4826 times the median absolute deviation) from their median, and well beyond it in
@@ -32,6 +33,7 @@ EXPLOSION_NATS = 0.5
 SAME_REWARD = 0.05  # of the rewards' range in the window: less is no rise
 LEFT_REWARD = 0.5  # of the reward before: less is a collapse
 REWARD_NOISE = 3.0  # standard deviations of single steps
+SURPRISE = 5.0  # of sampling/surprise_z
 
 
 class Anomalies(Watch):
@@ -46,6 +48,7 @@ class Anomalies(Watch):
             "loss": self._loss_spike(metrics),
             "entropy": self._entropy(metrics),
             "reward": self._reward(metrics),
+            "surprise": _surprise(metrics),
         }
         self._steps.append(metrics)
         return {kind: text for kind, text in texts.items() if text}
@@ -112,6 +115,26 @@ class Anomalies(Watch):
             "scorers fail (reward/failures), go back to a checkpoint, with a lower train.lr or "
             "fewer updates a step (train.updates_per_step)"
         )
+
+
+def _surprise(metrics: Mapping[str, float]) -> str:
+    z = metrics.get("sampling/surprise_z", 0.0)
+    if abs(z) <= SURPRISE:
+        return ""
+    cause = (
+        "the sampler does not draw from the distribution that it reports; look at what was changed "
+        "in sampling (temperature, cutoffs, random numbers, tokens that are lost), and do not "
+        "trust this run's gradients until it is found"
+    )
+    if metrics.get("mismatch/num_different"):
+        cause = (
+            "sampler and trainer also compute other log-probs (mismatch/*), which may be all of it "
+            "in a large step; a step under an exact plan (precision.preset=unified) tells"
+        )
+    return (
+        f"the drawn tokens are {'less' if z > 0 else 'more'} probable than the policy's entropy "
+        f"allows, by {number(abs(z))} standard deviations (sampling/surprise_z): {cause}"
+    )
 
 
 def reward_collapses(rewards: Sequence[float], recent: int) -> bool:

@@ -259,6 +259,8 @@ def step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -
         compared = metrics.get("mismatch/num_tokens")
         text = f"{count(num_different)} different" + (f" of {count(compared)}" if compared else "")
         pieces += [("  mismatch ", QUIET), (text, GOOD if num_different == 0 else BAD)]
+    elif metrics.get("mismatch/num_tokens") == 0:
+        pieces.append(("  mismatch nothing compared", QUIET))
     if metrics.get("reward/failures"):
         pieces.append((f"  {count(metrics['reward/failures'])} not scored", BAD))
     if "timing/step_s" in metrics:

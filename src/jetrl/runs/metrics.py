@@ -183,8 +183,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "policy/anomalies",
         "count",
-        "what went out of bounds with this step (loss, gradient norm, entropy; docs/numbers.md "
-        "has the rules); absent where nothing did",
+        "what went out of bounds with this step (loss, gradient norm, entropy, reward, draws; "
+        "docs/numbers.md has the rules); absent where nothing did",
     ),
     Metric(
         "correction/weight_mean",
@@ -239,9 +239,17 @@ METRICS: tuple[Metric, ...] = (
         known_as={"verl": "critic/vf_explained_var"},
     ),
     Metric(
+        "sampling/surprise_z",
+        "deviations",
+        "how far the drawn tokens' -log p is from the entropy, over the tokens of the step's first "
+        "update: beyond 5 the sampler does not draw from the policy (docs/exactness.md). Absent "
+        "with top_p, top_k, oversample, dynamic sampling or pairs of samples, which choose draws",
+    ),
+    Metric(
         "mismatch/num_tokens",
         "tokens",
-        "sampled tokens whose log-probs of trainer and sampler were compared",
+        "sampled tokens whose log-probs of trainer and sampler were compared; 0 if none was, since "
+        "earlier policies drew all of them or a log-prob is not finite",
     ),
     Metric(
         "mismatch/num_different",

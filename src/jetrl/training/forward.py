@@ -24,7 +24,7 @@ def batch_logprobs(
     checkpoint_layers: bool = False,
     seen: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs and entropies of the N trained tokens of a batch, in batch order.
+    """Return log-probs and moments of the N trained tokens of a batch, in batch order.
 
     Args:
         policy: The policy that makes the forward.
@@ -35,7 +35,8 @@ def batch_logprobs(
         seen: Called with the hidden states [N, D] from which the tokens were drawn.
 
     Returns:
-        (log-probs, float32 [N], differentiable unless under no_grad; entropy in nats, float32 [N]).
+        Log-probs, float32 [N], differentiable unless under no_grad, and the moments of
+        `Policy.train_logprobs`, float32 [2, N].
     """
     return policy.train_logprobs(
         torch.from_numpy(batch.token_ids),

@@ -2,18 +2,29 @@
 
 Under an exact plan (`jet`, `unified`) the right answer is known: no token differs, compared as the
 bits of float32. `StepMismatchError` is what a step raises when that does not hold.
+
+Equal log-probs say nothing of how the tokens were drawn. `surprise_z` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jetrl.errors import MismatchError
 from jetrl.training.packing import targets, trained_lengths
 from jetrl.types import Batch, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Sums of a micro-batch that `surprise_z` needs of the step's first update; no metrics themselves.
+EXCESS, VARIANCE = "surprise/excess", "surprise/variance"
+_NOTHING_COMPARED = {"mismatch/num_tokens": 0.0}
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,53 @@ def mismatch_metrics(
         }
 
 
+def surprise_sums(logprobs: Tensor, moments: Tensor) -> dict[str, Tensor]:
+    """Return what a micro-batch adds to the sums of `surprise_z`, float64 scalars.
+
+    Args:
+        logprobs: float32 [N], of the drawn tokens.
+        moments: float32 [2, N], entropies and variances as of `Policy.train_logprobs`.
+    """
+    entropy, variance = moments.double()
+    return {EXCESS: -(logprobs.detach() + entropy).sum(), VARIANCE: variance.sum()}
+
+
+def surprise_z(sums: Mapping[str, float], vocab_size: int) -> dict[str, float]:
+    """Return sampling/surprise_z: whether tokens were drawn from the trainer's distribution.
+
+        d_t = -log p_t(x_t) - H_t,   S = sum_t d_t,   V = sum_t Var_t,   z = S / sqrt(V + b |S| / 3)
+
+    p_t is the distribution of token t given all before it, at the sampling temperature, H_t its
+    entropy, x_t the drawn token, Var_t = sum_v p_t(v) log^2 p_t(v) - H_t^2. If x_t is drawn from
+    p_t, its surprise -log p_t(x_t) has mean H_t and variance Var_t given the past. So the d_t are
+    martingale differences: for s < t, E[d_s d_t] = E[d_s E[d_t | past of t]] = 0. Variances add,
+    within a sequence and over sequences, and S / sqrt(V) tends to N(0, 1) in many tokens.
+
+    A sure policy has few tokens that chance decides, and one rare token among them is many standard
+    deviations. So b |S| / 3 is added, the correction of Freedman (1975): if no d_t is beyond b, the
+    chance of |z| > 5 is below 2 exp(-25 / 2) for any distributions. Below, b is log(vocab_size),
+    the largest entropy. Above, it is the sampler's: a token that it draws has at least 2^-41 of the
+    most probable one's probability, of which -log is at most H_t.
+
+    Where a sequence ends may depend on its tokens (an end token, a stop string, a limit): whether
+    there is a token t is known before it is drawn. The last token itself must count. What chooses
+    by later tokens breaks this: top_p and top_k, samples by reward (dynamic sampling, data.batch),
+    and partial rollouts, whose unfinished sequences are missing. `Trainer` measures nothing then.
+
+    Args:
+        sums: The sums of `surprise_sums` over all tokens.
+        vocab_size: How many tokens there are to draw.
+
+    Returns:
+        {} if a sum is not finite, or chance decided no token.
+    """
+    excess, variance = sums.get(EXCESS, 0.0), sums.get(VARIANCE, 0.0)
+    if not (math.isfinite(excess) and 0 < variance < math.inf):
+        return {}
+    largest = 41 * math.log(2) if excess > 0 else math.log(vocab_size)
+    return {"sampling/surprise_z": excess / math.sqrt(variance + largest * abs(excess) / 3)}
+
+
 def compare_step(
     plan_name: str,
     exact: bool,
@@ -133,19 +191,19 @@ def compare_step(
 
     Returns:
         The metrics of `mismatch_metrics`, and partial_rollout/earlier_tokens, the share of tokens
-        that are exempt, where there are any. Nothing of a step whose log-probs are not all finite:
-        that is the guard's to deal with.
+        that are exempt, if there are any. If nothing is compared, mismatch/num_tokens = 0 in place
+        of them: all tokens are exempt, or a log-prob is not finite, which the guard deals with.
 
     Raises:
         StepMismatchError: A log-prob differs under an exact plan.
     """
     if not all(np.isfinite(logprobs).all() for logprobs in trainer_logprobs):
-        return {}
+        return _NOTHING_COMPARED
     present = [present_tokens(batch, samples, version) for batch in batches]
     compared = np.concatenate(present)
     earlier = {} if compared.all() else {"partial_rollout/earlier_tokens": 1 - compared.mean()}
     if not compared.any():
-        return earlier
+        return earlier | _NOTHING_COMPARED
     rollout_logprobs = np.concatenate([batch.rollout_logprobs[targets(batch)] for batch in batches])
     metrics = earlier | mismatch_metrics(
         np.concatenate(trainer_logprobs)[compared], rollout_logprobs[compared]

@@ -37,7 +37,14 @@ from jetrl.training.guard import Guard
 from jetrl.training.losses import MicroBatchLoss
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
 from jetrl.training.minibatches import choose_minibatches
-from jetrl.training.mismatch import StepMismatchError, compare_step
+from jetrl.training.mismatch import (
+    EXCESS,
+    VARIANCE,
+    StepMismatchError,
+    compare_step,
+    surprise_sums,
+    surprise_z,
+)
 from jetrl.training.objectives import Objective, Tokens, UpdateSize
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import trained_lengths
@@ -120,6 +127,7 @@ class Trainer:
         self.guard = guard or Guard(settings.train.on_nonfinite)
         # Greedy sampling reports the log-probs of temperature 1 (types.SamplingParams).
         self._temperature = settings.rollout.temperature or 1.0
+        self._all_draws = _trains_on_all_draws(settings, self.objective)
         self.calibration = self._calibration()
         self.preparation = Preparation(
             policy,
@@ -165,7 +173,8 @@ class Trainer:
             tokens. policy/grad_norm: mean over updates, before the clip. policy/lr: of the last
             update. policy/active_fraction: trained tokens whose advantage is not 0 (0: every group
             had equal rewards, and the policy gradient is zero). correction/* with a correction.
-            And the `mismatch/*` of all trained tokens, and draft_head/* with a draft head. Where it
+            And the `mismatch/*` of all trained tokens, sampling/surprise_z of those of the first
+            update (`surprise_z`), and draft_head/* with a draft head. Where it
             happened, policy/skipped_updates and critic/skipped_updates (which are in none of the
             means) and memory/train_retries.
 
@@ -196,6 +205,7 @@ class Trainer:
                 outputs = accumulated.all_outputs()
                 metrics |= self.calibration.before_last_update(minibatch, outputs)
             stats = self._update.finish(accumulated, k)
+            metrics |= surprise_z(stats.metrics, self.policy.config.vocab_size)
             updates.append(stats)
             if stats.applied and self.critic is not None:
                 critic_updates.append(self.critic.update(k, minibatch))
@@ -221,7 +231,7 @@ class Trainer:
         batch, device = micro.batch, self.policy.device
         recompute = self.settings.train.activation_checkpointing
         seen = None if self.draft_head is None else self.draft_head.observer(batch)
-        logprobs, entropy = batch_logprobs(self.policy, batch, self._temperature, recompute, seen)
+        logprobs, moments = batch_logprobs(self.policy, batch, self._temperature, recompute, seen)
         rollout_logprobs = at_targets(batch.rollout_logprobs, batch, device)
         if self.policy.plan.exact:
             behavior = rollout_logprobs
@@ -239,10 +249,12 @@ class Trainer:
             objective = objective.with_clips(1 - bounds.low, bounds.high - 1)
         loss = objective(tokens, size, rollout_logprobs, micro.ref_logprobs)
         metrics = {
-            "policy/entropy": entropy.double().sum() / size.tokens,
+            "policy/entropy": moments[0].double().sum() / size.tokens,
             "policy/active_fraction": (advantages != 0).double().sum() / size.tokens,
             **loss.metrics,
         }
+        if self._all_draws and micro.before is None:  # of the first update, by the sampler's policy
+            metrics |= surprise_sums(logprobs, moments)
         return replace(loss, metrics=metrics, outputs=logprobs.detach())
 
     def _compare(
@@ -286,6 +298,14 @@ class Trainer:
         return ClipCalibration(self.policy, bounds, every, self._temperature)
 
 
+def _trains_on_all_draws(settings: Settings, objective: Objective) -> bool:
+    """Return whether tokens are drawn from the policy's whole distribution, and all trained on."""
+    rollout = settings.rollout
+    whole = rollout.temperature > 0 and rollout.top_p == 1 and rollout.top_k == 0
+    chosen = objective.dynamic_sampling or settings.data.batch != "all" or rollout.oversample > 0
+    return whole and not chosen
+
+
 def _update_metrics(
     updates: Sequence[UpdateStats], critic_updates: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
@@ -311,6 +331,8 @@ def _means(updates: Sequence[UpdateStats]) -> dict[str, float]:
     total = sum(update.num_tokens for update in updates)
     for update in updates:
         for name, mean in update.metrics.items():
+            if name in (EXCESS, VARIANCE):
+                continue
             metrics[name] = metrics.get(name, 0.0) + update.num_tokens / total * mean
         for name, peak in update.peaks.items():
             metrics[name] = max(metrics.get(name, 0.0), peak)
