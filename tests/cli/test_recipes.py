@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from jetrl.memory import device
 from jetrl.models import hub
+from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.session import open as opening
 from jetrl.settings.loading import packaged_recipes
 
 CONFIGS = json.loads(Path(__file__).with_name("model_configs.json").read_text(encoding="utf-8"))
 REAL = [name for name in packaged_recipes() if name not in ("demo", "gsm8k-smoke")]
 GPUS = {"qwen3-8b-math-4gpus": 4, "qwen3-14b-gsm8k": 2}  # of the others: one
+DATA = ("task.path=.", "task.workers=0")
 H200_GIB = 139.0  # free on an H200 that nothing else uses
 
 
@@ -29,9 +31,15 @@ def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "refs").mkdir()
         (folder / "refs" / "main").write_text("a" * 40)
         (snapshot / "config.json").write_text(json.dumps(config))
-        (snapshot / "tokenizer.json").write_text("{}")
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        tokenizer.save_pretrained(snapshot)
+    row = {"question": "1+1?", "answer": "2\n#### 2", "problem": "1+1?", "solution": "\\boxed{2}"}
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(device, "free_bytes", lambda _: int(H200_GIB * 2**30))
+    monkeypatch.setattr(opening, "free_bytes", lambda _: int(H200_GIB * 2**30))
+    monkeypatch.chdir(tmp_path)
     hub.snapshot.cache_clear()
 
 
@@ -39,7 +47,7 @@ def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_fits_the_gpus_that_it_asks_for(name: str, h200: None, jetrl: Callable) -> None:
     """A recipe reads its model by the name on the hub, and its memory plan fits each GPU."""
     count = GPUS.get(name, 1)
-    done = jetrl("train", name, "--dry-run", "run.device=cuda", "--gpus", count)
+    done = jetrl("train", name, "--dry-run", "run.device=cuda", *DATA, "--gpus", count)
     assert done.code == 0, done.err
     recipe = jetrl("recipes", name).out
     assert (count == 1) == ("needs: one h200" in recipe.lower())
@@ -66,7 +74,7 @@ def test_14b_does_not_fit_one_gpu(h200: None, jetrl: Callable) -> None:
 def test_adapters_fit_where_all_parameters_do_not(
     name: str, gib: int, most: int, h200: None, jetrl: Callable
 ) -> None:
-    words = ("train", name, "--dry-run", "run.device=cuda", "--gpu-memory", gib)
+    words = ("train", name, "--dry-run", "run.device=cuda", *DATA, "--gpu-memory", gib)
     done = jetrl(*words)
     assert done.code == 0, done.err
     phases = next(line for line in done.out.splitlines() if line.split()[1:2] == ["held"])

@@ -165,7 +165,7 @@ def test_dry_run_of_what_does_not_fit_says_so_last(
     jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jetrl.memory.device.free_bytes", lambda device: 2**10)
+    monkeypatch.setattr("jetrl.session.open.free_bytes", lambda device: 2**10)
     done = jetrl("train", "demo", "--dry-run", "run.device=cpu")
     assert done.code == 2
     assert tomllib.loads(done.out)["run"]["device"] == "cpu"
@@ -182,8 +182,8 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
     shape = ["model.config.hidden_size=2048", "model.config.intermediate_size=8192"]
     one, four = (jetrl(*words, *shape, "--gpus", count) for count in "14")
     assert (one.code, four.code) == (0, 0), four.err
-    assert "# memory plan, with prompts" in one.out
-    assert "# memory plan of each of 4 GPUs, with prompts" in four.out
+    assert "# memory plan\n" in one.out
+    assert "# memory plan of each of 4 GPUs\n" in four.out
 
     def masters(text: str) -> float:
         return float(text.partition("master weights, FP32")[2].split()[0])

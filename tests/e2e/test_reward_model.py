@@ -17,7 +17,7 @@ from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, reproducible
-from jetrl.session import reward_training
+from jetrl.session import open as opening
 from jetrl.session.reward_training import train_reward_model
 from jetrl.session.session import Session
 from jetrl.training import Checkpoints
@@ -286,7 +286,7 @@ def test_its_training_is_planned(
     words = with_pairs(tmp_path, "('1', '2')")
     assert main([*words, "--dry-run"]) == 0
     assert "decode" not in capsys.readouterr().out.split("# memory plan")[1]
-    monkeypatch.setattr(reward_training, "free_bytes", lambda device: 10_000)
+    monkeypatch.setattr(opening, "free_bytes", lambda device: 10_000)
     assert main(words) == 2
     assert "the model does not fit in CPU memory" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -71,18 +71,18 @@ def run(args: argparse.Namespace) -> int:
     settings, gpus = recipe_settings(args.words, resume), planned_gpus(args)
     if settings.sft.steps == 0:
         raise UserError("sft.steps = 0: say how many updates, as in sft.steps=100")
+    if args.out is not None and Path(args.out).exists() and not _is_empty(Path(args.out)):
+        raise UserError(f"--out {args.out}: in use; name another directory")  # before the training
     if (args.dry_run or args.preflight) and launched_rank() > 0:
         return 0  # rank 0 shows it
     if args.dry_run:
-        for part in dry_run(settings, args.task == "reward", gpus):
+        for part in dry_run(settings, args.task == "reward", gpus, resume):
             print(part)
         return 0
     if args.preflight:
         if args.task != "reward":
             raise UserError("--preflight looks at pairs: it goes with --task reward")
         return _preflight(settings)
-    if args.out is not None and Path(args.out).exists() and not _is_empty(Path(args.out)):
-        raise UserError(f"--out {args.out}: in use; name another directory")  # before the training
     if args.task == "reward":
         return _reward(args, settings, resume)
     from jetrl import loop

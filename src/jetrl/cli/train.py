@@ -15,12 +15,13 @@ Ctrl-C and SIGTERM leave a checkpoint and a report; a second one leaves at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,11 @@ from jetrl.cli.ranks import goes_on, joined
 from jetrl.cli.resumed import unused_of_recipe
 from jetrl.distributed.world import launched_rank, launched_size, started_by_torchrun
 from jetrl.errors import Terminated, TimeLimitReached, UserError
+from jetrl.users_code import files_named, trust_only
 
 if TYPE_CHECKING:
     from jetrl.session import RunResult
+    from jetrl.session.open import Machine
     from jetrl.settings.loading import Settings
     from jetrl.types import Prompt, Sample
 
@@ -81,7 +84,7 @@ def add_dry_run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print settings, precision plan and memory plan, and stop",
+        help="check all that needs no weights, print settings and the plans, and stop",
     )
     parser.add_argument(
         "--gpus",
@@ -109,7 +112,8 @@ def planned_gpus(args: argparse.Namespace) -> PlannedGPUs:
             raise UserError(f"{name} goes with --dry-run: a run has the GPUs that torchrun starts")
         if value is not None and not value > 0:
             raise UserError(f"{name} {value:g}: a number above 0 is expected")
-    return PlannedGPUs(args.gpus or launched_size(), args.gpu_memory)
+    named = args.gpus is not None
+    return PlannedGPUs(args.gpus or launched_size(), args.gpu_memory, named)
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,26 @@ class PlannedGPUs:
     Attributes:
         count: How many: as many as torchrun has started, unless --gpus says otherwise.
         gib: The memory of one; None: that of this machine's GPU.
+        named: Whether --gpus says how many.
     """
 
     count: int = 1
     gib: float | None = None
+    named: bool = False
+
+    def machine(self, settings: Settings) -> Machine:
+        """Return the device to check a run for."""
+        import torch
+
+        from jetrl.memory.plan import GIB
+        from jetrl.session.open import Machine
+
+        here, absent = Machine.here(settings), not torch.cuda.is_available()
+        if self.gib is not None:
+            return Machine("cuda", int((self.gib - _GIB_OF_CUDA) * GIB), self.count, True)
+        if self.count > 1 and here.device == "cpu" and not started_by_torchrun():
+            return Machine("cuda", None, self.count, True)  # of GPUs that are somewhere else
+        return replace(here, cards=self.count, elsewhere=self.named and absent)
 
 
 def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
@@ -181,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.dry_run or args.preflight) and launched_rank() > 0:
         return 0  # rank 0 shows it
     if args.dry_run:
-        for part in dry_run(settings, gpus=gpus):
+        for part in dry_run(settings, gpus=gpus, resume=resume):
             print(part)
         return 0
     if args.preflight:
@@ -304,47 +324,64 @@ def sample_command(model: Path, settings: Settings) -> str:
 
 
 def dry_run(
-    settings: Settings, pairs: bool = False, gpus: PlannedGPUs = PlannedGPUs()
+    settings: Settings,
+    pairs: bool = False,
+    gpus: PlannedGPUs = PlannedGPUs(),
+    resume: bool = False,
 ) -> Iterator[str]:
-    """Yield the resolved settings (TOML), the precision plan by role, and the memory plan.
+    """Yield settings (TOML) and precision plan, check the run, and yield its memory plan.
 
     Args:
         settings: The settings of the run.
         pairs: True to plan the training of a reward model.
         gpus: The GPUs that are planned for; by default this machine's.
+        resume: Whether the run goes on.
 
     Raises:
-        UserError: With prompts as long as answers the run would not fit on this machine; settings
-            and precision plan have been yielded before.
+        UserError: The run would be refused, with the message of its start.
     """
-    from jetrl.memory.device import free_bytes
-    from jetrl.memory.fitting import check_fits
-    from jetrl.memory.plan import GIB, OtherModels, Workload
     from jetrl.memory.table import shown
     from jetrl.precision import PrecisionPlan
-    from jetrl.session.building import choose_device, model_config
-    from jetrl.session.reward_training import plan_reward_memory
+    from jetrl.session.open import check_pairs, check_run
     from jetrl.settings.loading import to_toml
 
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
-    config = model_config(settings)
     yield to_toml(settings)
     yield f"# precision plan: {plan.name}"
     yield table(plan.describe(), indent="#   ") + "\n"
-    device, load = choose_device(settings.run.device), Workload.of(settings, config)
-    free = free_bytes(device)
-    if gpus.gib is not None:
-        device, free = "cuda", int((gpus.gib - _GIB_OF_CUDA) * GIB)
-    elif gpus.count > 1 and device == "cpu" and not started_by_torchrun():
-        device, free = "cuda", None  # of GPUs that are somewhere else
-    try:
+    files = files_named(settings.model_dump()) if resume else ()
+    if files:  # which may be anybody's: docs/security.md
+        names = ", ".join(sorted(files))
+        yield f"# not checked: a dry run of a resumed run does not run {names}"
+        return
+    with contextlib.ExitStack() as stack:
+        if resume:
+            stack.enter_context(trust_only())
+        machine = gpus.machine(settings)
         if pairs:
-            fitted = plan_reward_memory(settings, load.tokens, device, free, gpus.count)
+            memory, notes = check_pairs(settings, resume, machine).memory, []
         else:
-            others = OtherModels.of(settings)
-            fitted = check_fits(settings, config, others, load, device, free, gpus.count)
-    except UserError as error:
-        raise UserError(f"with prompts as long as answers, {error}") from None
+            checked = check_run(settings, stack, resume, machine)
+            memory, notes = checked.memory, checked.notes
     each = f" of each of {gpus.count} GPUs" if gpus.count > 1 else ""
-    yield f"# memory plan{each}, with prompts as long as answers"
-    yield shown(fitted.plan, indent="#   ")
+    yield f"# memory plan{each}"
+    yield shown(memory.plan, indent="#   ")
+    yield from (f"# {note}" for note in notes)
+    unread = [*_unread(settings, resume), *["proofs on the GPU"] * (machine.device != "cpu")]
+    if unread:
+        yield f"# not checked: {', '.join(unread)}"
+
+
+def _unread(settings: Settings, resume: bool) -> Iterator[str]:
+    """Yield the weights that a dry run does not read, in words."""
+    if settings.model.path is not None:
+        yield f"the weights of {settings.model.path}"
+    others = {"reference": settings.reference.path, "critic": settings.critic.path}
+    others |= {"reward model": settings.reward.model_path}
+    yield from (f"those of the {name}" for name, path in others.items() if path is not None)
+    if settings.adapter.path is not None:
+        yield f"the tensors of {settings.adapter.path}"
+    if resume:
+        yield "the run's checkpoints"
+    if settings.trackers.names:
+        yield "the logins of trackers"

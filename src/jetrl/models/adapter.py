@@ -223,6 +223,17 @@ class Adapter:
         shapes = lora.shapes(config)
         return Adapter(lora, shapes, _NewTensors(config, lora, shapes, seed))
 
+    @staticmethod
+    def outline(config: ModelConfig, lora: LoRA) -> Adapter:
+        """Return an adapter of shapes without values, on the device "meta"."""
+        shapes = lora.shapes(config)
+        tensors = {
+            name: torch.empty(size, device="meta")
+            for layer, shape in shapes.items()
+            for name, size in zip(adapter_names(layer), (shape.a_shape, shape.b_shape), strict=True)
+        }
+        return Adapter(lora, shapes, tensors)
+
     def check_base(self, digest: str) -> None:
         """Raise where the adapter was made on another base.
 

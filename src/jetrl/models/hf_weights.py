@@ -19,12 +19,17 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.models.coded_weights import CodedWeights
-from jetrl.models.families import ModelConfig
+from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.hf_files import model_directory, open_tensors, tensor_files
 from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
-from jetrl.models.hub import INDEX
-from jetrl.models.nvfp4_files import NVFP4Layout, nvfp4_layout, read_nvfp4
-from jetrl.precision.nvfp4 import NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
+from jetrl.models.hub import INDEX, is_hub_name
+from jetrl.models.nvfp4_files import (
+    NVFP4Layout,
+    left_in_16_bits,
+    nvfp4_layout,
+    read_nvfp4,
+)
+from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
 from jetrl.precision.quantize import QTensor, dequantize
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints kept; recomputed here
@@ -48,25 +53,59 @@ def open_weights(
     Args:
         path: The directory.
         config: The model of the directory's config.json.
-        device: The device that tensors are put on.
+        device: The device that tensors are put on; with "meta" they have shapes only, and of a
+            name of the hub no file of weights is needed.
 
     Raises:
         UserError: Missing, damaged or unexpected files and tensors, shapes that do not fit
             config.json, an unsupported quantization; each by name. What is wrong with a tensor's
             contents is raised when the tensor is read.
     """
-    directory = model_directory(path, "weights")
     try:
         layout = check_quantization(config.raw.get("quantization_config"))
     except UserError as error:  # which begins with the file's name
         raise UserError(f"{path}/{error}") from None
+    outline = torch.device(device).type == "meta"
+    if outline and is_hub_name(path):
+        yield _Outline(config, layout)
+        return
+    directory = model_directory(path, "weights")
     files = tensor_files(directory)
     with ExitStack() as stack:
         opened = sorted(set(files.values()))
         handles = {file: stack.enter_context(open_tensors(file)) for file in opened}
         weights = _StoredWeights(directory, files, handles, torch.device(device), config, layout)
         weights.check_complete()
-        yield weights
+        yield _Outline(config, layout) if outline else weights
+
+
+class _Outline(CodedWeights):
+    """The parameters of a model directory as its config.json has them, without memory."""
+
+    def __init__(self, config: ModelConfig, layout: NVFP4Layout | None) -> None:
+        self._shapes, self._wide = parameter_shapes(config), left_in_16_bits(config)
+        parts = {} if layout is None else stored_tensors(config)
+        self._coded = {name for name in parts if parts[name][0].linear_weight} - self._wide
+
+    def codes(self, name: str) -> NVFP4Tensor | None:
+        if name not in self._coded:
+            return None
+        rows, columns = self._shapes[name]
+        codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta")
+        scales = torch.empty(rows, columns // NVFP4_GROUP, device="meta")
+        return NVFP4Tensor(codes, scales, torch.empty((), device="meta"))
+
+    def left_wide(self, name: str) -> bool:
+        return name in self._wide
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.empty(self._shapes[name], device="meta")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 class _StoredWeights(CodedWeights):

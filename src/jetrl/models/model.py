@@ -38,7 +38,8 @@ class Model:
         config: The sizes and switches of the decoder.
         plan: The precision plan.
         weights: Every parameter by name, as in `families.parameter_shapes`.
-        device: The device, the CPU or a Hopper GPU.
+        device: The device, the CPU or a Hopper GPU; "meta" for a model without weights, whose
+            making checks all that making the model would check.
         tokenizer: The tokenizer of the Hugging Face directory, or None.
         generation_config: The directory's generation_config.json.
         frozen: Keep what the training side's forward reads alone; such a model is not trained,
@@ -93,7 +94,7 @@ class Model:
         self.base_digest = ""
         replaced = {} if adapter is None else adapter.replaced
         self._replaced = {n: t for n, t in replaced.items() if n not in self.weights.masters}
-        if adapter is not None:
+        if adapter is not None and self.device.type != "meta":
             self.base_digest = self._checked_base(adapter)
 
     def _checked_base(self, adapter: Adapter) -> str:
@@ -288,7 +289,7 @@ class Model:
 
     def offload(self) -> None:
         """Keep a frozen model in CPU memory from now on, but while it is `used`."""
-        self._offloaded = self.device.type != "cpu"
+        self._offloaded = self.device.type == "cuda"
         if self._offloaded:
             self.move("cpu")
 
@@ -309,21 +310,25 @@ class Model:
                 raise UserError(f"sequence {index}: token id {bad} is outside [0, {vocabulary})")
 
 
-def check_device(config: ModelConfig, plan: PrecisionPlan, device: torch.device) -> None:
+def check_device(
+    config: ModelConfig, plan: PrecisionPlan, device: torch.device, elsewhere: bool = False
+) -> None:
     """Raise a UserError for a device, or a model on a device, without kernels.
 
     Args:
         config: The model's config.
         plan: The precision plan.
         device: The device.
+        elsewhere: Whether a Hopper GPU of another machine is meant.
     """
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise UserError(f"device {device}: not there; use run.device=cpu")
-    from jetrl.precision.hopper.gemm import require_hopper
+    if not elsewhere:
+        if device.type != "cuda" or not torch.cuda.is_available():
+            raise UserError(f"device {device}: not there; use run.device=cpu")
+        from jetrl.precision.hopper.gemm import require_hopper
 
-    require_hopper(device)
+        require_hopper(device)
     group = config.num_heads // config.num_kv_heads
     if plan.kv != "fp32" and (config.head_dim not in (64, 128) or group > 16):
         raise UserError(

@@ -140,13 +140,16 @@ def lora_of(settings: AdapterSettings, config: ModelConfig) -> LoRA | None:
     )
 
 
-def adapter_of(settings: AdapterSettings, config: ModelConfig, seed: int) -> Adapter | None:
+def adapter_of(
+    settings: AdapterSettings, config: ModelConfig, seed: int, device: str = "cpu"
+) -> Adapter | None:
     """Return the adapter that settings ask for, new or read from adapter.path; None without one.
 
     Args:
         settings: The section [adapter].
         config: The config of the model.
         seed: The seed of a new adapter.
+        device: The device of the model; for "meta" no tensor is read or made.
 
     Raises:
         UserError: As `lora_of` and `read_adapter`.
@@ -154,6 +157,8 @@ def adapter_of(settings: AdapterSettings, config: ModelConfig, seed: int) -> Ada
     lora = lora_of(settings, config)
     if lora is None:
         return None
+    if device == "meta":
+        return Adapter.outline(config, lora)
     if settings.path is None:
         return Adapter.new(config, lora, seed)
     return read_adapter(settings.path, config, lora)

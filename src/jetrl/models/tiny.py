@@ -65,7 +65,8 @@ class RandomWeights(Mapping[str, Tensor]):
         self._shapes, self._device = parameter_shapes(config), device
         if not -(2**63) <= seed < 2**64:
             raise UserError(f"seed {shown_value(seed)}: a seed has 64 bits")
-        self._generator = torch.Generator(device).manual_seed(seed)
+        outline = torch.device(device).type == "meta"  # shapes without values
+        self._generator = torch.Generator("cpu" if outline else device).manual_seed(seed)
         self._unmade = list(reversed(self._shapes))
         self._states: dict[str, Tensor] = {}
 
@@ -102,6 +103,8 @@ class RandomWeights(Mapping[str, Tensor]):
     def _make(self, name: str) -> Tensor:
         """Return a parameter made from the present state of the generator."""
         values = torch.empty(self._shapes[name], device=self._device)
+        if values.is_meta:
+            return values
         if name.endswith("norm.weight"):
             return values.fill_(1.0)
         std = self._std

@@ -88,7 +88,7 @@ class Weights:
         if not frozen:
             self._keep_masters([name for name in tensors if trains is None or trains(name)])
         self.gradients = Gradients()
-        if world().size > 1 and not frozen:
+        if world().size > 1 and not frozen and device.type != "meta":
             self.gradients = OrderedGradients(world(), self.masters, self.shards)
         self._asked_for: set[str] = set()
         self._adapter = adapter
@@ -105,7 +105,8 @@ class Weights:
             )
         for name in names:
             tensor = self._tensors[name]
-            shard = shard_of(len(tensor), world().rank, world().size) if tensor.dim() > 1 else None
+            divided = tensor.dim() > 1 and self.device.type != "meta"
+            shard = shard_of(len(tensor), world().rank, world().size) if divided else None
             if shard is not None:
                 self.shards[name] = shard
                 tensor = tensor[shard.own_rows].clone()

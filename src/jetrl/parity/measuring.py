@@ -10,6 +10,7 @@ import torch
 
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
+from jetrl.precision import PrecisionPlan
 from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.settings import AlgorithmSettings
@@ -99,12 +100,12 @@ def measure(
     )
 
 
-def check_correction(algorithm: AlgorithmSettings, policy: Policy) -> list[str]:
-    """Refuse a correction of a mismatch that an exact plan does not have, with a measurement.
+def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[str]:
+    """Refuse a correction of a mismatch that an exact plan does not have.
 
     Args:
         algorithm: The settings of the algorithm.
-        policy: The policy, whose plan says whether sampler and trainer differ.
+        plan: The policy's precision plan, which says whether sampler and trainer differ.
 
     Returns:
         What to tell a user whose sampler differs from the trainer, beyond the rounding of one
@@ -113,7 +114,7 @@ def check_correction(algorithm: AlgorithmSettings, policy: Policy) -> list[str]:
     Raises:
         UserError: An exact plan has a correction, without correction_under_exact_plan.
     """
-    correction, plan = algorithm.correction, policy.plan
+    correction = algorithm.correction
     if correction == "none":
         if plan.rollout_linear == plan.train_linear and not plan.deviation:
             return []
@@ -124,12 +125,10 @@ def check_correction(algorithm: AlgorithmSettings, policy: Policy) -> list[str]:
         ]
     if not plan.exact or algorithm.correction_under_exact_plan:
         return []
-    result = measure(policy, num_prompts=4, samples=2, max_tokens=16)
     raise UserError(
         f"algorithm.correction = {correction} corrects nothing under the exact plan "
-        f"{plan.name!r}: {result.different} of {result.tokens} tokens sampled just now "
-        f"differ from the trainer's (largest difference {result.max_abs:.3g} nats), so that "
-        "every weight is 1, and each step checks all of its tokens. Leave it out, or set "
+        f"{plan.name!r}: sampler and trainer agree bit for bit, which each step checks for all of "
+        "its tokens, so every weight is 1. Leave it out, or set "
         "algorithm.correction_under_exact_plan=true"
     )
 

@@ -107,7 +107,7 @@ class AdapterWeight:
         assert tuple(b.shape) == shape.b_shape, f"{name}: B is {list(b.shape)}"
         # The GPU's kernel has 64 rows of y to a tile, which all belong to one part.
         whole_tiles = all(first % 64 == 0 for first, _ in shape.parts)
-        assert whole_tiles or a.device.type == "cpu", f"{name}: parts begin at {shape.parts}"
+        assert whole_tiles or not a.is_cuda, f"{name}: parts begin at {shape.parts}"
         self.name, self.a, self.b, self.shape = name, a, b, shape
         self.in_fp32 = dtype == torch.float32
         rows, rank = len(shape.parts) * shape.padded_rank, shape.padded_rank

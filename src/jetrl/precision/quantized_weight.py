@@ -235,6 +235,8 @@ class QuantizedWeight:
             return into
         if rounding.format == "fp32":
             return self.master
+        if weight.is_meta:  # of a model that is checked before its weights are read
+            return self._empty(rounding)
         if rounding.format == "nvfp4":
             return self._in_nvfp4(weight)
         if rounding.through_bf16:

@@ -38,6 +38,14 @@ logger = logging.getLogger(__name__)
 _GPU_REPEATS, _GPU_AHEAD = 8, 1
 
 
+def check_gpu_sizes(max_batch_size: int, page_size: int) -> None:
+    """Raise a UserError for sizes that a GPU's kernels of decode do not have."""
+    if max_batch_size > MAX_ROWS:
+        raise UserError(f"max_batch_size {max_batch_size}: a GPU decodes {MAX_ROWS} at most")
+    if page_size != BLOCK_KEYS:
+        raise UserError(f"page_size {page_size}: a page has {BLOCK_KEYS} tokens on a GPU")
+
+
 class RolloutEngine:
     """The sampler of a policy.
 
@@ -96,10 +104,8 @@ class RolloutEngine:
                 "speculation 'head' needs a draft head, which a run trains; use text, auto or off"
             )
         on_gpu = policy.device.type == "cuda"
-        if on_gpu and max_batch_size > MAX_ROWS:
-            raise UserError(f"max_batch_size {max_batch_size}: a GPU decodes {MAX_ROWS} at most")
-        if on_gpu and page_size != BLOCK_KEYS:
-            raise UserError(f"page_size {page_size}: a page has {BLOCK_KEYS} tokens on a GPU")
+        if on_gpu:
+            check_gpu_sizes(max_batch_size, page_size)
         self.policy = policy
         self.sizes = RolloutSizes(Sizes(max_batch_size, max_prefill_tokens, num_pages))
         self.page_size = page_size

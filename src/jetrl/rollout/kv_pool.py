@@ -100,7 +100,9 @@ class KVPool:
             num_pages = min(num_pages, affordable)
         self.pages, self.needed = num_pages, needed
         if num_pages < needed:
-            raise UserError(self._too_small(longest, needed, num_pages))
+            prompt, most = len(longest.prompt), longest.rules.max_tokens
+            setting = self._num_pages is not None
+            raise UserError(too_small(num_pages, self._page_size, prompt, most, setting))
         if self._cache is not None and self._cache.num_pages != num_pages:
             self.drop()
         if self._cache is None:
@@ -196,14 +198,7 @@ class KVPool:
         return cache
 
     def _check_room(self, pages: int, free: int) -> None:
-        """Raise UserError where so many pages do not fit in the free bytes."""
-        page = self._page_bytes
-        if pages * page > free:
-            raise UserError(
-                f"rollout.num_pages = {pages}: pages of {self._page_size} tokens take "
-                f"{page / 2**20:.1f} MiB each, {pages * page / 2**30:.1f} GiB in all, and "
-                f"{free / 2**30:.1f} GiB are free; at most {free // page}, or leave it unset"
-            )
+        check_room(pages, self._page_size, self._page_bytes, free)
 
     def _affordable_pages(self, staged: int, needed: int) -> int:
         """Return the pages that fit in the cache's share of memory, beside the staged contexts."""
@@ -223,18 +218,38 @@ class KVPool:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return available
 
-    def _too_small(self, longest: RunningSequence, needed: int, pages: int) -> str:
-        """Return the message for a cache that cannot hold its longest sequence."""
-        setting = (
-            f"raise rollout.num_pages to at least {needed}"
-            if self._num_pages is not None
-            else "use a machine with more memory"
-        )
-        return (
-            f"KV cache too small for one sequence: {pages} pages of {self._page_size} tokens hold "
-            f"{pages * self._page_size}, but a prompt of {len(longest.prompt)} tokens with "
-            f"max_tokens {longest.rules.max_tokens} uses {longest.max_cached_tokens} "
-            f"({needed} pages); {setting}, or lower rollout.max_tokens"
+
+def too_small(pages: int, page_size: int, prompt: int, most: int, setting: bool = True) -> str:
+    """Return the message for a cache that cannot hold one sequence; "" if it can.
+
+    Args:
+        pages: The pages of the cache.
+        page_size: Tokens of a page.
+        prompt: The tokens of the prompt.
+        most: The most tokens of the completion.
+        setting: Whether rollout.num_pages gives the number of pages.
+    """
+    cached = prompt + most - 1
+    needed = -(-cached // page_size)
+    if needed <= pages:
+        return ""
+    step = "use a machine with more memory"
+    if setting:
+        step = f"raise rollout.num_pages to at least {needed}"
+    return (
+        f"KV cache too small for one sequence: {pages} pages of {page_size} tokens hold "
+        f"{pages * page_size}, but a prompt of {prompt} tokens with max_tokens {most} uses "
+        f"{cached} ({needed} pages); {step}, or lower rollout.max_tokens"
+    )
+
+
+def check_room(pages: int, page_size: int, page_bytes: int, free: int) -> None:
+    """Raise UserError where so many pages do not fit in the free bytes."""
+    if pages * page_bytes > free:
+        raise UserError(
+            f"rollout.num_pages = {pages}: pages of {page_size} tokens take "
+            f"{page_bytes / 2**20:.1f} MiB each, {pages * page_bytes / 2**30:.1f} GiB in all, and "
+            f"{free / 2**30:.1f} GiB are free; at most {free // page_bytes}, or leave it unset"
         )
 
 

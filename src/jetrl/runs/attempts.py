@@ -7,6 +7,7 @@ flock on `.lock`, which the system drops when the process ends, however it ends.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -141,6 +142,24 @@ class RunLock:
             f"run {path.name}: another process is writing {path}; "
             "wait for it or stop it, or choose another run.name"
         )
+
+    @staticmethod
+    def check(path: Path) -> None:
+        """Check that a process may take the lock and write the directory; nothing is written.
+
+        Raises:
+            UserError: As of the class; permission is missing.
+        """
+        folders = (path, *path.absolute().parents)
+        there = next(folder for folder in folders if folder.exists())
+        try:
+            if not os.access(there / ".", os.W_OK | os.X_OK):
+                code = errno.EACCES if there.is_dir() else errno.ENOTDIR
+                raise OSError(code, os.strerror(code))
+            if (path / ".lock").exists():
+                RunLock(path).release()
+        except OSError as error:
+            raise UserError(f"run directory {path}: {error.strerror}") from None
 
     def release(self) -> None:
         """Give the lock back; more than one call is fine."""

@@ -146,13 +146,17 @@ class RunDirectory:
         return settings.model_copy(update={"precision": kept})
 
     @classmethod
-    def check_name(cls, settings: Settings, *, resume: bool = False) -> None:
-        """Check a run's name as `create` does, before anything slow is loaded.
+    def check(cls, settings: Settings, plan: Mapping[str, Any], resume: bool) -> None:
+        """Check what `create` would refuse, before anything slow is loaded; nothing is written.
 
         Raises:
-            UserError: The name cannot be a folder's or is in use, or there is nothing to resume.
+            UserError: As `create`.
         """
-        cls(Path(settings.run.dir) / _checked_name(settings.run.name))._check_use(resume)
+        run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
+        run._check_use(resume)
+        if resume:
+            run._check_plan(plan)
+        RunLock.check(run.path)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
@@ -407,18 +411,7 @@ class RunDirectory:
     def _write_settings(self, settings: Settings, plan: dict[str, Any], resume: bool) -> None:
         config_text = to_toml(settings)
         if resume:
-            before = self.plan()
-            now = json.loads(json.dumps(plan))
-            if before != now:
-                differing = ", ".join(
-                    f"{key}: {before.get(key)} there, {now.get(key)} here"
-                    for key in sorted(before | now)
-                    if before.get(key) != now.get(key)
-                )
-                raise UserError(
-                    f"run {self.name!r} was started with another precision plan ({differing}); "
-                    f"resume with [precision] as in {self.path / 'config.toml'}, or start a new run"
-                )
+            self._check_plan(plan)
             self.changed_settings = settings_that_differ(self.config(), tomllib.loads(config_text))
             self.notes += [
                 f"changed on resume: {key}: {old} -> {new}"
@@ -428,6 +421,19 @@ class RunDirectory:
             return
         write_atomically(self.path / "plan.json", json.dumps(plan, indent=2) + "\n")
         write_atomically(self.path / "config.toml", config_text)
+
+    def _check_plan(self, plan: Mapping[str, Any]) -> None:
+        before, now = self.plan(), json.loads(json.dumps(plan))
+        differing = ", ".join(
+            f"{key}: {before.get(key)} there, {now.get(key)} here"
+            for key in sorted(before | now)
+            if before.get(key) != now.get(key)
+        )
+        if differing:
+            raise UserError(
+                f"run {self.name!r} was started with another precision plan ({differing}); "
+                f"resume with [precision] as in {self.path / 'config.toml'}, or start a new run"
+            )
 
     def _open_metrics(self) -> None:
         records, note = repair_jsonl(self.metrics_file, METRICS_LINE)

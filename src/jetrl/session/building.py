@@ -31,8 +31,9 @@ from jetrl.rewards.reward import Reward
 from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.settings.adapter_section import AdapterSettings
 from jetrl.settings.loading import Settings
+from jetrl.settings.sections import ModelSettings
 from jetrl.settings.speculation import verified_drafts
-from jetrl.tasks import Task, build_task
+from jetrl.tasks import build_task
 from jetrl.training import Critic
 from jetrl.training.checkpoint_files import tensor_differences
 from jetrl.training.extras.draft_head import DraftHeadTraining
@@ -45,33 +46,37 @@ CHARACTERS = "characters"  # model.tokenizer: one token a character of the task'
 _SMALL_MODEL = 20_000_000  # parameters
 
 
-def build_policy(settings: Settings, plan: PrecisionPlan, alphabet: str | None) -> Policy:
+def build_policy(
+    settings: Settings, plan: PrecisionPlan, alphabet: str | None, device: str | None = None
+) -> Policy:
     """Return the policy that the settings describe.
 
     Args:
         settings: The settings of the run.
         plan: The precision plan of the policy.
         alphabet: The task's alphabet, which a tokenizer of characters has; None: printable ASCII.
+        device: The device; None: that of run.device. "meta" checks all and reads no weights.
 
     Raises:
         UserError: No model is named, or it cannot be used; the message says which key to set.
     """
-    model, device = settings.model, choose_device(settings.run.device)
+    model, device = settings.model, device or choose_device(settings.run.device)
     rollout = settings.rollout
     drafts = verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample)
     decode = rollout.max_batch_size, drafts != "off"  # what its kernels depend on
     if model.path is not None:
         config = model_config(settings)
-        adapter = adapter_of(settings.adapter, config, settings.run.seed)
+        adapter = adapter_of(settings.adapter, config, settings.run.seed, device)
         with compiled_ahead(config, plan, device, adapter, *decode):
             policy = Policy.from_pretrained(model.path, plan, device, adapter=adapter)
         if model.tokenizer is not None:
             own, policy.tokenizer = policy.tokenizer, _tokenizer(model.tokenizer, alphabet)
-            _say_replaced(own, policy.tokenizer, f"model.tokenizer={model.tokenizer}", model.path)
+            if device != "meta":  # once per run
+                _say_replaced(own, policy.tokenizer, model)
     elif model.config is not None:
         tokenizer = None if model.tokenizer is None else _tokenizer(model.tokenizer, alphabet)
         config, seed = ModelConfig.from_hf(model_config_dict(settings)), settings.run.seed
-        adapter = adapter_of(settings.adapter, config, seed)
+        adapter = adapter_of(settings.adapter, config, seed, device)
         with compiled_ahead(config, plan, device, adapter, *decode):
             policy = Policy.from_config(config.raw, plan, seed, device, tokenizer, adapter)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -122,30 +127,34 @@ def policy_of_masters(
     return policy
 
 
-def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> ScalarModel:
+def build_scalar_model(
+    settings: Settings, plan: PrecisionPlan, alphabet: str | None, device: str | None = None
+) -> ScalarModel:
     """Return the reward model to be trained: the decoder of [model] with a new or its own head.
 
     Args:
         settings: The settings of the run.
         plan: The precision plan of the model.
-        task: The task, whose alphabet a tokenizer of characters has.
+        alphabet: As of `build_policy`.
+        device: As of `build_policy`.
 
     Raises:
         UserError: As `build_policy`.
     """
     path, config = settings.model.path, model_config(settings)
-    adapter = adapter_of(settings.adapter, config.with_scalar_head(), settings.run.seed)
+    device = device or choose_device(settings.run.device)
+    adapter = adapter_of(settings.adapter, config.with_scalar_head(), settings.run.seed, device)
     if path is not None and (config.head == "score" or adapter is not None):
-        device = choose_device(settings.run.device)
         model = ScalarModel.from_language_model(path, plan, device, adapter)
         name = settings.model.tokenizer
         if name is not None:
-            own, model.tokenizer = model.tokenizer, _tokenizer(name, task.alphabet)
-            _say_replaced(own, model.tokenizer, f"model.tokenizer={name}", path)
+            own, model.tokenizer = model.tokenizer, _tokenizer(name, alphabet)
+            if device != "meta":
+                _say_replaced(own, model.tokenizer, settings.model)
         model.plain_text = settings.task.special_tokens_as_text
         return model
     whole = settings.model_copy(update={"adapter": AdapterSettings()})
-    policy = build_policy(whole, plan, task.alphabet)
+    policy = build_policy(whole, plan, alphabet, device)
     model = ScalarModel.with_new_head(
         policy.config, policy.whole_masters(), plan, policy.device, policy.tokenizer, adapter
     )
@@ -174,25 +183,53 @@ def build_reference(
         UserError: reference.path cannot be used, or means other tokens; or the policy as it was
             after a warm-up was not kept.
     """
-    own_path = settings.reference.path
-    if settings.algorithm.kl == 0 and own_path is None:
+    if settings.reference.path is not None:
+        return read_reference(settings, policy)
+    if settings.algorithm.kl == 0:
         return None
-    if policy.lora is not None and own_path is None:
+    if policy.lora is not None:
         return policy.base()
-    path = run_path / "reference" if own_path is None else Path(own_path)
-    kept = begun and world().from_first("whether the reference is kept", path.exists)
-    if own_path is None and not kept:
-        if begun and settings.sft.steps:
-            raise UserError(
-                f"algorithm.kl = {settings.algorithm.kl} measures against the policy as the "
-                "warm-up left it, and this run began without algorithm.kl and did not keep that: "
-                "set reference.path, or algorithm.kl=0"
-            )
+    path = run_path / "reference"
+    if not (begun and world().from_first("whether the reference is kept", path.exists)):
+        if begun:
+            check_kept(settings, path)
         # A reference that exists all the same is of an attempt that did not reach its first step.
         policy.save_pretrained(path, dtype="float32", overwrite=True)
+    return _frozen(settings, policy, path)
+
+
+def check_kept(settings: Settings, path: Path) -> None:
+    """Raise a UserError where RL has begun and the reference it measured against was not kept.
+
+    Args:
+        settings: The settings of the run.
+        path: The folder of the reference in the run directory.
+    """
+    needed = settings.algorithm.kl and settings.adapter.kind is None and settings.sft.steps
+    if needed and settings.reference.path is None and not path.exists():
+        raise UserError(
+            f"algorithm.kl = {settings.algorithm.kl} measures against the policy as the "
+            "warm-up left it, and this run began without algorithm.kl and did not keep that: "
+            "set reference.path, or algorithm.kl=0"
+        )
+
+
+def read_reference(settings: Settings, policy: Policy) -> Policy | None:
+    """Return the reference at reference.path, None without one.
+
+    Raises:
+        UserError: It cannot be used, or means other tokens.
+    """
+    path = settings.reference.path
+    if path is None:
+        return None
+    reference = _frozen(settings, policy, path)
+    _check_vocabulary(policy, reference, f"reference.path = {path}")
+    return reference
+
+
+def _frozen(settings: Settings, policy: Policy, path: str | Path) -> Policy:
     reference = Policy.from_pretrained(path, policy.plan, policy.device, frozen=True)
-    if own_path is not None:
-        _check_vocabulary(policy, reference, f"reference.path = {path}")
     if settings.reference.offload:
         reference.offload()
     return reference
@@ -224,6 +261,16 @@ def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None)
         guard: Refuses updates of the critic that are not finite; None: a guard of its own.
 
     Raises:
+        UserError: As `value_model`.
+    """
+    model = value_model(settings, policy)
+    return None if model is None else Critic(model, settings, guard)
+
+
+def value_model(settings: Settings, policy: Policy) -> ScalarModel | None:
+    """Return the value model that critic.path names, on the policy's device; None without one.
+
+    Raises:
         UserError: The value model cannot be used, or means other tokens.
     """
     path = settings.critic.path
@@ -245,7 +292,7 @@ def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None)
     else:
         model = ScalarModel.from_language_model(path, plan, policy.device)
         _check_vocabulary(policy, model, f"critic.path = {path}")
-    return Critic(model, settings, guard)
+    return model
 
 
 def build_draft_head(
@@ -340,16 +387,16 @@ def model_config_dict(settings: Settings) -> dict[str, Any]:
 
 
 def _say_replaced(
-    own: PreTrainedTokenizerBase | None, new: PreTrainedTokenizerBase, setting: str, path: str
+    own: PreTrainedTokenizerBase | None, new: PreTrainedTokenizerBase, model: ModelSettings
 ) -> None:
     """Warn where a setting replaces the tokenizer of a model directory by one of other tokens."""
     if own is None or own.get_vocab() == new.get_vocab():
         return
     differ = len(own.get_vocab().items() ^ new.get_vocab().items())
     logger.warning(
-        "%s replaces the tokenizer of %s, and %d tokens differ: the model reads other words than "
-        "it was trained with; model.tokenizer=none keeps its own",
-        *(setting, path, differ),
+        "model.tokenizer=%s replaces the tokenizer of %s, and %d tokens differ: the model reads "
+        "other words than it was trained with; model.tokenizer=none keeps its own",
+        *(model.tokenizer, model.path, differ),
     )
 
 

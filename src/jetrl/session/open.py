@@ -8,7 +8,11 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.device import free_bytes
 from jetrl.memory.fitting import Fitted, check_fits
@@ -16,26 +20,66 @@ from jetrl.memory.out_of_memory import explained
 from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import ModelConfig
-from jetrl.models.model import Model
+from jetrl.models.model import Model, check_device
 from jetrl.models.norm_noise import NormNoise
 from jetrl.models.policy import Policy
-from jetrl.parity import require_exact
+from jetrl.models.scalar_model import ScalarModel
+from jetrl.parity import check_correction, require_exact
 from jetrl.precision import PrecisionPlan
 from jetrl.randomness import derive_seed
 from jetrl.rewards.environment import turns_of
 from jetrl.rewards.reward import Reward
 from jetrl.rewards.sampling import EncodedPrompt, encode_prompts
-from jetrl.rollout.engine import RolloutEngine
-from jetrl.runs import check_trackers
+from jetrl.rollout.engine import RolloutEngine, check_gpu_sizes
+from jetrl.rollout.kv_cache import PagedCache
+from jetrl.rollout.kv_pool import check_room, too_small
+from jetrl.runs import RunDirectory, check_trackers
 from jetrl.session.advantages_trial import try_advantages
-from jetrl.session.building import build_policy, build_reward, choose_device, model_config
-from jetrl.session.examples import trained_examples, worked_answer
+from jetrl.session.building import (
+    build_policy,
+    build_reward,
+    build_scalar_model,
+    check_kept,
+    choose_device,
+    model_config,
+    read_reference,
+    value_model,
+)
+from jetrl.session.examples import PairFacts, preference_pair, trained_examples, worked_answer
+from jetrl.session.partial_rollouts import PartialRollouts
+from jetrl.session.prompt_order import PromptOrder
+from jetrl.session.ranks import problem_of
 from jetrl.settings.loading import Settings
 from jetrl.settings.speculation import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
+from jetrl.training import Checkpoints
+from jetrl.training.extras.reward_model import Pair
 from jetrl.training.objectives import Objective
 
 _ADVICE = "`jetrl train --dry-run` prints what a run holds"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device that a run is checked for.
+
+    Attributes:
+        device: The device.
+        free: Its free bytes before anything is loaded; None where they are not known.
+        cards: How many GPUs the run has; None: one for each process.
+        elsewhere: Whether Hopper GPUs of another machine are meant.
+    """
+
+    device: str
+    free: int | None
+    cards: int | None = None
+    elsewhere: bool = False
+
+    @staticmethod
+    def here(settings: Settings) -> Machine:
+        """Return the device of run.device on this machine."""
+        device = choose_device(settings.run.device)
+        return Machine(device, free_bytes(device))
 
 
 @dataclass(frozen=True)
@@ -43,44 +87,70 @@ class TrainingContext:
     """The model and data of a training of any kind.
 
     Attributes:
-        model: The model that is trained.
+        model: The model that is trained; one without weights until they are loaded.
         task: The task that the prompts come from.
         prompts: The prompts to train on, in the order of their split.
         memory: The memory plan.
-        loading: How long it took to load the models, and to prove that the flow is exact, in words.
         notes: Lines to show to the user at the start.
+        loading: How long it took to load the models, and to prove that the flow is exact, in words.
     """
 
     model: Model
     task: Task
     prompts: list[EncodedPrompt]
     memory: Fitted
-    loading: str
     notes: list[str]
+    loading: str
 
 
 @dataclass(frozen=True)
-class RunContext(TrainingContext):
-    """The models and data of a run of reinforcement learning, and the processes that score.
+class RewardContext(TrainingContext):
+    """The model and data of a reward model's training.
+
+    Attributes:
+        model: The model that is trained.
+        held_out: The pairs that are held out.
+        facts: Counts over the pairs that are trained on.
+    """
+
+    model: ScalarModel
+    held_out: list[Pair]
+    facts: PairFacts
+
+
+@dataclass(frozen=True)
+class CheckedRun(TrainingContext):
+    """A run of reinforcement learning that nothing but its weights can refuse any more.
 
     Attributes:
         model: The policy that is trained.
         objective: The algorithm that is trained with.
         max_turns: The most turns of a completion.
+        longest: The tokens of the longest prompt.
         eval_prompts: The held-out prompts, in the order of their split; none where nothing is
             evaluated.
         scorer: The scoring processes.
+    """
+
+    model: Policy
+    objective: Objective
+    max_turns: int
+    longest: int
+    eval_prompts: list[EncodedPrompt]
+    scorer: Scorer
+
+
+@dataclass(frozen=True)
+class RunContext(CheckedRun):
+    """The models and data of a run of reinforcement learning, and the processes that score.
+
+    Attributes:
         engine: The engine that samples from the policy.
         reward: Makes the rewards of [reward]; None where the reward is the task's own score.
         noise: The noise on the policy's norms, which `[adapter]` asks for.
         draft_head: The draft head that the engine asks and the trainer trains, or None.
     """
 
-    model: Policy
-    objective: Objective
-    max_turns: int
-    eval_prompts: list[EncodedPrompt]
-    scorer: Scorer
     engine: RolloutEngine
     reward: Reward | None
     noise: NormNoise
@@ -97,32 +167,45 @@ class RunContext(TrainingContext):
             self.engine.free_cache()
 
 
-def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
-    """Load the models and data of a run; the stack closes the scoring processes.
+def check_run(
+    settings: Settings,
+    stack: contextlib.ExitStack,
+    resume: bool | None = None,
+    machine: Machine | None = None,
+) -> CheckedRun:
+    """Refuse whatever a run can be refused for without its weights.
+
+    A start, `--preflight` and `--dry-run` all call this function first, so that they say the same.
+    Models are made without memory, by the constructors that the run uses.
+
+    Args:
+        settings: The settings of the run.
+        stack: Closes the scoring processes.
+        resume: Whether the run goes on; None: it has no run directory.
+        machine: The device; None: that of this machine.
 
     Raises:
         UserError: Settings, data or a model that cannot be used.
     """
-    check_trackers(settings.trackers.names)
+    machine = machine or Machine.here(settings)
+    device, free, cards = machine.device, machine.free, machine.cards
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+    _check_place(settings, plan, resume, cards)
+    check_trackers(settings.trackers.names)
     objective = _objective(settings)  # a user's file runs
+    notes = check_correction(settings.algorithm, plan)
     config, others = model_config(settings), OtherModels.of(settings)
-    device = choose_device(settings.run.device)
-    free = free_bytes(device)
     # Planned with the shortest possible prompts: what does not fit now fits with no prompts.
-    check_fits(settings, config, others, Workload.of(settings, config, 1), device, free)
-
-    # The policy, and its proof where the plan is exact.
-    task_settings = settings.task
-    task = build_task(task_settings)
-    max_turns = turns_of(task, task_settings.max_turns)
-    began = time.monotonic()
-    with explained("loading the model", _ADVICE):
-        policy = build_policy(settings, plan, task.alphabet)
-        load_s = time.monotonic() - began
-        proof_s = require_exact(policy)
+    check_fits(settings, config, others, Workload.of(settings, config, 1), device, free, cards)
+    check_device(config, plan, torch.device(device), machine.elsewhere)
+    rollout, task_settings = settings.rollout, settings.task
+    if device.startswith("cuda"):
+        check_gpu_sizes(rollout.max_batch_size, rollout.page_size)
 
     # The data, and the memory plan with the longest prompt.
+    task = build_task(task_settings)
+    max_turns = turns_of(task, task_settings.max_turns)
+    policy = build_policy(settings, plan, task.alphabet, "meta")
     system_prompt = task_settings.system_prompt
     prompts = encode_prompts(policy, task, task_settings.split, system_prompt=system_prompt)
     if settings.sft.steps:
@@ -135,20 +218,135 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
     _check_contexts(settings, config, others, max(len(prompt.token_ids) for prompt in prompts))
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
     load = Workload.of(settings, config, longest, max_turns)
-    memory = check_fits(settings, config, others, load, device, free)
+    memory = check_fits(settings, config, others, load, device, free, cards)
+    room = config.max_position_embeddings - longest
+    if rollout.num_pages is not None:
+        if free is not None:
+            page_bytes = PagedCache.page_bytes(config, plan, rollout.page_size)
+            check_room(rollout.num_pages, rollout.page_size, page_bytes, free)
+        most = min(rollout.max_tokens, room)
+        problem = too_small(rollout.num_pages, rollout.page_size, longest, most)
+        if problem and settings.loop.steps:
+            raise UserError(problem)
+    if rollout.max_tokens > room:
+        notes.append(
+            f"rollout.max_tokens = {rollout.max_tokens}: after the longest prompt, of {longest} "
+            f"tokens, the model's context has room for {room}, and a completion ends there"
+        )
+
+    # What is made of all that later: tried here, before anything slow.
+    PromptOrder(settings, prompts, task.weights)
+    PartialRollouts(settings, policy, prompts, max_turns, objective.dynamic_sampling, cards)
+    read_reference(settings, policy)
+    value_model(settings, policy)
+    build_reward(settings, policy, memory.tokens)
+    scorer = stack.enter_context(Scorer.from_settings(task_settings))
+    return CheckedRun(
+        model=policy,
+        task=task,
+        prompts=prompts,
+        memory=memory,
+        notes=notes,
+        loading="",
+        objective=objective,
+        max_turns=max_turns,
+        longest=longest,
+        eval_prompts=eval_prompts,
+        scorer=scorer,
+    )
+
+
+def check_pairs(
+    settings: Settings, resume: bool | None = None, machine: Machine | None = None
+) -> RewardContext:
+    """Refuse whatever the training of a reward model can be refused for without its weights.
+
+    Args:
+        settings: The settings of the run.
+        resume: As of `check_run`.
+        machine: As of `check_run`.
+
+    Raises:
+        UserError: Settings, data or a model that cannot be used; a task without pairs.
+    """
+    machine = machine or Machine.here(settings)
+    plan, task_settings = PrecisionPlan.from_settings(settings.precision), settings.task
+    _check_place(settings, plan, resume, machine.cards)
+    config = model_config(settings).with_scalar_head()
+
+    def planned(longest: int) -> Fitted:
+        load, where = Workload.of_pairs(settings, longest), (machine.device, machine.free)
+        return check_fits(settings, config, OtherModels(), load, *where, machine.cards)
+
+    planned(1)  # what does not fit now fits with no pairs
+    check_device(config, plan, torch.device(machine.device), machine.elsewhere)
+    task = build_task(task_settings)
+    model = build_scalar_model(settings, plan, task.alphabet, "meta")
+    system_prompt = task_settings.system_prompt
+    prompts = encode_prompts(model, task, task_settings.split, system_prompt=system_prompt)
+    eval_prompts = encode_prompts(
+        model, task, task_settings.eval_split, settings.eval.prompts, system_prompt
+    )
+    held_out = [preference_pair(task, model, encoded) for encoded in eval_prompts]
+    another_task = build_task(task_settings)
+    facts = PairFacts.of([*trained_examples(preference_pair, another_task, model, prompts)])
+    longest = max(facts.longest, *(len(sequence) for pair in held_out for sequence in pair))
+    return RewardContext(model, task, prompts, planned(longest), [], "", held_out, facts)
+
+
+def _check_place(
+    settings: Settings, plan: PrecisionPlan, resume: bool | None, cards: int | None
+) -> None:
+    """Check the run directory, unless there is none, and the number of processes."""
+    problem = problem_of(settings, cards or world().size)
+    if problem:
+        raise UserError(problem)
+    if resume is None:
+        return
+
+    def check() -> None:
+        RunDirectory.check(settings, plan.to_dict(), resume)
+        run = Path(settings.run.dir) / str(settings.run.name)
+        if resume and Checkpoints(run / "checkpoints").steps():
+            check_kept(settings, run / "reference")
+
+    world().from_first("the run's directory", check)
+
+
+def open_context(
+    settings: Settings, stack: contextlib.ExitStack, resume: bool | None = None
+) -> RunContext:
+    """Check a run, then load its models; the stack closes the scoring processes.
+
+    Args:
+        settings: The settings of the run.
+        stack: As of `check_run`.
+        resume: As of `check_run`.
+
+    Raises:
+        UserError: As `check_run`; weights that cannot be used.
+    """
+    checked = check_run(settings, stack, resume)
+    plan, rollout = checked.model.plan, settings.rollout
+    began = time.monotonic()
+    with explained("loading the model", _ADVICE):
+        policy = build_policy(settings, plan, checked.task.alphabet)
+        load_s = time.monotonic() - began
+        proof_s = require_exact(policy)
 
     # The reward model, whose forward takes as many tokens as the plan has room for.
     began = time.monotonic()
     with explained("loading the reward model", _ADVICE):
-        reward = build_reward(settings, policy, memory.tokens)
+        reward = build_reward(settings, policy, checked.memory.tokens)
         load_s += time.monotonic() - began
     loading = f"models loaded in {load_s:.1f} s"
     if proof_s is not None:
         loading += f", exactness proven in {proof_s:.1f} s"
-    rollout, draft_head = settings.rollout, None
+    draft_head = None
     if rollout.asks_head and settings.loop.steps:
         seed = derive_seed(settings.run.seed, "draft head")
         draft_head = DraftHead(policy, settings.draft_head.tokens, seed)
+    device = choose_device(settings.run.device)
     engine = RolloutEngine(
         policy,
         max_batch_size=rollout.max_batch_size,
@@ -158,24 +356,8 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
         speculation=verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample),
         draft_head=draft_head,
     )
-    notes = []
-    room = config.max_position_embeddings - longest
-    if rollout.max_tokens > room:
-        notes.append(
-            f"rollout.max_tokens = {rollout.max_tokens}: after the longest prompt, of {longest} "
-            f"tokens, the model's context has room for {room}, and a completion ends there"
-        )
     return RunContext(
-        model=policy,
-        task=task,
-        prompts=prompts,
-        memory=memory,
-        loading=loading,
-        notes=notes,
-        objective=objective,
-        max_turns=max_turns,
-        eval_prompts=eval_prompts,
-        scorer=stack.enter_context(Scorer.from_settings(task_settings)),
+        **vars(checked) | {"model": policy, "loading": loading},
         engine=engine,
         reward=reward,
         noise=NormNoise(policy, settings),

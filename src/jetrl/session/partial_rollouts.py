@@ -64,6 +64,7 @@ class PartialRollouts:
         prompts: All prompts that are trained on.
         max_turns: The most turns of a completion.
         dynamic_sampling: Whether the algorithm uses dynamic sampling.
+        ranks: How many processes the run has; None: those of the world.
 
     Attributes:
         on: Whether the step is sampled by `sample`: rollout.oversample is set, or groups wait of a
@@ -80,18 +81,20 @@ class PartialRollouts:
         prompts: Sequence[EncodedPrompt],
         max_turns: int,
         dynamic_sampling: bool,
+        ranks: int | None = None,
     ) -> None:
         self._prompts_per_step = settings.rollout.prompts_per_step
         self._share = settings.rollout.oversample
         self._by_id = {encoded.prompt.id: encoded for encoded in prompts}
-        self._waiting: list[list[Group]] = [[] for _ in range(world().size)]  # of each rank
+        ranks = ranks or world().size
+        self._waiting: list[list[Group]] = [[] for _ in range(ranks)]
         self._problem = _problem(policy, prompts, max_turns, dynamic_sampling)
         self.on = self._share > 0
         if self.on and self._problem:
             raise UserError(f"rollout.oversample = {self._share}: {self._problem}")
-        if self.on and self._prompts_per_step < world().size:
+        if self.on and self._prompts_per_step < ranks:
             raise UserError(
-                f"rollout.oversample = {self._share}: {world().size} ranks sample whole prompts, "
+                f"rollout.oversample = {self._share}: {ranks} ranks sample whole prompts, "
                 f"and rollout.prompts_per_step = {self._prompts_per_step}: at least one a rank"
             )
 

@@ -66,13 +66,7 @@ def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
     Raises:
         UserError: The ranks were started differently, or settings that need one process.
     """
-    problem = ""
-    if settings.precision.preset == "fp32" and launched_size() > 1:
-        problem = (
-            f"precision.preset = fp32 and {launched_size()} processes: under fp32 layers read the "
-            "master weights, of which each rank holds a part; take unified, jet, mixed or bf16, "
-            "or one process"
-        )
+    problem = problem_of(settings, launched_size())
     facts = {
         f"{section}.{key}": repr(value)
         for section, values in settings.model_dump(mode="json").items()
@@ -82,6 +76,16 @@ def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
     facts["what is done with the run"] = "resume it" if resume else "begin it"
     with joined_on(settings.run.device, settings.distributed.timeout_s, facts, problem):
         yield
+
+
+def problem_of(settings: Settings, count: int) -> str:
+    """Return why a run cannot be so many processes; "" if it can."""
+    if settings.precision.preset != "fp32" or count == 1:
+        return ""
+    return (
+        f"precision.preset = fp32 and {count} processes: under fp32 layers read the master "
+        "weights, of which each rank holds a part; take unified, jet, mixed or bf16, or one process"
+    )
 
 
 @contextlib.contextmanager

@@ -10,27 +10,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from jetrl.distributed.world import world
-from jetrl.memory.device import free_bytes
-from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.out_of_memory import explained
-from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.precision import PrecisionPlan
-from jetrl.rewards.sampling import encode_prompts
 from jetrl.runs import RunDirectory
-from jetrl.session.building import build_scalar_model, choose_device, model_config
-from jetrl.session.examples import PairFacts, preference_pair, trained_examples
-from jetrl.session.open import TrainingContext
+from jetrl.session.building import build_scalar_model
+from jetrl.session.examples import preference_pair
+from jetrl.session.open import RewardContext, check_pairs
 from jetrl.session.ranks import joined_in_script
 from jetrl.session.results import RewardResult
 from jetrl.session.supervised import SupervisedUpdates
 from jetrl.session.training_run import TrainingRun
 from jetrl.settings.loading import Settings
-from jetrl.tasks import build_task
 from jetrl.training.extras.reward_model import Pair, RewardTrainer
 from jetrl.training.micro_batches import MicroBatchSize
 
@@ -67,8 +61,7 @@ def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardRe
         settings = world().from_first(
             "the run's settings", lambda: RunDirectory.settings_of_resume(given)
         )
-    world().from_first("the run's name", lambda: RunDirectory.check_name(settings, resume=resume))
-    context = open_reward_context(settings)
+    context = open_reward_context(settings, resume)
     size = MicroBatchSize.of(settings.train, context.memory.tokens)
     trainer = RewardTrainer(context.model, settings, size)
     with contextlib.ExitStack() as stack:
@@ -97,66 +90,22 @@ def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardRe
         return RewardResult(run.directory.path, model_path, value, len(context.held_out))
 
 
-@dataclass(frozen=True)
-class RewardContext(TrainingContext):
-    """The model and data of a reward model's training.
-
-    Attributes:
-        model: The model that is trained.
-        held_out: The pairs that are held out.
-        facts: Counts over the pairs that are trained on.
-    """
-
-    model: ScalarModel
-    held_out: list[Pair]
-    facts: PairFacts
-
-
-def open_reward_context(settings: Settings) -> RewardContext:
-    """Load the model and data of a reward model's training, before anything is written.
-
-    Raises:
-        UserError: Settings, data or a model that cannot be used.
-    """
-    plan, task_settings = PrecisionPlan.from_settings(settings.precision), settings.task
-    device = choose_device(settings.run.device)
-    free = free_bytes(device)
-    plan_reward_memory(settings, 1, device, free)  # what does not fit now fits with no pairs
-    task = build_task(task_settings)
-    began = time.monotonic()
-    with explained("loading the model", "`jetrl sft --task reward --dry-run` prints what it holds"):
-        model = build_scalar_model(settings, plan, task)
-    loading = f"models loaded in {time.monotonic() - began:.1f} s"
-    system_prompt = task_settings.system_prompt
-    prompts = encode_prompts(model, task, task_settings.split, system_prompt=system_prompt)
-    eval_prompts = encode_prompts(
-        model, task, task_settings.eval_split, settings.eval.prompts, system_prompt
-    )
-    held_out = [preference_pair(task, model, encoded) for encoded in eval_prompts]
-    another_task = build_task(task_settings)
-    facts = PairFacts.of([*trained_examples(preference_pair, another_task, model, prompts)])
-    longest = max(facts.longest, *(len(sequence) for pair in held_out for sequence in pair))
-    memory = plan_reward_memory(settings, longest, device, free)
-    return RewardContext(model, task, prompts, memory, loading, [], held_out, facts)
-
-
-def plan_reward_memory(
-    settings: Settings, longest: int, device: str, free: int | None, cards: int | None = None
-) -> Fitted:
-    """Return the memory plan of a training on sequences of at most `longest` tokens.
+def open_reward_context(settings: Settings, resume: bool | None = None) -> RewardContext:
+    """Check the training of a reward model, then load its model.
 
     Args:
         settings: The settings of the run.
-        longest: The tokens of the longest sequence.
-        device: The device, cpu or cuda.
-        free: The free bytes of the device before anything is loaded; None: not known.
-        cards: How many GPUs the run has; None: one for each of its processes.
+        resume: As of `check_pairs`.
 
     Raises:
-        UserError: As `memory.check_fits`.
+        UserError: As `check_pairs`; weights that cannot be used.
     """
-    config, load = model_config(settings).with_scalar_head(), Workload.of_pairs(settings, longest)
-    return check_fits(settings, config, OtherModels(), load, device, free, cards)
+    checked = check_pairs(settings, resume)
+    began = time.monotonic()
+    with explained("loading the model", "`jetrl sft --task reward --dry-run` prints what it holds"):
+        model = build_scalar_model(settings, checked.model.plan, checked.task.alphabet)
+    loading = f"models loaded in {time.monotonic() - began:.1f} s"
+    return replace(checked, model=model, loading=loading)
 
 
 def accuracy(model: ScalarModel, pairs: Sequence[Pair], tokens_at_once: int) -> float:

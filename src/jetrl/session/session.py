@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 from jetrl.distributed.agreement import ending_together
 from jetrl.distributed.world import world
 from jetrl.errors import MismatchError, RunStopped
-from jetrl.parity import check_correction, located
+from jetrl.parity import located
 from jetrl.rewards.evaluate import Evaluation, evaluate
 from jetrl.rewards.sampling import Scoring, sample_prompts
 from jetrl.rollout.progress import Progress
@@ -95,10 +95,7 @@ class Session:
                 "the run's settings", lambda: RunDirectory.settings_of_resume(self.settings)
             )
         settings = self.settings
-        world().from_first(
-            "the run's name", lambda: RunDirectory.check_name(settings, resume=self._resumes)
-        )
-        self.context = context = open_context(settings, stack)
+        self.context = context = open_context(settings, stack, self._resumes)
         self.run = run = TrainingRun(
             settings,
             context,
@@ -108,7 +105,6 @@ class Session:
             trackers=settings.trackers.names,
             hang_state=lambda: hang_state(context.engine, context.policy),
         )
-        run.display.note(*check_correction(settings.algorithm, context.policy))
 
         # What outlives a step is registered with the checkpoints.
         checkpoints = run.checkpoints

@@ -1,0 +1,271 @@
+"""`--dry-run` refuses what a start refuses: both call `check_run`, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from jetrl.cli.main import main
+from jetrl.errors import UserError
+from jetrl.loop import train
+from jetrl.models.tiny import make_tiny
+from jetrl.session import open as opening
+from jetrl.session import reward_training
+from jetrl.settings.loading import load_config
+
+FP8_ROWS = "layer layers.0.qkv: FP8 needs dimensions that are multiples of 128"
+LORA, NVFP4 = "adapter.kind=lora", "precision.base=nvfp4"
+PPO = ("algorithm.name=ppo", "algorithm.aggregation=none")
+JUDGED = "reward.model=1.0"
+BAD: list[tuple[str, ...]] = [  # what the message has, and the words
+    (FP8_ROWS, "model.config.hidden_size=576"),
+    ("FP8 needs dimensions", "model.config.intermediate_size=200"),
+    ("NVFP4 needs dimensions", "model.config.hidden_size=576", LORA, NVFP4),
+    ("for a model that is not trained", NVFP4),
+    ("is missing; config.json asks", "model.path={dir}/other-shape"),
+    ("no weights", "model.path={dir}/no-weights"),
+    ("no such directory", "model.path={dir}/nowhere"),
+    ("model_type", "model.config.model_type=gpt2"),
+    ("head_dim", "model.config.head_dim=33"),
+    ("initializer_range", "model.config.initializer_range=0"),
+    ("the model has 2 layers", "precision.last_layers_bf16=3"),
+    ("has layer 7", "sampler_deviation.bf16_layers=[7]"),
+    ("vocab_size is 5", "model.config.vocab_size=5"),
+    ("matches no linear layer", LORA, 'adapter.targets=["nothing"]'),
+    ("train_head and adapter.train_embeddings", LORA, "adapter.train_head=true"),
+    ("adapter_config.json", LORA, "adapter.path={dir}/base"),
+    ("nowhere", "reference.path={dir}/nowhere", "algorithm.kl=0.1"),
+    ("context of 17 tokens is shorter", "reference.path={dir}/short", "algorithm.kl=0.1"),
+    ("not the policy's", "reference.path={dir}/base", "algorithm.kl=0.1"),
+    ("nowhere", "critic.path={dir}/nowhere", *PPO),
+    ("not the policy's", "critic.path={dir}/base", *PPO),
+    ("a head for tokens", "reward.model_path={dir}/base", JUDGED),
+    ("score.weight [1, 576] is missing", "reward.model_path={dir}/narrow", JUDGED),
+    ("num_pages = 1000000000", "rollout.num_pages=1000000000"),
+    ("KV cache too small", "rollout.num_pages=1", "rollout.page_size=16"),
+    ("does not know the policy", "rollout.oversample=0.5", "precision.preset=mixed"),
+    ("corrects nothing", "algorithm.correction=tis"),
+    ("nowhere.py", "algorithm.name=nowhere.py:loss"),
+    ("nowhere.py", "task=nowhere.py:Own"),
+    ("no such option", "task.options.nothing=1"),
+    ("has no turns", "task.max_turns=3"),
+    ("worked answers", "task={dir}/plain.py:Plain", "sft.steps=2"),
+    ("cannot score", "task={dir}/plain.py:Broken"),
+    ("no room for an answer", "model.config.max_position_embeddings=6", "rollout.max_tokens=2"),
+    ("device cuda", "run.device=cuda"),
+    ("pip install wandb", 'trackers.names=["wandb"]'),
+    ("one folder name", "run.name=a/b"),
+    ("is in use", "run.name=used"),
+    ("Not a directory", "run.dir={dir}/plain.py"),
+    ("nothing to resume", "run.name=new", "--resume"),
+    ("this run has 1 GPU", "distributed.same_bits_down_to=9"),
+]
+PLAIN = """
+from jetrl.tasks import Task
+from jetrl.types import Prompt
+class Plain(Task):
+    alphabet = "01"
+    def prompts(self, split): return [Prompt(id="0", text="0", answer="1")]
+    def score(self, prompt, completion): return 1.0
+class Broken(Plain):
+    def score(self, prompt, completion): return 1 / 0
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model directories, tasks and runs that rows name as {dir}."""
+    path = tmp_path_factory.mktemp("inputs")
+    (path / "plain.py").write_text(PLAIN)
+    base = make_tiny(path / "base", num_heads=2, num_layers=1)
+    make_tiny(path / "short", max_position_embeddings=17)
+    for name, changed in {
+        "other-shape": {"num_hidden_layers": 3, "tie_word_embeddings": False},
+        "no-weights": {},
+        "narrow": {
+            "architectures": ["Qwen3ForSequenceClassification"],
+            "num_labels": 1,
+            "hidden_size": 576,
+        },
+    }.items():
+        config = json.loads((shutil.copytree(base, path / name) / "config.json").read_text())
+        (path / name / "config.json").write_text(json.dumps(config | changed))
+    (path / "no-weights" / "model.safetensors").unlink()
+    (path / "runs" / "used").mkdir(parents=True)
+    (path / "runs" / "used" / "config.toml").touch()
+    return path
+
+
+@pytest.mark.parametrize("row", BAD, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_a_dry_run_refuses_what_a_start_refuses(
+    row: tuple[str, ...],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(opening, "free_bytes", lambda _: 2**34)
+    weights_are_not_read(monkeypatch)
+    message, *given = row
+    words = ["demo", f"run.dir={folder / 'runs'}", "sft.until=none", "task.workers=0"]
+    words += ["rollout.max_tokens=12", *(word.replace("{dir}", str(folder)) for word in given)]
+    if not any(word.startswith("sft.steps") for word in words):
+        words.append("sft.steps=0")
+    before = sorted(folder.rglob("*"))
+    codes, errors = [], []
+    for options in ([], ["--dry-run"]):
+        codes.append(main(["train", *words, *options]))
+        errors.append(capsys.readouterr().err)
+    assert message in errors[0]
+    assert errors[0] == errors[1]
+    assert codes == [2, 2]
+    assert sorted(folder.rglob("*")) == before
+
+
+PAIRS = [
+    (FP8_ROWS, "model.config.hidden_size=576"),
+    ("has none for prompt", "task={dir}/plain.py:Plain"),
+    ("is in use", "run.name=used"),
+    ("vocab_size is 5", "model.config.vocab_size=5"),
+]
+
+
+@pytest.mark.parametrize("row", PAIRS, ids=lambda row: row[0])
+def test_so_does_that_of_a_reward_model(
+    row: tuple[str, ...],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    weights_are_not_read(monkeypatch)
+    message, *given = row
+    words = ["sft", "demo", "--task", "reward", f"run.dir={folder / 'runs'}", "sft.until=none"]
+    words += [word.replace("{dir}", str(folder)) for word in given]
+    errors = []
+    for options in ([], ["--dry-run"]):
+        assert main([*words, *options]) == 2
+        errors.append(capsys.readouterr().err)
+    assert message in errors[0]
+    assert errors[0] == errors[1]
+
+
+def weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a start fail where it makes a model with weights."""
+    for module, name in ((opening, "build_policy"), (reward_training, "build_scalar_model")):
+        made = getattr(module, name)
+
+        def outline(
+            settings: Any, plan: Any, alphabet: Any, device: str = "", made: Any = made
+        ) -> Any:
+            assert device == "meta", "weights are read"
+            return made(settings, plan, alphabet, device)
+
+        monkeypatch.setattr(module, name, outline)
+
+
+# What a start calls that may refuse, and a dry run does not. It reads weights, has what was
+# sampled, writes, or has settings that check_run went through.
+NEED_MORE = {
+    "files.read_text",
+    "distributed.agreement.ending_together",
+    "models.hf_save._ShardPlan._num_bytes",
+    "models.hf_save._check_target",
+    "models.hf_save.begin_directory",
+    "models.hf_weights._StoredWeights._check_tied_head",
+    "models.hf_weights._StoredWeights._read",
+    "models.hf_weights._StoredWeights._tensor",
+    "models.hf_weights._StoredWeights.codes",
+    "rollout.engine.RolloutEngine.__init__",
+    "rollout.inputs._check_ids",
+    "rollout.inputs._integers",
+    "rollout.inputs.encode_prompts",
+    "rollout.inputs.make_groups",
+    "rollout.kv_cache.PagedCache.__init__",
+    "rollout.kv_pool.KVPool.cache_for",
+    "rollout.options.GenerateOptions.__post_init__",
+    "runs.attempts.RunLock.__init__",
+    "runs.directory.RunDirectory.create",
+    "runs.jsonl._check",
+    "runs.jsonl._read",
+    "runs.jsonl.read_jsonl",
+    "runs.trackers.open_trackers",
+    "training.advantages.check_rewards",
+    "training.minibatches.split_minibatches",
+    "training.packing.pack",
+    "training.trainer.Trainer.__init__",
+}
+
+
+def test_a_dry_run_calls_whatever_may_refuse_a_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal that is added behind the weights has to go before them, or into NEED_MORE."""
+    words = ["demo", "sft.steps=0", "loop.steps=1", f"run.dir={folder / 'runs'}", "run.name=whole"]
+    words += ["run.device=cpu"]
+    words += [*PPO, "critic.path={dir}/twin", "reference.path={dir}/twin", "algorithm.kl=0.1"]
+    words += ["model.config=none", "model.tokenizer=none", "model.path={dir}/twin"]
+    words += ["task.workers=0", "eval.every=0", "report.enabled=false", "rollout.num_pages=64"]
+    words += ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_tokens=4"]
+    make_tiny(folder / "twin", tokenizer="characters")
+    words = [word.replace("{dir}", str(folder)) for word in words]
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # its imports, which are many
+    dry = that_may_refuse(lambda: main(["train", *words, "--dry-run"]))
+    start = that_may_refuse(lambda: main(["train", *words]))
+    assert start - dry <= NEED_MORE
+
+
+def that_may_refuse(command: Callable[[], int]) -> set[str]:
+    """Return the functions of jetrl with a UserError in them that a command calls."""
+    called: set[CodeType] = set()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.add(frame.f_code)
+
+    sys.setprofile(look)
+    try:
+        assert command() == 0
+    finally:
+        sys.setprofile(None)
+    places = {
+        f"{code.co_filename.partition('/jetrl/')[2].removesuffix('.py').replace('/', '.')}."
+        f"{code.co_qualname}"
+        for code in called
+        if "UserError" in code.co_names and "/src/jetrl/" in code.co_filename
+    }
+    return places
+
+
+def test_what_refuses_before_the_weights_is_the_one_function(folder: Path) -> None:
+    words = [f"run.dir={folder / 'runs'}", "run.name=other", "model.config.hidden_size=576"]
+    with pytest.raises(UserError, match=FP8_ROWS) as caught:
+        train(load_config("demo", words))
+    frames = [frame.name for frame in traceback.extract_tb(caught.tb)]
+    assert "check_run" in frames
+
+
+OF_GPUS = [
+    ("fp32 and 2 processes", "precision.preset=fp32", "--gpus=2"),
+    ("4 ranks sample whole", "rollout.oversample=0.5", "rollout.prompts_per_step=2", "--gpus=4"),
+    ("head_dim 64 or 128", "model.config.head_dim=32", "--gpus=2"),
+    ("a page has 64 tokens", "rollout.page_size=16", "--gpu-memory=80"),
+    ("has 2 GPUs", "distributed.same_bits_down_to=4", "--gpus=2"),
+]
+
+
+@pytest.mark.parametrize("row", OF_GPUS, ids=lambda row: row[0])
+def test_of_gpus_elsewhere_the_same_is_refused(
+    row: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message, *words = row
+    assert main(["train", "demo", f"run.dir={tmp_path}", "--dry-run", *words]) == 2
+    assert message in capsys.readouterr().err
