@@ -121,7 +121,10 @@ class SamplingParams:
             ),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}"),
             (0 <= self.top_k < 2**63, f"top_k must be in [0, 2**63), 0 for off, not {self.top_k}"),
-            (all(self.stop), "a stop string must not be empty"),
+            (
+                all(isinstance(stop, str) and stop for stop in self.stop),
+                f"stop must be texts, none empty, not {self.stop}",
+            ),
             (0 <= self.seed < 2**63, f"seed must be in [0, 2**63), not {self.seed}"),
         ]
         for holds, message in checks:

@@ -96,6 +96,7 @@ def test_sample_reads_lines_of_standard_input(
     [
         (["--n", 0], "n must be at least 1"),
         (["--top-p", 0], "top_p must be in"),
+        (["--stop", ""], "stop must be texts, none empty"),
         (["--system", "be nice"], "--system needs --chat"),
         (["--chat"], "chat template"),
         (["--device", "cuda"], "cuda"),

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from jetrl.errors import UserError
 from jetrl.rewards.evaluate import _majorities
-from jetrl.rewards.sampling import EncodedPrompt, Scoring, sample_prompts
+from jetrl.rewards.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts
 from jetrl.rollout.progress import Progress
-from jetrl.tasks import Scorer
+from jetrl.tasks import Scorer, get_task
 from jetrl.types import Completion, Prompt, SamplingParams, Score
 
 TASK = f"{Path(__file__).parents[1] / 'tasks' / 'awkward_task.py'}:Awkward"
@@ -109,3 +110,13 @@ def test_the_majority_is_the_most_frequent_answer_and_of_several_the_first():
         2: pytest.approx(2 / 6),
         4: pytest.approx(2 / 3),
     }
+
+
+@pytest.mark.parametrize("stop", ["\n", ("\n", ""), (5,), None])
+def test_a_task_with_bad_stop_strings_is_refused_before_sampling(stop, monkeypatch):
+    monkeypatch.setattr("jetrl.rewards.sampling.encode_prompt", lambda *_: [1])
+    task = get_task("arithmetic")
+    task.stop = stop
+    model = SimpleNamespace(tokenizer=None, plain_text=None)
+    with pytest.raises(UserError, match=r"task arithmetic, split train: stop of prompt .* a list"):
+        encode_prompts(model, task, "train")

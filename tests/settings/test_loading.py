@@ -130,6 +130,9 @@ def test_an_unknown_key_of_a_recipe_is_named_with_its_line(tmp_path: Path) -> No
         ("train.betas=[0.9]", "too few values"),
         ("train.betas=[0.9, 1.0]", "less than 1"),
         ("rollout.stop=END", "array"),
+        ('rollout.stop=""', "array"),
+        ('rollout.stop=["a", ""]', 'rollout.stop = "": String should have at least 1 character'),
+        ('rollout.stop=["a", 5]', "rollout.stop = 5: should be a valid string"),
         ("trackers.names=['wandbb']", "'wandb', 'trackio' or 'tensorboard'"),
         ("model.config=5", "an object or should be a valid string"),
         ("run.name=a/b", "one folder name"),
@@ -278,7 +281,7 @@ AWKWARD = [
 def test_to_toml_round_trips_any_text(text: str, tmp_path: Path) -> None:
     settings = Settings(
         task=TaskSettings(system_prompt=text, options={text: text, "list": [text, [text]]}),
-        rollout=RolloutSettings(stop=(text, "x")),
+        rollout=RolloutSettings(stop=(f"{text}x",)),
     )
     assert load_config(write(tmp_path / "r.toml", to_toml(settings)), ["run.name=none"]) == settings
 

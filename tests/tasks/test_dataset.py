@@ -244,7 +244,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, rows, options, message) -
         ({"checker": "regex", "pattern": "a{99999999999}"}, "not a regular expression: the rep"),
         ({"pattern": "x"}, "only the checker 'regex'"),
         ({"checker": "exact", "strict": True}, "only the checker 'math'"),
-        ({"stop": "\n"}, "give a list of texts"),
+        *(({"stop": stop}, "task.options.stop = .* a list") for stop in ("\n", [""], [5], 5)),
         ({"promt": "q"}, r"did you mean prompt\?"),
     ],
 )

@@ -27,6 +27,7 @@ from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.progress import Progress
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
+from jetrl.tasks.base import to_stops
 from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score
 
 
@@ -58,8 +59,9 @@ def encode_prompts(
         system_prompt: A system message before each prompt; None: none.
 
     Raises:
-        UserError: The split has no prompts, or a prompt leaves no room for an answer in the model's
-            context; the message names the first such prompt and how many there are.
+        UserError: The split has no prompts, a prompt's stop strings are none, or a prompt leaves no
+            room for an answer in the model's context; the message names the first such prompt and
+            how many there are.
     """
     where = f"task {task.label}, split {split}"
     num_seen: Counter[str] = Counter()
@@ -69,7 +71,8 @@ def encode_prompts(
         if limit and num_seen[prompt.task] > limit:
             continue
         token_ids = encode_prompt(policy.tokenizer, prompt, system_prompt, policy.plain_text)
-        encoded.append(EncodedPrompt(prompt, tuple(token_ids), tuple(task.stops(prompt))))
+        stops = to_stops(task.stops(prompt), f"{where}: stop of prompt {prompt.id!r}")
+        encoded.append(EncodedPrompt(prompt, tuple(token_ids), stops))
     if not encoded:
         raise UserError(f"{where} has no prompts")
     context = policy.config.max_position_embeddings

@@ -14,6 +14,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Mass = Annotated[float, Field(gt=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):

@@ -30,6 +30,7 @@ from jetrl.settings.section import (
     PositiveFloat,
     Section,
     Share,
+    Text,
     without_none,
 )
 from jetrl.settings.speculation import Speculation
@@ -162,7 +163,7 @@ class RolloutSettings(Section):
     temperature: NonNegativeFloat = Field(1.0, description="logits are divided by it")
     top_p: Mass = Field(1.0, description="keep the most probable tokens up to this mass; 1: all")
     top_k: NonNegative = Field(0, description="keep this many most probable tokens; 0: all")
-    stop: tuple[str, ...] = Field(
+    stop: tuple[Text, ...] = Field(
         (), description="strings that end a completion, beside the task's"
     )
     max_batch_size: Positive = Field(256, description="sequences decoded together at most")

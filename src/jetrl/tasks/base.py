@@ -175,6 +175,19 @@ class Task:
             )
 
 
+def to_stops(value: object, where: str) -> tuple[str, ...]:
+    """Return stop strings as a tuple.
+
+    Raises:
+        UserError: They are no list of texts, or one is empty; the message begins with `where`.
+    """
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        stops = tuple(value)
+        if all(isinstance(stop, str) and stop for stop in stops):
+            return stops
+    raise UserError(f"{where} = {value!r}: give a list of texts, none empty")
+
+
 def to_reply(value: object, prompt: Prompt, task: str) -> Reply | None:
     """Return the value that a task's `step` returned as a reply to a turn of the prompt.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.answers import answer_key, gold_answer
-from jetrl.tasks.base import Task
+from jetrl.tasks.base import Task, to_stops
 from jetrl.tasks.checkers import get_checker
 from jetrl.tasks.messages import check_format, nearest, question_content
 from jetrl.tasks.rows import Row, check_path, read_rows, splits_of, value_at
@@ -78,8 +78,6 @@ class Dataset(Task):
         check_format(format)
         if not 0 < test_share < 1:
             raise UserError(f"task.options.test_share = {test_share!r}: a number between 0 and 1")
-        if isinstance(stop, str) or not all(isinstance(item, str) and item for item in stop):
-            raise UserError(f"task.options.stop = {stop!r}: give a list of texts, none empty")
         if not answer and checker in ("math", "exact"):
             raise UserError(
                 f"task.options.answer is empty, but the checker {checker!r} compares with it: name "
@@ -92,7 +90,7 @@ class Dataset(Task):
         self.template, self.format = template, format
         self._check_template()
         self.test_share, self.seed = test_share, seed
-        self.stop = tuple(stop)
+        self.stop = to_stops(stop, "task.options.stop")
         self._check = get_checker(checker, pattern, strict)
         self._needs_answer, self._strict = checker == "math", strict
         self._own_splits = splits_of(path)
