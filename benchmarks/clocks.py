@@ -1,6 +1,6 @@
 """The clock and the power of a GPU while it decodes: what does its power limit hold back?
 
-    python benchmarks/clocks.py --out FILE.json
+    python -m benchmarks.clocks --out FILE.json
 
 For each number of sequences, prompts of 128 tokens and 1,024 drawn under `unified`, after the same
 rollout once before, in which graphs are captured. `nvidia-smi` looks at the card twenty times a
@@ -16,11 +16,12 @@ import subprocess
 from collections.abc import Sequence
 from statistics import fmean
 
-from jetrl.bench._command import command_typed
-from jetrl.bench._timing import Row, print_table, write_results
-from jetrl.bench.parity import make_policy
-from jetrl.bench.shapes import SHAPES
+from benchmarks._command import command_typed
+from benchmarks._timing import Row, print_table, write_results
+from benchmarks.parity import make_policy
+
 from jetrl.models.policy import Policy
+from jetrl.models.shapes import SHAPES
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.types import SamplingParams
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for sequences in args.sequences:
         rows.append({"shape": args.shape, **decode_row(policy, sequences)})
         print_table(rows[-1:])
-        write_results(args.out, "clocks", command_typed("python benchmarks/clocks.py", argv), rows)
+        write_results(args.out, "clocks", command_typed("python -m benchmarks.clocks", argv), rows)
 
 
 if __name__ == "__main__":

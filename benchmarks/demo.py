@@ -1,7 +1,7 @@
 """Run the demo for some seeds, and write what it reaches: tables of README and docs/benchmarks.md.
 
-    python benchmarks/demo.py --out build/demo                  seeds 0, 1 and 2; minutes each
-    ATEN_CPU_CAPABILITY=avx2 python benchmarks/demo.py --out build/demo --seeds 0
+    python -m benchmarks.demo --out build/demo                  seeds 0, 1 and 2; minutes each
+    ATEN_CPU_CAPABILITY=avx2 python -m benchmarks.demo --out build/demo --seeds 0
 
 Sums of floats are made in another order where a processor has other vector units:
 ATEN_CPU_CAPABILITY (default, avx2, avx512) stands for other processors, and names the run. A run
@@ -95,7 +95,7 @@ def main() -> None:
     summaries = [summary(run) for run in runs]
     results = {
         "benchmark": "demo",
-        "command": "python benchmarks/demo.py",
+        "command": "python -m benchmarks.demo",
         "device": f"CPU: {processor()}",
         "versions": {"torch": importlib.metadata.version("torch")},
         "date": datetime.date.today().isoformat(),

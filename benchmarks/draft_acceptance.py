@@ -1,6 +1,6 @@
 """How many drafted tokens are right in real runs, step by step: drafts from text, head and both.
 
-    python benchmarks/draft_acceptance.py --out build/drafts
+    python -m benchmarks.draft_acceptance --out build/drafts
 
 Models of 5 and 33 million parameters are trained from random weights on worked answers of three
 tasks: traced programs of about 500 characters, products worked out digit by digit, and GSM8K's
@@ -11,7 +11,7 @@ time is over. The processes share the card, so seconds mean nothing here; tokens
 step's are written to draft_acceptance.json in the folder, and whether the three runs of a task had
 the same gradient norms, bit for bit, as they must. Where that was cut before its end,
 
-    python benchmarks/draft_acceptance.py --out build/drafts --read
+    python -m benchmarks.draft_acceptance --out build/drafts --read
 
 writes the file from the steps that the folder has.
 """

@@ -1,6 +1,6 @@
 """What the host does with the samples of a step on several GPUs, in microseconds a token.
 
-    python benchmarks/host_work.py --out benchmarks/results/cpu/host_work.json
+    python -m benchmarks.host_work --out benchmarks/results/cpu/host_work.json
 
 Each rank takes its own samples apart, and encodes them; it decodes the samples of all ranks, puts
 them together, makes a digest of them that ranks compare, and packs them into micro-batches. The
@@ -98,7 +98,7 @@ def main() -> None:
     parts = measure(args.samples, args.rounds)
     content = {
         "benchmark": "host_work",
-        "command": f"python benchmarks/host_work.py --samples {args.samples} "
+        "command": f"python -m benchmarks.host_work --samples {args.samples} "
         f"--rounds {args.rounds}",
         "device": f"CPU, one core of {os.cpu_count()}, {platform.machine()}",
         "versions": {"python": platform.python_version()},

@@ -1,6 +1,6 @@
 """Keys with one large channel: how far attention is off with them in FP8 and in INT8.
 
-    python benchmarks/key_outliers.py --out build/key_outliers.json      5 seconds on one core
+    python -m benchmarks.key_outliers --out build/key_outliers.json      5 seconds on one core
 
 Some models, Qwen2.5 above all, are said to add a bias to their keys that makes a few channels many
 times larger than the others. A scale serves all channels of a head, so INT8 then has few steps left
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks._timing import print_table, write_results
 from torch import Tensor
 
-from jetrl.bench._timing import print_table, write_results
 from jetrl.kernels.attention.reference import quantize_kv, stored_values
 from jetrl.kernels.rotary import rotary, rotary_table
 
@@ -69,7 +69,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row_of(ratio, format) for ratio in RATIOS for format in FORMATS]
     print_table(rows)
-    write_results(args.out, "key_outliers", "python benchmarks/key_outliers.py", rows, device="CPU")
+    write_results(args.out, "key_outliers", "python -m benchmarks.key_outliers", rows, device="CPU")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a format of keys and values costs in accuracy, for docs/benchmarks.md.
 
-    python benchmarks/kv_formats.py --out build/kv_formats      all models: an hour on one core
-    python benchmarks/kv_formats.py --out build/kv_formats --only sums-64 --seeds 0
+    python -m benchmarks.kv_formats --out build/kv_formats      all models: an hour on one core
+    python -m benchmarks.kv_formats --out build/kv_formats --only sums-64 --seeds 0
 
 Small models are trained by supervised training in FP32, with heads of 64 and of 128 channels: on
 the demo's sums without their mistakes (answers of four tokens), and on running sums of 16 digits
@@ -211,7 +211,7 @@ def main() -> None:
         rows += rows_of(name, seed, args.out)
         results = {
             "benchmark": "kv_formats",
-            "command": "python benchmarks/kv_formats.py",
+            "command": "python -m benchmarks.kv_formats",
             "device": "CPU",
             "versions": {"torch": torch.__version__},
             "date": datetime.date.today().isoformat(),

@@ -1,6 +1,6 @@
 """The host memory that loading a frozen base takes, beside the size of its directory.
 
-    python benchmarks/load_memory.py --out benchmarks/results/cpu/load_memory.json
+    python -m benchmarks.load_memory --out benchmarks/results/cpu/load_memory.json
 
 A directory of Qwen3-32B's layers, a few of them, with random BF16 weights in several files, is
 loaded as a base with adapters on the CPU, in FP8 and in NVFP4, each in a process of its own. A
@@ -31,14 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks._timing import print_table, write_results
 
-from jetrl.bench._timing import print_table, write_results
-from jetrl.bench.shapes import SHAPES
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.hf import model_config
 from jetrl.models.hf_save import save_model
 from jetrl.models.policy import Policy
+from jetrl.models.shapes import SHAPES
 from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 
@@ -111,7 +111,7 @@ def write_directory(path: Path, shape: str, layers: int, vocabulary: int) -> dic
 
     Args:
         path: The directory.
-        shape: A name of `jetrl.bench.shapes`.
+        shape: A name of `jetrl.models.shapes`.
         layers: Decoder layers.
         vocabulary: Rows of embedding and lm_head.
     """
@@ -152,7 +152,7 @@ def main() -> None:
     print_table(rows)
     sizes = {"shape": args.shape, "layers": args.layers, "vocabulary": args.vocabulary}
     facts = {**sizes, "adapter_rank": args.rank, **facts}
-    command = "python benchmarks/load_memory.py"
+    command = "python -m benchmarks.load_memory"
     write_results(args.out, "load_memory", command, rows, **facts)
 
 

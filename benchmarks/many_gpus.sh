@@ -36,7 +36,7 @@ weak-1|weak-2|weak-4)
         --batch-per-rank --exchange ;;
 # One GPU with and without torchrun, in turn on the same card.
 one-card)
-    "$python" benchmarks/one_card.py --out "$out/one_card.json" ;;
+    "$python" -m benchmarks.one_card --out "$out/one_card.json" ;;
 # Two cards of 80 GB: so much memory is left on each, and the plan sizes the micro-batches.
 8b-2-80gb)
     step 2 "$1" --shape qwen3-8b --plan unified --prompts 16 --samples 8 --prompt-length 256 \
@@ -67,7 +67,7 @@ try|try-4)
     step "$ranks" "$1-same" $tiny --warm-micro-batches 4 --digest --exchange
     step "$ranks" "$1-tail" $tiny --load 2x2x8x24x8 --batch-per-rank
     step "$ranks" "$1-rollouts" $tiny --plan bf16 --rollout-only
-    "$python" benchmarks/one_card.py --device cpu --layers 1 --steps 2 --out "$out/one_card.json"
+    "$python" -m benchmarks.one_card --device cpu --layers 1 --steps 2 --out "$out/one_card.json"
     "$python" tests/reliability/fail_ranks.py --out "$out/fail_ranks.json" ;;
 *)
     sed -n 's/^\([a-z0-9|-]*\))$/\1/p' "$0" | tr '|' '\n'

@@ -1,6 +1,6 @@
 """The memory plans of models on several GPUs: what a rank holds, and the largest micro-batch.
 
-    python benchmarks/memory_many_gpus.py --out benchmarks/results/cpu/memory_many_gpus.json
+    python -m benchmarks.memory_many_gpus --out benchmarks/results/cpu/memory_many_gpus.json
 
 Nothing is loaded: the plans are those that a run makes before it begins (`jetrl train --dry-run
 --gpus N --gpu-memory GIB`), for 128 completions of 2,048 tokens a GPU after prompts of 256, compact
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jetrl.bench.shapes import SHAPES
 from jetrl.errors import UserError
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import GIB, OtherModels, Workload
 from jetrl.models.families import ModelConfig
+from jetrl.models.shapes import SHAPES
 from jetrl.settings.loading import load_config
 
 FREE_GIB = {"H200": 139.8, "H100": 78.8}
@@ -38,7 +38,7 @@ def row_of(shape: str, card: str, count: int, recomputed: bool) -> dict[str, Any
     """Return the row of a model on some GPUs.
 
     Args:
-        shape: A name of `jetrl.bench.shapes`.
+        shape: A name of `jetrl.models.shapes`.
         card: A key of `FREE_GIB`.
         count: The number of GPUs.
         recomputed: Whether layers are computed again in backward.
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(row))
     content = {
         "benchmark": "memory_many_gpus",
-        "command": "python benchmarks/memory_many_gpus.py",
+        "command": "python -m benchmarks.memory_many_gpus",
         "date": datetime.date.today().isoformat(),
         "free_gib": FREE_GIB,
         "load": f"{PROMPTS} prompts x {SAMPLES} samples a GPU, {PROMPT} + {RESPONSE} tokens",

@@ -1,7 +1,7 @@
 """The price of sampling with an adapter that stays beside its FP8 base, and that of merging it.
 
-    python benchmarks/merging.py --out FILE.json
-    python benchmarks/merging.py --shape tiny --device cpu
+    python -m benchmarks.merging --out FILE.json
+    python -m benchmarks.merging --shape tiny --device cpu
 
 Two policies have the same random base and the same adapter, whose B is random with a given standard
 deviation. One keeps the adapter beside the base, as training does. The other has the adapter merged
@@ -23,16 +23,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from benchmarks._command import command_typed
+from benchmarks._phases import begins
+from benchmarks._timing import Row, print_table, write_results
+from benchmarks.parity import ALPHA, make_policy
+from benchmarks.rollout import run_case
 
-from jetrl.bench._command import command_typed
-from jetrl.bench._phases import begins
-from jetrl.bench._timing import Row, print_table, write_results
-from jetrl.bench.parity import ALPHA, make_policy
-from jetrl.bench.rollout import run_case
-from jetrl.bench.shapes import SHAPES
 from jetrl.models.adapter import LoRA
 from jetrl.models.merging import MergedWeights, merging_losses
 from jetrl.models.policy import Policy
+from jetrl.models.shapes import SHAPES
 from jetrl.models.tiny import RandomWeights
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.types import SamplingParams
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append({"shape": args.shape, **row_of(policy, args.rank, deviation, batches, load)})
         print_table(rows[-1:])
         if on_gpu:
-            command = command_typed("python benchmarks/merging.py", argv)
+            command = command_typed("python -m benchmarks.merging", argv)
             write_results(args.out, "merging", command, rows, rank=args.rank)
 
 

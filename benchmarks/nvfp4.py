@@ -1,7 +1,7 @@
 """Products with NVFP4 weights beside FP8 and BF16 ones, by the number of rows.
 
-    python benchmarks/nvfp4.py --out FILE.json
-    python benchmarks/nvfp4.py --cuts --out FILE.json
+    python -m benchmarks.nvfp4 --out FILE.json
+    python -m benchmarks.nvfp4 --cuts --out FILE.json
 
 Each call reads another copy of its weight, so that none is still cached. "nvfp4" is what layers
 use; with its name come the two ways of which it chooses one by the number of rows: codes that the
@@ -18,10 +18,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from benchmarks._command import command_typed
+from benchmarks._timing import Row, print_table, seconds_in_turn, write_results
 
-from jetrl.bench._command import command_typed
-from jetrl.bench._timing import Row, print_table, seconds_in_turn, write_results
-from jetrl.bench.shapes import linear_shapes
+from jetrl.models.shapes import linear_shapes
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper
 from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper, nvfp4_matmul_hopper, widened_hopper
 from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
@@ -139,7 +139,7 @@ def main() -> None:
         rows += [row for of_layer in of_layers for row in of_layer]
         if not args.cuts:
             rows += [together(same) for same in zip(*of_layers, strict=True)]
-    command = command_typed("python benchmarks/nvfp4.py", None)
+    command = command_typed("python -m benchmarks.nvfp4", None)
     write_results(args.out, "nvfp4", command, rows, weight_bits={"fp8": 8, "nvfp4": 4.5})
     print_table(rows)
 

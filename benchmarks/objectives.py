@@ -2,8 +2,8 @@
 
 Other runs measure what the order of the data, the choice of samples and a reward model change.
 
-    python benchmarks/objectives.py --out build/objectives      all runs: an hour on a CPU
-    python benchmarks/objectives.py --out build/objectives --only ppo --seeds 0
+    python -m benchmarks.objectives --out build/objectives      all runs: an hour on a CPU
+    python -m benchmarks.objectives --out build/objectives --only ppo --seeds 0
 
 The warm start is made once, by `jetrl sft demo`. Each run then is `jetrl train demo` with `STEPS`
 steps from it; a run that is already in the folder is not repeated. One row a run is printed and
@@ -180,7 +180,7 @@ def main() -> None:
         jetrl("sft", "demo", *where, "--out", str(out / "warm-start"))
     results: dict[str, Any] = {
         "benchmark": "objectives",
-        "command": "python benchmarks/objectives.py " + " ".join(sys.argv[1:]),
+        "command": "python -m benchmarks.objectives " + " ".join(sys.argv[1:]),
         "device": "CPU",
         "versions": {"torch": importlib.metadata.version("torch")},
         "date": datetime.date.today().isoformat(),

@@ -1,6 +1,6 @@
 """One GPU with torchrun and without it: steps of the same model, in turn on the same card.
 
-    python benchmarks/one_card.py --out benchmarks/results/h200/one_card.json
+    python -m benchmarks.one_card --out benchmarks/results/h200/one_card.json
 
 Three processes are on the card at the same time, two started alone and one by torchrun. Each makes
 a policy of Qwen3-8B's shape with fewer layers and warms up; then they take turns, a step each (a
@@ -32,10 +32,10 @@ PARTS = ("rollout", "update", "step")
 def measure(args: argparse.Namespace) -> None:
     """Make a step whenever the other end of the connection asks for one, and report its seconds."""
     import torch
+    from benchmarks._flow import Choices, Flow, policy_of
+    from benchmarks._load import Load
+    from benchmarks._timing import versions
 
-    from jetrl.bench._flow import Choices, Flow, policy_of
-    from jetrl.bench._load import Load
-    from jetrl.bench._timing import versions
     from jetrl.distributed.world import world
     from jetrl.session.ranks import joined_on
 
@@ -156,7 +156,7 @@ def main() -> None:
     again = {part: compared(alone[1][part], [alone[0][part]]) for part in PARTS}
     content = {
         "benchmark": "one_card",
-        "command": f"python benchmarks/one_card.py --layers {args.layers} --rounds {args.rounds}",
+        "command": f"python -m benchmarks.one_card --layers {args.layers} --rounds {args.rounds}",
         "date": datetime.date.today().isoformat(),
         **about,
         "torchrun_to_alone": torchrun,

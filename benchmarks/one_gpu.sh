@@ -54,13 +54,13 @@ nvfp4-decode)
     bench rollout_nvfp4 rollout --shape qwen3-8b --adapter-rank 32 --base fp8 --base nvfp4 $decode ;;
 # Products with NVFP4 weights by rows; 60 s.
 nvfp4-products)
-    "$python" benchmarks/nvfp4.py --out "$out/nvfp4.json" ;;
+    "$python" -m benchmarks.nvfp4 --out "$out/nvfp4.json" ;;
 # The price of merging an adapter into FP8; 80 s.
 merging)
-    "$python" benchmarks/merging.py --out "$out/merging.json" ;;
+    "$python" -m benchmarks.merging --out "$out/merging.json" ;;
 # The clock and the power of the card while it decodes; 45 s.
 clocks)
-    "$python" benchmarks/clocks.py --out "$out/clocks.json" ;;
+    "$python" -m benchmarks.clocks --out "$out/clocks.json" ;;
 # Runs of a study: no process is killed, since that may leave the service unusable.
 study)
     study=${2:?STUDY.toml is missing} minutes=${3:?MINUTES are missing}
@@ -85,7 +85,7 @@ try)
     bench try-adapters step $tiny $short $size --adapter-rank 4 --mean-length 8
     bench try-drafts step $tiny $short $size --drafts-right 0.6 --one-update
     bench try-wrong-drafts speculation $tiny --case 1x2x8x16 --right 0.1
-    "$python" benchmarks/merging.py --shape tiny --device cpu --out "$out/try-merging.json" ;;
+    "$python" -m benchmarks.merging --shape tiny --device cpu --out "$out/try-merging.json" ;;
 *)
     sed -n 's/^\([a-z0-9|-]*\))$/\1/p' "$0" | tr '|' '\n'
     exit 2 ;;

@@ -1,6 +1,6 @@
 """Compare formats for AdamW's moments by how the master weights move, for docs/benchmarks.md.
 
-    python benchmarks/optimizer_states.py --out build/optimizer_states.json    minutes, on a CPU
+    python -m benchmarks.optimizer_states --out build/optimizer_states.json    minutes, on a CPU
     pip install torchao                                   for its two rows (version printed)
 
 The demo is run with its gradients recorded: 100 updates of its supervised warm-up from random
@@ -24,10 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from benchmarks._timing import write_results
 from torch import Tensor
 
 import jetrl
-from jetrl.bench._timing import write_results
 from jetrl.kernels.adamw import adamw_ref_
 from jetrl.kernels.adamw_scalars import adamw_scalars
 from jetrl.precision import dequantize, quantize
@@ -237,7 +237,7 @@ def main() -> None:
         }
         rows.append({"moments": name, "bytes": float(size), "percent": percent})
         print(json.dumps(rows[-1]), flush=True)
-    command = "python benchmarks/optimizer_states.py"
+    command = "python -m benchmarks.optimizer_states"
     write_results(args.out, "optimizer_states", command, rows, device="CPU")
 
 

@@ -1,7 +1,7 @@
 """How far transformers with peft is from jetrl, on an adapter's directory that jetrl wrote.
 
     pip install peft
-    python benchmarks/peft_agreement.py --out benchmarks/results/cpu/peft_agreement.json
+    python -m benchmarks.peft_agreement --out benchmarks/results/cpu/peft_agreement.json
 
 For a tiny random model of each family, with its head tied to its embedding and not: an adapter of
 rank 8 on all linear layers, with random A and B and, in the rows that say so, modules that are
@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks._timing import print_table, write_results
 from torch import Tensor
 
-from jetrl.bench._timing import print_table, write_results
 from jetrl.cli.main import main as jetrl
 from jetrl.models import hf
 from jetrl.models.adapter import Adapter, LoRA
@@ -179,7 +179,7 @@ def main() -> None:
                 rows.append(row_of(family, *case, Path(folder)))
     print_table(rows)
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    command = "python benchmarks/peft_agreement.py"
+    command = "python -m benchmarks.peft_agreement"
     write_results(args.out, "peft_agreement", command, rows, versions=versions)
 
 

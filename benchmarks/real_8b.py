@@ -1,6 +1,6 @@
 r"""A real run of an 8B model on one GPU, from a Hugging Face directory to an export.
 
-    python benchmarks/real_8b.py --shape qwen3-8b --work /dev/shm/jetrl --checkpoints /tmp/jetrl \
+    python -m benchmarks.real_8b --shape qwen3-8b --work /dev/shm/jetrl --checkpoints /tmp/jetrl \
         --out benchmarks/results/h200/real_8b.json
 
 Random weights are written as a directory (BF16). Then, each a program of its own: `jetrl train` for
@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.parity import make_policy
 
-from jetrl.bench.parity import make_policy
-from jetrl.bench.shapes import SHAPES
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import OtherModels, Workload
+from jetrl.models.shapes import SHAPES
 from jetrl.models.tiny_tokenizers import character_tokenizer
 from jetrl.session.building import model_config
 from jetrl.settings.loading import load_config

@@ -1,6 +1,6 @@
 """How a step grows with the number of GPUs, simulated from rates that were measured on few.
 
-    python benchmarks/scaling.py --out benchmarks/results/cpu/scaling.json \
+    python -m benchmarks.scaling --out benchmarks/results/cpu/scaling.json \
         --plot docs/images/scaling.png
 
 Nothing here runs on a GPU. Times of decode, prefill and training are those of one H200, read from
@@ -469,7 +469,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     content = {
         "benchmark": "scaling",
-        "command": "python benchmarks/scaling.py",
+        "command": "python -m benchmarks.scaling",
         "date": datetime.date.today().isoformat(),
         "measured": {
             **MEASURED,

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks._load import tailed_load
+from benchmarks._timing import Row
+from benchmarks.rollout import warm_lengths
 
-from jetrl.bench._load import tailed_load
-from jetrl.bench._timing import Row
-from jetrl.bench.rollout import warm_lengths
-from jetrl.bench.shapes import SHAPES
+from jetrl.models.shapes import SHAPES
 
 PREFILL_PROMPTS, PREFILL_PROMPT = 64, 8192
 LINEARS = ("none", "fp8", "fp8_per_block", "fp8_per_channel")

@@ -1,7 +1,7 @@
 r"""Load jetrl's FP8 export in vLLM, and compare log-probs of prompts with each of our plans.
 
-    python benchmarks/vllm_export.py --shape qwen3-8b --layers 8     random weights
-    python benchmarks/vllm_export.py --model runs/mine               a model, on texts of GSM8K
+    python -m benchmarks.vllm_export --shape qwen3-8b --layers 8     random weights
+    python -m benchmarks.vllm_export --model runs/mine               a model, on texts of GSM8K
 
 Needs vLLM (0.26.0 was used) beside jetrl. Where one environment does not hold both, run the two
 sides one after the other with the same --work: `--side ours` in the one with jetrl and a GPU,
@@ -36,9 +36,9 @@ ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"
 def write_ours(args: argparse.Namespace) -> None:
     """Write the export, the prompts, and the log-probs of each plan, into the folder --work."""
     import torch
+    from benchmarks.parity import make_policy
 
     from jetrl import Policy
-    from jetrl.bench.parity import make_policy
     from jetrl.cli.opening import open_policy
     from jetrl.precision import PrecisionPlan
 
@@ -152,9 +152,10 @@ def compare(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from jetrl.bench._command import command_typed
-    from jetrl.bench._timing import print_table, write_results
-    from jetrl.bench.shapes import SHAPES
+    from benchmarks._command import command_typed
+    from benchmarks._timing import print_table, write_results
+
+    from jetrl.models.shapes import SHAPES
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -189,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     rows = compare(ours["logprobs"], theirs)
     print_table(rows)
-    command = command_typed("python benchmarks/vllm_export.py", argv)
+    command = command_typed("python -m benchmarks.vllm_export", argv)
     from vllm import __version__
 
     write_results(args.out, "vllm_export", command, rows, vllm=__version__)

@@ -1,10 +1,10 @@
 """Run vLLM on the loads of `jetrl bench rollout`: the same prompts, the same lengths.
 
-    python benchmarks/vllm_rollout.py --load grpo --quantization fp8
+    python -m benchmarks.vllm_rollout --load grpo --quantization fp8
     jetrl bench rollout --shape qwen3-8b --plan unified --load grpo
     jetrl bench rollout --shape qwen3-8b --plan unified --case 64x8192x128
 
-    python benchmarks/vllm_rollout.py --load tail --quantization fp8 --quantization fp8_per_block \
+    python -m benchmarks.vllm_rollout --load tail --quantization fp8 --quantization fp8_per_block \
         --quantization fp8+ngram --quantization fp8+known
     jetrl bench speculation --shape qwen3-8b --load tail --right 0.6
 
@@ -48,13 +48,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from benchmarks._command import command_typed
+from benchmarks._load import TAILED
+from benchmarks._timing import Row, copy_bandwidth, print_table, write_results
 from in_turn import in_turn
 from vllm_engine import DRAFTS, LINEARS, Setup, measure
 
-from jetrl.bench._command import command_typed
-from jetrl.bench._load import TAILED
-from jetrl.bench._timing import Row, copy_bandwidth, print_table, write_results
-from jetrl.bench.shapes import SHAPES
+from jetrl.models.shapes import SHAPES
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if importlib.util.find_spec("flashinfer") is None:  # vLLM takes it for granted
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     engines = args.quantization or [("fp8", "off")]
-    command = command_typed("python benchmarks/vllm_rollout.py", argv)
+    command = command_typed("python -m benchmarks.vllm_rollout", argv)
     jobs = {}
     for quantization, drafts in engines:
         kv = args.kv_cache_dtype or ("auto" if quantization == "none" else "fp8")

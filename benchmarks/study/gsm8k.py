@@ -1,7 +1,7 @@
 """How far minutes of training bring a model of our own on GSM8K's real questions.
 
-    python benchmarks/study/gsm8k.py --out build/gsm8k                  six minutes on one H200
-    python benchmarks/study/gsm8k.py --out build/gsm8k --plan bf16      the same under BF16
+    python -m benchmarks.study.gsm8k --out build/gsm8k                  six minutes on one H200
+    python -m benchmarks.study.gsm8k --out build/gsm8k --plan bf16      the same under BF16
 
 A model of 33 million parameters with random weights and a tokenizer trained on the training
 questions is trained on worked answers, those of GSM8K and variants of them with other numbers

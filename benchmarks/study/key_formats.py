@@ -1,7 +1,7 @@
 """What a format of keys and values does to models that runs have trained.
 
-    python benchmarks/study/key_formats.py --out keys.json studies/demo_keys/runs/*
-    python benchmarks/study/key_formats.py --out keys.json --prompts 64 studies/keys/runs/*512*
+    python -m benchmarks.study.key_formats --out keys.json studies/demo_keys/runs/*
+    python -m benchmarks.study.key_formats --out keys.json --prompts 64 studies/keys/runs/*512*
 
 Each model draws completions of held-out prompts of its task with keys and values in BF16, and gives
 their log-probs under every format, with the linears of its own plan; and the log-prob of each right

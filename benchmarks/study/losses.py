@@ -1,6 +1,6 @@
 """How many runs are lost with a mismatch that nothing corrects, and how many are lost without.
 
-    python benchmarks/study/losses.py benchmarks/results/study/flows.json ...
+    python -m benchmarks.study.losses benchmarks/results/study/flows.json ...
 
 A run is lost by the rules of its study (docs/studies.md), and decided with all runs of its file.
 From committed results alone, in seconds: the runs of each arm and the lost ones among them, and
@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from jetrl.study.analysis import point_name
-from jetrl.study.counts import fisher_p
-from jetrl.study.definition import definition_of
-from jetrl.study.lost import lost_names
-from jetrl.study.results import RunResult, read_results
+from benchmarks.study.analysis import point_name
+from benchmarks.study.counts import fisher_p
+from benchmarks.study.definition import definition_of
+from benchmarks.study.lost import lost_names
+from benchmarks.study.results import RunResult, read_results
 
 
 def names_at(commit: str, path: Path) -> set[str]:

@@ -1,7 +1,7 @@
 """The start model and the set of questions of a sanity study, which it solves sometimes.
 
-    python benchmarks/study/perfectible.py --out studies/sanity
-    python benchmarks/study/perfectible.py --ground demo --out studies/sanity_demo --device cpu
+    python -m benchmarks.study.perfectible --out studies/sanity
+    python -m benchmarks.study.perfectible --ground demo --out studies/sanity_demo --device cpu
 
 After Qi et al. 2025 (arXiv 2510.26788): of a set whose every question the start model solves in 20
 to 80% of its completions, reinforcement learning can solve all. Three steps, each done by a command

@@ -1,6 +1,6 @@
 """How far an arm lies from another one over several studies, seed by seed.
 
-    python benchmarks/study/pooled.py benchmarks/results/study/behind.json:kv-int8:bf16 ...
+    python -m benchmarks.study.pooled benchmarks/results/study/behind.json:kv-int8:bf16 ...
 
 Each word names a results file, an arm, and the arm that it is compared with. All pairs of runs of
 one study, grid point and seed are put together: their rank estimate and their mean difference,
@@ -24,11 +24,12 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
+from benchmarks.study.analysis import common_accuracy, own_accuracy, point_name
+from benchmarks.study.results import RunResult, read_results
+from benchmarks.study.statistics import compare
+from benchmarks.study.tables import shown_interval, shown_p
+
 from jetrl.errors import UserError
-from jetrl.study.analysis import common_accuracy, own_accuracy, point_name
-from jetrl.study.results import RunResult, read_results
-from jetrl.study.statistics import compare
-from jetrl.study.tables import shown_interval, shown_p
 
 
 def rank_estimate(differences: Sequence[float]) -> tuple[float, float, float]:

@@ -1,6 +1,6 @@
 """How far runs fall back on the way, and whether a rising mismatch or the reward tells of it.
 
-    python benchmarks/study/setbacks.py benchmarks/results/study/flows.json ...
+    python -m benchmarks.study.setbacks benchmarks/results/study/flows.json ...
 
 A run's *fall* is the most that its held-out accuracy loses between an evaluation and a later one.
 Its K3 KL *rises* where two kept values in a row are above `--rise` times the median of all before
@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.study.analysis import point_name
+from benchmarks.study.charts import MISMATCH
+from benchmarks.study.definition import definition_of
+from benchmarks.study.lost import lost_names
+from benchmarks.study.results import Curves, RunResult, read_results
+
 from jetrl.runs.anomalies import ENOUGH, RECENT, WINDOW, reward_collapses
-from jetrl.study.analysis import point_name
-from jetrl.study.charts import MISMATCH
-from jetrl.study.definition import definition_of
-from jetrl.study.lost import lost_names
-from jetrl.study.results import Curves, RunResult, read_results
 
 _LEAST = 4  # kept values of the K3 KL before the first that may be a rise
 _ENDS = ("collapsed", "behind", "others")

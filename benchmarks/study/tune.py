@@ -1,7 +1,7 @@
 """Which warm-up and which learning rate suit a ground of the studies: candidates side by side.
 
-    python benchmarks/study/tune.py --out build/tune                  three minutes on one H200
-    python benchmarks/study/tune.py --out build/tune --only 5m-program-64 --device cpu --minutes 20
+    python -m benchmarks.study.tune --out build/tune                  three minutes on one H200
+    python -m benchmarks.study.tune --out build/tune --only 5m-program-64 --device cpu --minutes 20
 
 A ground is a task with answers of a length. Each candidate is one `jetrl train` with a supervised
 warm-up and then GRPO, its model drawn at random; as many as --jobs run at once on the device, and
@@ -251,7 +251,7 @@ def main() -> None:
         )
     results = {
         "benchmark": "study tuning",
-        "command": " ".join(["python", "benchmarks/study/tune.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", "benchmarks.study.tune", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

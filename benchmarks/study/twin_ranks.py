@@ -1,7 +1,7 @@
 """Runs of a study on 1, 2 and 4 processes: are their final weights equal, bit for bit?
 
-    python benchmarks/study/twin_ranks.py --out benchmarks/results/study/twin_ranks_demo.json
-    python benchmarks/study/twin_ranks.py --study benchmarks/study/twins.toml --out build/ranks.json
+    python -m benchmarks.study.twin_ranks --out benchmarks/results/study/twin_ranks_demo.json
+    python -m benchmarks.study.twin_ranks --study benchmarks/study/twins.toml --out build/ranks.json
 
 One run of the study, the arm `plain` unless another one is named, is made once by itself and once
 by torchrun with each number of processes: on a CPU through gloo, on GPUs through NCCL, a card each.
@@ -21,11 +21,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jetrl.bench._command import command_typed
-from jetrl.bench._timing import write_results
-from jetrl.study.definition import read_definition
-from jetrl.study.final_evaluation import sha256_of_weights
-from jetrl.study.plan import PlannedRun, planned_runs, recipe_of
+from benchmarks._command import command_typed
+from benchmarks._timing import write_results
+from benchmarks.study.definition import read_definition
+from benchmarks.study.final_evaluation import sha256_of_weights
+from benchmarks.study.plan import PlannedRun, planned_runs, recipe_of
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
         parser.error(f"{args.study} has no arm {args.arm} with seed {args.seed}")
     args.folder.mkdir(parents=True, exist_ok=True)
     model = trained_start(run, args.folder)
-    typed = command_typed("python benchmarks/study/twin_ranks.py", None)
+    typed = command_typed("python -m benchmarks.study.twin_ranks", None)
     facts = {"study": str(args.study), "arm": args.arm, "seed": args.seed}
     equal: bool | None = None  # of one run: there is nothing to compare it with
     rows = list[dict[str, Any]]()

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from jetrl.bench.shapes import SHAPES
 from jetrl.compiling import launches
 from jetrl.compiling.stand_in_hopper import Kernel, stand_in
 from jetrl.kernels.sampling import sample
 from jetrl.models.adapter import LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
+from jetrl.models.shapes import SHAPES
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.hopper import gemm
 from jetrl.rollout.decode import MAX_REPEATS

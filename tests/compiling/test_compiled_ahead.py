@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
-from jetrl.bench.shapes import SHAPES
 from jetrl.compiling import ahead, compiled_ahead
 from jetrl.compiling.launches import Work, graph_rows
 from jetrl.models.families import ModelConfig
+from jetrl.models.shapes import SHAPES
 from jetrl.precision import PrecisionPlan
 
 LISTED = Path(__file__).with_name("listed_kernels.py")

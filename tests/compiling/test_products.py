@@ -13,10 +13,10 @@ import torch
 
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
-from jetrl.bench.shapes import SHAPES
 from jetrl.compiling import ahead, products, products_worker
 from jetrl.compiling.launches import Work
 from jetrl.models.families import ModelConfig
+from jetrl.models.shapes import SHAPES
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.hopper import gemm
 

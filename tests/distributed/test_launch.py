@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 from tests.distributed.commands import Ended, run_commands
 
-from jetrl.bench.shapes import SHAPES
 from jetrl.cli.main import COMMANDS, main
 from jetrl.distributed.meeting import ranks_that_differ
 from jetrl.distributed.world import ONE_PROCESS, world
+from jetrl.models.shapes import SHAPES
 
 
 def _refused(ends: list[Ended]) -> str:

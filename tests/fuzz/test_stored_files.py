@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.study.command import opened
+from benchmarks.study.report import markdown, report_charts, report_tables
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from jetrl.cli.run_checks import run_checks
-from jetrl.cli.study import opened
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, inverse_frequencies, parameter_shapes
@@ -39,7 +40,6 @@ from jetrl.runs.status import StatusFile, read_status
 from jetrl.session.reproduction import _read_facts
 from jetrl.session.stored_states import check_extra
 from jetrl.settings.loading import load_config, to_toml
-from jetrl.study.report import markdown, report_charts, report_tables
 from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.checkpoint_files import fingerprint
 from jetrl.types import Completion, Prompt, Sample, Score, StepStats

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jetrl.bench._load import make_samples
+from benchmarks._load import make_samples
+
 from jetrl.types import Completion, Sample
 
 FAMILIES: dict[str, dict[str, Any]] = {

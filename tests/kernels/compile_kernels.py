@@ -197,10 +197,10 @@ def sources_for_meta() -> Iterator[None]:
 def policy_of(shape: str, plan: str, rank: int = 0) -> Any:
     """A policy of two layers; with a rank it has adapters."""
     import jetrl.models.model
-    from jetrl.bench.shapes import SHAPES
     from jetrl.models.adapter import Adapter, LoRA
     from jetrl.models.families import ModelConfig, parameter_shapes
     from jetrl.models.policy import Policy
+    from jetrl.models.shapes import SHAPES
     from jetrl.precision import PrecisionPlan
 
     jetrl.models.model.check_device = lambda *_: None
@@ -292,9 +292,9 @@ def update(shape: str, plan: str, rank: int = 0) -> None:
 
 def other_options() -> None:
     """Compile what other sampling and other gradients launch: one after the other, on one shape."""
-    from jetrl.bench.shapes import SHAPES
     from jetrl.models.families import ModelConfig, parameter_shapes
     from jetrl.models.policy import Policy
+    from jetrl.models.shapes import SHAPES
     from jetrl.precision import PrecisionPlan
     from jetrl.precision.deviation import SamplerDeviation
 
@@ -373,10 +373,10 @@ def long_attention() -> None:
 
 def stored_formats(kv: str, head_dim: int) -> None:
     """Compile what reads and writes keys and values of a format: training, prompts and decode."""
-    from jetrl.bench.shapes import SHAPES
     from jetrl.models.attention import PackedKeyValues
     from jetrl.models.families import ModelConfig
     from jetrl.models.rotary import Rotary
+    from jetrl.models.shapes import SHAPES
     from jetrl.precision import PrecisionPlan
     from jetrl.rollout.kv_cache import PagedCache
     from jetrl.rollout.paged_attention import DecodeWork, Span

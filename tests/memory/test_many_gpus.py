@@ -8,7 +8,6 @@ import pytest
 import torch
 from tests.distributed.ranks import run_ranks
 
-from jetrl.bench.shapes import SHAPES
 from jetrl.distributed.shards import shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
@@ -20,6 +19,7 @@ from jetrl.memory.weights import owned_shapes
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.norm import RMSNorm
 from jetrl.models.policy import Policy
+from jetrl.models.shapes import SHAPES
 from jetrl.precision import ordered_gradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan

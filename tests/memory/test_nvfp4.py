@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.bench.shapes import SHAPES
 from jetrl.memory.nvfp4 import nvfp4_product_bytes, sums_bytes
 from jetrl.memory.plan import memory_plan
 from jetrl.models.families import ModelConfig
+from jetrl.models.shapes import SHAPES
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4_layout import HopperNVFP4, RowFactors
 from jetrl.settings.loading import load_config

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl.bench.shapes import SHAPES
 from jetrl.errors import UserError
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.memory import activations
@@ -27,6 +26,7 @@ from jetrl.models.model import Model
 from jetrl.models.norm import RMSNorm
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
+from jetrl.models.shapes import SHAPES
 from jetrl.models.tiny import RandomWeights, make_tiny, random_weights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear

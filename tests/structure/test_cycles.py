@@ -22,7 +22,6 @@ STRING_IMPORTS: set[tuple[str, str]] = set()
 # Modules that a user chooses by name, each imported only when it is asked for.
 CHOSEN_BY_NAME = {
     "jetrl.cli.main",  # a command
-    "jetrl.cli.bench",  # a benchmark
 }
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.study.processes import Child, Job
 
 from jetrl.cli.main import main
-from jetrl.study.processes import Child, Job
 
 TINY = """
 [study]
@@ -108,7 +108,7 @@ def tiny_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "tiny.toml"
     file.write_text(TINY.replace("OUT", str(folder / "out")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jetrl.study.processes.Pool", PoolInThisProcess)
-        patch.setattr("jetrl.study.places.POLL_S", 0.0)
+        patch.setattr("benchmarks.study.processes.Pool", PoolInThisProcess)
+        patch.setattr("benchmarks.study.places.POLL_S", 0.0)
         assert main(["study", str(file)]) == 0
     return file

@@ -10,17 +10,17 @@ from typing import Any
 
 import matplotlib as mpl
 import pytest
+from benchmarks.study.analysis import ALL_POINTS, arm_results, has_collapsed, twin_groups
+from benchmarks.study.charts import curve_charts
+from benchmarks.study.definition import Definition, definition_of
+from benchmarks.study.dose_charts import dose_charts
+from benchmarks.study.results import Curves, FinalEvaluation, Results, RunResult, read_results
+from benchmarks.study.sections import CollapseSection
+from benchmarks.study.tables import accuracy_tables, twin_table
 from matplotlib.figure import Figure
 
 from jetrl.errors import UserError
 from jetrl.runs.plot_style import SIZE_INCHES, STYLE
-from jetrl.study.analysis import ALL_POINTS, arm_results, has_collapsed, twin_groups
-from jetrl.study.charts import curve_charts
-from jetrl.study.definition import Definition, definition_of
-from jetrl.study.dose_charts import dose_charts
-from jetrl.study.results import Curves, FinalEvaluation, Results, RunResult, read_results
-from jetrl.study.sections import CollapseSection
-from jetrl.study.tables import accuracy_tables, twin_table
 
 
 def definition(**arms: dict[str, Any]) -> Definition:

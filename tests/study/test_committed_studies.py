@@ -4,10 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from jetrl.study.definition import read_definition
-from jetrl.study.plan import planned_runs
-from jetrl.study.results import read_results
+from benchmarks.study.definition import read_definition
+from benchmarks.study.plan import planned_runs
+from benchmarks.study.results import read_results
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "study").glob("*.toml"))

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from benchmarks.study.definition import Definition, read_definition
+from benchmarks.study.plan import chosen, planned_runs
 
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
-from jetrl.study.definition import Definition, read_definition
-from jetrl.study.plan import chosen, planned_runs
 
 Read = Callable[[str], Definition]
 HEAD = """\

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.study.definition import Definition, definition_of
+from benchmarks.study.first_weights import FirstWeights
+from benchmarks.study.items import Item, has_begun, look, recipe_file
+from benchmarks.study.plan import PlannedRun, planned_runs, recipe_of
+from benchmarks.study.results import Results, RunResult
 
 from jetrl.errors import UserError
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.settings.sections import Settings
-from jetrl.study.definition import Definition, definition_of
-from jetrl.study.first_weights import FirstWeights
-from jetrl.study.items import Item, has_begun, look, recipe_file
-from jetrl.study.plan import PlannedRun, planned_runs, recipe_of
-from jetrl.study.results import Results, RunResult
 
 
 def planned(out: Path, **train: Any) -> tuple[PlannedRun, Definition]:

@@ -6,17 +6,16 @@ import math
 from typing import Any
 
 import pytest
+from benchmarks.study.analysis import ALL_POINTS
+from benchmarks.study.charts import curve_charts
+from benchmarks.study.counts import fisher_p, least_shown, runs_needed
+from benchmarks.study.definition import Definition, definition_of
+from benchmarks.study.lost import lost_names, lost_runs
+from benchmarks.study.lost_tables import lost_table, seed_tables
+from benchmarks.study.results import RunResult
+from benchmarks.study.tables import accuracy_name
 from matplotlib.figure import Figure
 from tests.study.test_analysis import RISES, definition, run
-
-from jetrl.study.analysis import ALL_POINTS
-from jetrl.study.charts import curve_charts
-from jetrl.study.counts import fisher_p, least_shown, runs_needed
-from jetrl.study.definition import Definition, definition_of
-from jetrl.study.lost import lost_names, lost_runs
-from jetrl.study.lost_tables import lost_table, seed_tables
-from jetrl.study.results import RunResult
-from jetrl.study.tables import accuracy_name
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from benchmarks.study.results import read_results
 from tests.study.test_study import NoPool
 
 from jetrl.cli.main import main
-from jetrl.study.results import read_results
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def left(tiny_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
     No command may be started.
     """
-    monkeypatch.setattr("jetrl.study.processes.Pool", NoPool)
-    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", NoPool)
+    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
     shutil.copytree(
         tiny_study.parent,
         tmp_path,

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks.study.definition import definition_of
+from benchmarks.study.machine import kind_warning, room_of, room_warning
+from benchmarks.study.plan import PlannedRun, planned_runs
+from benchmarks.study.results import Results
 from tests.study.test_analysis import run
 
 from jetrl.memory.plan import GIB
-from jetrl.study.definition import definition_of
-from jetrl.study.machine import kind_warning, room_of, room_warning
-from jetrl.study.plan import PlannedRun, planned_runs
-from jetrl.study.results import Results
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from jetrl.study.processes import Job, Pool, cards_for, last_line
-from jetrl.study.progress import Progress, Standing
+from benchmarks.study.processes import Job, Pool, cards_for, last_line
+from benchmarks.study.progress import Progress, Standing
 
 Wait = Callable[[Callable[[], object]], None]
 
 
 # A program whose commands are Python code, without the site packages that take long to find.
 SERVE = (
-    "import sys; sys.path.insert(0, sys.argv[1]); import jetrl.study.worker as worker\n"
+    "import sys; sys.path.insert(0, sys.argv[1]); import benchmarks.study.worker as worker\n"
     "def run(words): exec(words[0], {}); return 0\n"
     "sys.exit(worker.serve(run, lambda: sys.modules.setdefault('given_back', sys)))"
 )

@@ -8,18 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.study.processes import Child, Job
+from benchmarks.study.results import read_results
 from tests.study.conftest import TINY, PoolInThisProcess
 
 from jetrl.cli.main import main
-from jetrl.study.processes import Child, Job
-from jetrl.study.results import read_results
 
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the study files one.toml and two.toml, which is the working folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
     for name in ("one", "two"):
         text = TINY.replace('"tiny"', f'"{name}"').replace("OUT", f"out-{name}")
         (tmp_path / f"{name}.toml").write_text(text)
@@ -62,7 +62,7 @@ def test_places_go_to_the_first_of_the_queue_that_has_a_command(
 ) -> None:
     """While the first study's start is trained the second gets places, and its runs come first."""
     ThreePlaces.begun = []
-    monkeypatch.setattr("jetrl.study.processes.Pool", ThreePlaces)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", ThreePlaces)
     (files / "queue.toml").write_text(QUEUE)
     assert main(["study", "queue.toml", "--no-report"]) == 1
     assert [names for names in ThreePlaces.begun if names] == [
@@ -97,7 +97,7 @@ def test_a_start_with_other_weights_leaves_the_other_studies_going(
         run["start_sha256"] = "0" * 64
     (files / "out-one" / "results.json").write_text(json.dumps(results))
     ThreePlaces.begun = []
-    monkeypatch.setattr("jetrl.study.processes.Pool", ThreePlaces)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", ThreePlaces)
     assert main(["study", "one.toml", "two.toml", "--no-report"]) == 1
     assert {name[:3] for names in ThreePlaces.begun for name in names} == {"two"}
     printed = capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_a_start_that_fails_fails_its_runs_in_one_line(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     StartsFail.begun = []
-    monkeypatch.setattr("jetrl.study.processes.Pool", StartsFail)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", StartsFail)
     assert main(["study", "one.toml", "two.toml", "--no-report"]) == 1
     begun = [name for names in StartsFail.begun for name in names]
     assert [name for name in begun if name.startswith("one")] == ["one start", "one start"]
@@ -154,7 +154,7 @@ def test_runs_that_are_trained_are_evaluated_before_others_begin(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ThreePlaces.begun = []
-    monkeypatch.setattr("jetrl.study.processes.Pool", ALongStart)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", ALongStart)
     queue = '[[study]]\nfile = "one.toml"\n[[study]]\nfile = "two.toml"\nonly = ["seed=0"]\n'
     (files / "queue.toml").write_text(queue)
     assert main(["study", "queue.toml", "--no-report"]) == 1
@@ -169,13 +169,13 @@ def test_runs_that_are_trained_are_evaluated_before_others_begin(
 def test_each_study_has_its_own_results_and_report(
     tiny_study: Path, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jetrl.study.report.to_png", lambda *_: None)
+    monkeypatch.setattr("benchmarks.study.report.to_png", lambda *_: None)
     monkeypatch.setattr("jetrl.runs.report_page.to_svg", lambda _: "")
     done = (tiny_study.parent / "out" / "results.json").read_text()
     for name in ("one", "two"):
         (files / f"out-{name}").mkdir()
         (files / f"out-{name}" / "results.json").write_text(done)
-    monkeypatch.setattr("jetrl.study.processes.Pool", PoolInThisProcess)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", PoolInThisProcess)
     assert main(["study", "one.toml", "two.toml"]) == 0
     assert all((files / f"out-{name}" / "report.html").is_file() for name in ("one", "two"))
     assert main(["study", "one.toml", "two.toml", "--report-only"]) == 0

@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.study.results import Curves
 from tests.study.test_analysis import run
-
-from jetrl.study.results import Curves
 
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location(

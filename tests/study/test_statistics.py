@@ -6,8 +6,7 @@ import math
 import random
 
 import pytest
-
-from jetrl.study.statistics import (
+from benchmarks.study.statistics import (
     adjusted,
     beta_cdf,
     compare,

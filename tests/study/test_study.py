@@ -10,14 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.study.definition import read_definition
+from benchmarks.study.plan import planned_runs
+from benchmarks.study.processes import Child, Job
+from benchmarks.study.results import read_results
+from benchmarks.study.sitting import Sitting
 from tests.study.conftest import PoolInThisProcess
 
 from jetrl.cli.main import main
-from jetrl.study.definition import read_definition
-from jetrl.study.plan import planned_runs
-from jetrl.study.processes import Child, Job
-from jetrl.study.results import read_results
-from jetrl.study.sitting import Sitting
 
 
 class NoPool(PoolInThisProcess):
@@ -33,7 +33,7 @@ def copy(tiny_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
     Its reports have no pictures, which take seconds.
     """
-    monkeypatch.setattr("jetrl.study.report.to_png", lambda *_: None)
+    monkeypatch.setattr("benchmarks.study.report.to_png", lambda *_: None)
     monkeypatch.setattr("jetrl.runs.report_page.to_svg", lambda _: "")
     (tmp_path / "out").mkdir()
     for name in ("tiny.toml", "out/results.json"):
@@ -91,7 +91,7 @@ def test_what_is_done_is_not_run_again(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The results file alone says what is done: runs, weights and logs may be elsewhere."""
-    monkeypatch.setattr("jetrl.study.processes.Pool", NoPool)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", NoPool)
     assert main(["study", str(copy)]) == 0
     assert main(["study", str(copy), "--dry-run"]) == 0
     assert "4 runs, 4 done" in capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_twins_that_differ_fail_loudly(copy: Path, capsys: pytest.CaptureFixture
 def test_results_of_other_settings_are_refused(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("jetrl.study.processes.Pool", NoPool)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", NoPool)
     copy.write_text(copy.read_text().replace("page_size = 8", "page_size = 4"))
     assert main(["study", str(copy), "--only", "unified"]) == 0
     assert main(["study", str(copy)]) == 2
@@ -134,7 +134,7 @@ def test_a_run_directory_of_other_settings_is_refused(
     tiny_study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message names what differs; nothing is overwritten."""
-    monkeypatch.setattr("jetrl.study.processes.Pool", NoPool)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", NoPool)
     other = tiny_study.with_name("other.toml")
     text = tiny_study.read_text().replace("page_size = 8", "page_size = 4")
     other.write_text(text.replace("points = 2", f"results = '{other}.json'"))
@@ -165,8 +165,8 @@ def test_what_fails_is_tried_once_more_and_then_reported(
     file = tmp_path / "fails.toml"
     file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
     FailingPool.calls = []
-    monkeypatch.setattr("jetrl.study.processes.Pool", FailingPool)
-    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", FailingPool)
+    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
     assert main(["study", str(file), "--only", "pages"]) == 1
     start, *calls = FailingPool.calls
     assert start.startswith("start-")
@@ -184,8 +184,8 @@ def test_a_start_that_was_put_back_from_a_copy_is_not_trained_again(
     (start,) = (tiny_study.parent / "out" / "starts").glob("start-*")
     shutil.copytree(start / "model", tmp_path / "out" / "starts" / start.name / "model")
     FailingPool.calls = []
-    monkeypatch.setattr("jetrl.study.processes.Pool", FailingPool)
-    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", FailingPool)
+    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
     words = ["--only", "pages", "--only", "seed=1", "--no-report"]
     assert main(["study", str(file), *words]) == 1
     assert FailingPool.calls == ["pages-s1", "pages-s1"]
@@ -237,10 +237,10 @@ def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
     text = text.replace("seeds = [0, 1]", "seeds = [1]").replace("[arms.pages]", "[arms.wild]")
     wild = "\ntrain.lr = 1e18\ntrain.grad_clip = 1e20\n[eval]"
     file.write_text(text.replace("\n[eval]", wild))
-    monkeypatch.setattr("jetrl.study.report.to_png", lambda *_: None)
+    monkeypatch.setattr("benchmarks.study.report.to_png", lambda *_: None)
     monkeypatch.setattr("jetrl.runs.report_page.to_svg", lambda _: "")
-    monkeypatch.setattr("jetrl.study.processes.Pool", PoolInThisProcess)
-    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", PoolInThisProcess)
+    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
     assert main(["study", str(file), "--only", "wild"]) == 0
     (run,) = read_results(tmp_path / "wild.json").runs.values()
     assert (run.end, run.steps, run.common) == ("nonfinite", 1, None)
@@ -273,8 +273,8 @@ def test_after_the_minutes_what_runs_is_stopped_and_what_is_left_is_said(
     file = tmp_path / "cut.toml"
     file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
     EndlessPool.stopped = []
-    monkeypatch.setattr("jetrl.study.processes.Pool", EndlessPool)
-    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", EndlessPool)
+    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
     assert main(["study", str(file), "--minutes", "1e-9"]) == 75
     assert [name[:6] for name in EndlessPool.stopped] == ["start-"]
     assert "4 of 4 runs are left; the same command goes on" in capsys.readouterr().out
@@ -301,10 +301,10 @@ def test_a_run_begins_where_those_that_are_done_would_have_ended_in_time(
     results = copy.parent / "out" / "results.json"
     keep_runs_of_30_s(results)
     EndlessPool.stopped = []
-    monkeypatch.setattr("jetrl.study.processes.Pool", EndlessPool)
+    monkeypatch.setattr("benchmarks.study.processes.Pool", EndlessPool)
     clock = itertools.count(0, 0.5)
     time = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
-    monkeypatch.setattr("jetrl.study.places.time", time)
+    monkeypatch.setattr("benchmarks.study.places.time", time)
     assert main(["study", str(copy), "--minutes", str(minutes), "--no-report"]) == 75
     assert [name[:6] for name in EndlessPool.stopped] == ["start-"] * begins
     said = "no run that is left would end before the time is up" in capsys.readouterr().out

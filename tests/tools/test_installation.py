@@ -58,6 +58,10 @@ def test_a_wheel_has_the_recipes_the_data_and_the_program(wheel: Path, tmp_path:
 
     listed = json.loads(python("-m", "jetrl", "recipes", "--json"))
     assert [recipe["name"] for recipe in listed] == packaged_recipes()
+    bench = [sys.executable, "-P", "-m", "jetrl", "bench", "step"]
+    refused = subprocess.run(bench, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "comes with a checkout" in refused.stderr
     program = (
         "import jetrl; from jetrl.tasks import get_task; task = get_task('gsm8k'); "
         "print(jetrl.__file__, len(task.prompts('train')), len(task.prompts('test')))"

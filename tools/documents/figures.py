@@ -20,22 +20,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import io
 import itertools
 import json
 import re
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jetrl.cli.study import opened
-from jetrl.study.analysis import common_accuracy, own_accuracy, point_name
-from jetrl.study.report import report_tables
+from benchmarks.study.analysis import common_accuracy, own_accuracy, point_name
+from benchmarks.study.command import opened
+from benchmarks.study.report import report_tables
 
 ROOT = Path(__file__).parents[2]
 CHECKED_PROSE = ("README.md", "benchmarks.md", "study.md")
@@ -50,7 +49,7 @@ NO_CLAIM = re.compile(  # code, versions, settings, and sizes of models
     r"`[^`]*`|\b(?:torch|Triton|vLLM|CUDA|Python|Llama|Apache-|[Nn]oise) ?[\d.]+(?: to [\d.]+)?"
     r"|[\d.]+ (?:and [\d.]+ )?million|[\d.]+e9 parameters|95%(?= interval)",
 )
-COMMAND = re.compile(r"^    python (benchmarks/study/(?:.*\\\n)*.*)", re.MULTILINE)
+COMMAND = re.compile(r"^    python -m (benchmarks\.study\.(?:.*\\\n)*.*)", re.MULTILINE)
 Values = dict[tuple[str, ...], list[float]]
 
 
@@ -263,12 +262,7 @@ def printed(command: str) -> str:
         ["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, check=True
     )
     script, *words = expanded.stdout.splitlines()
-    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
+    module = importlib.import_module(script)
     with contextlib.chdir(ROOT), contextlib.redirect_stdout(io.StringIO()) as output:
         module.main(words)
     return output.getvalue()

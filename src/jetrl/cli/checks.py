@@ -205,8 +205,8 @@ def check_exactness() -> list[Finding]:
 
     properties = [("exact", checked) for checked in self_check()]
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        from jetrl.bench.shapes import SHAPES
         from jetrl.models.policy import Policy
+        from jetrl.models.shapes import SHAPES
 
         shape = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 2}
         with said_when_slow():

@@ -17,6 +17,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jetrl.cli import ranks
@@ -33,15 +35,18 @@ COMMANDS = {
     "eval": "mean@n and pass@k of a model on a task",
     "parity": "compare the sampler's log-probs with the trainer's, bit by bit",
     "compare": "runs beside each other: settings, rewards, times, and where bits begin to differ",
-    "study": "arms times seeds side by side over the cards, and one report of them",
+    "study": "run a grid of variants and seeds across GPUs, and report on them (in a checkout)",
     "replay": "run again what gave a NaN or an infinity, and name the operation",
-    "bench": "speed of the kernels, and parity at a real model's shape, on a GPU",
+    "bench": "speed of the kernels, and parity at a real model's shape, on a GPU (in a checkout)",
     "doctor": "what works on this machine, and what to do about the rest",
     "export": "write a Hugging Face directory (BF16, FP32 or FP8)",
     "runs": "list, show and plot finished and running runs",
     "recipes": "list the recipes that come with jetrl, and what each needs",
     "init": "make a tiny model with random weights, to try things out",
 }
+
+# Commands that measure jetrl itself: they are not installed, a checkout has them.
+IN_CHECKOUT = {"bench": "benchmarks.command", "study": "benchmarks.study.command"}
 
 # They run the Python files that their recipe names; the others, none that was not typed.
 RUN_USERS_FILES = ("train", "sft", "study")
@@ -157,7 +162,10 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespa
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
         raise UserError(f"no command {command!r}; {hint}")
-    module = importlib.import_module(f"jetrl.cli.{command}")
+    in_checkout = command in IN_CHECKOUT
+    module = (
+        _from_checkout(command) if in_checkout else importlib.import_module(f"jetrl.cli.{command}")
+    )
     parser = Parser(
         prog=f"jetrl {command}",
         description=module.__doc__,
@@ -170,6 +178,18 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespa
     foreign = getattr(module, "HANDS_WORDS_ON", False)
     parse_words = parser.parse_args if foreign else parser.parse_intermixed_args
     return module, parse_words(list(arguments))
+
+
+def _from_checkout(command: str) -> ModuleType:
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "benchmarks" / "command.py").is_file():
+        raise UserError(
+            f"jetrl {command} comes with a checkout, not with the installed package: clone the "
+            "repository of jetrl and install it with `pip install -e .`"
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module(IN_CHECKOUT[command])
 
 
 def shown(text: str) -> str:

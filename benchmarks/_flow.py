@@ -1,0 +1,449 @@
+"""A policy with what samples from it and what trains it, at the shape of a real model.
+
+The parts are those of a run: `RolloutEngine`, `Trainer`, and between them the cache that is given
+back before an update. Memory decides how large a micro-batch may be: the most whole sequences, up
+to 16384 tokens, with which two micro-batches (the second adds to gradients that are there) run
+beside the optimizer's states and 256 MiB that stay free. Where not even one sequence fits, layers
+are recomputed.
+
+Of several ranks each samples its share of the prompts, as in a run, and all train together. There
+the memory plan decides how large a micro-batch is, instead of trials.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks._load import Load, make_samples, random_rewards
+from benchmarks._phases import RolloutLines, begins
+from benchmarks._timing import Row
+from benchmarks.parity import make_policy
+from benchmarks.rollout import capture_graphs, capture_largest
+
+from jetrl.distributed.agreement import LARGEST_SIZE, agree
+from jetrl.distributed.world import world
+from jetrl.errors import OutOfMemoryStop, UserError
+from jetrl.memory.device import free_bytes, peak_bytes, reset_peak
+from jetrl.memory.out_of_memory import release
+from jetrl.memory.plan import MemoryPlan, Workload, memory_plan
+from jetrl.models.policy import Policy
+from jetrl.precision.linear import Linear
+from jetrl.precision.quantized_weight import operand_tensors
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.options import GenerateOptions
+from jetrl.rollout.sequence import sequence_keys
+from jetrl.settings.loading import Settings, load_config
+from jetrl.training import Trainer, pack
+from jetrl.training.forward import batch_logprobs
+from jetrl.training.micro_batches import MicroBatchSize
+from jetrl.training.trainer import TrainedStep
+from jetrl.types import Completion, Sample, SamplingParams
+
+MOST_TOKENS = 16384  # of a micro-batch
+_SPARE_BYTES = 2**28  # for what a longer update holds beside what was tried
+_WARM_TOKENS = 24  # of each completion of the rollout that warms up
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices that are the same for all plans of a benchmark.
+
+    Attributes:
+        shape: A name of `jetrl.models.shapes`.
+        device: "cuda", or "cpu" to try the benchmark out.
+        layers: Decoder layers; None: the shape's own.
+        learning_rate: Large enough that FP8 codes change.
+        tokens_per_micro_batch: Tokens; None: the largest micro-batch that fits.
+        max_batch_size: Sequences sampled together by a rank; None: all.
+        train: Further settings of [train].
+        warm_micro_batches: Micro-batches of the update that warms up; None: two a rank. The weights
+            after it depend on their number.
+        adapter_rank: The rank of adapters on a frozen base; 0: all parameters are trained.
+        base: The format of a frozen base.
+        drafts_right: The chance of a drafted token to be right, where a step with drafts is
+            measured; None: none is.
+    """
+
+    shape: str
+    device: str
+    layers: int | None
+    learning_rate: float
+    tokens_per_micro_batch: int | None
+    max_batch_size: int | None
+    train: dict[str, Any]
+    warm_micro_batches: int | None = None
+    adapter_rank: int = 0
+    base: str = "fp8"
+    drafts_right: float | None = None
+
+
+def policy_of(plan: str, choices: Choices) -> Policy:
+    """Return a policy of a plan with random weights."""
+    return make_policy(
+        choices.shape,
+        plan,
+        choices.device,
+        choices.layers,
+        adapter_rank=choices.adapter_rank,
+        base=choices.base,
+        speculation=choices.drafts_right is not None,
+    )
+
+
+class _Tried(MicroBatchSize):
+    """A size of micro-batches that is not halved while the benchmark tries whether it fits."""
+
+    tried = True
+
+    def halve(self, sizes: Sequence[tuple[int, int]], problem: str, unit: str = "sequence") -> None:
+        if self.tried:
+            raise OutOfMemoryStop(problem)
+        super().halve(sizes, problem, unit)
+
+
+class Flow:
+    """A policy's sampler and trainer under a load.
+
+    Args:
+        policy: The policy that samples and trains.
+        load: The prompts and completions of a step.
+        choices: The choices that are the same for all plans.
+
+    Attributes:
+        chosen: The settings that fit, for a table.
+        peaks: The peak of memory in GiB, by phase.
+        captured: How many graphs the warm-up captured, and the seconds that this took.
+    """
+
+    def __init__(self, policy: Policy, load: Load, choices: Choices) -> None:
+        self.policy, self.load, self._choices = policy, load, choices
+        self.vocabulary = policy.config.vocab_size
+        if load.prompts < world().size:
+            raise UserError(f"{load.prompts} prompts for {world().size} ranks: give each one")
+        self._own = world().share(range(load.prompts))
+        batch_size = choices.max_batch_size or -(-load.prompts // world().size) * load.samples
+        self._together = min(len(self._own) * load.samples, batch_size)
+        self.engine = RolloutEngine(self.policy, max_batch_size=batch_size)
+        self.peaks: dict[str, float] = {}
+        self.captured = (0, 0.0)
+        self.trainer: Trainer
+        self.chosen: Row = {"max_batch_size": batch_size, **choices.train}
+        free = free_bytes(policy.device)
+        on_gpu = policy.device.type == "cuda"
+        held = torch.cuda.memory_allocated(policy.device) if on_gpu else 0
+        self._free = None if free is None or not on_gpu else agree(LARGEST_SIZE, free + held)
+
+    # The phases of a step
+
+    def sample(self, seed: int, response_length: int | None = None) -> list[Completion]:
+        """Return completions of this rank's random prompts, drawn to their full lengths.
+
+        Args:
+            seed: The seed of prompts and draws.
+            response_length: Tokens of a completion at most; None: those of the load.
+        """
+        load = self.load
+        prompts = load.random_prompts(self.vocabulary, seed)
+        most = response_length or load.response_length
+        params = SamplingParams(n=load.samples, max_tokens=most, ignore_eos=True, seed=seed)
+        keys = sequence_keys(prompts, load.samples)
+        options = GenerateOptions(
+            max_tokens=[min(most, length) for length in self._own_lengths()],
+            keys=[keys[i] for i in self._own],
+        )
+        own = [prompts[i] for i in self._own]
+        return self.engine.generate(own, params, progress=RolloutLines(), options=options)
+
+    def _own_lengths(self) -> list[int]:
+        """Return the tokens of each of this rank's completions, those of a prompt side by side."""
+        lengths, each = self.load.response_lengths(), self.load.samples
+        return [n for i in self._own for n in lengths[i * each : (i + 1) * each]]
+
+    def gathered(self, completions: Sequence[Completion], seed: int) -> list[Sample]:
+        """Return the samples of all ranks, with random rewards.
+
+        Args:
+            completions: This rank's completions, from `sample`.
+            seed: The seed that they were sampled with.
+        """
+        prompts, each = self.load.random_prompts(self.vocabulary, seed), self.load.samples
+        whole = list(completions)
+        if world().size > 1:
+            packed = [
+                (array("i", c.token_ids).tobytes(), array("f", c.logprobs).tobytes())
+                for c in completions
+            ]
+            groups = [packed[i : i + each] for i in range(0, len(packed), each)]
+            whole = [
+                Completion(tuple(array("i", token_ids)), tuple(array("f", logprobs)), "length")
+                for group in world().gather_in_order("completions", groups)
+                for token_ids, logprobs in group
+            ]
+        return make_samples(prompts, whole, random_rewards(len(whole), seed))
+
+    @torch.no_grad()
+    def old_logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """Return the trainer's log-probs of each completion, by a forward without gradients.
+
+        A flow whose sampler's log-probs are not its trainer's needs this pass. Ranks divide it.
+        """
+        logprobs: list[list[float]] = [[] for _ in samples]
+        batches = pack(samples, max(MOST_TOKENS, self.load.length))
+        own = [batch_logprobs(self.policy, batch)[0].cpu() for batch in world().share(batches)]
+        packed = world().gather_in_order("log-probs", [rows.numpy() for rows in own])
+        for batch, rows in zip(batches, packed, strict=True):
+            ends = np.cumsum([len(samples[i].completion.token_ids) for i in batch.sample_ids])
+            for i, values in zip(batch.sample_ids, np.split(rows, ends[:-1]), strict=True):
+                logprobs[i] = values.tolist()
+        return logprobs
+
+    def update(self, samples: Sequence[Sample]) -> TrainedStep:
+        """Make the trainer's step, once the memory of the rollout's pages is given back."""
+        self.give_pages_back()
+        return self.trainer.step(samples)
+
+    def give_pages_back(self) -> None:
+        """Give the memory of the rollout's pages back, as a run does before other models' work.
+
+        The peak of memory counts from here on: the pages belong to the rollout's.
+        """
+        if self.policy.device.type == "cuda":
+            self.engine.free_cache()
+            reset_peak()
+
+    # What comes before they are measured
+
+    def warm_up(self, training: bool = True) -> None:
+        """Run everything once, and leave sampler and trainer as after the update of a step.
+
+        Kernels are compiled, decode's graphs are captured, and the weights have moved.
+
+        Args:
+            training: False to warm up the sampler alone, without a trainer.
+        """
+        if training:
+            # Micro-batches are tried beside the memory of the largest graph. The others come
+            # later: where the optimizer's states leave fewer pages, there is a new cache then,
+            # without graphs.
+            begins("the largest graph of decode")
+            self._capture(largest=True)
+            self.engine.free_cache()
+            begins("updates that warm up, with the largest micro-batch that fits")
+            self.fit()
+        begins("all graphs of decode")
+        self._capture()
+        begins("sampling that warms up")
+        self.sample(seed=0, response_length=min(_WARM_TOKENS, self.load.response_length))
+        self.engine.free_cache()
+
+    def _capture(self, largest: bool = False) -> None:
+        """Capture the decode graphs of the load, in a cache of as many pages as the load takes.
+
+        Args:
+            largest: Whether to capture the largest graph alone.
+        """
+        engine, load = self.engine, self.load
+        if self.policy.device.type != "cuda":
+            return
+        count, own = self._together, len(self._own) * load.samples
+        shared = 0 if count == own else engine.page_size  # with those that wait
+        longest = load.length + shared
+        if largest:
+            graphs, seconds = capture_largest(engine, count, longest)
+        else:
+            known = load.mean_length > 0 and count == own
+            totals = [load.prompt_length + n for n in self._own_lengths()] if known else None
+            graphs, seconds = capture_graphs(engine, count, load.prompt_length, longest, totals)
+        self.captured = (self.captured[0] + graphs, self.captured[1] + seconds)
+
+    def synthetic(self, sequences: int, seed: int, one_prompt: bool = False) -> list[Sample]:
+        """Return samples of the load's lengths that nobody drew, without log-probs: one group.
+
+        Args:
+            sequences: How many samples.
+            seed: The seed of their tokens.
+            one_prompt: Whether all have the same prompt, and are short enough for a micro-batch.
+        """
+        load = self.load
+        longest = load.response_length
+        if one_prompt:
+            each = self.chosen["micro_batch_tokens"] // sequences
+            longest = max(1, min(longest, each - load.prompt_length))
+        sizes = (load.prompt_length, longest)
+        prompts, answers = (
+            Load(sequences, 1, size, 0).random_prompts(self.vocabulary, seed + place)
+            for place, size in enumerate(sizes)
+        )
+        if one_prompt:
+            prompts = prompts[:1] * sequences
+        zeros = (0.0,) * longest
+        completions = [Completion(tuple(answer), zeros, "length") for answer in answers]
+        samples = make_samples(prompts, completions, random_rewards(len(completions), seed))
+        return [replace(sample, group=0) for sample in samples]
+
+    def fit(self) -> None:
+        """Make the trainer with the largest micro-batch that fits, and have it make updates.
+
+        One of them is with the load's last, smaller micro-batch, which may have its own kernels, as
+        has one whose samples share their prompt.
+        """
+        load = self.load
+        given, length = self._choices.tokens_per_micro_batch, load.length
+        most = max(1, (given or MOST_TOKENS) // length)
+        counts = [most] if given else range(min(most, load.sequences), 0, -1)
+        recomputed = self._choices.train.get("activation_checkpointing")
+        for checkpointing in (False, True) if recomputed is None else (recomputed == "true",):
+            for count in counts:
+                if self._fits(count, checkpointing):
+                    if rest := load.sequences % count:
+                        self._train_on(self.synthetic(rest, seed=2), self.trainer)
+                    if self.trainer.settings.train.share_prompts:
+                        shared = self.synthetic(load.samples, seed=3, one_prompt=True)
+                        self._train_on(shared, self.trainer)
+                    return
+        raise OutOfMemoryStop(
+            f"{self.policy.plan.name}: not even {counts[-1]} sequences of {length} tokens fit, "
+            "with layers recomputed"
+        )
+
+    def planned(self) -> MemoryPlan:
+        """Return the memory plan of the load with the chosen micro-batches."""
+        load, chosen = self.load, self.chosen
+        recomputed = bool(chosen["activation_checkpointing"])
+        settings = self._settings(chosen["micro_batch_tokens"], recomputed, for_plan=True)
+        return memory_plan(
+            settings,
+            self.policy.config,
+            load=Workload(
+                load.sequences,
+                load.length,
+                load.sequences,
+                load.prompts * load.prompt_length,
+                most_held=load.most_held if self._together == load.sequences else None,
+            ),
+            free=self._free,
+            device=self.policy.device.type,
+            cards=world().size,
+        )
+
+    def _fits(self, count: int, checkpointing: bool) -> bool:
+        given = self._choices.tokens_per_micro_batch
+        tokens = given if given and self.load.mean_length else count * self.load.length
+        self.chosen |= {"micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
+        planned = world().size > 1 and not given and self._free is not None
+        if planned and self.planned().needed > (self._free or 0):
+            return False
+        settings = self._settings(tokens, checkpointing)
+        size = _Tried(tokens)
+        trainer = Trainer(self.policy, settings, micro_batch_size=size)
+        spare = torch.empty(_SPARE_BYTES, dtype=torch.uint8, device=self.policy.device)
+        warm = self._choices.warm_micro_batches or 2 * world().size
+        samples = self.synthetic(warm * count, seed=1)
+        try:
+            for tried in (samples[:1], samples):
+                self._train_on(tried, trainer)
+        except OutOfMemoryStop:
+            fits = False
+        else:
+            fits, self.trainer, size.tried = True, trainer, False
+        del spare
+        if not fits:
+            for master in self.policy.master_weights().values():
+                master.grad = None
+            del trainer
+            release()
+        return fits
+
+    def expected(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Return samples with the log-probs that the trainer expects of an exact plan's sampler."""
+        if not self.policy.plan.exact:
+            return samples
+        return with_logprobs(samples, self.old_logprobs(samples))
+
+    def _train_on(self, samples: Sequence[Sample], trainer: Trainer) -> None:
+        """Make a step on samples that nobody drew."""
+        trainer.step(self.expected(samples))
+
+    def _settings(self, tokens: int, checkpointing: bool, for_plan: bool = False) -> Settings:
+        choices, load = self._choices, self.load
+        train = {
+            "lr": choices.learning_rate,
+            "tokens_per_micro_batch": tokens,
+            "activation_checkpointing": str(checkpointing).lower(),
+            **choices.train,
+        }
+        words = [f"train.{key}={value}" for key, value in train.items()]
+        if for_plan:
+            words += [
+                f"precision.preset={self.policy.plan.name}",
+                f"rollout.prompts_per_step={load.prompts}",
+                f"rollout.samples_per_prompt={load.samples}",
+                f"rollout.max_batch_size={self.engine.max_batch_size}",
+            ]
+        if choices.drafts_right is None:
+            words.append("rollout.speculation=off")
+        if for_plan and choices.adapter_rank:
+            words += ["adapter.kind=lora", f"adapter.rank={choices.adapter_rank}"]
+            words.append(f"precision.base={choices.base}")
+        return load_config(None, [f"rollout.max_tokens={load.response_length}", *words])
+
+    # Measuring
+
+    def timed(self, phase: str, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Return the seconds and the result of a function; keep its peak in `peaks`.
+
+        All ranks begin together, and each has its own seconds. They are printed at once, since a
+        later phase of a large model may run out of time.
+        """
+        world().barrier(phase)
+        begins(phase)
+        on_gpu = self.policy.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()
+            reset_peak()
+        began = time.perf_counter()
+        result = work()
+        if on_gpu:
+            torch.cuda.synchronize()
+            self.peaks[phase] = round(peak_bytes() / 2**30, 1)
+        seconds = time.perf_counter() - began
+        if world().is_first:
+            peak = self.peaks.get(phase, 0.0)
+            print(f"{phase}: {seconds:.2f} s, peak {peak} GiB", file=sys.stderr, flush=True)
+        return seconds, result
+
+
+def with_logprobs(samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]) -> list[Sample]:
+    """Return the samples with the given log-probs of their completions."""
+    return [
+        replace(sample, completion=replace(sample.completion, logprobs=tuple(values)))
+        for sample, values in zip(samples, logprobs, strict=True)
+    ]
+
+
+def codes_of(policy: Policy, every: int = 12) -> dict[str, torch.Tensor]:
+    """Return copies, in CPU memory, of the quantized weights of every twelfth layer.
+
+    They are uint8 for FP8 codes and int16 for BF16, by the name of the linear layer.
+    """
+    copies = {}
+    for layer in list(policy.decoder.layers)[::every]:
+        for linear in layer.modules():
+            if isinstance(linear, Linear):
+                codes = operand_tensors(linear.operand("train"))[0]
+                codes = codes.view(torch.int16 if codes.dtype == torch.bfloat16 else torch.uint8)
+                copies[linear.name] = codes.to("cpu", copy=True)
+    return copies
+
+
+def share_changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
+    """Return the share of the elements that differ."""
+    different = sum(int((after[name] != bits).sum()) for name, bits in before.items())
+    return different / sum(bits.numel() for bits in before.values())

@@ -1,0 +1,87 @@
+"""Measure speed on a Hopper GPU (kernels, a layer, sampling, training, a step), and parity.
+
+For example:
+
+    jetrl bench attention --out attention.json
+    jetrl bench layer --shape qwen3-8b
+    jetrl bench step --shape qwen3-8b --response-length 2048
+    jetrl bench parity --shape qwen3-8b --plan unified --load 512x400x4096
+
+Each prints a table and writes JSON with device, versions and date; `jetrl bench NAME --help` has
+its own arguments. Results of one H200 are in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from jetrl.cli.ranks import joined_on
+from jetrl.distributed.world import launched_size
+from jetrl.errors import UserError
+
+HANDS_WORDS_ON = True
+RUNS_ON_RANKS = True
+ON_RANKS = ("step",)  # what several processes measure together
+CPU_TOO = (
+    "draft_head",
+    "mismatch",
+    "speculation",
+    "step",
+    "train",
+)  # with --device cpu: to try them out
+BENCHMARKS = (
+    "attention",
+    "draft_head",
+    "gemm",
+    "layer",
+    "logprob",
+    "mismatch",
+    "norm",
+    "optimizer",
+    "parity",
+    "partial",
+    "quantize",
+    "rollout",
+    "speculation",
+    "step",
+    "train",
+    "verify",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", choices=BENCHMARKS, help="what is measured")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="of the benchmark, as --out FILE"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if launched_size() > 1 and args.name not in ON_RANKS:
+        raise UserError(f"jetrl bench {args.name} is one process: start it without torchrun")
+    try:
+        benchmark = importlib.import_module(f"benchmarks.{args.name}")
+    except ModuleNotFoundError:  # Triton, which comes with a torch for GPUs
+        _require_gpu()
+        raise
+    words = " ".join(args.arguments).replace("=", " ")
+    on_cpu = args.name in CPU_TOO and "--device cpu" in words
+    if not on_cpu and not {"-h", "--help"} & set(args.arguments):
+        _require_gpu()
+    with joined_on("cpu" if on_cpu else "cuda"):
+        benchmark.main(args.arguments)
+    return 0
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(
+            "jetrl bench needs an NVIDIA Hopper GPU (H100, H200) and a torch built for CUDA; here "
+            "torch sees none"
+        )
+    from jetrl.precision.hopper.gemm import require_hopper
+
+    require_hopper()

@@ -1,0 +1,307 @@
+"""A decoder layer, forward and backward: FP8 against BF16, and what exactness costs.
+
+    jetrl bench layer [--shape qwen3-8b] [--tokens 16384] [--length 4096] [--out FILE]
+
+Rows: `bf16` (the strongest BF16 form: plain GEMMs, the fastest attention of torch, fused norms),
+`mixed`, `jet`, `unified`, and `unified, fastest attention`: the same flow with the attention of the
+`bf16` row, which keeps no promise. That row against `unified` is the price of exactness. Every
+row's bits with and without gradients are compared first. With `--adapter-rank 32` each row comes
+twice: with weights that are trained, and with adapters on frozen weights.
+
+Times are medians over layer passes that follow each other without a pause, between CUDA events;
+weights and activations together are far larger than the cache. FLOPs: 2 for each multiply and add
+of the linears, forward and twice backward, and of the causal half of attention, 1 + 2.5 times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from benchmarks._command import command_typed
+from benchmarks._timing import (
+    Row,
+    add_adapter_argument,
+    bench_parser,
+    print_table,
+    watched,
+    write_results,
+)
+from torch import Tensor
+
+from jetrl.models import attention_hopper, layer_adapter_hopper, layer_hopper
+from jetrl.models.adapter import Adapter, LoRA
+from jetrl.models.attention import PackedKeyValues
+from jetrl.models.decoder import DecoderLayer
+from jetrl.models.families import ModelConfig
+from jetrl.models.policy import Policy
+from jetrl.models.shapes import SHAPES
+from jetrl.precision import linear
+from jetrl.precision.plan import PrecisionPlan
+
+ROWS = {  # name: (plan of the layer, plan of its attention)
+    "bf16": ("bf16", "bf16"),
+    "mixed": ("mixed", "mixed"),
+    "jet": ("jet", "jet"),
+    "unified": ("unified", "unified"),
+    "unified, fastest attention": ("unified", "bf16"),
+}
+
+# The modules that call operations by name, for the shares of time.
+OPERATIONS = {
+    layer_hopper: (
+        "fprop", "dgrad", "wgrad", "quantize_output_gradient", "quantize_for_wgrad",
+        "rms_norm_quantize", "rms_norm_squares", "rms_norm_forward", "rms_norm_backward",
+        "swiglu_quantize", "swiglu_forward", "swiglu_backward", "swiglu_backward_quantize",
+    ),
+    attention_hopper: (
+        "qk_norm_rotary_cache", "qk_norm_rotary_backward", "stage_keys", "attend_tiles",
+        "attention_backward", "attend_equal_lengths", "attend_equal_lengths_backward",
+    ),
+    linear: (
+        "fprop", "dgrad", "wgrad", "quantize_input", "quantize_output_gradient",
+        "quantize_for_wgrad", "quantize_for_dgrad", "adapted_fprop", "adapter_gradients",
+    ),
+    layer_adapter_hopper: (
+        "fprop", "dgrad", "quantize_for_dgrad", "rms_norm_quantize", "rms_norm_forward",
+        "rms_norm_backward", "swiglu_quantize_with_values", "swiglu_forward", "swiglu_backward",
+        "adapter_gradients", "rank_gradient", "adapted_fprop", "swiglu_backward_values_",
+    ),
+}  # fmt: skip
+
+
+class LayerBench:
+    """A layer of a shape under a plan, with its inputs.
+
+    Args:
+        shape: A name of `jetrl.models.shapes`.
+        plan: The precision preset of the layer.
+        attention: The precision preset of the attention.
+        tokens: Tokens of all sequences.
+        length: Tokens of a sequence.
+        rank: The rank of adapters on frozen weights; 0: the weights are trained.
+    """
+
+    def __init__(
+        self, shape: str, plan: str, attention: str, tokens: int, length: int, rank: int = 0
+    ) -> None:
+        config = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 256}
+        beside = Adapter.new(ModelConfig.from_hf(config), LoRA(rank, 32.0), 0) if rank else None
+        preset = PrecisionPlan.preset(plan)
+        self.policy = Policy.from_config(config, preset, 0, "cuda", adapter=beside)
+        layer = self.policy.decoder.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        self.layer, self.tokens, self.length = layer, tokens, length
+        ends = torch.arange(0, tokens + 1, length, device="cuda")
+        self.attention = PrecisionPlan.preset(attention)
+        self.kv = PackedKeyValues(ends, self.attention)
+        self.positions = torch.arange(tokens, device="cuda") % length
+        g = torch.Generator(device="cuda").manual_seed(0)
+        self.x, self.delta, self.dx, self.ddelta = (
+            torch.randn(tokens, self.policy.config.hidden_size, device="cuda", generator=g)
+            .bfloat16()
+            .requires_grad_(i < 2)
+            for i in range(4)
+        )
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return (x, delta) [T, D] after the layer."""
+        table = self.policy.decoder.rotary_table
+        out: tuple[Tensor, Tensor] = self.layer(
+            self.x, self.delta, self.positions, table, self.kv, "train", None
+        )
+        return out
+
+    def backward(self, out: tuple[Tensor, Tensor]) -> None:
+        """Run the backward pass from random gradients of the outputs."""
+        torch.autograd.backward(out, (self.dx, self.ddelta))
+
+    def clear(self) -> None:
+        """Drop the gradients of inputs and weights."""
+        for tensor in (self.x, self.delta, *self.policy.master_weights().values()):
+            tensor.grad = None
+
+    def flops(self) -> dict[str, float]:
+        """Return the floating-point operations of the forward and of the backward."""
+        c = self.policy.config
+        linears = (m for m in self.layer.modules() if isinstance(m, linear.Linear))
+        weights = sum(layer.weight.numel() for layer in linears)
+        attention = 2 * self.tokens * self.length * c.num_heads * c.head_dim
+        products = 2 * self.tokens * weights
+        backward = products if self.policy.lora is not None else 2 * products
+        return {"forward": products + attention, "backward": backward + 2.5 * attention}
+
+
+def different_without_gradients(bench: LayerBench) -> int:
+    """Count output elements that differ between a forward with and without gradients."""
+    with_gradients = bench.forward()
+    with torch.no_grad():
+        without = bench.forward()
+    return sum(int((a != b).sum()) for a, b in zip(with_gradients, without, strict=True))
+
+
+def milliseconds(bench: LayerBench, accumulate: bool, repeats: int = 12) -> tuple[float, float]:
+    """Return the median milliseconds of the forward and of the backward.
+
+    Args:
+        bench: The layer with its inputs.
+        accumulate: True to add to the gradients of the pass before, as later micro-batches do.
+        repeats: The number of passes; the first two do not count.
+    """
+    marks = []
+    for _ in range(repeats):
+        if not accumulate:
+            bench.clear()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        events[0].record()
+        out = bench.forward()
+        events[1].record()
+        bench.backward(out)
+        events[2].record()
+        del out
+        marks.append(events)
+    torch.cuda.synchronize()
+    bench.clear()
+    measured = [(a.elapsed_time(b), b.elapsed_time(c)) for a, b, c in marks[2:]]
+    return tuple(statistics.median(column) for column in zip(*measured, strict=True))
+
+
+def shares(bench: LayerBench, repeats: int = 5) -> dict[str, float]:
+    """Return the milliseconds of each operation in a pass; the rest of the layer is `other`."""
+    functions = [
+        (module, name, name, False) for module, names in OPERATIONS.items() for name in names
+    ]
+    totals: dict[str, float] = defaultdict(float)
+    for _ in range(repeats):
+        bench.clear()
+        log: list[tuple[str, Any, Any]] = []
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(20_000_000)  # the host runs ahead, so that no launch is waited for
+        start.record()
+        with watched(functions, log):
+            bench.backward(bench.forward())
+        end.record()
+        torch.cuda.synchronize()
+        for name, a, b in log:
+            totals[name] += a.elapsed_time(b) / repeats
+        totals["all"] += start.elapsed_time(end) / repeats
+    named = sum(ms for name, ms in totals.items() if name != "all")
+    totals["other"] = totals["all"] - named
+    return {name: round(ms, 3) for name, ms in totals.items()}
+
+
+def saved_bytes(bench: LayerBench) -> int:
+    """Return the bytes that a layer keeps for backward, where each storage counts once."""
+    saved: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = bench.forward()
+    del result
+    return sum(saved.values())
+
+
+def saved_bytes_of_others(bench: LayerBench) -> int:
+    """Return the saved bytes that norms, rotary, attention and SwiGLU need themselves.
+
+    They are the two residual streams, qkv and the rotated queries, keys and values as stored, the
+    attention's output with its log-sum-exp, gate and up, and the norms' inverse rms: bfloat16 but
+    for codes and scales of keys and values. The other saved bytes are those of linears.
+    """
+    c = bench.policy.config
+    heads, fp8 = c.num_heads * c.head_dim, bench.attention.kv != "bf16"
+    keys_and_values = 2 * c.num_kv_heads * (c.head_dim + 4 if fp8 else 2 * c.head_dim)
+    wide = 2 * c.hidden_size + 3 * heads + 2 * c.num_kv_heads * c.head_dim + 2 * c.intermediate_size
+    return bench.tokens * (2 * wide + keys_and_values + 4 * c.num_heads + 2 * 4)
+
+
+def measure(name: str, shape: str, tokens: int, length: int, rank: int = 0) -> Row:
+    """Return a row of the benchmark.
+
+    Args:
+        name: A name of `ROWS`.
+        shape: A name of `jetrl.models.shapes`.
+        tokens: Tokens of all sequences.
+        length: Tokens of a sequence.
+        rank: The rank of adapters on frozen weights; 0: the weights are trained.
+    """
+    bench = LayerBench(shape, *ROWS[name], tokens, length, rank)
+    different = different_without_gradients(bench)
+    forward, backward = milliseconds(bench, accumulate=False)
+    accumulating = milliseconds(bench, accumulate=True)[1]
+    flops = bench.flops()
+    everything = saved_bytes(bench)
+    linears = everything - saved_bytes_of_others(bench)
+    return {
+        "name": name if not rank else f"{name}, adapters of rank {rank}",
+        "forward_ms": round(forward, 3),
+        "backward_ms": round(backward, 3),
+        "total_ms": round(forward + backward, 3),
+        "backward_accumulating_ms": round(accumulating, 3),
+        "teraflops": round(sum(flops.values()) / (forward + backward) / 1e9),
+        "saved_mib_linears": round(linears / 2**20, 1),
+        "saved_mib_layer": round(everything / 2**20, 1),
+        "bits_different": different,
+        "operations_ms": shares(bench),
+    }
+
+
+def run(shape: str, tokens: int, length: int, names: Sequence[str], rank: int = 0) -> list[Row]:
+    """Return the rows, with ratios to `bf16` and to `unified, fastest attention`.
+
+    Args:
+        shape: A name of `jetrl.models.shapes`.
+        tokens: Tokens of all sequences.
+        length: Tokens of a sequence.
+        names: Names of `ROWS`.
+        rank: With a rank each row comes a second time, with adapters on frozen weights.
+    """
+    rows = []
+    for name, with_rank in itertools.product(names, (0, rank) if rank else (0,)):
+        rows.append(measure(name, shape, tokens, length, with_rank))
+        print(f"{name}: {rows[-1]['total_ms']} ms", flush=True)
+    times = {row["name"]: row["total_ms"] for row in rows}
+    for row in rows:
+        if "bf16" in times:
+            row["times_bf16"] = round(times["bf16"] / row["total_ms"], 3)
+        if "unified, fastest attention" in times:
+            price = row["total_ms"] / times["unified, fastest attention"] - 1
+            row["above_fastest_attention"] = round(price, 4)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench layer`."""
+    parser = bench_parser("layer", __doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=4096, help="tokens a sequence")
+    parser.add_argument("--row", action="append", choices=ROWS, help="repeatable; default: all")
+    add_adapter_argument(parser)
+    parser.add_argument("--out", default="build/bench/layer.json", help="JSON file")
+    args = parser.parse_args(argv)
+    rows = run(args.shape, args.tokens, args.length, args.row or list(ROWS), args.adapter_rank)
+    write_results(args.out, "layer", command_typed("jetrl bench layer", argv), rows)
+    tables = [row.pop("operations_ms") for row in rows]
+    print_table(rows)
+    print("\nmilliseconds an operation")
+    names = sorted({name for table in tables for name in table})
+    print_table(
+        [
+            {"operation": name}
+            | {row["name"]: table.get(name, "") for row, table in zip(rows, tables, strict=True)}
+            for name in names
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

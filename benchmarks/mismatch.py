@@ -1,0 +1,149 @@
+r"""Measure where the mismatch of a sampler in FP8 beside a trainer in BF16 comes from.
+
+    jetrl bench mismatch --shape qwen3-8b --load 32x64x1500 --out mismatch.json
+    jetrl bench mismatch --shape tiny --device cpu --load 8x24x150
+
+The sampler has FP8 weights, activations, keys and values and head, and an attention that begins a
+new sum every 256 keys. Then each of these five has the trainer's form in turn, the other four as
+they were; and each alone has the sampler's form beside four in the trainer's. Random weights, with
+peaked distributions; each row draws its own tokens, and the trainer computes their log-probs. A
+load is SEQUENCES x SAMPLED TOKENS x LONG, as of `jetrl bench parity`.
+
+The last rows are presets, and `bf16` with its sums pinned, which differs in no token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks._command import command_typed
+from benchmarks._timing import add_shape_arguments, bench_parser, print_table, versions
+from benchmarks.parity import make_policy, prompts_of
+
+from jetrl.errors import UserError
+from jetrl.models.policy import Policy
+from jetrl.parity import measure
+from jetrl.precision import PrecisionPlan
+from jetrl.precision.deviation import SamplerDeviation
+from jetrl.presets import LinearFormat
+
+_TEMPERATURE = 0.6
+_SPLIT = 256  # Keys after which the other attention begins a new sum.
+COMPONENTS = ("weights", "activations", "keys and values", "attention", "head")
+PRESETS = ("mixed", "alike", "jet", "unified", "bf16")
+
+
+def plan_with(components: Sequence[str]) -> PrecisionPlan:
+    """Return a plan with a BF16 trainer, whose sampler has some components in another form.
+
+    Args:
+        components: The components in the sampler's form: FP8, or the other attention.
+    """
+    own = set(components)
+    linears: LinearFormat = "bf16"
+    if {"weights", "activations"} <= own:
+        linears = "fp8"
+    elif "weights" in own:
+        linears = "fp8_weights"
+    elif "activations" in own:
+        linears = "fp8_activations"
+    deviation = SamplerDeviation(
+        linears=linears,
+        kv="fp8" if "keys and values" in own else None,
+        attention_split=_SPLIT if "attention" in own else None,
+        lm_head="fp8" if "head" in own else None,
+    )
+    return PrecisionPlan.preset("mixed").replace(sampler_deviation=deviation)
+
+
+def plans() -> dict[str, PrecisionPlan]:
+    """Return the plan of each row, by what the row is."""
+    rows = {"all five in the sampler's form": plan_with(COMPONENTS)}
+    for component in COMPONENTS:
+        others = [other for other in COMPONENTS if other != component]
+        rows[f"{component} in the trainer's form"] = plan_with(others)
+    for component in COMPONENTS:
+        rows[f"{component} alone in the sampler's form"] = plan_with([component])
+    rows |= {f"preset {name}": PrecisionPlan.preset(name) for name in PRESETS}
+    rows["preset bf16, pinned sums"] = PrecisionPlan.preset("bf16").replace(pinned_sums=True)
+    return rows
+
+
+def row_of(name: str, policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
+    """Return the mismatch of one policy: the numbers of `jetrl parity`.
+
+    Args:
+        name: What the row is.
+        policy: The policy.
+        load: Sequences, sampled tokens of each, and the length of the long prompts.
+    """
+    began = time.perf_counter()
+    result = measure(
+        policy,
+        prompts=prompts_of(policy, load),
+        samples=1,
+        max_tokens=load[1],
+        temperature=_TEMPERATURE,
+    )
+    facts = dataclasses.asdict(result)
+    del facts["first_different"]
+    seconds = round(time.perf_counter() - began, 1)
+    return {"sampler": name, "exact_plan": policy.plan.exact, **facts, "seconds": seconds}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench mismatch`."""
+    parser = bench_parser("mismatch", __doc__)
+    add_shape_arguments(parser)
+    parser.add_argument("--load", type=_load, default="32x64x1500", help="default: %(default)s")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    args = parser.parse_args(argv)
+
+    # All rows have the same master weights, in the same memory: only their roundings are made anew.
+    first = make_policy(args.shape, "bf16", args.device, args.layers)
+    config, masters = first.config, {k: v.detach() for k, v in first.master_weights().items()}
+    del first
+    if max(args.load[2] + args.load[1], 400) > config.max_position_embeddings:
+        raise UserError(f"--load: the model's context is {config.max_position_embeddings} tokens")
+    rows = []
+    for name, plan in plans().items():
+        rows.append(row_of(name, Policy(config, plan, masters, args.device), args.load))
+    print_table([_shown(row) for row in rows])
+    if args.out is not None:
+        about = {
+            "command": command_typed("jetrl bench mismatch", argv),
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+            "versions": versions(),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with its numbers rounded for people."""
+    return {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+
+
+def _load(text: str) -> tuple[int, int, int]:
+    """Return the three numbers of a load."""
+    try:
+        batch, tokens, long = (int(number) for number in text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: SEQUENCES x TOKENS x LONG, as 8x24x150"
+        ) from None
+    if min(batch, tokens, long) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: each number at least 1")
+    return batch, tokens, long
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+r"""Parity at the shape of a real model, with random weights that give peaked distributions.
+
+    jetrl bench parity --shape qwen3-8b --plan unified --plan jet \
+        --load 512x400x4096 --load 4x64x32000 --load 1x64x100 --out parity.json
+
+A load is SEQUENCES x SAMPLED TOKENS x LONG: prompts of 1 to 400 tokens, and one in eight (the last
+one of fewer) of LONG. They are sampled in one batch, the trainer's forward runs over all of them in
+others, and every token is compared.
+
+`--proof` first times what a run proves at its start, on two layers, twice: the first time kernels
+that are in no cache are compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks._command import command_typed
+from benchmarks._phases import begins
+from benchmarks._timing import add_shape_arguments, bench_parser, versions
+
+from jetrl.compiling import compiled_ahead
+from jetrl.models.adapter import Adapter, LoRA
+from jetrl.models.families import ModelConfig
+from jetrl.models.policy import Policy
+from jetrl.models.shapes import SHAPES
+from jetrl.parity import check_policy, failures, located, measure
+from jetrl.precision import PrecisionPlan
+
+_TEMPERATURE = 0.6
+ALPHA = 32.0  # of adapters
+
+
+def make_policy(
+    shape: str,
+    plan: str,
+    device: str,
+    layers: int | None,
+    kv: str | None = None,
+    adapter_rank: int = 0,
+    base: str = "fp8",
+    speculation: bool = False,
+) -> Policy:
+    """Return a policy with random weights, whose logits have a standard deviation of about 2.
+
+    Args:
+        shape: A name of `jetrl.models.shapes`.
+        plan: The precision preset.
+        device: "cuda" or "cpu".
+        layers: Decoder layers; None: the shape's own.
+        kv: The formats of keys and values; None: the preset's.
+        adapter_rank: The rank of adapters on a frozen base, whose B is random too; 0: all
+            parameters are trained.
+        base: The format of a frozen base.
+        speculation: Whether decode is to verify drafts, whose kernels are compiled ahead then.
+    """
+    config = dict(SHAPES[shape])
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+    config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
+    chosen = PrecisionPlan.preset(plan)
+    chosen = chosen.replace(base=base) if kv is None else chosen.replace(base=base, kv=kv)
+    shape_of = ModelConfig.from_hf(config)
+    adapter = Adapter.new(shape_of, LoRA(adapter_rank, ALPHA), seed=0) if adapter_rank else None
+    with compiled_ahead(shape_of, chosen, device, adapter, speculation=speculation):
+        policy = Policy.from_config(config, chosen, seed=0, device=device, adapter=adapter)
+        begins("the weights are made; waiting for kernels that are compiled beside them")
+    if adapter is None:
+        return policy
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, master in policy.master_weights().items():
+            if name.endswith("lora_B"):
+                master.normal_(0.0, 0.02, generator=generator)
+    policy.requantize()
+    return policy
+
+
+def prove(policy: Policy) -> dict[str, Any]:
+    """Return the seconds of the proof at a run's start, and the checks that failed."""
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        checks = check_policy(policy)
+        seconds.append(round(time.perf_counter() - began, 2))
+    return {
+        "plan": policy.plan.name,
+        "proof_s": seconds,
+        "checks": len(checks),
+        "broken": failures(checks),
+    }
+
+
+def prompts_of(policy: Policy, load: tuple[int, int, int]) -> list[list[int]]:
+    """Return the random prompts of a load (sequences, sampled tokens, long), as token ids."""
+    batch, _, long = load
+    generator = np.random.default_rng(0)
+    every = min(8, batch)
+    lengths = [
+        long if i % every == every - 1 else int(generator.integers(1, 400)) for i in range(batch)
+    ]
+    return [generator.integers(0, policy.config.vocab_size, n).tolist() for n in lengths]
+
+
+def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
+    """Return the row of one load (sequences, sampled tokens, long) on one policy."""
+    batch, tokens, long = load
+    prompts = prompts_of(policy, load)
+    began = time.perf_counter()
+    result = measure(
+        policy,
+        prompts=prompts,
+        samples=1,
+        max_tokens=tokens,
+        temperature=_TEMPERATURE,
+        max_batch_size=512,
+    )
+    location = None
+    if result.first_different is not None:
+        location = located(policy, *result.first_different, _TEMPERATURE)
+    facts = dataclasses.asdict(result)
+    del facts["first_different"]
+    return {
+        "plan": policy.plan.name,
+        "layers": policy.config.num_layers,
+        "sequences": batch,
+        "longest_context": long + tokens,
+        **facts,
+        "located": location,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench parity`."""
+    parser = bench_parser("parity", __doc__)
+    add_shape_arguments(parser)
+    parser.add_argument("--plan", action="append", help="repeatable; default: unified")
+    parser.add_argument("--load", action="append", help="repeatable; default: 128x128x4096")
+    parser.add_argument("--proof", action="store_true", help="time the proof at a run's start")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    args = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append({"shape": args.shape, **row})
+        print(json.dumps(rows[-1]), flush=True)
+
+    for plan in args.plan or ["unified"]:
+        policy = make_policy(args.shape, plan, args.device, args.layers)
+        if args.proof:
+            add(prove(policy))
+        for load in args.load or ["128x128x4096"]:
+            batch, tokens, long = (int(number) for number in load.split("x"))
+            add(run(policy, (batch, tokens, long)))
+        del policy
+    if args.out is not None:
+        device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+        about = {
+            "command": command_typed("jetrl bench parity", argv),
+            "device": device,
+            "versions": versions(),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,413 @@
+r"""The rollout engine on one GPU, at the shape of a real model with random weights.
+
+    jetrl bench rollout --shape qwen3-8b --plan unified --plan bf16 \
+        --case 256x128x512 --case 64x8192x128 --out rollout.json
+    jetrl bench rollout --shape qwen3-8b --load grpo
+    jetrl bench rollout --shape qwen3-8b --adapter-rank 32 --base fp8 --base nvfp4 --case 8x128x256
+
+A case is SEQUENCES x PROMPT TOKENS x RESPONSE TOKENS: all prompts different, end-of-sequence
+ignored, log-probs on. A decode step is timed from one to the next as the engine makes them, host
+included; the median is reported. Its floor is what it must read, the weights and the keys and
+values of the mean context, over the card's measured copy bandwidth. The first sequences' log-probs
+are compared with the trainer's, as bits. With `--rounds` the formats of keys and values take turns,
+and the row of each is its median round's. `--profile` says where the time of a forward goes, of
+decode and of prefill, by kernel.
+
+The load `grpo` is 64 prompts of 256 tokens with 8 samples each, whose lengths are drawn from a
+log-normal distribution (sigma 0.8 of the logarithm, mean 1500, at most 8192): it has a tail. `tail`
+is 16 such prompts with half the lengths, those of `jetrl bench speculation`. Before one is timed,
+every size of batch and of context runs once, so that all graphs are captured; how many there are
+and what that took is in the row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks._command import command_typed
+from benchmarks._load import TAILED, tailed_load
+from benchmarks._prefill import prefill_profile
+from benchmarks._profile import kernel_rows, totals
+from benchmarks._timing import (
+    Row,
+    add_adapter_argument,
+    add_shape_arguments,
+    bench_parser,
+    copy_bandwidth,
+    print_table,
+    write_results,
+)
+from benchmarks.parity import make_policy
+
+from jetrl.memory.device import peak_bytes, reset_peak
+from jetrl.models.attention import kv_bytes_per_token
+from jetrl.models.policy import Policy
+from jetrl.precision.linear import Linear
+from jetrl.precision.quantized_weight import operand_tensors
+from jetrl.rollout.decode_forward import padded_batch, padded_context
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.options import GenerateOptions
+from jetrl.rollout.progress import Progress
+from jetrl.types import Completion, SamplingParams
+
+CHECKED_TOKENS = 20_000  # of the exactness check
+_WARM_TOKENS = 2**16  # of prompts that are all run before the timing
+# Of a warm-up: tokens that one more number of running sequences lasts, at least the forwards of a
+# decode step; and the most sequences that end at once.
+_WINDOW, _TOGETHER = 8, 64
+_AHEAD = 64  # Tokens by which the context of a launched decode step may be ahead of the ends known.
+
+
+def weight_bytes(policy: Policy) -> int:
+    """Return the bytes of weights that one decode forward reads in linears and lm_head."""
+    total = 0
+    for module in policy.decoder.modules():
+        if isinstance(module, Linear):
+            total += sum(t.nbytes for t in operand_tensors(module.operand("rollout")))
+    return total
+
+
+class _Watch:
+    """A progress callback that keeps the time of each scheduler step, and profiles some."""
+
+    def __init__(self, profiled: int = 0) -> None:
+        self.records: list[tuple[float, Progress]] = []
+        self._profiled = profiled
+        self.profiler: Any = None
+        self.profiled_tokens = 0
+
+    def __call__(self, progress: Progress) -> None:
+        if self._profiled and progress.tokens >= 4 * progress.sequences_total:
+            if self.profiler is None:
+                self.profiler = torch.profiler.profile(
+                    activities=[torch.profiler.ProfilerActivity.CUDA]
+                )
+                self.profiler.start()
+                self._first = progress.tokens
+            elif progress.tokens - self._first >= self._profiled * progress.sequences_total:
+                torch.cuda.synchronize()
+                self.profiler.stop()
+                self._profiled = 0
+        self.records.append((time.perf_counter(), progress))
+
+    def seconds_per_step(self, full: int) -> float:
+        """Return the median seconds of a decode forward in which `full` sequences drew a token."""
+        times = []
+        for (before, a), (after, b) in zip(self.records, self.records[1:], strict=False):
+            forwards, rest = divmod(b.tokens - a.tokens, full)
+            if forwards > 0 and rest == 0:
+                times += [(after - before) / forwards] * forwards
+        return statistics.median(times[len(times) // 10 :])
+
+
+def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: bool) -> Row:
+    """Return the row of one case, timed after a short run of the same sizes.
+
+    The short run has two of the prompts, where all prompts are too long for a warm-up.
+
+    Args:
+        policy: The policy that samples.
+        batch: The number of sequences.
+        prompt: Tokens of a prompt.
+        response: Tokens of a completion.
+        profiled: True to add profiles of decode and prefill.
+    """
+    generator = np.random.default_rng(0)
+    prompts = generator.integers(0, policy.config.vocab_size, (batch, prompt)).tolist()
+    pages = batch * -(-(prompt + response) // 64)  # of the timed call, so that its graphs are warm
+    engine = RolloutEngine(policy, max_batch_size=batch, num_pages=pages)
+    params = SamplingParams(max_tokens=response, ignore_eos=True, seed=1)
+    short = SamplingParams(max_tokens=min(response, 40), ignore_eos=True, seed=1)
+    all_at_once = batch * prompt <= _WARM_TOKENS
+    warm = _Watch(24 if profiled and all_at_once else 0)
+    began = time.perf_counter()
+    engine.generate(prompts if all_at_once else prompts[:2], short, progress=warm)
+    first = time.perf_counter() - began
+    graphs, capture_s = engine.stats.graphs, engine.stats.capture_s
+    reset_peak()
+    watch = _Watch()
+    completions = engine.generate(prompts, params, progress=watch)
+    stats = engine.stats
+    step = watch.seconds_per_step(batch)
+    context = prompt + response / 2
+    floor = weight_bytes(policy)
+    floor += int(batch * context * kv_bytes_per_token(policy.config, policy.plan.on("rollout")))
+    row: Row = {
+        "plan": policy.plan.name,
+        "kv": policy.plan.kv,
+        "sequences": batch,
+        "prompt": prompt,
+        "response": response,
+        "decode_ms": round(step * 1e3, 3),
+        "floor_ms": round(floor / copy_bandwidth() * 1e3, 3),
+        "share_of_floor": round(floor / copy_bandwidth() / step, 3),
+        "decode_tokens_per_s": round(batch / step),
+        "tokens_per_s": round(stats.tokens_per_s),
+        "prefill_tokens_per_s": round(stats.tokens_prefilled / stats.prefill_s),
+        "idle_share": round(stats.device_idle_s / stats.seconds, 4),
+        "peak_gib": round(peak_bytes() / 2**30, 1),
+        "first_call_s": round(first, 1),
+        "graphs": graphs + stats.graphs,
+        "capture_s": round(capture_s + stats.capture_s, 2),
+        "seconds": round(stats.seconds, 2),
+        **check(policy, prompts, completions),
+    }
+    if warm.profiler is not None:
+        row["profile"] = profile_rows(warm.profiler)
+    if profiled:
+        row["prefill_profile"] = prefill_profile(engine, prompts, kind_of)
+    return row
+
+
+def warm_lengths(count: int) -> list[int]:
+    """Return the tokens of each sequence of a warm-up, the longest first.
+
+    Every size of graph runs for a decode step, and at last one sequence alone.
+    """
+    running = {1, *range(_TOGETHER, count, _TOGETHER), *map(padded_batch, range(1, count + 1))}
+    return [_WINDOW * sum(min(n, count) > index for n in running) for index in range(count)]
+
+
+def capture_largest(engine: RolloutEngine, count: int, longest: int) -> tuple[int, float]:
+    """Capture the graph of all sequences at the longest context; return 1 (or 0) and the seconds.
+
+    No other graph of the sequences works in more memory, and the cache has all the pages that they
+    can use.
+
+    Args:
+        engine: The engine that keeps the graph.
+        count: The number of sequences.
+        longest: Tokens of the longest sequence.
+    """
+    few = min(_WINDOW, longest - 1)
+    params = SamplingParams(n=count, max_tokens=few, ignore_eos=True, seed=1)
+    engine.generate([[1] * (longest - few)], params)
+    return engine.stats.graphs, engine.stats.capture_s
+
+
+def capture_graphs(
+    engine: RolloutEngine,
+    count: int,
+    shortest: int,
+    longest: int,
+    totals: Sequence[int] | None = None,
+) -> tuple[int, float]:
+    """Capture every graph that sequences need; return the number of graphs and the seconds.
+
+    Samples of one prompt are drawn for each size of context, the longest first: a call that needs
+    more pages makes a new cache, without graphs. Where sequences have different lengths and all run
+    together, few of them reach the longer contexts, which then need graphs of small batches alone.
+
+    Args:
+        engine: The engine that keeps the graphs.
+        count: The number of sequences.
+        shortest: Tokens of the shortest prompt.
+        longest: Tokens of the longest sequence.
+        totals: Tokens of each sequence at its end, its prompt's included, where all run together;
+            None: every batch comes up at every context.
+    """
+    graphs, seconds = (0, 0.0) if totals is None else capture_largest(engine, count, longest)
+    size, first = padded_context(longest), padded_context(shortest + 1)
+    end = longest
+    while size >= first:
+        together = count
+        if totals is not None and size > first:
+            together = sum(total > size // 2 - _AHEAD for total in totals)
+        lengths = warm_lengths(max(1, together))
+        shortest_of_size = 1 if size == padded_context(1) else size // 2 + 1
+        prompt = max(shortest_of_size, end - lengths[0])
+        params = SamplingParams(n=len(lengths), max_tokens=lengths[0], ignore_eos=True, seed=1)
+        engine.generate([[1] * prompt], params, options=GenerateOptions(max_tokens=lengths))
+        graphs += engine.stats.graphs
+        seconds += engine.stats.capture_s
+        size //= 2
+        end = size
+    return graphs, seconds
+
+
+def run_tailed(policy: Policy, name: str) -> Row:
+    """Return the row of a load with a tail.
+
+    Args:
+        policy: The policy that samples.
+        name: The load's name.
+    """
+    load, prompts, max_tokens = tailed_load(name, policy.config.vocab_size)
+    lengths, count = np.array(max_tokens), len(max_tokens)
+    engine = RolloutEngine(policy, max_batch_size=count)
+    params = SamplingParams(load.samples, load.response_length, ignore_eos=True, seed=1)
+    graphs, capture_s = capture_graphs(engine, count, load.prompt_length, load.length)
+    reset_peak()
+    completions = engine.generate(prompts, params, options=GenerateOptions(max_tokens=max_tokens))
+    stats, peak = engine.stats, peak_bytes()
+    engine.free_cache()  # it has all the memory that the check needs
+    per_token = kv_bytes_per_token(policy.config, policy.plan.on("rollout"))
+    running = np.sort(lengths)[::-1]
+    steps = int(running[0])
+    alive = np.searchsorted(-running, -np.arange(1, steps + 1), side="right")
+    kv = float((lengths * (lengths + 1) / 2 + lengths * load.prompt_length).sum()) * per_token
+    floor = (steps * weight_bytes(policy) + kv) / copy_bandwidth()
+    owners = [prompts[i // load.samples] for i in range(count)]
+    return {
+        "plan": policy.plan.name,
+        "kv": policy.plan.kv,
+        "load": name,
+        "sequences": count,
+        "tokens": stats.tokens_drawn,
+        "mean_length": round(float(lengths.mean())),
+        "longest": steps,
+        "mean_running": round(float(alive.mean()), 1),
+        "tokens_per_s": round(stats.tokens_per_s),
+        "seconds": round(stats.seconds, 2),
+        "floor_s": round(floor, 2),
+        "share_of_floor": round(floor / stats.seconds, 3),
+        "idle_share": round(stats.device_idle_s / stats.seconds, 4),
+        "preemptions": stats.preemptions,
+        "graphs": graphs,
+        "capture_s": round(capture_s, 2),
+        "graphs_captured_late": stats.graphs,
+        "peak_gib": round(peak / 2**30, 1),
+        **check(policy, owners, completions),
+    }
+
+
+@torch.no_grad()
+def check(policy: Policy, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> Row:
+    """Count tokens of the first completions whose log-prob differs in any bit from the trainer's.
+
+    Args:
+        policy: The policy that sampled.
+        prompts: Token ids of each completion's prompt.
+        completions: The completions.
+    """
+    compared = different = 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        size = len(prompt) + len(completion.token_ids)
+        if compared and compared + size > CHECKED_TOKENS:
+            break
+        (trainer,) = policy.logprobs([[*prompt, *completion.token_ids]])
+        ours = torch.tensor(completion.logprobs)
+        theirs = trainer[len(prompt) - 1 :].cpu()
+        different += int((ours.view(torch.int32) != theirs.view(torch.int32)).sum())
+        compared += size
+    return {"checked_tokens": compared, "different": different if policy.plan.exact else "-"}
+
+
+def median_round(rounds: list[Row]) -> Row:
+    """Return the row of the round whose decode step is the median, with the steps of all rounds."""
+    if len(rounds) == 1:
+        return rounds[0]
+    ordered = sorted(rounds, key=lambda row: row["decode_ms"])
+    middle = ordered[(len(ordered) - 1) // 2]
+    return {**middle, "decode_ms_of_rounds": [row["decode_ms"] for row in rounds]}
+
+
+# The kind of a kernel by a part of its name; the first entry that fits counts.
+_KINDS = {
+    "deep_gemm": "linears, FP8 (DeepGEMM)",
+    "rows_gemm_kernel": "linears, FP8 (few rows)",
+    "nvfp4_rows_kernel": "linears, NVFP4 (few rows)",
+    "widen_kernel": "linears, NVFP4 (widening for many rows)",
+    "cutlass": "linears (cuBLAS)",
+    "nvjet_sm90_tss": "lm_head, BF16 (cuBLAS)",
+    "nvjet": "linears, BF16 (cuBLAS)",
+    "combine_kernel": "attention: splits put together",
+    "decode_kernel": "attention",
+    "_row_kernel": "norms, with quantization",
+    "down_rows_kernel": "adapters: product with A",
+    "_rows_kernel": "SwiGLU with quantization, and quantization",
+    "_forward_kernel": "QK norm, rotary, keys and values to their pages",
+    "forward_kernel": "attention",
+    "stage_keys_kernel": "keys and values widened for attention",
+    "_down_kernel": "adapters: product with A",
+    "_up_kernel": "adapters: product with B",
+    "_sample_": "log-probs and draw",
+    "_filtered_kernel": "top_k and top_p",
+    "_take_kernel": "what was drawn",
+    "_inputs_kernel": "inputs and random bits",
+}
+_LISTED = 20  # kernels of a profile
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of a kernel of a forward."""
+    return next((kind for name, kind in _KINDS.items() if name in kernel), "other")
+
+
+def profile_rows(profiler: Any) -> list[Row]:
+    """Return microseconds and launches a decode forward, by kind of kernel and then by kernel."""
+    times, counts = totals(profiler.events(), kind_of)
+    # One launch of this kernel, which takes the draws in, is one forward.
+    return kernel_rows("kernel", times, counts, counts["_take_kernel"], _LISTED)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench rollout`."""
+    parser = bench_parser("rollout", __doc__)
+    add_shape_arguments(parser)
+    parser.add_argument("--plan", action="append", help="repeatable; default: unified")
+    parser.add_argument("--kv", action="append", help="repeatable; default: the plan's own")
+    add_adapter_argument(parser)
+    parser.add_argument(
+        "--base",
+        action="append",
+        choices=("fp8", "nvfp4"),
+        help="format of a frozen base (precision.base), repeatable; nvfp4 needs --adapter-rank",
+    )
+    parser.add_argument("--case", action="append", help="BxPxR, repeatable; instead of:")
+    parser.add_argument("--batch", type=int, default=64, help="sequences (default 64)")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
+    parser.add_argument("--response", type=int, default=512, help="tokens (default 512)")
+    parser.add_argument("--load", choices=TAILED, help="lengths with a tail, instead of a case")
+    parser.add_argument("--rounds", type=int, default=1, help="of each case (default 1)")
+    parser.add_argument("--profile", action="store_true", help="time by kernel, a case at a time")
+    parser.add_argument("--out", default="build/bench/rollout.json", type=Path, help="JSON file")
+    args = parser.parse_args(argv)
+    cases = args.case or ([] if args.load else [f"{args.batch}x{args.prompt}x{args.response}"])
+    command = command_typed("jetrl bench rollout", argv)
+    formats: list[str | None] = args.kv or [None]
+    rows: list[Row] = []
+    copy_bandwidth()  # every row needs it, and it is measured once, while memory is free
+
+    def add(row: Row, base: str) -> None:
+        profiles = {key: row.pop(key) for key in ("profile", "prefill_profile") if key in row}
+        beside = {"adapter_rank": args.adapter_rank, "base": base}
+        rows.append({"shape": args.shape, **beside, **row})
+        print_table([rows[-1]])
+        for key, profile in profiles.items():
+            print_table(profile)
+            rows[-1][key] = profile
+        write_results(args.out, "rollout", command, rows)  # each time: a later case may fail
+
+    for name, base in itertools.product(args.plan or ["unified"], args.base or ["fp8"]):
+        rank = args.adapter_rank
+        policy = make_policy(args.shape, name, "cuda", args.layers, adapter_rank=rank, base=base)
+        # The format of keys and values is the cache's and the packed batch's alone, so one set of
+        # weights serves all.
+        plans = [policy.plan if kv is None else policy.plan.replace(kv=kv) for kv in formats]
+        for case in cases:
+            batch, prompt, response = (int(number) for number in case.split("x"))
+            rounds: list[list[Row]] = [[] for _ in plans]
+            for _, (taken, plan) in itertools.product(
+                range(args.rounds), zip(rounds, plans, strict=True)
+            ):
+                policy.plan = plan
+                taken.append(run_case(policy, batch, prompt, response, args.profile))
+            for taken in rounds:
+                add(median_round(taken), base)
+        for plan in plans if args.load else []:
+            policy.plan = plan
+            add(run_tailed(policy, args.load), base)
+        del policy
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,457 @@
+r"""A whole step of reinforcement learning, at the shape of a real model: BF16 and FP8.
+
+    jetrl bench step --shape qwen3-8b --prompts 32 --samples 8 --prompt-length 256 \
+        --response-length 2048 --out step.json
+
+For each plan: a policy with random weights, a warm-up in which every kernel is compiled and the
+weights move (sampling with few tokens, then training), and one step that is measured:
+
+    rollout        the engine draws every completion to its full length, log-probs on, memory for
+                   its pages included; the graphs of decode are there, as in a run's later steps
+    old log-probs  of a plan that is not exact: the trainer's log-probs of all completions, by a
+                   forward without gradients. The update does not read them (with one update a step
+                   it uses its own); it is the pass that a flow with two engines needs. The ratios
+                   are given with it and without it.
+    update         `Trainer.step`: packing, forward, comparison with the sampler, backward
+    optimizer      AdamW
+    requantize     the quantized weights
+
+Rewards are random numbers. Each plan has the largest micro-batch that fits beside the same
+optimizer (`_flow`), and samples all sequences together; where memory has no room for their pages
+the youngest wait. MFU is the model's FLOPs (`_load`) over the time and over the rate of a large
+BF16 product, measured in the same run; so too under an FP8 plan.
+
+Under torchrun the step is that of all ranks: each samples its share of the prompts, and all train
+together. The load is the whole step's, or with `--batch-per-rank` that of each rank. Seconds and
+memory are those of the slowest and of the fullest rank, and beside the phases above there are
+
+    gather         every rank gets the completions of all
+    requantize     own rows are rounded, and the quantized weights gathered: the refresh
+
+`--digest` adds digests of codes, master weights and moments after the warm-up and after the step;
+they are equal at any number of ranks that is given the same load, --tokens-per-micro-batch and
+--warm-micro-batches. `--exchange` makes two more updates, with and without the exchange of
+gradients, and the exchange of one micro-batch alone.
+
+    torchrun --nproc-per-node 4 -m jetrl bench step --shape qwen3-8b --plan unified \
+        --batch-per-rank --digest --exchange
+
+Peaks of memory are given beside the memory plan, by phase. `--leave-free 78.75` takes memory of
+each GPU until so many GiB are left: as on a card of 80 GB.
+
+`--drafts-right 0.6` measures the step twice, with speculation off and then with drafts: the first
+step's completions, each token of which is right with this chance (`jetrl bench speculation`; 0.5,
+0.6 and 0.7 bring 2.0, 2.5 and 3.3 tokens a forward where drafts may be long). Look-ups in text run
+as in a run. Both steps draw the same tokens of the same weights, since the first one's update has a
+learning rate of zero; tokens and log-probs that differ are counted. `rollout` leaves out the
+capture of graphs there, which is `late_capture_s` (`rollout_idle_share` counts it). With
+`--one-update` both rows have the seconds of one update, made of the first rollout's tokens.
+
+    jetrl bench step --shape qwen3-8b --plan unified --prompts 8 --samples 8 \
+        --response-length 8192 --drafts-right 0.6
+
+Lines on the console say when each phase begins. The JSON is written as soon as something is known,
+after the warm-up and after the rollout: `missing` names what such a row lacks, so that a run that
+is cut off in its update leaves its rollout.
+
+A run of both plans takes minutes. `--plan bf16 --out a.json`, then `--plan unified --beside a.json
+--out b.json` is the same in two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks._command import command_typed
+from benchmarks._drafted_step import measure_with_drafts
+from benchmarks._flow import Choices, Flow, policy_of
+from benchmarks._load import Load, add_load_arguments, load_of, load_text
+from benchmarks._phases import begins
+from benchmarks._ranks import digests, recorded_exchange, slowest, without_exchange
+from benchmarks._smaller_card import leave_free
+from benchmarks._timing import (
+    Row,
+    add_adapter_argument,
+    add_base_argument,
+    add_shape_arguments,
+    bench_parser,
+    copy_bandwidth,
+    matrix_limit,
+    print_table,
+    write_results,
+)
+from benchmarks._whole_step import (
+    PARTS,
+    Known,
+    draw,
+    rollout_row,
+    step_row,
+    train,
+    warm_row,
+    warmed,
+)
+
+from jetrl.distributed.world import world
+from jetrl.errors import UserError
+from jetrl.memory.out_of_memory import release
+from jetrl.models.policy import Policy
+from jetrl.training import pack
+from jetrl.training.sharing import shares_prompts
+from jetrl.types import Sample
+
+# Of a row, what is printed below the table.
+PRINTED = (
+    "weights_changed",
+    "planned_gib",
+    "peak_of_plan",
+    "tokens_per_forward",
+    "different_tokens",
+    "different_logprobs",
+    "times_off",
+    "exchange",
+    "digests",
+)
+
+
+def measure(
+    policy: Policy,
+    load: Load,
+    choices: Choices,
+    limit: float,
+    digest: bool = False,
+    exchange: bool = False,
+    known: Known = lambda row: None,
+) -> Row:
+    """Return the row of a plan under a load.
+
+    Args:
+        policy: The policy under the plan.
+        load: The prompts and completions of the step, of all ranks.
+        choices: The choices that are the same for all plans.
+        limit: The FLOP/s that MFU is a share of.
+        digest: Whether to add digests of the model.
+        exchange: Whether to measure the exchange of gradients.
+        known: Called with the row as far as it is known, after the warm-up and after the rollout.
+    """
+    flow, changed = warmed(policy, load, choices)
+    known({**warm_row(flow, choices), "missing": ["rollout", "update"]})
+    found: Row = {"digests": {"warm": digests(policy, flow.trainer)}} if digest else {}
+    rollout = draw(flow)
+    known({**rollout_row(flow, choices, limit, rollout), "missing": ["update"]})
+    update = train(flow, rollout.samples)
+    if digest:
+        found["digests"]["step"] = digests(policy, flow.trainer)
+    if exchange and world().size > 1:
+        found["exchange"] = exchange_of(flow, rollout.samples)
+    return {**step_row(flow, choices, limit, rollout, update, changed), **found}
+
+
+def measure_rollout(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
+    """Return the row of a rollout alone, of a model whose update may not fit.
+
+    Args:
+        policy: The policy under the plan.
+        load: The prompts and completions of the step, of all ranks.
+        choices: The choices that are the same for all plans.
+        limit: The FLOP/s that MFU is a share of.
+    """
+    flow = Flow(policy, load, choices)
+    flow.warm_up(training=False)
+    return rollout_row(flow, choices, limit, draw(flow))
+
+
+def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
+    """Return what the exchange of gradients costs: updates with it and without it.
+
+    Both updates have the same work but for the way of the products. The weights are of no use
+    afterwards.
+
+    Args:
+        flow: The sampler and trainer, after the step.
+        samples: The samples of the step.
+    """
+    own: dict[str, float] = {}
+    again = flow.expected(samples)
+    with recorded_exchange() as exchanged:
+        own["update"] = flow.timed("exchanged", lambda: flow.update(again))[0]
+    again = flow.expected(samples)
+    with without_exchange():
+        own["update_without"] = flow.timed("alone", lambda: flow.update(again))[0]
+    trainer = flow.trainer
+    share = shares_prompts(trainer.settings.train.share_prompts, samples)
+    num_micro_batches = len(pack(samples, trainer.micro_batch_size.tokens, share_prompts=share))
+    rounds = -(-num_micro_batches // world().size)
+    sent = exchanged.bytes / rounds
+    exchanged.calls = exchanged.calls[: len(exchanged.calls) // rounds]
+    own["round_alone"] = min(exchanged.seconds(flow.policy.device) for _ in range(3))
+    for phase in ("exchanged", "alone"):
+        flow.peaks.pop(phase, None)
+    seconds = slowest("the seconds of the exchange", own)
+    return {
+        "update_s": round(seconds["update"], 3),
+        "update_without_s": round(seconds["update_without"], 3),
+        "share": round(1 - seconds["update_without"] / seconds["update"], 4),
+        "rounds": rounds,
+        "round_alone_ms": round(1e3 * seconds["round_alone"], 2),
+        "gb_sent_a_round": round(sent / 1e9, 3),
+    }
+
+
+def compare(row: Row, base: Row) -> Row:
+    """Return how many times as fast as `base` a plan is, and its share of the memory."""
+    extra = base["seconds"].get("old_logprobs", 0.0)
+    peaks = {n: g / base["peak_gib"][n] for n, g in row["peak_gib"].items()}
+    times = {"rollout": round(base["seconds"]["rollout"] / row["seconds"]["rollout"], 3)}
+    if "step_s" in row and "step_s" in base:
+        times |= {
+            "training": round(base["training_s"] / row["training_s"], 3),
+            "step": round(base["step_s"] / row["step_s"], 3),
+            "step_without_old_logprobs": round((base["step_s"] - extra) / row["step_s"], 3),
+        }
+    return {**times, "peak_memory": {name: round(share, 3) for name, share in peaks.items()}}
+
+
+def table(rows: Sequence[Row]) -> list[Row]:
+    """Return the columns of each row that are read first."""
+    lines = []
+    for row in rows:
+        line = {"plan": row["plan"], "load": row["load"], "ranks": row.get("ranks", 1)}
+        line |= {f"{name} s": row["seconds"].get(name, "") for name in PARTS}
+        line |= {"step s": row.get("step_s", "")}
+        line |= {f"{name} tok/s": rate for name, rate in row["tokens_per_s"].items()}
+        line |= {f"{name} MFU": share for name, share in row["mfu"].items()}
+        line |= {f"{name} GiB": size for name, size in row["peak_gib"].items()}
+        if "different" in row:
+            line |= {"different": f"{row['different']} of {row['compared_tokens']}"}
+        lines.append(line)
+    return lines
+
+
+def earlier_rows(path: Path | None) -> list[Row]:
+    """Return the rows of an earlier run, each with the command and date of that run.
+
+    Raises:
+        UserError: The file is not the JSON of `jetrl bench step` on this card.
+    """
+    if path is None:
+        return []
+    if not path.is_file():
+        raise UserError(f"--beside {path}: no such file")
+    results = json.loads(path.read_text(encoding="utf-8"))
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else results.get("device")
+    if results.get("benchmark") != "step" or results["device"] != here:
+        raise UserError(f"--beside {path}: give the JSON of jetrl bench step on a {here}")
+    origin = {"command": results["command"], "date": results["date"]}
+    return [{**origin, **row} for row in results["rows"]]
+
+
+def add_arguments(parser: argparse.ArgumentParser, plans: Sequence[str]) -> None:
+    """Add the arguments that `bench step` and `bench train` share, without the load."""
+    add_shape_arguments(parser)
+    parser.add_argument("--plan", action="append", help=f"repeatable; default: {' '.join(plans)}")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="default 1e-4")
+    parser.add_argument(
+        "--tokens-per-micro-batch", type=int, help="default: the largest that fits, up to 16384"
+    )
+    parser.add_argument(
+        "--train",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of [train]; optimizer_states=compact unless given",
+    )
+    add_adapter_argument(parser)
+    add_base_argument(parser)
+    parser.add_argument("--device", default="cuda", help="cpu: to try it out, nothing is written")
+
+
+def choices_of(args: argparse.Namespace, max_batch_size: int | None = None) -> Choices:
+    """Return the choices that the arguments of `add_arguments` give."""
+    train: dict[str, Any] = {"optimizer_states": "compact"}
+    train |= {key: value for key, _, value in (word.partition("=") for word in args.train)}
+    return Choices(
+        shape=args.shape,
+        device=args.device,
+        layers=args.layers,
+        learning_rate=args.learning_rate,
+        tokens_per_micro_batch=args.tokens_per_micro_batch,
+        max_batch_size=max_batch_size,
+        train=train,
+        adapter_rank=args.adapter_rank,
+        base=args.base,
+    )
+
+
+def limit_of(device: str) -> float:
+    """Return the FLOP/s of a large BF16 product; 1e12 on a CPU, where nothing is measured."""
+    return matrix_limit() if device == "cuda" else 1e12
+
+
+def rows_of(
+    args: argparse.Namespace,
+    policy: Policy,
+    loads: Sequence[Load],
+    choices: Choices,
+    limit: float,
+    known: Known,
+) -> Iterator[tuple[Load, Row]]:
+    """Yield (load, result row) pairs of one policy in the order of measurement.
+
+    Args:
+        args: The arguments of the command.
+        policy: The policy under the plan.
+        loads: The loads.
+        choices: The choices that are the same for all plans.
+        limit: The FLOP/s that MFU is a share of.
+        known: Called with a row as far as it is known.
+    """
+    for load in loads:
+        if args.drafts_right is not None:
+            for row in measure_with_drafts(policy, load, choices, limit, args.one_update):
+                yield load, row
+        elif args.rollout_only:
+            yield load, measure_rollout(policy, load, choices, limit)
+        else:
+            yield load, measure(policy, load, choices, limit, args.digest, args.exchange, known)
+
+
+def check_drafts(args: argparse.Namespace) -> None:
+    """Raise an error where --drafts-right or --one-update cannot be used as they are given.
+
+    Raises:
+        UserError: The share is no share, or there is an argument that they do not go with.
+    """
+    right = args.drafts_right
+    if right is None:
+        if args.one_update:
+            raise UserError("--one-update goes with --drafts-right: give both")
+        return
+    if not 0 <= right <= 1:
+        raise UserError(f"--drafts-right {right:g}: give a share from 0 to 1")
+    if world().size > 1:
+        raise UserError("--drafts-right measures a step of one GPU: leave torchrun out")
+    for name in ("digest", "exchange", "rollout_only"):
+        if getattr(args, name):
+            other = "--" + name.replace("_", "-")
+            raise UserError(f"--drafts-right and {other} do not go together: leave one out")
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `jetrl bench step`."""
+    parser = bench_parser("step", __doc__)
+    add_arguments(parser, ("bf16", "unified"))
+    add_load_arguments(parser, prompts=32, samples=8)
+    parser.add_argument(
+        "--mean-length",
+        type=int,
+        default=0,
+        help="a long tail: log-normal lengths with this mean, of at most --response-length tokens",
+    )
+    parser.add_argument(
+        "--load",
+        action="append",
+        type=load_text,
+        default=[],
+        metavar="PxSxLxR",
+        help="another load with the same policy, as 8x8x256x8192: prompts, samples of each, prompt "
+        "and response tokens (and the mean length, where they have a tail); repeatable",
+    )
+    parser.add_argument(
+        "--batch-per-rank", action="store_true", help="the load is that of each rank, not of all"
+    )
+    parser.add_argument(
+        "--digest", action="store_true", help="add digests of codes, master weights and moments"
+    )
+    parser.add_argument(
+        "--exchange", action="store_true", help="measure what the exchange of gradients costs"
+    )
+    parser.add_argument(
+        "--rollout-only", action="store_true", help="no update, for a model that has no room for it"
+    )
+    parser.add_argument(
+        "--drafts-right",
+        type=float,
+        metavar="SHARE",
+        help="measure the step also with drafts, whose tokens are right by this chance; one GPU",
+    )
+    parser.add_argument(
+        "--one-update", action="store_true", help="with --drafts-right: one update for both steps"
+    )
+    parser.add_argument(
+        "--warm-micro-batches",
+        type=int,
+        help="micro-batches of the update that warms up; default: two a rank",
+    )
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        help="JSON of an earlier run on such a card: its rows come first, and are compared with",
+    )
+    parser.add_argument("--max-batch-size", type=int, help="sequences together; default: all")
+    parser.add_argument(
+        "--leave-free",
+        type=float,
+        metavar="GIB",
+        help="take memory of each GPU until so much is free: 78.75 as on a card of 80 GB",
+    )
+    parser.add_argument("--out", default="build/bench/step.json", type=Path, help="JSON file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench step`."""
+    args = _parser().parse_args(argv)
+    check_drafts(args)
+    choices = replace(
+        choices_of(args, args.max_batch_size),
+        warm_micro_batches=args.warm_micro_batches,
+        drafts_right=args.drafts_right,
+    )
+    loads = [load_of(args), *args.load]
+    command = command_typed("jetrl bench step", argv)
+    if args.batch_per_rank:
+        loads = [replace(load, prompts=load.prompts * world().size) for load in loads]
+    leave_free(args.leave_free)
+    begins("the rates of a large product and of a copy")
+    limit = limit_of(args.device)
+    facts: Row = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
+    if args.device == "cuda":
+        copy_bandwidth()  # the results name it, and it is measured once, while memory is free
+        release()
+    rows = earlier_rows(args.beside)
+
+    def write(unfinished: Sequence[Row] = ()) -> None:
+        if args.device == "cuda" and world().is_first:
+            known = [{"shape": args.shape, **row} for row in unfinished]
+            write_results(args.out, "step", command, [*rows, *known], **facts)
+
+    for plan in args.plan or ["bf16", "unified"]:
+        begins(f"weights and kernels of the plan {plan}")
+        policy = policy_of(plan, choices)
+        for load, row in rows_of(args, policy, loads, choices, limit, lambda row: write([row])):
+            row = {"shape": args.shape, **row}
+            release()
+            key = ("bf16", world().size, str(load))
+            base = next((r for r in rows if (r["plan"], r.get("ranks", 1), r["load"]) == key), None)
+            if base is not None:
+                row["times_bf16"] = compare(row, base)
+            rows.append(row)
+            print_table(table(rows))
+            print(f"{plan}: {row['settings']}")
+            for name in PRINTED:
+                if name in row:
+                    print(f"{plan} {name}: {row[name]}")
+            print(f"times bf16: {row.get('times_bf16', '-')}", flush=True)
+            write()
+        del policy
+        release()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The numbers of a study's report: accuracies, paired differences, collapses, doses and twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from benchmarks.study.definition import Definition
+from benchmarks.study.plan import grid_points
+from benchmarks.study.results import RunResult
+from benchmarks.study.sections import CollapseSection
+from benchmarks.study.statistics import (
+    Comparison,
+    Interval,
+    adjusted,
+    compare,
+    mean_interval,
+    share_interval,
+)
+
+ALL_POINTS = "all points"
+GRADIENT = "policy/grad_norm"
+Accuracy = Callable[[RunResult], float | None]
+
+
+@dataclass(frozen=True)
+class ArmComparison:
+    """The differences of an arm from the reference arm, seed by seed.
+
+    Attributes:
+        tests: The mean difference with its interval, and the tests.
+        adjusted_t_p: The p-value of the t test, adjusted for the number of arms (Holm).
+        adjusted_rank_p: The p-value of the signed-rank test, adjusted likewise.
+    """
+
+    tests: Comparison
+    adjusted_t_p: float
+    adjusted_rank_p: float
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """The results of an arm at a grid point.
+
+    Attributes:
+        point: The name of the grid point.
+        arm: The arm.
+        common: The held-out accuracy in the study's precision, over seeds; None without any.
+        own: The held-out accuracy in the arm's own precision, over seeds; None without any.
+        comparison: The differences of `common` from the reference arm's, seed by seed; None for
+            the reference arm and where no seed has both.
+        own_comparison: The differences of `own` from the reference arm's, likewise.
+        collapsed: The share of runs that collapsed, with its interval; None without any run.
+        num_collapsed: The number of runs that collapsed.
+        without_weights: The number of runs that left no weights to evaluate.
+    """
+
+    point: str
+    arm: str
+    common: Interval | None
+    own: Interval | None
+    comparison: ArmComparison | None
+    own_comparison: ArmComparison | None
+    collapsed: Interval | None
+    num_collapsed: int
+    without_weights: int
+
+
+@dataclass(frozen=True)
+class TwinGroup:
+    """Runs whose final weights are to be equal, bit for bit.
+
+    Attributes:
+        name: The name of the group, of the grid point and of the seed.
+        digests: The SHA-256 of the final weights, by arm.
+        attempts: How often each run was started, by arm.
+        learnt: Whether any run had a gradient; without one, equal weights show nothing.
+    """
+
+    name: str
+    digests: Mapping[str, str]
+    attempts: Mapping[str, int]
+    learnt: bool
+
+    @property
+    def equal(self) -> bool:
+        """True if all runs left weights, and these are equal."""
+        return len(set(self.digests.values())) == 1 and all(self.digests.values())
+
+
+def point_name(point: Mapping[str, str]) -> str:
+    """Return the name of a grid point: its values, or "" for a study without a grid."""
+    return ", ".join(point.values())
+
+
+def common_accuracy(run: RunResult) -> float | None:
+    """Return the held-out accuracy of a run in the study's precision; None without weights."""
+    return None if run.common is None else run.common.mean
+
+
+def own_accuracy(run: RunResult) -> float | None:
+    """Return the held-out accuracy of a run in its own precision; None without."""
+    return None if run.own is None else run.own.mean
+
+
+def runs_of(runs: Sequence[RunResult], point: Mapping[str, str], arm: str) -> list[RunResult]:
+    """Return the runs of an arm at a grid point, by seed.
+
+    Args:
+        runs: All runs.
+        point: The grid point.
+        arm: The arm.
+    """
+    own = [run for run in runs if run.point == dict(point) and run.arm == arm]
+    return sorted(own, key=lambda run: run.seed)
+
+
+def arm_results(definition: Definition, runs: Sequence[RunResult]) -> list[ArmResult]:
+    """Return the results of each arm at each grid point, and over all points if there are several.
+
+    Over all points that have runs, the value of a seed is its mean over them, for seeds that have
+    all. Where the reference arm has no such seed, there are no results over all points.
+
+    Args:
+        definition: The definition of the study.
+        runs: Its runs.
+    """
+    points = list(grid_points(definition))
+    results = []
+    for point in points:
+        chosen = {arm: runs_of(runs, point, arm) for arm in definition.arms}
+        results += _results_at(definition, point_name(point), chosen, 1)
+    begun = sum(any(run.point == point for run in runs) for point in points)
+    chosen = {arm: [run for run in runs if run.arm == arm] for arm in definition.arms}
+    if begun > 1 and by_seed(chosen[definition.reference], common_accuracy, begun):
+        results += _results_at(definition, ALL_POINTS, chosen, begun)
+    return results
+
+
+def _results_at(
+    definition: Definition,
+    point: str,
+    runs: Mapping[str, Sequence[RunResult]],
+    num_points: int,
+) -> list[ArmResult]:
+    """Return the results of each arm from its runs at one grid point, or at all points."""
+    level = definition.study.level
+    common = {arm: by_seed(of_arm, common_accuracy, num_points) for arm, of_arm in runs.items()}
+    own = {arm: by_seed(of_arm, own_accuracy, num_points) for arm, of_arm in runs.items()}
+    comparisons, own_comparisons = (_compared(definition, values) for values in (common, own))
+    results = []
+    for arm, of_arm in runs.items():
+        fallen = sum(has_collapsed(run, definition.collapse) for run in of_arm)
+        results.append(
+            ArmResult(
+                point=point,
+                arm=arm,
+                common=_interval(common[arm], level),
+                own=_interval(own[arm], level),
+                comparison=comparisons.get(arm),
+                own_comparison=own_comparisons.get(arm),
+                collapsed=share_interval(fallen, len(of_arm), level) if of_arm else None,
+                num_collapsed=fallen,
+                without_weights=sum(run.common is None for run in of_arm),
+            )
+        )
+    return results
+
+
+def _compared(
+    definition: Definition, values: Mapping[str, Mapping[int, float]]
+) -> dict[str, ArmComparison]:
+    """Return the comparison of each arm with the reference arm, where a seed has both.
+
+    Args:
+        definition: The definition of the study.
+        values: The accuracy of each seed, by arm.
+    """
+    reference = values[definition.reference]
+    tests: dict[str, Comparison] = {}
+    for arm, of_arm in values.items():
+        differences = [
+            of_arm[seed] - reference[seed] for seed in sorted(of_arm) if seed in reference
+        ]
+        if differences and arm != definition.reference:
+            tests[arm] = compare(differences, definition.study.margin, definition.study.level)
+    by_t = adjusted([test.t_p for test in tests.values()])
+    by_rank = adjusted([test.rank_p for test in tests.values()])
+    return {
+        arm: ArmComparison(test, t_p, rank_p)
+        for (arm, test), t_p, rank_p in zip(tests.items(), by_t, by_rank, strict=True)
+    }
+
+
+def by_seed(runs: Sequence[RunResult], accuracy: Accuracy, num_points: int = 1) -> dict[int, float]:
+    """Return the accuracy of each seed that has all grid points: the mean over these.
+
+    Args:
+        runs: The runs of an arm.
+        accuracy: Returns the accuracy of a run.
+        num_points: The number of grid points that a seed has to have.
+    """
+    values: dict[int, list[float]] = {}
+    for run in runs:
+        value = accuracy(run)
+        if value is not None:
+            values.setdefault(run.seed, []).append(value)
+    return {seed: fmean(own) for seed, own in values.items() if len(own) == num_points}
+
+
+def _interval(values: Mapping[int, float], level: float) -> Interval | None:
+    return mean_interval(list(values.values()), level) if values else None
+
+
+def has_collapsed(run: RunResult, rule: CollapseSection) -> bool:
+    """Return whether a run has collapsed by the rule of the study.
+
+    The stretches of the rule are counted in the points of the kept curve.
+    """
+    if run.end == "nonfinite":
+        return True
+    kept = [value for value in run.curves.values.get(rule.metric, []) if value is not None]
+    length = max(1, round(rule.window * len(kept)))
+    if len(kept) < 2 * length:
+        return False
+    means = [fmean(kept[i : i + length]) for i in range(len(kept) - length + 1)]
+    highest = max(means)
+    return highest >= rule.least and means[-1] < rule.share * highest
+
+
+def mean_of_curve(run: RunResult, metric: str) -> float | None:
+    """Return the mean of a metric over a run; None where it has none."""
+    kept = [value for value in run.curves.values.get(metric, []) if value is not None]
+    return fmean(kept) if kept else None
+
+
+def twin_groups(definition: Definition, runs: Sequence[RunResult]) -> Iterator[TwinGroup]:
+    """Yield the groups of runs whose final weights are to be equal, of two runs or more.
+
+    Args:
+        definition: The definition of the study.
+        runs: Its runs.
+    """
+    marks = dict.fromkeys(arm.twin for arm in definition.arms.values() if arm.twin)
+    for mark in marks:
+        arms = [name for name, arm in definition.arms.items() if arm.twin == mark]
+        for point in grid_points(definition):
+            for seed in definition.study.seeds:
+                members = [
+                    run for arm in arms for run in runs_of(runs, point, arm) if run.seed == seed
+                ]
+                if len(members) > 1:
+                    words = [point_name(point), mark if isinstance(mark, str) else ""]
+                    yield TwinGroup(
+                        ", ".join([*filter(None, words), f"seed {seed}"]),
+                        {run.arm: run.weights_sha256 for run in members},
+                        {run.arm: run.attempts for run in members},
+                        any(any(run.curves.values.get(GRADIENT, ())) for run in members),
+                    )

@@ -1,0 +1,145 @@
+"""The evaluation of a run's final weights: all runs by one engine in one precision, and their own.
+
+A study starts a process for it (`jetrl study --evaluate REQUEST.json`) for each run that has ended;
+its outcome is written beside the request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import torch
+from benchmarks.study.outcome import REQUEST, Outcome, Request, outcome_file, write_stored
+from benchmarks.study.results import FinalEvaluation
+
+from jetrl.cli.opening import find_model, open_policy
+from jetrl.errors import UserError
+from jetrl.files import read_stored
+from jetrl.models.peft import is_adapter
+from jetrl.models.policy import Policy
+from jetrl.precision import PrecisionPlan
+from jetrl.randomness import derive_seed
+from jetrl.rewards.evaluate import evaluate_model
+from jetrl.runs.directory import RunDirectory
+from jetrl.settings.loading import Settings, load_config
+from jetrl.tasks import Scorer, build_task
+from jetrl.training import Checkpoints
+from jetrl.training.stored_tensors import StoredTensors
+from jetrl.types import SamplingParams
+
+MOST_AT_ONCE = 1024  # completions: a step of a small model takes hardly longer for more of them
+
+
+def has_weights(run: Path) -> bool:
+    """Return whether a run has left weights that can be evaluated."""
+    steps = Checkpoints(run / "checkpoints").steps()
+    return bool(steps) or (run / "model" / "config.json").is_file() or is_adapter(run / "model")
+
+
+def sha256_of_weights(run: Path) -> str:
+    """Return the SHA-256 of a run's newest master weights: names, dtypes, shapes and bytes.
+
+    It does not depend on how many processes wrote them. "" where only an exported model is left.
+    """
+    location = find_model(run)
+    masters = Checkpoints.masters(location.path)
+    if masters is None:
+        return ""
+    stored, digest = StoredTensors(masters), hashlib.sha256()
+    for name in sorted(stored):
+        tensor = stored[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def evaluated(request: Request) -> Outcome:
+    """Return the evaluations of a run's newest weights.
+
+    Raises:
+        UserError: The run has no weights, or they cannot be used.
+    """
+    began = time.perf_counter()
+    run = Path(request.run)
+    settings = load_config(run / "config.toml")
+    stored_plan = PrecisionPlan.from_dict(RunDirectory.open(run).plan(), str(run / "plan.json"))
+    device, own = settings.run.device, None
+    if request.own:
+        policy = open_policy(run, None, device)
+        own = _evaluation(policy, settings, request)
+        name = _device_name(policy)
+        del policy
+    if own is not None and stored_plan == PrecisionPlan.preset(request.preset):
+        common = own.model_copy(update={"preset": request.preset})
+    else:
+        policy = open_policy(run, request.preset, device)
+        common = _evaluation(policy, settings, request)
+        name = _device_name(policy)
+    sha256, seconds = sha256_of_weights(run), time.perf_counter() - began
+    return Outcome(
+        request=request,
+        weights_sha256=sha256,
+        device=name,
+        common=common,
+        own=own,
+        seconds=seconds,
+    )
+
+
+def _evaluation(policy: Policy, settings: Settings, request: Request) -> FinalEvaluation:
+    """Return the evaluation of a policy on the held-out prompts of the run's task."""
+    task = build_task(settings.task)
+    policy.plain_text = settings.task.special_tokens_as_text
+    params = SamplingParams(
+        n=request.samples,
+        max_tokens=settings.eval.max_tokens or settings.rollout.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        stop=settings.rollout.stop,
+        seed=derive_seed(request.seed, "study"),
+    )
+    with Scorer.from_settings(settings.task) as scorer:
+        result = evaluate_model(
+            policy,
+            task,
+            scorer,
+            params,
+            split=settings.task.eval_split,
+            num_prompts=request.prompts,
+            threshold=settings.eval.threshold,
+            system_prompt=settings.task.system_prompt,
+            max_turns=settings.task.max_turns,
+            max_batch_size=MOST_AT_ONCE,
+        )
+    return FinalEvaluation(
+        preset=policy.plan.name,
+        mean=result.mean,
+        solved=result.pass_at_k[request.samples],
+        prompts=len(result.samples) // request.samples,
+        samples=request.samples,
+        response_length=result.response_length,
+        clip_ratio=result.clip_ratio,
+    )
+
+
+def _device_name(policy: Policy) -> str:
+    """Return the name of the device that a policy is on."""
+    if policy.device.type == "cuda":
+        return torch.cuda.get_device_name(policy.device)
+    return "CPU"
+
+
+def answer_request(file: Path) -> None:
+    """Evaluate as a request file asks, and write the outcome beside it.
+
+    Raises:
+        UserError: There is no such request, or its run cannot be evaluated.
+        StorageError: The outcome could not be written.
+    """
+    try:
+        request = read_stored(file, REQUEST)
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file") from None
+    write_stored(outcome_file(file), evaluated(request))

@@ -1,0 +1,303 @@
+"""The runs of a study: every grid point times every arm times every seed, with whole settings.
+
+The settings of a run are put together in this order, the later ones winning: the recipe, the common
+settings, the value of each axis, the arm. All are resolved and checked before anything is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.study.definition import Definition
+from benchmarks.study.sections import Layer, StartSection
+
+from jetrl.errors import UserError
+from jetrl.settings.loading import Settings, load_config, to_toml, toml_value
+from jetrl.settings.sections import ModelSettings, PrecisionSettings
+
+OWN_KEYS = ("run.name", "run.dir", "run.seed")
+RUN, START = "runs", "starts"
+
+
+@dataclass(frozen=True)
+class PlannedStart:
+    """Supervised training whose weights several runs begin from.
+
+    Attributes:
+        name: The name of its run directory.
+        settings: Its settings.
+        digest: A digest of these settings as far as they differ from their defaults.
+        said: A digest of what the study and its recipe say of these settings.
+    """
+
+    name: str
+    settings: Settings
+    digest: str
+    said: str
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return Path(self.settings.run.dir) / self.name
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of a study.
+
+    Attributes:
+        name: The name of its run directory.
+        point: The grid point: the name of a value by the name of its axis.
+        arm: The name of its arm.
+        seed: Its run.seed.
+        settings: Its settings.
+        digest: A digest of these settings as far as they differ from their defaults, and of those
+            of its start.
+        said: A digest of what the study and its recipe say of these settings, likewise; it stays
+            when a default is changed.
+        start: The training that made its first weights; None: its own settings say.
+    """
+
+    name: str
+    point: Mapping[str, str]
+    arm: str
+    seed: int
+    settings: Settings
+    digest: str
+    said: str
+    start: PlannedStart | None = None
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return Path(self.settings.run.dir) / self.name
+
+
+def recipe_of(settings: Settings) -> str:
+    """Return a run's recipe as TOML: what the study and its own recipe say, without defaults."""
+    return to_toml(settings, defaults=False)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A setting of a study file.
+
+    Attributes:
+        value: Its value.
+        place: The file and the line where it stands.
+    """
+
+    value: Any
+    place: str
+
+
+Flat = dict[str, _Setting]
+
+
+def planned_runs(definition: Definition) -> list[PlannedRun]:
+    """Return all runs of a study in the order of seeds: the first runs cover all arms.
+
+    Raises:
+        UserError: Settings of a run are refused; the message names the file, the line and the run.
+    """
+    runs = []
+    for seed in definition.study.seeds:
+        for point in grid_points(definition):
+            for arm in definition.arms:
+                runs.append(_planned_run(definition, point, arm, seed))
+    names = [run.name for run in runs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(
+            f"{definition.source}: two runs are called {twice}: rename an arm or a value of the "
+            "grid"
+        )
+    return runs
+
+
+def grid_points(definition: Definition) -> Iterator[dict[str, str]]:
+    """Yield the points of the grid: for the name of each axis the name of a value."""
+    for names in itertools.product(*definition.grid.values()):
+        yield dict(zip(definition.grid, names, strict=True))
+
+
+def chosen(runs: Sequence[PlannedRun], only: Sequence[str]) -> list[PlannedRun]:
+    """Return the runs that --only names.
+
+    Args:
+        runs: All runs.
+        only: Names of arms, AXIS=VALUE and seed=NUMBER; none: all runs. Several arms are
+            alternatives, and so are several values of an axis and several seeds.
+
+    Raises:
+        UserError: There is no such arm, axis or value.
+    """
+    arms = {run.arm for run in runs}
+    values = {f"{axis}={value}" for run in runs for axis, value in _place_of(run).items()}
+    for name in only:
+        if name not in arms | values:
+            known = ", ".join([*sorted(arms), *sorted(values)])
+            raise UserError(f"--only {name}: no such arm or value of the grid; there are: {known}")
+    named_arms = arms.intersection(only) or arms
+    named_values = values.intersection(only)
+    axes = {value.partition("=")[0] for value in named_values}
+    return [
+        run
+        for run in runs
+        if run.arm in named_arms
+        and all(f"{axis}={_place_of(run)[axis]}" in named_values for axis in axes)
+    ]
+
+
+def _place_of(run: PlannedRun) -> dict[str, str]:
+    """Return the seed of a run and its grid point, whose axes win where one is called seed."""
+    return {"seed": str(run.seed), **run.point}
+
+
+def _planned_run(definition: Definition, point: dict[str, str], arm: str, seed: int) -> PlannedRun:
+    """Return a run with its settings, resolved and checked."""
+    shared = [_flat(definition, definition.common, "settings")]
+    for axis, value in point.items():
+        shared.append(_flat(definition, definition.grid[axis][value], f"grid.{axis}.{value}"))
+    own = _flat(definition, definition.arm_settings[arm], f"arms.{arm}")
+    name = "-".join([*point.values(), arm, f"s{seed}"])
+    task = None if definition.recipe is None else load_config(definition.recipe).task.name
+    settings = _resolved(definition, _merged([*shared, own], task), name, seed, RUN)
+    if definition.start is None:
+        return PlannedRun(name, point, arm, seed, settings, _digest(settings), _said(settings))
+    if "sft.steps" in own:
+        raise UserError(
+            f"{own['sft.steps'].place}: arms.{arm} sets sft.steps, and [start] trains before all "
+            "arms: write it there"
+        )
+    start = _planned_start(definition, definition.start, _merged(shared, task), seed)
+    digest, said = _digest(settings, start.digest), _said(settings, start.said)
+    model = ModelSettings(path=str(start.path / "model"))
+    sft = settings.sft.model_copy(update={"steps": 0, "until": None})
+    begun = settings.model_copy(update={"model": model, "sft": sft})
+    return PlannedRun(name, point, arm, seed, begun, digest, said, start)
+
+
+def _planned_start(
+    definition: Definition, section: StartSection, shared: Flat, seed: int
+) -> PlannedStart:
+    """Return the supervised training of a grid point; equal ones have one name."""
+    shared = shared | _flat(definition, definition.start_settings, "start")
+    chosen_seed = seed if section.seed is None else section.seed
+    settings = _resolved(definition, shared, "start", chosen_seed, START)
+    if not settings.sft.steps:
+        raise UserError(
+            f"{definition.place('start')}: [start] trains sft.steps updates, and sft.steps = 0"
+        )
+    # What plays no part before the first step does not make another start of it.
+    defaults = Settings()
+    precision = PrecisionSettings(preset=section.precision, pinned_sums=section.pinned_sums or None)
+    if section.kv is not None:
+        precision = precision.model_copy(update={"kv": section.kv})
+    settings = settings.model_copy(
+        update={
+            "precision": precision,
+            "sampler_deviation": defaults.sampler_deviation,
+            "algorithm": defaults.algorithm,
+            "loop": defaults.loop.model_copy(update={"steps": 0}),
+        }
+    )
+    digest, said = _digest(settings), _said(settings)
+    name = f"start-{digest}"
+    run = settings.run.model_copy(update={"name": name})
+    return PlannedStart(name, settings.model_copy(update={"run": run}), digest, said)
+
+
+def _resolved(definition: Definition, flat: Flat, name: str, seed: int, folder: str) -> Settings:
+    """Return the settings of a run, checked.
+
+    Raises:
+        UserError: They are refused; the message names the file, the line and the run.
+    """
+    for key in OWN_KEYS:
+        if key in flat:
+            raise UserError(f"{flat[key].place}: {key} is set by the study itself; leave it out")
+    if "run.max_hours" in flat:
+        raise UserError(
+            f"{flat['run.max_hours'].place}: run.max_hours: a study has its own limit, "
+            "jetrl study --minutes; leave it out"
+        )
+    overrides = [f"{key}={_override(setting.value)}" for key, setting in flat.items()]
+    overrides += [f"run.name={name}", f"run.dir={definition.out / folder}", f"run.seed={seed}"]
+    places = {key: setting.place for key, setting in flat.items()}
+    try:
+        return load_config(definition.recipe, overrides, places)
+    except UserError as error:
+        raise UserError(f"{error}\n(settings of the run {name})") from None
+
+
+def _override(value: Any) -> str:
+    """Return a value as an override writes it: `none` unsets a setting."""
+    return "none" if value == "none" else toml_value(value)
+
+
+def _flat(definition: Definition, layer: Layer, path: str) -> Flat:
+    """Return the settings of a table by dotted key, each with its place in the file."""
+
+    def walk(tree: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[tuple[str, _Setting]]:
+        for key, value in tree.items():
+            if isinstance(value, dict) and (value or not keys):
+                yield from walk(value, (*keys, key))
+            else:
+                dotted = ".".join((*keys, key))
+                yield dotted, _Setting(value, definition.place(f"{path}.{dotted}"))
+
+    return dict(walk(layer, ()))
+
+
+def _merged(layers: Sequence[Flat], task: str | None) -> Flat:
+    """Return settings of which later layers win.
+
+    Another task than that of an earlier layer sets the earlier one's options aside, and a model's
+    path sets an earlier shape and its tokenizer aside, as on the command line. Options before any
+    task is named are those of all tasks that are named later.
+
+    Args:
+        layers: The settings of each layer.
+        task: The recipe's task; None without a recipe.
+    """
+    merged: Flat = {}
+    for layer in layers:
+        name = layer.get("task.name")
+        if name is not None:
+            if task not in (None, name.value):
+                merged = {key: s for key, s in merged.items() if not key.startswith("task.")}
+            task = name.value
+        if "model.path" in layer:
+            merged = {
+                key: s
+                for key, s in merged.items()
+                if not key.startswith("model.config") and key != "model.tokenizer"
+            }
+        if any(key.startswith("model.config") for key in layer):
+            merged.pop("model.path", None)
+        merged |= layer
+    return merged
+
+
+def _digest(settings: Settings, start: str = "") -> str:
+    """Return a digest of the settings that differ from their defaults, without name and folder."""
+    return _digest_of(settings.model_dump(mode="json", exclude_defaults=True), start)
+
+
+def _said(settings: Settings, start: str = "") -> str:
+    """Return a digest of the settings that were given a value, without name and folder."""
+    return _digest_of(settings.model_dump(mode="json", exclude_unset=True), start)
+
+
+def _digest_of(tree: dict[str, Any], start: str) -> str:
+    """Return a digest of settings in sections and of a start's digest, without name and folder."""
+    run = {k: v for k, v in tree.pop("run", {}).items() if k not in ("name", "dir")}
+    text = json.dumps([start, run, tree], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,274 @@
+"""Child processes of a study, several to a card, each of which runs one command after the other.
+
+A child has a session of its own, so that Ctrl-C in the terminal reaches the study alone, which then
+ends the children one by one: SIGTERM, on which a run leaves a checkpoint, and SIGKILL for those
+that do not end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from benchmarks.study.worker import order_of
+
+from jetrl.runs.storing import storing
+
+POLL_S = 0.1
+GRACE_S = 180.0  # for a checkpoint, after SIGTERM
+SERVER = (sys.executable, "-m", "benchmarks.study.server")
+CHECKOUT = Path(__file__).resolve().parents[2]  # where a child finds the package `benchmarks`
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command to run.
+
+    Attributes:
+        name: The name of the run that it is for.
+        words: The words of the command, without the program's name.
+        log: The file that gets what it prints, behind what is in it.
+        study: The study file of the run.
+    """
+
+    name: str
+    words: Sequence[str]
+    log: Path
+    study: str = ""
+
+
+class Worker:
+    """A process that runs commands one after the other (`benchmarks.study.worker`).
+
+    Args:
+        program: The program.
+        card: The GPU that it has; None: it sees those that the study sees.
+        environment: Its environment.
+
+    Attributes:
+        card: As given.
+        returncode: The exit code of its last command; None while that runs.
+    """
+
+    def __init__(
+        self, program: Sequence[str], card: str | None, environment: Mapping[str, str]
+    ) -> None:
+        self.card = card
+        self.returncode: int | None = None
+        self._process = subprocess.Popen(
+            program,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the process has not ended."""
+        return self._process.poll() is None
+
+    def order(self, job: Job) -> None:
+        """Let it run a command; the last one has ended."""
+        assert self._process.stdin is not None
+        self.returncode = None
+        with suppress(BrokenPipeError):  # it has died meanwhile: `poll` returns its exit code
+            self._process.stdin.write(order_of(job.words, str(job.log.absolute())))
+
+    def poll(self) -> int | None:
+        """Return the exit code of the command; None while it runs."""
+        if self.returncode is None:
+            ended = self._process.poll()  # before the look at the answer, which may precede it
+            self.returncode = 0 if self._has_answered() else ended
+        return self.returncode
+
+    def _has_answered(self) -> bool:
+        """Return whether the answer to the command is there; it is taken."""
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], 0)
+        return bool(readable and self._process.stdout.read(64))
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM, on which a run leaves a checkpoint."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it with the processes that it started, as a power cut would."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it where it waits for a command, and wait until it has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self.poll()
+        self._process.stdout.close()
+
+
+@dataclass
+class Child:
+    """A command that is running.
+
+    Attributes:
+        job: The command.
+        card: The GPU that it has; None: it sees those that the study sees.
+        process: The process that runs it.
+    """
+
+    job: Job
+    card: str | None
+    process: Worker
+
+
+class Pool:
+    """Places for child processes, as many on each card.
+
+    Args:
+        cards: The GPUs, as CUDA_VISIBLE_DEVICES names them; none: the children run on the CPU.
+        jobs: The number of children on a card, or on the CPU.
+        threads: The CPU threads of a child.
+        program: The program that runs commands one after the other.
+
+    Attributes:
+        children: The children that are running.
+    """
+
+    def __init__(
+        self, cards: Sequence[str], jobs: int, threads: int, program: Sequence[str] = SERVER
+    ) -> None:
+        self.children: list[Child] = []
+        cards_or_cpu: Sequence[str | None] = cards or [None]
+        self._places = [card for _ in range(jobs) for card in cards_or_cpu]
+        self._program, self._threads = program, threads
+        self._idle: list[Worker] = []
+
+    @property
+    def size(self) -> int:
+        """The number of places, used or free."""
+        return len(self._places) + len(self.children)
+
+    @property
+    def has_place(self) -> bool:
+        """True if another child may be started."""
+        return bool(self._places)
+
+    def warm_up(self, most: int) -> None:
+        """Start processes before there are commands for them, so that they have begun by then.
+
+        Args:
+            most: The largest number of processes.
+        """
+        for card in self._places[:most]:
+            self._idle.append(self._worker(card))
+
+    def start(self, job: Job) -> Child:
+        """Start a command at a free place, on the card with the fewest children.
+
+        Raises:
+            StorageError: Its log cannot be written.
+        """
+        card = self._places.pop(0)
+        with storing(job.log):
+            job.log.parent.mkdir(parents=True, exist_ok=True)
+            with open(job.log, "ab") as log:
+                log.write(f"$ jetrl {' '.join(job.words)}\n".encode())
+        worker = self._idle_worker(card) or self._worker(card)
+        worker.order(job)
+        child = Child(job, card, worker)
+        self.children.append(child)
+        return child
+
+    def _worker(self, card: str | None) -> Worker:
+        """Return a new process on a card."""
+        environment = dict(os.environ)
+        environment |= dict.fromkeys(THREAD_VARIABLES, str(self._threads))
+        paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        if card is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = card
+        return Worker(self._program, card, environment)
+
+    def _idle_worker(self, card: str | None) -> Worker | None:
+        """Return a process on a card that waits for a command; None if no process does."""
+        for worker in [one for one in self._idle if one.card == card]:
+            self._idle.remove(worker)
+            if worker.is_alive:
+                return worker
+            worker.close()
+        return None
+
+    def ended(self) -> list[Child]:
+        """Return the children that have ended since the last call; their places are free."""
+        gone = [child for child in self.children if child.process.poll() is not None]
+        for child in gone:
+            self.children.remove(child)
+            self._places.append(child.card)
+            self._idle.append(child.process)
+        return gone
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """Send SIGTERM to all children, wait for their end, and end all processes.
+
+        Args:
+            grace_s: Seconds after which those that are left are killed; so they are if the wait is
+                interrupted.
+        """
+        for child in self.children:
+            child.process.ask_to_end()
+        try:
+            deadline = time.monotonic() + grace_s
+            while self._is_running() and time.monotonic() < deadline:
+                time.sleep(min(POLL_S, max(deadline - time.monotonic(), 0.0)))
+        finally:
+            for child in self.children:
+                if child.process.poll() is None:
+                    child.process.kill()
+            for worker in [*(child.process for child in self.children), *self._idle]:
+                worker.close()
+            self._idle.clear()
+
+    def _is_running(self) -> bool:
+        """Return whether a command of a child has not ended yet."""
+        return any(child.process.poll() is None for child in self.children)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not empty, where an error message stands; or ""."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def cards_for(device: str) -> list[str]:
+    """Return the GPUs for runs of a device setting, as CUDA_VISIBLE_DEVICES names them.
+
+    Args:
+        device: The setting run.device: auto, cpu or cuda.
+    """
+    if device == "cpu":
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [card.strip() for card in visible.split(",") if card.strip()]
+    return [str(card) for card in range(torch.cuda.device_count())]

@@ -1,0 +1,298 @@
+"""The tables of a study's report, as text that HTML and Markdown are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from benchmarks.study.analysis import (
+    ArmComparison,
+    ArmResult,
+    TwinGroup,
+    mean_of_curve,
+    point_name,
+    runs_of,
+)
+from benchmarks.study.definition import Definition
+from benchmarks.study.plan import grid_points
+from benchmarks.study.results import FINAL_EVALUATION, RunResult
+from benchmarks.study.statistics import Comparison, Interval
+
+from jetrl.runs.format import number, percent
+
+PHASES = ("rollout", "reward", "update", "requantize", "checkpoint", "eval", "step")
+DASH = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text.
+
+    Attributes:
+        title: The heading.
+        note: A line below the heading.
+        head: The names of the columns.
+        rows: The cells.
+    """
+
+    title: str
+    note: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def accuracy_name(definition: Definition) -> str:
+    """Return what the final accuracy is called: on held-out prompts, or on the training set."""
+    on_training_set = definition.evaluates_training_set
+    return "Final accuracy on the training set" if on_training_set else "Final held-out accuracy"
+
+
+def accuracy_tables(definition: Definition, results: Sequence[ArmResult]) -> Iterator[Table]:
+    """Yield the table of final accuracy of each grid point, and of each arm's own precision.
+
+    Args:
+        definition: The definition of the study.
+        results: The results of its arms.
+    """
+    study, preset = definition.study, definition.eval.preset
+    reference, level = definition.label(definition.reference), 100 * study.level
+    note = (
+        f"Final weights of each run, all evaluated under {preset}, mean over seeds with its "
+        f"{level:g}% interval; differences from {reference} are taken seed by seed. Equivalent: "
+        f"two one-sided t tests put the difference within {percent(study.margin)} "
+        f"(p below {1 - study.level:.2g})."
+    )
+    own_note = "The same weights, each evaluated in the precision that it was trained in."
+    tests = (
+        *(f"minus {reference}", "median", "t test p", "Holm p"),
+        *("permutation p", "rank p", "equivalent"),
+    )
+    head = ("arm", "seeds", f"accuracy ({preset})", "own precision", *tests, "collapsed")
+    own_head = ("arm", "seeds", "accuracy (own precision)", *tests)
+    for point in dict.fromkeys(result.point for result in results):
+        here = [result for result in results if result.point == point and result.collapsed]
+        title = accuracy_name(definition) + f": {point}" * bool(point)
+        if here:
+            yield Table(title, note, head, [_accuracy_row(definition, r) for r in here])
+            note = ""
+        if any(result.own_comparison for result in here):
+            rows = [_own_accuracy_row(definition, r) for r in here]
+            yield Table(f"{title}, in its own precision", own_note, own_head, rows)
+            own_note = ""
+
+
+def _accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
+    """Return the row of an arm at a grid point."""
+    collapsed = result.collapsed
+    assert collapsed is not None
+    seeds = str(result.common.n if result.common else 0)
+    if result.without_weights:
+        seeds += f" ({result.without_weights} without weights)"
+    return [
+        definition.label(result.arm),
+        seeds,
+        shown_interval(result.common),
+        shown_interval(result.own),
+        *_tests(definition, result.common, result.comparison),
+        f"{result.num_collapsed} of {collapsed.n}",
+    ]
+
+
+def _own_accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
+    """Return the row of an arm at a grid point, in the arm's own precision."""
+    return [
+        definition.label(result.arm),
+        str(result.own.n if result.own else 0),
+        shown_interval(result.own),
+        *_tests(definition, result.own, result.own_comparison),
+    ]
+
+
+def _tests(
+    definition: Definition, accuracy: Interval | None, comparison: ArmComparison | None
+) -> list[str]:
+    """Return the cells of a comparison with the reference arm: the difference and its tests."""
+    if comparison is None:
+        return [DASH] * 7
+    tests, rank = comparison.tests, comparison.adjusted_rank_p
+    learnt = accuracy is not None and accuracy.mean > 0
+    return [
+        shown_interval(tests.difference, signed=True),
+        f"{100 * tests.median:+.2f}%",
+        shown_p(tests.t_p),
+        shown_p(comparison.adjusted_t_p),
+        shown_p(tests.flip_p),
+        DASH if math.isnan(rank) else f"{shown_p(tests.rank_p)} (Holm {shown_p(rank)})",
+        _equivalence(tests, 1 - definition.study.level)
+        if learnt
+        else "not shown (nothing was learnt)",
+    ]
+
+
+def _equivalence(comparison: Comparison, level: float) -> str:
+    """Return the verdict of an equivalence test, its p-value, and the seeds that would show it."""
+    p, needed = comparison.equivalence_p, comparison.pairs_needed
+    if math.isnan(p):
+        return DASH
+    if p < level:
+        return f"yes (p {shown_p(p)})"
+    enough = needed is not None and needed > comparison.difference.n
+    return f"not shown (p {shown_p(p)}{f'; {needed} seeds would do' if enough else ''})"
+
+
+def shown_interval(interval: Interval | None, signed: bool = False) -> str:
+    """Return a mean of shares with its interval, in per cent, cut off where no share can be.
+
+    Args:
+        interval: The interval; None: a dash.
+        signed: Whether the sign of a positive number is written.
+    """
+    if interval is None:
+        return DASH
+    form = "+.2f" if signed else ".2f"
+    mean = f"{100 * interval.mean:{form}}%"
+    if math.isnan(interval.low):
+        return mean
+    low, high = max(interval.low, -1.0 if signed else 0.0), min(interval.high, 1.0)
+    return f"{mean} [{100 * low:{form}}, {100 * high:{form}}]"
+
+
+def shown_p(p: float) -> str:
+    """Return a p-value with at most three decimals."""
+    if math.isnan(p):
+        return DASH
+    return f"{p:.3f}" if p >= 0.001 else "below 0.001"
+
+
+def mismatch_table(definition: Definition, runs: Sequence[RunResult]) -> Table | None:
+    """Return the table of the mismatch of each arm, mean over all steps and seeds.
+
+    Args:
+        definition: The definition of the study.
+        runs: The runs of the study.
+    """
+    names = ("mean_abs_logprob_diff", "k3_kl", "token_mult_prob_error")
+    rows = []
+    for point, arm, own in _by_point_and_arm(definition, runs):
+        tokens = sum(run.compared_tokens for run in own)
+        if not tokens:
+            continue
+        different = sum(run.different_tokens for run in own)
+        shown = [_mean_and_range(own, f"mismatch/{name}") for name in names]
+        rows.append(
+            [point, definition.label(arm), number(tokens), percent(different / tokens), *shown]
+        )
+    head = ("point", "arm", "tokens compared", "tokens that differ", *names)
+    note = (
+        "Log-probs of the trainer against the sampler's, over all steps and seeds; in brackets the "
+        "means of the lowest and the highest run."
+    )
+    return without_point(Table("Mismatch of sampler and trainer", note, head, rows))
+
+
+def seconds_table(definition: Definition, runs: Sequence[RunResult]) -> Table | None:
+    """Return the table of seconds a step by phase.
+
+    Args:
+        definition: The definition of the study.
+        runs: The runs of the study.
+    """
+    rows = []
+    for point, arm, own in _by_point_and_arm(definition, runs):
+        steps = sum(run.steps for run in own)
+        if steps:
+            sums = [sum(run.seconds.get(phase, 0.0) for run in own) for phase in PHASES]
+            known = [
+                run.seconds[FINAL_EVALUATION] for run in own if FINAL_EVALUATION in run.seconds
+            ]
+            ends = [f"{fmean(run.wall_s for run in own):.3g}", DASH]
+            if known:
+                ends[1] = f"{fmean(known):.3g}"
+            means = (f"{total / steps:.3g}" for total in sums)
+            rows.append([point, definition.label(arm), *means, *ends])
+    note = (
+        "Mean seconds of a step, of a whole run and of its final evaluation; runs shared their "
+        "card or cores with others."
+    )
+    head = ("point", "arm", *PHASES[:-1], "whole step", "whole run", "final evaluation")
+    return without_point(Table("Seconds by phase", note, head, rows))
+
+
+def twin_table(definition: Definition, groups: Sequence[TwinGroup]) -> Table | None:
+    """Return the table of twins; None of a study without.
+
+    Args:
+        definition: The definition of the study.
+        groups: The groups of twins.
+    """
+    rows = [
+        [
+            group.name,
+            _twins(group),
+            ", ".join(
+                f"{definition.label(arm)} {sha[:12] or 'no weights'}"
+                + f" ({group.attempts[arm]} attempts)" * (group.attempts[arm] > 1)
+                for arm, sha in group.digests.items()
+            ),
+        ]
+        for group in groups
+    ]
+    note = "SHA-256 of the final FP32 master weights, which are to be equal in a group."
+    return Table("Twin runs", note, ("group", "weights", "SHA-256"), rows) if rows else None
+
+
+def _twins(group: TwinGroup) -> str:
+    """Return the verdict on the weights of a group of twins."""
+    if not group.equal:
+        return "DIFFERENT"
+    return "equal" if group.learnt else "equal, but no run had a gradient: this shows nothing"
+
+
+def unfinished_table(runs: Sequence[RunResult], failed: Mapping[str, str]) -> Table | None:
+    """Return the table of runs that did not come to their last step; None without.
+
+    Args:
+        runs: The runs of the study.
+        failed: The reasons of the runs that failed, by name.
+    """
+    rows = [
+        [run.name, "collapsed: numbers that are not finite", run.reason]
+        for run in runs
+        if run.end == "nonfinite"
+    ]
+    rows += [[name, "failed", reason] for name, reason in failed.items()]
+    note = "Runs that failed are in no other table."
+    head = ("run", "end", "message")
+    return Table("Runs that did not come to their end", note, head, rows) if rows else None
+
+
+def _by_point_and_arm(
+    definition: Definition, runs: Sequence[RunResult]
+) -> Iterator[tuple[str, str, list[RunResult]]]:
+    """Yield the name of each grid point, each arm and its runs there, where it has any."""
+    for point in grid_points(definition):
+        for arm in definition.arms:
+            own = runs_of(runs, point, arm)
+            if own:
+                yield point_name(point), arm, own
+
+
+def _mean_and_range(runs: Sequence[RunResult], metric: str) -> str:
+    """Return the mean of a metric over runs, with the means of the lowest and highest run."""
+    means = [mean for run in runs if (mean := mean_of_curve(run, metric)) is not None]
+    if not means:
+        return DASH
+    low, high = min(means), max(means)
+    ends = f" [{low:.3g}, {high:.3g}]" if f"{low:.3g}" != f"{high:.3g}" else ""
+    return f"{fmean(means):.3g}{ends}"
+
+
+def without_point(table: Table) -> Table | None:
+    """Return a table without its first column where that is empty; None for no rows."""
+    if not table.rows:
+        return None
+    if any(row[0] for row in table.rows):
+        return table
+    return Table(table.title, table.note, table.head[1:], [row[1:] for row in table.rows])

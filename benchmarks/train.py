@@ -1,0 +1,213 @@
+r"""The training phase of a step on one GPU, at the shape of a real model: BF16 beside FP8.
+
+    jetrl bench train --shape qwen3-8b --prompts 4 --samples 8 --prompt-length 256 \
+        --response-length 2048 --profile --out train.json
+
+For each plan: `Trainer.step` on random tokens that nobody sampled. Their log-probs, which an exact
+plan's trainer compares with its own, come from a forward of the trainer without gradients, which is
+timed as well: it is the pass over old log-probs that other flows make. So `different` compares the
+forward without gradients with the one with them.
+
+After the first plan, `equal_update` is the peak of memory with that plan's micro-batches.
+
+`parts_ms`, of an update like the measured one: between CUDA events around forward (without the
+output projection), lm_head (both directions), backward (without it), gradient norm, optimizer and
+requantize; `rest` is what lies between them. With --profile a third update runs under
+torch.profiler: the device's idle share while the micro-batches ran, and the kernels by time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks._command import command_typed
+from benchmarks._flow import Choices, Flow, policy_of, with_logprobs
+from benchmarks._load import Load, add_load_arguments, flops, load_of
+from benchmarks._profile import idle_pieces
+from benchmarks._timing import Row, bench_parser, print_table, watched, write_results
+from benchmarks.step import add_arguments, choices_of, limit_of
+
+import jetrl.training.trainer as trainer_module
+from jetrl.kernels import logprob_hopper
+from jetrl.memory.out_of_memory import release
+from jetrl.models.policy import Policy
+from jetrl.types import Sample
+
+_LISTED = 25  # kernels of a profile
+
+
+def measure(
+    policy: Policy,
+    load: Load,
+    choices: Choices,
+    limit: float,
+    profiled: bool,
+    equal: int | None = None,
+) -> Row:
+    """Return the row of a plan.
+
+    Args:
+        policy: The policy under the plan.
+        load: The prompts and completions of the step.
+        choices: The choices that are the same for all plans.
+        limit: The FLOP/s that MFU is a share of.
+        profiled: True to add a profile.
+        equal: Tokens of the micro-batches of another plan, for memory at an equal batch.
+    """
+    flow = Flow(policy, load, choices)
+    flow.fit()
+    samples = flow.synthetic(load.sequences, seed=2)
+    old, logprobs = flow.timed("old_logprobs", lambda: flow.old_logprobs(samples))
+    given = with_logprobs(samples, logprobs)
+    whole, trained = flow.timed("update", lambda: flow.update(given))
+    metrics, timings = trained.metrics, trained.timings
+    passes = whole - timings["optimizer"] - timings["requantize"]
+    needed = flops(flow.policy.config, load)
+    row: Row = {
+        "plan": policy.plan.name,
+        "load": str(load),
+        "settings": flow.chosen,
+        "training_s": round(whole, 3),
+        "tokens_per_s": round(load.tokens / whole),
+        "passes_tokens_per_s": round(load.tokens / passes),
+        "mfu": round(needed["update"] / whole / limit, 3),
+        "passes_mfu": round(needed["update"] / passes / limit, 3),
+        "optimizer_ms": round(1e3 * timings["optimizer"], 1),
+        "requantize_ms": round(1e3 * timings["requantize"], 1),
+        "old_logprobs_s": round(old, 3),
+        "old_logprobs_mfu": round(needed["old_logprobs"] / old / limit, 3),
+        "peak_gib": flow.peaks,
+        "different": int(metrics["mismatch/num_different"]),
+        "compared_tokens": int(metrics["mismatch/num_tokens"]),
+    }
+    if equal is not None:
+        flow.trainer.micro_batch_size.tokens = equal
+        few = again(flow, flow.synthetic(2 * equal // load.length, seed=3))
+        flow.timed("equal_update", lambda: flow.update(few))
+        flow.trainer.micro_batch_size.tokens = flow.chosen["micro_batch_tokens"]
+    if flow.policy.device.type == "cuda":
+        row["parts_ms"] = update_times(flow, again(flow, samples))
+        if profiled:
+            row |= profile(flow, again(flow, samples))
+    return row
+
+
+def again(flow: Flow, samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with the log-probs that the policy gives them now."""
+    return with_logprobs(samples, flow.old_logprobs(samples))
+
+
+def update_times(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the milliseconds of an update's stages."""
+    head = logprob_hopper._HeadLogprobs
+    optimizer = flow.trainer.optimizer
+    functions = [
+        (trainer_module, "batch_logprobs", "forward", False),
+        (torch.Tensor, "backward", "backward", False),
+        (head, "forward", "lm_head forward", True),
+        (head, "backward", "lm_head backward", True),
+        (optimizer, "gradient_norm", "gradient norm", False),
+        (optimizer, "apply", "optimizer", False),
+        (flow.policy, "requantize", "requantize", False),
+    ]
+    log: list[tuple[str, Any, Any]] = []
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    with watched(functions, log):
+        flow.update(samples)
+    end.record()
+    torch.cuda.synchronize()
+    times: dict[str, float] = defaultdict(float)
+    for name, a, b in log:
+        times[name] += a.elapsed_time(b)
+    times["forward"] -= times["lm_head forward"]
+    times["backward"] -= times["lm_head backward"]
+    times["rest"] = start.elapsed_time(end) - sum(times.values())
+    return {name: round(ms, 1) for name, ms in times.items()}
+
+
+def profile(flow: Flow, samples: Sequence[Sample]) -> Row:
+    """Return the share of an update in which the device was idle, and the kernels by time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        flow.update(samples)
+        torch.cuda.synchronize()
+    spans, times, counts = [], Counter[str](), Counter[str]()
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans.append((event.time_range.start, event.time_range.end))
+            times[event.name] += event.time_range.elapsed_us()
+            counts[event.name] += 1
+    total = max(end for _, end in spans) - min(start for start, _ in spans)
+    gaps = sorted(idle_pieces(spans), reverse=True)
+    return {
+        "idle_share": round(sum(gaps) / total, 4),
+        "launches": len(spans),
+        "longest_gaps_ms": [round(gap / 1e3, 2) for gap in gaps[:8]],
+        "gaps_above_20us_ms": round(sum(gap for gap in gaps if gap > 20) / 1e3, 1),
+        "kernels": [
+            {
+                "kernel": name[:80],
+                "ms": round(time / 1e3, 1),
+                "share": round(time / total, 4),
+                "launches": counts[name],
+            }
+            for name, time in times.most_common(_LISTED)
+        ],
+    }
+
+
+def compare(row: Row, base: Row) -> Row:
+    """Return how many times as fast as `base` a plan is, and its share of the memory.
+
+    The memory of `equal_update` is that of an update with the micro-batches of `base`.
+    """
+    peaks = base["peak_gib"] | {"equal_update": base["peak_gib"].get("update")}
+    return {
+        "training": round(base["training_s"] / row["training_s"], 3),
+        "passes": round(row["passes_tokens_per_s"] / base["passes_tokens_per_s"], 3),
+        "old_logprobs": round(base["old_logprobs_s"] / row["old_logprobs_s"], 3),
+        "training_with_old_logprobs": round(
+            (base["training_s"] + base["old_logprobs_s"]) / row["training_s"], 3
+        ),
+        "peak_memory": {n: round(g / peaks[n], 3) for n, g in row["peak_gib"].items()},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench train`."""
+    parser = bench_parser("train", __doc__)
+    add_arguments(parser, ("bf16", "unified"))
+    add_load_arguments(parser, prompts=8, samples=8)
+    parser.add_argument("--profile", action="store_true", help="idle share, and time by kernel")
+    parser.add_argument("--out", default="build/bench/train.json", type=Path, help="JSON file")
+    args = parser.parse_args(argv)
+    load, choices = load_of(args), choices_of(args)
+    limit = limit_of(args.device)
+    rows: list[Row] = []
+    for plan in args.plan or ["bf16", "unified"]:
+        equal = rows[0]["settings"]["micro_batch_tokens"] if rows else None
+        policy = policy_of(plan, choices)
+        row = measure(policy, load, choices, limit, args.profile, equal)
+        del policy
+        release()
+        if rows and rows[0]["plan"] == "bf16":
+            row["times_bf16"] = compare(row, rows[0])
+        rows.append({"shape": args.shape, **row})
+        if args.device == "cuda":
+            facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
+            command = command_typed("jetrl bench train", argv)
+            write_results(args.out, "train", command, rows, **facts)
+        print_table(row.pop("kernels", []) or [])
+        for name in ("settings", "parts_ms", "times_bf16"):
+            if name in row:
+                print(f"{plan} {name}: {row.pop(name)}")
+        print_table([row])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The benchmarks of `jetrl bench`: one module each, and what they share (`_timing`, `_flow`)."""

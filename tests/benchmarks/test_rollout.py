@@ -1,0 +1,87 @@
+"""The rollout benchmark prepares the engine before it measures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from benchmarks._load import load_text
+from benchmarks.rollout import capture_graphs, warm_lengths
+
+from jetrl.rollout.decode_forward import padded_batch, padded_context
+from jetrl.rollout.options import GenerateOptions
+
+
+class Engine:
+    """An engine that captures the sizes of a call, and loses them when a call needs a larger cache.
+
+    Args:
+        forwards: Decode steps of a call, before each of which the engine looks at its sizes.
+    """
+
+    def __init__(self, forwards: int) -> None:
+        self.forwards = forwards
+        self.sizes: set[tuple[int, int]] = set()
+        self.tokens = 0
+
+    def generate(
+        self, prompts: list[list[int]], params: Any, options: GenerateOptions | None = None
+    ) -> None:
+        max_tokens = [params.max_tokens] * params.n if options is None else options.max_tokens
+        assert max_tokens is not None
+        (prompt,) = prompts
+        assert params.n == len(max_tokens)
+        if params.n * (len(prompt) + max(max_tokens)) > self.tokens:
+            self.tokens = params.n * (len(prompt) + max(max_tokens))
+            self.sizes.clear()
+        before = len(self.sizes)
+        for drawn in range(1, max(max_tokens), self.forwards):
+            running = sum(length > drawn for length in max_tokens)
+            longest = len(prompt) + min(drawn + self.forwards, max(max_tokens)) - 1
+            self.sizes.add((padded_batch(running), padded_context(longest)))
+        self.stats = SimpleNamespace(graphs=len(self.sizes) - before, capture_s=0.5)
+
+
+@pytest.mark.parametrize("forwards", [1, 8])
+@pytest.mark.parametrize("shortest, longest", [(256, 256 + 8192), (256, 2304), (1020, 1030)])
+def test_every_size_of_a_load_is_captured_before(
+    shortest: int, longest: int, forwards: int
+) -> None:
+    engine = Engine(forwards)
+    graphs, seconds = capture_graphs(engine, 512, shortest, longest)  # type: ignore[arg-type]
+    batches = {padded_batch(count) for count in range(1, 513)}
+    contexts = {padded_context(tokens) for tokens in range(shortest + 1, longest)}
+    assert engine.sizes == {(batch, context) for batch in batches for context in contexts}
+    assert engine.tokens >= 512 * longest, "what is measured needs no larger cache"
+    assert graphs == len(engine.sizes)
+    assert seconds == 0.5 * len(contexts)
+
+
+@pytest.mark.parametrize("late", [0, 8, 16])
+def test_every_size_of_a_load_with_a_tail_is_captured_before_and_few_others(late: int) -> None:
+    """Ends may be known some forwards late, and the context is that at a decode step's end."""
+    load = load_text("64x8x256x8192x1500")
+    totals = [load.prompt_length + length for length in load.response_lengths()]
+    engine = Engine(8)
+    graphs, _ = capture_graphs(engine, 512, 256, load.length, totals)  # type: ignore[arg-type]
+    needed = set()
+    for drawn in range(1, load.response_length, 8):
+        running = sum(total > 256 + drawn - late for total in totals)
+        needed.add((padded_batch(running), padded_context(256 + drawn + 8)))
+    assert needed <= engine.sizes
+    assert len(engine.sizes) < 35, "every batch at every context would be 50"
+    assert engine.tokens >= 512 * load.length, "what is measured needs no larger cache"
+    assert graphs == len(engine.sizes)
+
+
+@pytest.mark.parametrize("count", [1, 7, 64, 100, 512])
+def test_the_warm_up_ends_with_one_sequence_alone(count: int) -> None:
+    lengths = warm_lengths(count)
+    assert len(lengths) == count
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[1] if count > 1 else lengths[0] > 1
+    assert max(lengths.count(length) for length in lengths) <= 64
