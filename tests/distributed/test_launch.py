@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ import torch.distributed as dist
 from tests.distributed.commands import Ended, run_commands
 
 from jetrl.cli.main import COMMANDS, main
-from jetrl.distributed.meeting import ranks_that_differ
+from jetrl.distributed import meeting
+from jetrl.distributed.meeting import Meeting, ranks_that_differ
 from jetrl.distributed.world import ONE_PROCESS, world
+from jetrl.errors import RankLost, Terminated, UserError
 from jetrl.models.shapes import SHAPES
 
 
@@ -69,6 +73,53 @@ def test_a_port_in_use_is_said(tmp_path: Path) -> None:
         rank_0 = run_commands([["train", "demo"]], tmp_path, port, {"WORLD_SIZE": "2"})
     assert rank_0[0].code == 2
     assert f"rank 0 could not be joined to the others at 127.0.0.1:{port}" in rank_0[0].err
+
+
+@pytest.mark.parametrize(
+    "ranks, message",
+    [
+        ([(0, 3), (1, 3), (1, 3)], r"two processes have RANK=1"),
+        ([(0, 2), (1, 3)], r"WORLD_SIZE is (2 on rank 0 and 3 on rank 1|3 .* 1 and 2 .* 0)"),
+        ([(0, 2)], r"rank 1 of 2 \(WORLD_SIZE\) did not come within"),
+        ([(1, 4), (3, 4)], r"ranks 0, 2 of 4 \(WORLD_SIZE\) did not come within"),
+    ],
+)
+def test_ranks_that_are_started_wrong_are_named(
+    ranks: list[tuple[int, int]], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    alone = len({size for _, size in ranks}) == 1 and len(set(ranks)) == len(ranks)
+    monkeypatch.setattr(meeting, "START_S", 0.1 if alone else 60.0)
+
+    def problem(place: tuple[int, int]) -> str:
+        with pytest.raises(UserError) as caught:
+            Meeting(store, *place).compare({})
+        return str(caught.value)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for words in pool.map(problem, ranks):
+            assert re.search(message, words)
+
+
+def test_rank_0_says_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sleep(seconds: float) -> None:
+        raise Terminated
+
+    monkeypatch.setattr(meeting, "SILENT_S", -1.0)
+    monkeypatch.setattr("time.sleep", sleep)
+    with pytest.raises(RankLost, match=r"^terminated while waiting for rank 1 of 2") as caught:
+        Meeting(dist.HashStore(), 0, 2).compare({})
+    assert caught.value.exit_code == 143
+    assert capsys.readouterr().err.startswith("waiting for rank 1 of 2 (WORLD_SIZE)")
+
+
+def test_a_rank_beyond_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="RANK=2 and WORLD_SIZE=2"):
+        meeting.meet()
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"train", "sft", "eval", "bench"}))

@@ -11,18 +11,20 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from jetrl.distributed.console import tell
 from jetrl.distributed.peers import peers
 from jetrl.distributed.world import launched_rank, launched_size, named, ranks_that_differ
-from jetrl.errors import UserError
+from jetrl.errors import RankLost, Terminated, UserError
 
 START_S = 300.0  # for the slowest rank to import what it needs, from a cold disk
+SILENT_S = 10.0  # before rank 0 says whom it waits for
 LAST_WORDS_S = 8.0  # for ranks that end at the same moment, on a machine that may be busy
 
 _TOLD = "told"
@@ -83,10 +85,11 @@ class Meeting:
         """
         self.compared = True
         start = f"start {self._joined}"
-        self._words.set(
-            f"{start} {self.rank}", json.dumps({"problem": problem, "facts": {**facts}})
-        )
-        came = [json.loads(text) for text in self._all(start)]
+        if self._words.add(f"{start} as {self.rank}", 1) > 1:
+            self._refuse(start, f"two processes have RANK={self.rank}: give each its own")
+        facts_here = {"problem": problem, "facts": {**facts}, "size": self.size}
+        self._words.set(f"{start} {self.rank}", json.dumps(facts_here))
+        came = self._all(start)
         problems = [one["problem"] for one in came]
         if any(problems):
             raise UserError(_common(problems))
@@ -120,7 +123,9 @@ class Meeting:
             return None
         ends = [f"end {rank}" for rank in range(self.size)]
         if not (heard and _has_agent_store()):  # else the others' store ends with this rank
-            self._came(ends)
+            start = f"start {self._joined}"
+            met = [rank for rank in range(self.size) if self._words.check([f"{start} {rank}"])]
+            self._came([ends[rank] for rank in met])
         return _common([self.read(key) for key in ends], own=words)
 
     def told(self) -> None:
@@ -160,21 +165,51 @@ class Meeting:
             time.sleep(0.02)
         return bool(came)
 
-    def _all(self, what: str) -> list[str]:
+    def _all(self, start: str) -> list[dict[str, Any]]:
         """Return what each rank has written, and wait for those that have not yet."""
-        deadline = time.monotonic() + START_S
-        texts = []
-        for rank in range(self.size):
-            key = f"{what} {rank}"
-            try:
-                self._words.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
-            except RuntimeError:
-                raise UserError(
-                    f"rank {rank} of {self.size} has not come within {START_S:.0f} s: its own "
-                    "output, or torchrun's, says why"
-                ) from None
-            texts.append(self._words.get(key).decode())
-        return texts
+        began, told = time.monotonic(), False
+        came: dict[int, dict[str, Any]] = {}
+        try:
+            while True:
+                for rank in range(self.size):
+                    if rank not in came and self._words.check([f"{start} {rank}"]):
+                        came[rank] = json.loads(self._words.get(f"{start} {rank}"))
+                        if came[rank]["size"] != self.size:
+                            self._refuse(
+                                start,
+                                f"WORLD_SIZE is {came[rank]['size']} on rank {rank} and "
+                                f"{self.size} on rank {self.rank}: start all ranks alike",
+                            )
+                if self._words.check([f"{start} refused"]):
+                    raise UserError(self._words.get(f"{start} refused").decode())
+                if len(came) == self.size:
+                    return [came[rank] for rank in range(self.size)]
+                waited = time.monotonic() - began
+                if waited > START_S:
+                    raise UserError(
+                        f"{self._missing(came)} did not come within {START_S:.0f} s: its own "
+                        "output, or torchrun's, says why"
+                    )
+                if waited > SILENT_S and self.rank == 0 and not told:
+                    told = True
+                    tell(f"waiting for {self._missing(came)}, for up to {START_S:.0f} s")
+                time.sleep(0.02)
+        except Terminated:
+            raise RankLost(
+                f"terminated while waiting for {self._missing(came)}; torchrun says which rank "
+                "ended first",
+                Terminated.exit_code,
+            ) from None
+
+    def _missing(self, came: Collection[int]) -> str:
+        """Return which ranks have not come, in words."""
+        missing = [rank for rank in range(self.size) if rank not in came]
+        return f"{named(missing)} of {self.size} (WORLD_SIZE)"
+
+    def _refuse(self, start: str, why: str) -> NoReturn:
+        """End the start of all ranks."""
+        self._words.set(f"{start} refused", why)
+        raise UserError(why)
 
 
 _meetings: list[Meeting] = []  # at most one, which a process joins once
@@ -192,13 +227,18 @@ def meet(init_method: str = "env://") -> Meeting:
     if _meetings:
         return _meetings[0]
     rank, size = launched_rank(), launched_size()
+    if not 0 <= rank < size:
+        raise NoMeeting(f"RANK={rank} and WORLD_SIZE={size}: ranks count from 0 to WORLD_SIZE - 1")
+    # A store of its own size would wait for all in silence, which `compare` does with words.
+    waits = size if init_method != "env://" else 1
     try:
-        store, _, _ = next(rendezvous(init_method, rank, size, timeout=timedelta(seconds=START_S)))
+        store, _, _ = next(rendezvous(init_method, rank, waits, timeout=timedelta(seconds=START_S)))
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise NoMeeting(
             f"rank {rank} could not be joined to the others at {address} (MASTER_ADDR and "
-            f"MASTER_PORT; another port may be free): {str(error).strip().splitlines()[0]}"
+            f"MASTER_PORT; another port may be free, or two processes have RANK={rank}): "
+            f"{str(error).strip().splitlines()[0]}"
         ) from None
     _meetings.append(Meeting(_of_this_attempt(store), rank, size))
     return _meetings[0]

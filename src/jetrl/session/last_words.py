@@ -35,11 +35,12 @@ def end(
     first = launched_rank() == 0
     try:
         meeting = meet()
-        if not (printed or meeting.compared):  # the others may still be about to begin
+        if not meeting.compared:  # the others may still be about to begin
             try:
-                meeting.compare({}, problem=words.removeprefix("error: "))
+                problem = words.removeprefix("error: ") or "its command line is wrong"
+                meeting.compare({}, problem=problem)
             except UserError as common:
-                words = f"error: {common}"
+                words = words and f"error: {common}"
         # Where this rank was the first to fail, the others follow without words of their own.
         trouble = peers().trouble() if first else None
         heard = peers().is_well(0) or (trouble is not None and trouble.rank == 0)
