@@ -71,7 +71,6 @@ class RankLost(RunStopped):
     """Another rank is gone, has failed, or did not answer in time.
 
     Args:
-        message: Which rank, and what became of it.
         exit_code: The exit code of the run: that of the failed rank, or that of a hang.
     """
 

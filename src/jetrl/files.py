@@ -134,8 +134,6 @@ def read_stored(path: str | Path, schema: TypeAdapter[T], most: int = MOST_BYTES
     """Return the JSON value in a file, as its schema has it.
 
     Args:
-        path: The file.
-        schema: The schema of the file.
         most: The largest size of the file in bytes.
 
     Raises:
@@ -148,11 +146,6 @@ def read_stored(path: str | Path, schema: TypeAdapter[T], most: int = MOST_BYTES
 
 def checked(schema: TypeAdapter[T], value: Any, where: str) -> T:
     """Return a value as its schema has it.
-
-    Args:
-        schema: The schema.
-        value: The value, as JSON or TOML reads it.
-        where: The file (and the line), for the message.
 
     Raises:
         UserError: The value does not fit; the message names the first field that does not.

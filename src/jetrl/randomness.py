@@ -24,10 +24,7 @@ def draw_range(total: int, first: int, count: int, seed: int) -> list[int]:
     """Return consecutive entries of an endless sequence of shuffles of range(total).
 
     Args:
-        total: The number of things that are shuffled.
         first: The position of the first entry, from 0.
-        count: The number of entries.
-        seed: The seed of all shuffles.
     """
     epochs = range(first // total, (first + count - 1) // total + 1)
     order = {
@@ -47,10 +44,7 @@ def shares(weights: Sequence[float], count: int, last_step: int, seed: int) -> n
     the errors do not add up over the steps.
 
     Args:
-        weights: The share of each, in any unit.
-        count: Items of a step.
         last_step: The last of the steps 1, 2, ...
-        seed: The seed of the marks' offset.
 
     Returns:
         int64 [last_step, len(weights)], whose rows sum to `count`.
@@ -72,8 +66,6 @@ def weighted_draw(weights: np.ndarray, count: int, seed: int) -> list[int]:
 
     Args:
         weights: float64 [N], positive.
-        count: The number of indices.
-        seed: The seed of the draws.
     """
     chosen: list[int] = []
     while len(chosen) < count:

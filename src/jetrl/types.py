@@ -162,7 +162,6 @@ class Completion:
         versions: The version of the policy that drew each token, of a completion that was cut off
             or continued; () of any other.
         unusable_reply: Whether the failure is a reply that could not be given to the model.
-
         Completion(token_ids=(5, 9, 7, 7, 6), logprobs=(-0.1, -0.2, 0.0, 0.0, -0.3),
                    finish_reason="stop", text="2+3=5.", environment=((2, 4),),
                    turns=(Turn("2+3", "=5"), Turn(".")))
@@ -276,7 +275,6 @@ class Batch:
         stem_ids: int64 [S]; sequences of equal number begin with the same tokens, which a forward
             may compute once (`models.stems`). None: each is computed whole.
         stem_lengths: int64 [S], how many tokens that are, 0 for none. None with stem_ids.
-
         Batch(token_ids=[5, 6, 7, 8, 9], cu_seqlens=[0, 3, 5], loss_mask=[F, F, T, F, T],
               rollout_logprobs=[0, 0, -0.5, 0, -0.1], advantages=[0, 0, 1, 0, -1],
               sample_ids=[4, 0])

@@ -23,11 +23,7 @@ _trusted: frozenset[Path] | None = None  # None: every file
 
 @contextlib.contextmanager
 def trust_only(files: Iterable[str | Path] = ()) -> Iterator[None]:
-    """Let the commands inside the context import no users' files but these.
-
-    Args:
-        files: The trusted files. A context inside another one adds its files to the other's.
-    """
+    """Let the commands inside the context import no users' files but these."""
     global _trusted
     before = _trusted
     _trusted = (before or frozenset()) | {Path(file).resolve() for file in files}

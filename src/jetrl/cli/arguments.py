@@ -53,7 +53,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --plan and --device."""
     parser.add_argument(
         "--plan",
         choices=PLANS,
@@ -81,11 +80,7 @@ def add_sampling_arguments(
     """Add --max-tokens, --temperature, --top-p, --top-k and --seed.
 
     Args:
-        parser: The parser of the command.
         max_tokens: The default of --max-tokens; None, here and below: the command chooses.
-        temperature: The default of --temperature.
-        top_p: The default of --top-p.
-        seed: The default of --seed.
     """
     parser.add_argument(
         "--max-tokens", type=int, default=max_tokens, help="tokens a completion at most"

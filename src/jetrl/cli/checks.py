@@ -43,8 +43,6 @@ class Finding(NamedTuple):
 
     Attributes:
         status: OK; WARN, for what deserves a look; FAIL, for what does not work as promised.
-        name: The thing that was looked at.
-        detail: The facts.
         next_step: The next step to take; empty where nothing is to be done.
     """
 
@@ -93,7 +91,6 @@ def check_python() -> Finding:
 
 
 def check_torch() -> Finding:
-    """Check that torch is new enough."""
     version = torch.__version__
     if _minor(version) >= (2, 11):
         return Finding("OK", "torch", f"{version}, {torch.get_num_threads()} threads")

@@ -112,14 +112,7 @@ def opened(args: argparse.Namespace) -> Policy:
 
 @dataclass(frozen=True)
 class OneSet:
-    """A set of prompts to evaluate on, and how.
-
-    Attributes:
-        label: The name of the set.
-        args: The arguments of the command, filled in for this set.
-        task: The settings of its task.
-        params: The way completions are drawn.
-    """
+    """A set of prompts to evaluate on, and how."""
 
     label: str
     args: argparse.Namespace
@@ -152,7 +145,6 @@ def one_set(args: argparse.Namespace, name: str | None) -> OneSet:
 
 
 def build_scored(one: OneSet) -> tuple[Task, Scorer]:
-    """Return the task of a set, and the processes that score it."""
     from jetrl.tasks import Scorer, build_task
 
     limits = {"workers": one.args.workers, "timeout_s": one.args.timeout}
@@ -162,14 +154,6 @@ def build_scored(one: OneSet) -> tuple[Task, Scorer]:
 
 
 def evaluated(one: OneSet, policy: Policy, task: Task, scorer: Scorer) -> Evaluation:
-    """Return the results of a policy on a set.
-
-    Args:
-        one: The set.
-        policy: The policy.
-        task: The task of the set.
-        scorer: The processes that score it.
-    """
     from jetrl.rewards.evaluate import evaluate_model
 
     return evaluate_model(
@@ -273,10 +257,6 @@ def run_of(model: Path) -> Path | None:
 
 def sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingParams:
     """Return how to sample: greedily one completion a prompt, at temperature 1 several.
-
-    Args:
-        args: The arguments of the command; --temperature, if given, counts.
-        stop: Strings that end a completion, beside the task's own.
 
     Raises:
         UserError: A value is out of range, or several completions are greedy and so the same.

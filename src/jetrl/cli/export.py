@@ -80,12 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _name_base(args: argparse.Namespace, policy: Policy) -> None:
-    """Write the base of an adapter on random weights, so that the adapter's directory can name it.
-
-    Raises:
-        UserError: The base has random weights and --base is missing; or --base is given, and there
-            is no adapter, or its base is in a directory already.
-    """
+    """Write the base of an adapter on random weights."""
     from jetrl.models import hf
 
     if policy.lora is None or policy.base_path is not None:
@@ -135,11 +130,7 @@ class _Parts(NamedTuple):
     """The parts of a merged model.
 
     Attributes:
-        config: The config of the merged model.
-        lora: The kind of the adapter.
-        masters: What was trained, by our names.
         base: The directory of the base; None of random weights.
-        base_config: The config of the base, whose head may be another one.
         tokenizer: The tokenizer, or None.
         adapter: The adapter of a directory, whose base is compared with the one here; None of a
             checkpoint, whose run names its base.

@@ -214,7 +214,6 @@ def usage() -> str:
 
 
 def version() -> str:
-    """Return the name and version of the program."""
     from jetrl import __version__
 
     return f"jetrl {__version__}"

@@ -54,7 +54,6 @@ def open_policy(
         path: A Hugging Face directory, a name of its hub, a directory with an adapter, a run
             directory, or a checkpoint.
         preset: The precision preset; None: the run's own plan.
-        device: "auto", "cpu" or "cuda".
         fallback_plan: The preset of a model that belongs to no run, where `preset` is None.
 
     Raises:
@@ -96,16 +95,7 @@ def open_policy(
 
 
 def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:
-    """Check that the adapter of a checkpoint was trained on the base that the policy has.
-
-    Args:
-        checkpoint: The checkpoint.
-        policy: The policy with the checkpoint's adapter.
-        base: The directory of the base; None of random weights.
-
-    Raises:
-        UserError: It was trained on another one.
-    """
+    """Check that the adapter of a checkpoint was trained on the base that the policy has."""
     if Checkpoints.base_digest(checkpoint) in (None, policy.base_digest):
         return
     what = (
@@ -123,16 +113,7 @@ def _nothing(_: str) -> bool:
 
 
 def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None) -> PrecisionPlan:
-    """Return a plan that reads linear layers which are in NVFP4 already as they are.
-
-    Args:
-        base: The Hugging Face directory that holds them; None of random weights.
-        plan: The plan for directories in other formats.
-        preset: The precision preset that the user asked for, or None.
-
-    Raises:
-        UserError: The user asked for a preset without FP8, for which NVFP4 would stand.
-    """
+    """Return a plan that reads linear layers which are in NVFP4 already as they are."""
     if base is None or plan.base == "nvfp4" or not is_nvfp4(hf.model_config(base)):
         return plan
     if preset is None:
@@ -141,11 +122,7 @@ def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None)
 
 
 def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> Policy:
-    """Return the policy of a directory with an adapter, over the base that it was trained on.
-
-    Raises:
-        UserError: The directory names no base, and belongs to no run that would.
-    """
+    """Return the policy of a directory with an adapter, over the base that it was trained on."""
     path = location.path
     base = base_of(path)
     if base is None and location.run is not None:  # of random weights, which the run's seed makes

@@ -24,10 +24,6 @@ __all__ = ["be_silent", "end", "exit_now", "goes_on", "joined", "joined_on"]
 def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
     """Join the processes that torchrun has started for a run, within the block.
 
-    Args:
-        settings: The settings of the run.
-        resume: Whether the run goes on.
-
     Raises:
         UserError: The ranks were started differently, or settings that need one process.
     """
@@ -50,7 +46,6 @@ def joined_on(
     """Join the processes that torchrun has started for a command, within the block.
 
     Args:
-        device: The device, as run.device names it.
         timeout_s: How long a rank waits for the others; None: the default of the settings.
         facts: What has to be the same on all ranks beside versions and command line, by name.
         problem: Why the command cannot run as several processes; empty where it can.
@@ -70,9 +65,6 @@ def joined_on(
 def goes_on(settings: Settings) -> bool:
     """Return whether torchrun starts the ranks again of a run that it has begun (--max-restarts).
 
-    Args:
-        settings: The settings of the run.
-
     Raises:
         Terminated, TimeLimitReached: The run was not lost, but asked to stop: it does not go on.
     """
@@ -89,8 +81,6 @@ def end(
     """End this rank with an exit code, after an error of any kind; the other ranks end as well.
 
     Args:
-        words: This rank's message about its end.
-        code: The exit code.
         error: The error that ends it; None: one that is no other rank's.
         printed: Whether rank 0 has printed its message already.
     """

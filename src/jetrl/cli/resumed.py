@@ -15,14 +15,7 @@ _PLACE = ("run.name", "run.dir")  # say which run, and not what it does
 
 
 def unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path) -> str:
-    """Return a sentence about the settings of a recipe that a resumed run does not use, or "".
-
-    Args:
-        recipe: The recipe as the command line has it.
-        given: The settings of the recipe with the command line's overrides.
-        own: The settings of the run with the same overrides.
-        config: The run's config.toml.
-    """
+    """Return a sentence about the settings of a recipe that a resumed run does not use, or ""."""
     from jetrl.runs.directory import settings_that_differ
     from jetrl.runs.format import clip, visible
     from jetrl.settings.loading import toml_value

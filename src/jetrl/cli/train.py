@@ -71,7 +71,6 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_resume_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --resume."""
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -123,7 +122,6 @@ class PlannedGPUs:
     Attributes:
         count: How many: as many as torchrun has started, unless --gpus says otherwise.
         gib: The memory of one; None: that of this machine's GPU.
-        named: Whether --gpus says how many.
     """
 
     count: int = 1
@@ -149,7 +147,6 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
     """Return the settings of the words `[RECIPE] [KEY=VALUE ...]`; without a recipe, the demo's.
 
     Args:
-        words: The recipe and the overrides.
         resume: True to read the run's own config.toml: the recipe then only says which run, and
             what it gives otherwise is printed.
 
@@ -225,14 +222,7 @@ def exit_code(result: RunResult) -> int:
 def say_how_to_go_on(
     end: BaseException, command: str, args: argparse.Namespace, settings: Settings
 ) -> int:
-    """Print where the report of an ended run is and how to resume it; return the exit code.
-
-    Args:
-        end: The signal that ended the run.
-        command: The command that ran: train or sft.
-        args: The arguments of the command.
-        settings: The settings of the run.
-    """
+    """Print where the report of an ended run is and how to resume it; return the exit code."""
     options = ["--task", "reward"] if getattr(args, "task", None) == "reward" else []
     options += ["--out", args.out] if getattr(args, "out", None) else []
     again = shlex.join(["jetrl", command, *args.words, *options, "--resume"])
@@ -332,10 +322,8 @@ def dry_run(
     """Yield settings (TOML) and precision plan, check the run, and yield its memory plan.
 
     Args:
-        settings: The settings of the run.
         pairs: True to plan the training of a reward model.
         gpus: The GPUs that are planned for; by default this machine's.
-        resume: Whether the run goes on.
 
     Raises:
         UserError: The run would be refused, with the message of its start.

@@ -57,8 +57,6 @@ class Compiler:
     """A library that compiles a run's kernels, and how its cache is filled ahead of the run.
 
     Attributes:
-        name: The library, as messages call it.
-        cache: Returns the folder in which it keeps compiled kernels.
         compile: Fills the cache with the kernels of a run and returns a report. It is called in a
             copy of the run's process that does nothing else.
     """
@@ -93,12 +91,7 @@ def compiled_ahead(
     compiles where it launches.
 
     Args:
-        config: The model.
-        plan: The precision plan.
-        device: The device that the model is on.
         adapter: The model's adapter, or None.
-        max_batch_size: The most sequences of a forward of decode.
-        speculation: Whether decode verifies drafts.
     """
     there = torch.device(device).type == "cuda" and torch.cuda.is_available()
     if not there or importlib.util.find_spec("triton") is None:
@@ -116,11 +109,7 @@ def compiled_ahead(
 
 
 def _compilers(work: Work, device: torch.device) -> list[Compiler]:
-    """Return the libraries whose kernels a run compiles ahead on a GPU.
-
-    DeepGEMM's are compiled ahead by processes that need memory of the GPU. Where it has no room for
-    one beside the weights, the run compiles them where it launches.
-    """
+    """Return the libraries whose kernels a run compiles ahead on a GPU."""
     from jetrl.precision.hopper.gemm import deep_gemm_installed
 
     if not deep_gemm_installed():
@@ -187,7 +176,6 @@ def _digest(work: Work, triton_version: str) -> str:
 
 
 def _installed(distributions: Iterable[str]) -> list[str]:
-    """Return the distributions that are installed, each with its version."""
     found = []
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -220,12 +208,7 @@ def _failed(reason: str) -> Mapping[str, Any]:
 
 
 class _Worker:
-    """A copy of this process that has kernels compiled.
-
-    Args:
-        work: What decides which kernels are compiled.
-        compiler: The library that compiles them.
-    """
+    """A copy of this process that has kernels compiled."""
 
     def __init__(self, work: Work, compiler: Compiler) -> None:
         self._name = compiler.name
@@ -239,11 +222,7 @@ class _Worker:
         os.close(answers)
 
     def report(self, began: float) -> Mapping[str, Any]:
-        """Return what the copy says when all is compiled, or why it says nothing.
-
-        Args:
-            began: The time since which the run waits for it.
-        """
+        """Return what the copy says when all is compiled, or why it says nothing."""
         answer, said = b"", False
         while True:
             waited = time.monotonic() - began
@@ -267,10 +246,7 @@ class _Worker:
         return {**report, "waited_s": round(time.monotonic() - began, 2)}
 
     def end(self) -> None:
-        """End the copy and all processes that it started, and wait until they have ended.
-
-        From then on none of them holds memory of the GPU.
-        """
+        """End the copy and all processes that it started, and wait until they have ended."""
         os.close(self._answers)
         for kill in (os.killpg, os.kill):  # The group is not there before the copy has begun.
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -282,10 +258,7 @@ class _Worker:
 
 
 def _is_alive(group: int) -> bool:
-    """Return whether any process of a group has not ended.
-
-    One that has ended and was not reaped still counts for `os.killpg`, so /proc is asked as well.
-    """
+    """Return whether any process of a group has not ended."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

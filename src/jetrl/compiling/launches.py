@@ -55,12 +55,7 @@ class Work:
     """The model and the sizes that decide which kernels a run compiles.
 
     Attributes:
-        config: The model.
-        plan: The precision plan.
         lora: The kind of the adapter, or None.
-        max_batch_size: The most sequences of a forward of decode.
-        multiprocessors: The GPU's.
-        speculation: Whether decode verifies drafts.
     """
 
     config: ModelConfig
@@ -72,11 +67,7 @@ class Work:
 
 
 def go_through(work: Work) -> None:
-    """Launch what a run launches, within a stand-in.
-
-    Args:
-        work: What decides which kernels are compiled.
-    """
+    """Launch what a run launches, within a stand-in."""
     policy = stand_in_policy(work)
     linears(policy)
     prefill(policy)
@@ -89,11 +80,7 @@ def go_through(work: Work) -> None:
 
 
 def stand_in_policy(work: Work) -> Policy:
-    """Return a policy of as few layers as have all kinds of layers, with weights on the stand-in.
-
-    Args:
-        work: The model.
-    """
+    """Return a policy of as few layers as have all kinds of layers."""
     plan, layers = work.plan, work.config.num_layers
     kinds = [
         (tuple(plan.linear_formats(layer, layers).items()), layer in (0, layers - 1))
@@ -109,11 +96,7 @@ def stand_in_policy(work: Work) -> Policy:
 
 
 def graph_rows(max_batch_size: int) -> Iterator[int]:
-    """Yield the batch sizes of graphs of decode, up to that of the largest batch.
-
-    Args:
-        max_batch_size: The most sequences of a forward.
-    """
+    """Yield the batch sizes of graphs of decode, up to that of the largest batch."""
     rows = 0
     while rows < max_batch_size:
         rows = padded_batch(rows + 1)
@@ -121,11 +104,7 @@ def graph_rows(max_batch_size: int) -> Iterator[int]:
 
 
 def linears(policy: Policy) -> None:
-    """Launch every linear of the first layer and the output head, at few and at many rows.
-
-    Args:
-        policy: The policy.
-    """
+    """Launch every linear of the first layer and the output head, at few and at many rows."""
     layers = [m for m in policy.decoder.layers[0].modules() if isinstance(m, Linear)]
     with torch.no_grad():
         for linear in (*layers, policy.decoder.lm_head):
@@ -136,11 +115,7 @@ def linears(policy: Policy) -> None:
 
 
 def prefill(policy: Policy) -> None:
-    """Launch forwards over prompts, with and without earlier pages, and the draws after them.
-
-    Args:
-        policy: The policy.
-    """
+    """Launch forwards over prompts, with and without earlier pages, and the draws after them."""
     cache = PagedCache(policy.config, policy.plan, _PAGES, _PAGE, CUDA)
     spans = [Span(0, 0, 300, list(range(5))), Span(300, 64, 401, list(range(8)))]
     tokens = torch.zeros(701, dtype=torch.int64, device=CUDA)
@@ -154,13 +129,7 @@ def prefill(policy: Policy) -> None:
 
 
 def decode(policy: Policy, slots: int, batches: Iterable[int]) -> None:
-    """Launch forwards of decode.
-
-    Args:
-        policy: The policy.
-        slots: The most sequences of a forward.
-        batches: The sequences of each forward.
-    """
+    """Launch forwards of decode."""
     forwards = decode_forwards(policy, slots, None)
     for rows in batches:
         for longest, filtered in itertools.product(_CONTEXTS, (False, True)):
@@ -168,12 +137,7 @@ def decode(policy: Policy, slots: int, batches: Iterable[int]) -> None:
 
 
 def verify(policy: Policy, slots: int) -> None:
-    """Launch forwards of decode that look drafts up and verify them.
-
-    Args:
-        policy: The policy.
-        slots: The most sequences of a forward.
-    """
+    """Launch forwards of decode that look drafts up and verify them."""
     # How many tokens of text there are is in no kernel, as little as the longest context is.
     forwards = decode_forwards(policy, slots, Speculation("auto", slots, _PAGE, CUDA))
     for rows in graph_rows(slots):
@@ -186,8 +150,6 @@ def decode_forwards(policy: Policy, slots: int, speculation: Speculation | None)
     """Return forwards of decode without graphs and without memory for them.
 
     Args:
-        policy: The policy.
-        slots: The most sequences of a forward.
         speculation: The drafts; None for forwards of one token a sequence.
     """
     width = -(-policy.config.max_position_embeddings // _PAGE)
@@ -200,11 +162,7 @@ def decode_forwards(policy: Policy, slots: int, speculation: Speculation | None)
 
 
 def update(policy: Policy) -> None:
-    """Launch forward and backward of micro-batches, and the rounding of the weights.
-
-    Args:
-        policy: The policy.
-    """
+    """Launch forward and backward of micro-batches, and the rounding of the weights."""
     for (first, end), recomputed in itertools.product(_TOKENS, (False, True)):
         ends, targets = torch.tensor([0, first, end]), torch.arange(first + 1, end)
         _forward_and_backward(policy, ends, targets, recomputed, None)

@@ -49,7 +49,6 @@ def affordable_processes(work: Work, free: int, cards: int) -> int:
         work: The model whose weights are read. All its parameters are taken to be trained, or its
             adapter; where none are, there is more room.
         free: Free bytes of the GPU before the weights are read.
-        cards: How many GPUs the master weights are divided among.
     """
     config, plan, lora = work.config, work.plan, work.lora
     weights = 4 * trained_parameters(config, cards, lora)
@@ -65,8 +64,6 @@ def compile_products(work: Work, device: str, most: int = _MOST_PROCESSES) -> di
     The process that calls it is of no other use then.
 
     Args:
-        work: What decides which kernels are compiled.
-        device: The GPU on which the products are computed.
         most: The most processes that compute them at a time; no more than there are cores.
     """
     began = time.monotonic()
@@ -94,12 +91,7 @@ def compile_products(work: Work, device: str, most: int = _MOST_PROCESSES) -> di
 
 
 def shared_out(sizes: Iterable[Size], most: int) -> list[list[Size]]:
-    """Return the sizes that each process computes: all of a number of rows go to one.
-
-    Args:
-        sizes: The sizes of products, each once.
-        most: The most processes.
-    """
+    """Return the sizes that each process computes: all of a number of rows go to one."""
     of_rows: dict[int, list[Size]] = {}
     for size in sizes:
         of_rows.setdefault(size[0], []).append(size)
@@ -110,10 +102,7 @@ def shared_out(sizes: Iterable[Size], most: int) -> list[list[Size]]:
 
 
 def _started(share: Iterable[Size], device: str) -> subprocess.Popen[str]:
-    """Start a process that computes products.
-
-    It is a new program: CUDA does not work in a copy of a process that has used CUDA.
-    """
+    """Start a process that computes products."""
     importable = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return subprocess.Popen(
         [sys.executable, "-P", str(_WORKER), device, *("x".join(map(str, size)) for size in share)],

@@ -22,14 +22,7 @@ _FP8 = FORMATS["e4m3"][0]
 
 
 def multiply(device: str, rows: int, outputs: int, inputs: int) -> None:
-    """Compute a product of a size by DeepGEMM, and free its memory.
-
-    Args:
-        device: The GPU.
-        rows: Rows of the left operand.
-        outputs: Rows of the weight.
-        inputs: Columns of both.
-    """
+    """Compute a product of a size by DeepGEMM, and free its memory."""
     left = empty_row_groups(rows, inputs, _FP8, device)
     weight = empty_weight(outputs, inputs, _FP8, device)
     fp8_matmul_hopper(left, weight, backend="deep_gemm")
@@ -43,10 +36,8 @@ def compute(
     """Compute products, and return the exit status of the process.
 
     Args:
-        device: The GPU.
         sizes: Of each product the rows of the left operand, the rows of the weight and the columns
             of both, with an x between them.
-        product: Computes one.
     """
     status = 0
     for size in sizes:

@@ -37,13 +37,7 @@ _NUMBERS: dict[Any, float] = {torch.Tensor.item: 1.0, torch.Tensor.__float__: 1.
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with the arguments that decide how it is compiled.
-
-    Attributes:
-        name: The module and the name of the kernel.
-        key: The same for all that are compiled alike, and for no others.
-        compile: Compiles the kernel into the cache on disk, as its launch would.
-    """
+    """A kernel with the arguments that decide how it is compiled."""
 
     name: str
     key: str
@@ -86,8 +80,6 @@ def stand_in(
     """Change torch and Triton, and return the context in which code for a GPU runs.
 
     Args:
-        multiprocessors: Multiprocessors of the GPU.
-        hand_over: Called with each kernel that is to be compiled, once for all compiled alike.
         multiplied: Called with the size of each product that DeepGEMM would compute: the rows of
             the left operand, the rows of the weight, and the columns of both.
     """
@@ -166,7 +158,6 @@ class _Memory:
         """Do nothing."""
 
     def tensor(self) -> torch.Tensor:
-        """Return the memory as bytes."""
         return torch.empty(self._size, dtype=torch.uint8, device=self._device)
 
 

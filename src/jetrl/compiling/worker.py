@@ -30,16 +30,7 @@ _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class Copies:
-    """The copies of this process that compile, each one kernel.
-
-    Args:
-        most: How many there are at a time.
-
-    Attributes:
-        most: How many there are at a time.
-        failed: The kernels that did not compile.
-        started: How many kernels were given to a copy.
-    """
+    """The copies of this process that compile, each one kernel."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -48,11 +39,7 @@ class Copies:
         self.started = 0
 
     def compile(self, kernel: Kernel) -> None:
-        """Give a kernel to a copy, and wait for another's end where there are too many.
-
-        Args:
-            kernel: The kernel.
-        """
+        """Give a kernel to a copy, and wait for another's end where there are too many."""
         while len(self._running) >= self.most:
             self._wait()
         self.started += 1
@@ -62,7 +49,6 @@ class Copies:
         self._running[copy] = kernel.name
 
     def finish(self) -> None:
-        """Wait for all."""
         while self._running:
             self._wait()
 
@@ -90,12 +76,7 @@ def end_with_parent() -> None:
 
 
 def run_apart(compile_kernels: Callable[[], dict[str, Any]], answers: int) -> NoReturn:
-    """Have the kernels of a run compiled, report, and end: all that this copy of the run does.
-
-    Args:
-        compile_kernels: Compiles them and returns the report.
-        answers: The file descriptor of the pipe to which the report is written, as JSON.
-    """
+    """Have the kernels of a run compiled, report, and end: all that this copy of the run does."""
     try:
         os.setsid()  # so that the run can end this copy with its own, and Ctrl-C is for the run
         end_with_parent()
@@ -109,11 +90,7 @@ def run_apart(compile_kernels: Callable[[], dict[str, Any]], answers: int) -> No
 
 
 def compile_all(work: Work) -> dict[str, Any]:
-    """Compile the kernels of a run, and return a report; this process is of no other use then.
-
-    Args:
-        work: What decides which kernels are compiled.
-    """
+    """Compile the kernels of a run, and return a report; this process is of no other use then."""
     began = time.monotonic()
     copies = Copies(min(_MOST_PROCESSES, len(os.sched_getaffinity(0))))
     copies.failed += list_launches(work, copies.compile)
@@ -133,13 +110,7 @@ def list_launches(
     hand_over: Callable[[Kernel], None],
     multiplied: Callable[[int, int, int], object] = lambda *_: None,
 ) -> list[str]:
-    """Go through the launches of a run without a GPU, and return what went wrong.
-
-    Args:
-        work: What decides which kernels are compiled.
-        hand_over: Called with each kernel that Triton would compile.
-        multiplied: Called with the size of each product that DeepGEMM would compute.
-    """
+    """Go through the launches of a run without a GPU, and return what went wrong."""
     from jetrl.compiling.stand_in_hopper import stand_in
 
     try:

@@ -23,7 +23,6 @@ class Decision(Generic[Value]):
     """A question that all processes answer, and the rule that makes one answer of theirs.
 
     Attributes:
-        question: What is decided, for messages.
         combine: Maps the answers, one of each process in the order of ranks, to the common one. A
             single answer is its own result.
     """
@@ -47,10 +46,6 @@ def agree(decision: Decision[Value], answer: Value) -> Value:
     """Return the answer that all processes of the run take.
 
     Every process calls this function, with the same decision.
-
-    Args:
-        decision: What is decided.
-        answer: This process's own answer.
     """
     return decision.combine(world().gather(decision.question, answer))
 
@@ -61,10 +56,6 @@ def ending_together(what: str, *others: type[BaseException]) -> Iterator[None]:
 
     A body that ends early, by a UserError or by RunStopped, waits here for the other processes. The
     body itself may not wait for them.
-
-    Args:
-        what: What the body does, for messages.
-        others: More errors that all processes raise.
     """
     if world().size == 1:
         yield

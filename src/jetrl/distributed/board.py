@@ -36,9 +36,7 @@ class KeyValueStore(Protocol):
         """Set a key if it has the value that is expected, and return the key's value.
 
         Args:
-            key: The key.
             expected: The value that is replaced; empty for a key that is not there.
-            desired: The new value.
         """
 
 
@@ -47,15 +45,9 @@ class RankStatus:
     """The line of a rank on the board.
 
     Attributes:
-        rank: The rank.
-        node: The name of its machine.
-        process: Its process.
         phase: The phase of the run that it is in; empty before the first one and between phases.
-        step: The step of the run.
         limit_s: The silence after which it counts as hanging, in seconds; None: no limit.
-        number: How many collectives its main thread has begun.
         awaits: What it waits for the others for; empty where it does not wait.
-        beat: How many times the line was renewed.
         left: Whether it has ended, or is ending, in an orderly way.
     """
 
@@ -94,11 +86,8 @@ class Trouble:
     """The end of a rank that ends the run.
 
     Attributes:
-        rank: The rank that met it.
         kind: "lost" where the rank cannot say so itself, "failed" where it has raised an error, and
             "hang" where its watchdog has ended it.
-        words: What happened, in words; of a failed rank, what it would have printed.
-        code: The exit code of all ranks.
     """
 
     rank: int
@@ -108,7 +97,6 @@ class Trouble:
 
     @property
     def message(self) -> str:
-        """The message for the console."""
         return (
             f"stopped: {self.words}" if self.kind == "lost" else f"rank {self.rank}: {self.words}"
         )
@@ -122,11 +110,7 @@ class Trouble:
 
 
 class Board:
-    """The board, seen from one rank.
-
-    Args:
-        store: The store of the run, on a connection that nothing else waits on.
-    """
+    """The board, seen from one rank."""
 
     def __init__(self, store: KeyValueStore) -> None:
         self._store = store

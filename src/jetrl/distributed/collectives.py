@@ -23,14 +23,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @contextlib.contextmanager
 def _together(what: str) -> Iterator[None]:
-    """Take part in a collective, and name the rank that is lost where it breaks.
-
-    Args:
-        what: What is exchanged.
-
-    Raises:
-        RankLost: The process group is broken.
-    """
+    """Take part in a collective, and name the rank that is lost where it breaks."""
     with peers().awaiting(what):
         try:
             yield

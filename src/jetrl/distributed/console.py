@@ -24,9 +24,6 @@ def tell(text: str) -> None:
     """Print a line on stderr about how the program ends, if stderr can be written.
 
     Where it cannot, the exit code alone says how the program ended, and stays what it is.
-
-    Args:
-        text: The line.
     """
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
@@ -45,11 +42,7 @@ def be_silent() -> None:
 
 
 def tell_once(text: str) -> None:
-    """Print the message of this process's end, if no other thread has printed one.
-
-    Args:
-        text: The message.
-    """
+    """Print the message of this process's end, if no other thread has printed one."""
     if not _said.acquire(blocking=False):
         return
     if launched_rank() == 0:
@@ -63,9 +56,6 @@ def exit_now(code: int) -> NoReturn:
     """End the process at once, since Python's own end may wait for what never comes.
 
     Threads of NCCL wait for other ranks; threads that watch them would be killed within C++.
-
-    Args:
-        code: The exit code.
     """
     with contextlib.suppress(OSError):
         sys.stdout.flush()

@@ -17,11 +17,7 @@ TIMEOUT_FILES, FILES = "nccl_timeout_rank_", "collectives_rank_"
 
 
 def record_collectives(folder: Path) -> None:
-    """Turn the flight recorder on, before a process group is opened; what is set already stays.
-
-    Args:
-        folder: The folder that NCCL's own record is written to.
-    """
+    """Turn the flight recorder on, before a process group is opened; what is set already stays."""
     # Each with the name that it had before torch 2.9, which is read as well and may be set.
     settings = {
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): _KEPT,
@@ -39,12 +35,7 @@ def record_collectives(folder: Path) -> None:
 
 
 def write_collectives(folder: Path, rank: int) -> None:
-    """Write the collectives that this process remembers into a folder, as JSON.
-
-    Args:
-        folder: The folder.
-        rank: The rank of this process.
-    """
+    """Write the collectives that this process remembers into a folder, as JSON."""
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(
         c10d, "_dump_fr_trace_json", None
     )

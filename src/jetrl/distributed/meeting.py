@@ -35,16 +35,7 @@ class NoMeeting(UserError):  # noqa: N818  (bad input, as its base)
 
 
 class Meeting:
-    """The key-value store of a run, seen from one rank.
-
-    Args:
-        store: The store, which all ranks reach.
-        rank: The number of this process.
-        size: How many processes there are.
-
-    Attributes:
-        compared: Whether this rank has compared with the others what they were started with.
-    """
+    """The key-value store of a run, seen from one rank."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -57,11 +48,7 @@ class Meeting:
         return Meeting(_connected_again(self.store), self.rank, self.size)
 
     def own_store(self, name: str) -> Store:
-        """Return a part of the store on another connection, on which nobody else waits.
-
-        Args:
-            name: The name of the part.
-        """
+        """Return a part of the store on another connection, on which nobody else waits."""
         return PrefixStore(f"jetrl {name} {self._joined}", _connected_again(self.store))
 
     def group_store(self) -> Store:
@@ -77,7 +64,6 @@ class Meeting:
         """Return once all ranks have come with the same facts and without a problem.
 
         Args:
-            facts: What has to be the same on all ranks, by name.
             problem: Why this rank cannot begin; empty where it can.
 
         Raises:
@@ -135,12 +121,7 @@ class Meeting:
         self._came([f"heard {rank}" for rank in ending])  # the store may be this process's own
 
     def write(self, key: str, text: str) -> None:
-        """Write a text for the other ranks, in place of an earlier one.
-
-        Args:
-            key: What the text is.
-            text: The text.
-        """
+        """Write a text for the other ranks, in place of an earlier one."""
         with self._there():
             self._words.set(key, text)
 
@@ -218,9 +199,6 @@ _meetings: list[Meeting] = []  # at most one, which a process joins once
 def meet(init_method: str = "env://") -> Meeting:
     """Return the place where the processes of the run meet, which the first call joins.
 
-    Args:
-        init_method: Where the processes meet, as torch.distributed takes it.
-
     Raises:
         NoMeeting: Rank 0 cannot be reached, or cannot listen, or restarts would go wrong.
     """
@@ -256,14 +234,7 @@ def _has_agent_store() -> bool:
 
 
 def _of_this_attempt(store: Store) -> Store:
-    """Return the part of a store that ranks of an earlier attempt have not written to.
-
-    Where torchrun starts the ranks again its store may be the same, with the addresses of processes
-    that are gone.
-
-    Raises:
-        NoMeeting: Machines may count their attempts differently, and share one store.
-    """
+    """Return the part of a store that ranks of an earlier attempt have not written to."""
     if not _has_agent_store():
         return store
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -276,12 +247,7 @@ def _of_this_attempt(store: Store) -> Store:
 
 
 def _common(words: Sequence[str], own: str = "") -> str:
-    """Return the messages of all ranks in one text, the same message once.
-
-    Args:
-        words: The message of each rank; empty of a rank that has none.
-        own: The message that needs no rank before it.
-    """
+    """Return the messages of all ranks in one text, the same message once."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(words):
         if text:

@@ -52,12 +52,7 @@ class PeerWatch(Peers):
     """The other ranks of a run of several processes, watched while this object is open.
 
     Args:
-        board: The board of the run.
-        status: The first line of this rank.
-        size: How many ranks there are.
         watched: The ranks whose lines are read each second: those of this machine, and a neighbor.
-        leave: Ends this process with the message of a trouble; does not return.
-        write_collectives: Writes the collectives that a rank remembers into a folder.
     """
 
     def __init__(
@@ -281,11 +276,7 @@ class PeerWatch(Peers):
         return all(rank in self._lines for rank in self._watched)
 
     def _write(self, again: bool = False) -> None:
-        """Write this rank's line on the board; a board that does not answer is seen elsewhere.
-
-        Args:
-            again: Whether the line is renewed, which errors are raised of.
-        """
+        """Write this rank's line on the board; a board that does not answer is seen elsewhere."""
         self._status = replace(
             self._status,
             number=self._number,

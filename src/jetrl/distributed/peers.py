@@ -22,26 +22,16 @@ class Peers:
 
         Args:
             phase: The phase of the run; empty between phases.
-            step: The step of the run.
             limit_s: The silence that is a hang, in seconds; None: no limit.
         """
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
-        """Take part in a collective in the body of the `with`.
-
-        Args:
-            what: What is exchanged, for messages.
-        """
+        """Take part in a collective in the body of the `with`."""
         yield
 
     def lost(self, what: str, reason: str) -> RankLost:
-        """Return the error of a collective that broke, which names the rank that is lost.
-
-        Args:
-            what: What was exchanged.
-            reason: What the collective's error says.
-        """
+        """Return the error of a collective that broke, which names the rank that is lost."""
         return RankLost(f"another rank is gone or did not answer ({what}): {reason}")
 
     def waits_for_others(self) -> bool:
@@ -49,11 +39,7 @@ class Peers:
         return False
 
     def is_well(self, rank: int) -> bool:
-        """Return whether a rank is known to run, and to watch the others.
-
-        Args:
-            rank: The rank.
-        """
+        """Return whether a rank is known to run, and to watch the others."""
         return False
 
     def trouble(self) -> Trouble | None:
@@ -61,13 +47,7 @@ class Peers:
         return None
 
     def failed(self, words: str, code: int, hangs: bool = False) -> None:
-        """Tell the others that this rank ends, so that they end as well.
-
-        Args:
-            words: What this rank prints, or would print.
-            code: The exit code of all ranks.
-            hangs: Whether its watchdog ends it.
-        """
+        """Tell the others that this rank ends, so that they end as well."""
 
     def leaving(self) -> None:
         """Tell the others that this rank ends in an orderly way, as they do themselves."""
@@ -93,18 +73,10 @@ class Peers:
         """
 
     def before_leaving(self, work: Callable[[Trouble], None]) -> None:
-        """Do more work when this rank is made to leave while its main thread cannot.
-
-        Args:
-            work: The work, done in another thread.
-        """
+        """Do more work when this rank is made to leave while its main thread cannot."""
 
     def on_hang(self, work: Callable[[str], None]) -> None:
-        """Do work when another rank hangs, while this one still waits for it.
-
-        Args:
-            work: Writes where this rank is; called with the reason.
-        """
+        """Do work when another rank hangs, while this one still waits for it."""
 
 
 NOBODY = Peers()

@@ -51,7 +51,6 @@ class ProcessGroupWorld(World):
 
     Attributes:
         hosts: The gloo group by which the hosts speak.
-        timeout_s: How long a rank waits for the others.
         waits: The seconds that this process has waited for the others, in a list of one.
     """
 
@@ -153,9 +152,6 @@ def open_world(
 
     Args:
         device: "cuda" for one GPU a process, or "cpu".
-        timeout_s: How long a rank waits for the others.
-        init_method: Where the processes meet, as torch.distributed takes it.
-        facts: What has to be the same on all ranks, by name: settings, versions.
         problem: Why this rank cannot begin; empty where it can.
         leave: Ends this process where another rank is lost and the main thread cannot; None: the
             others are not watched.
@@ -230,14 +226,7 @@ def open_world(
 def _watched(
     meeting: Meeting, local_rank: int, local_size: int, leave: Callable[[Trouble], None] | None
 ) -> Peers:
-    """Return the other ranks, and begin to watch them if `leave` is given.
-
-    Args:
-        meeting: The place where the ranks meet.
-        local_rank: The number of this process on its machine.
-        local_size: How many processes there are on this machine.
-        leave: Ends this process; None: nothing is watched.
-    """
+    """Return the other ranks, and begin to watch them if `leave` is given."""
     if leave is None or meeting.size == 1:
         return NOBODY
     first = meeting.rank - local_rank  # torchrun numbers the ranks of a machine in a row

@@ -19,8 +19,6 @@ class ProcessId:
 
     Attributes:
         machine: The boot of the machine and the process namespace; empty where neither is known.
-        pid: The number of the process.
-        born: When the process was started, in clock ticks of that boot.
     """
 
     machine: str
@@ -29,7 +27,6 @@ class ProcessId:
 
 
 def this_process() -> ProcessId:
-    """Return the identity of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -51,12 +48,7 @@ def is_stopped(process: ProcessId) -> bool:
 
 
 def started_before(process: int, moment: float) -> bool | None:
-    """Return whether a process of this machine was started before a moment; None if unknown.
-
-    Args:
-        process: The number of the process.
-        moment: A Unix time.
-    """
+    """Return whether a process of this machine was started before a moment; None if unknown."""
     try:
         ticks = int(_fields(process)[_STARTED])
         lines = Path("/proc/stat").read_text().splitlines()

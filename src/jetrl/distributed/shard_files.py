@@ -52,11 +52,7 @@ _FILE_BYTES = 2**30  # of a rank's file, about: DCP makes a file in memory befor
 
 
 class _Place(Stored):
-    """The place in a whole tensor at which the rows in a file begin.
-
-    Attributes:
-        saved_offsets: The first index of each dimension.
-    """
+    """The place in a whole tensor at which the rows in a file begin."""
 
     saved_offsets: list[Count]
 
@@ -74,10 +70,8 @@ def write_shards(
     """Write tensors of all ranks; every rank calls this function, with tensors of the same names.
 
     Args:
-        folder: The folder of the files, which is made if it is not there.
         tensors: The tensors by name: own rows of those that are divided, and whole other ones.
         shards: The division of the rows of those that are divided, by name.
-        ranks: The processes that write, several ones.
 
     Returns:
         The files of this rank, which are on the disk.
@@ -129,10 +123,6 @@ class _Writer(HuggingFaceStorageWriter):
     """A writer of this rank's files that keeps what the disk says, until all ranks have written.
 
     DCP's own way to tell the other ranks fails under Python 3.13 before torch 2.13.
-
-    Args:
-        folder: The folder of the files.
-        files: The number of the file, from 1, that a tensor is written into, by name.
     """
 
     def __init__(self, folder: Path, files: dict[str, int]) -> None:
@@ -158,12 +148,7 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 class _OwnRows(DefaultSavePlanner):
-    """The plan of a rank's writing, in which DCP leaves out the tensors of other ranks.
-
-    Args:
-        shards: The division of the rows of the tensors that are divided, by name.
-        whole: The shape of each whole tensor, by name.
-    """
+    """The plan of a rank's writing, in which DCP leaves out the tensors of other ranks."""
 
     def __init__(self, shards: Mapping[str, Shard], whole: Mapping[str, torch.Size]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -198,15 +183,11 @@ class _RowsToRead(DefaultLoadPlanner):
         self._target = target
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor that rows are read into."""
         return self._target
 
 
 class ShardFiles:
     """The tensors in the files of all ranks, read one at a time.
-
-    Args:
-        folder: The folder of the files.
 
     Attributes:
         properties: The dtype and shape of each whole tensor, by name.
@@ -234,7 +215,6 @@ class ShardFiles:
         """Return some rows of a tensor, or the whole tensor, in CPU memory.
 
         Args:
-            name: The name of the tensor.
             rows: The rows, from a first one to one behind the last; None: the whole tensor.
         """
         dtype, shape = self.properties[name]

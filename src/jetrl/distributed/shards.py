@@ -18,7 +18,6 @@ class Shard:
 
     Attributes:
         bounds: The first row of each rank, and the number of all rows at the end; `size` + 1 rows.
-        rank: The rank that is looked from.
     """
 
     bounds: tuple[int, ...]
@@ -76,11 +75,6 @@ def shard_of(num_rows: int, rank: int, size: int) -> Shard | None:
 
     A matrix is divided where there is more than one rank and it has at least one block of rows.
     Ranks own whole blocks, the numbers of which differ by at most one.
-
-    Args:
-        num_rows: The rows of the matrix.
-        rank: The rank that is looked from.
-        size: How many ranks there are.
     """
     if size == 1 or num_rows < BLOCK_ROWS:
         return None

@@ -25,10 +25,7 @@ class World:
 
     Attributes:
         rank: The number of this process, from 0.
-        size: How many processes there are.
         local_rank: The number of this process on its machine, from 0: the index of its GPU.
-        local_size: How many processes there are on this machine.
-        node: The name of this machine.
     """
 
     rank: int = 0
@@ -67,25 +64,18 @@ class World:
         Every rank calls this method, with the same words.
 
         Args:
-            what: What is gathered, for messages about a rank that does not answer.
             value: This rank's value, which `pickle` can encode.
         """
         return [value]
 
     def gather_in_order(self, what: str, share: Sequence[Item]) -> list[Item]:
-        """Return the whole list, of which each rank gives its `share`.
-
-        Args:
-            what: What is gathered, for messages.
-            share: This rank's items.
-        """
+        """Return the whole list, of which each rank gives its `share`."""
         return self.in_order(self.gather(what, share))
 
     def from_first(self, what: str, make: Callable[[], Item]) -> Item:
         """Return what rank 0 makes; an error that it raises is raised by every rank.
 
         Args:
-            what: What is made, for messages.
             make: Makes the value, which `pickle` can encode; called by rank 0 alone.
         """
         return make()
@@ -97,9 +87,7 @@ class World:
         every rank.
 
         Args:
-            what: What is made, for messages.
             make: Makes the value; called by rank 0 alone.
-            otherwise: The value of the other ranks.
         """
         made: list[Item] = []
         self.from_first(what, lambda: made.append(make()))
@@ -109,10 +97,6 @@ class World:
         """Return what this rank makes, when every rank has made its own.
 
         An error that a rank raises is raised by every rank; of several errors, the lowest rank's.
-
-        Args:
-            what: What is made, for messages.
-            work: Makes this rank's value, which stays here.
         """
         return work()
 
@@ -124,19 +108,11 @@ class World:
         return self
 
     def awaiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this rank waits for the others by other means than this class.
-
-        Args:
-            what: What is waited for, for messages about a rank that does not answer.
-        """
+        """Return a context in which this rank waits for the others by."""
         return contextlib.nullcontext()
 
     def same(self, what: str, value: Any) -> None:
         """Check that all ranks have the same value.
-
-        Args:
-            what: What the value is, for the message.
-            value: The value, which can be compared.
 
         Raises:
             RanksDiffer: Ranks have other values; the message names them.

@@ -42,7 +42,6 @@ def state_bytes(shape: Sequence[int], states: str) -> int:
     """Return the bytes of a parameter's moments: 3 an element where they are compact, 8 elsewhere.
 
     Args:
-        shape: the parameter's.
         states: the setting `train.optimizer_states`.
     """
     return (3 if is_compact(len(shape), states) else 8) * math.prod(shape)
@@ -88,7 +87,6 @@ def adamw_ref_(
         ratio: as of `adamw_`.
         root: as of `adamw_`.
         clip: as of `adamw_`.
-        s: of this optimizer step.
     """
     # This step's moments from those of the step before, as they were stored.
     g = grad * clip

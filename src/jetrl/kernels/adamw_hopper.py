@@ -59,7 +59,6 @@ def _adamw_kernel(
         beta1, rest1, beta2, rest2, rate, unbias, eps, decay, carry, before, now, encode, salt: of
             `AdamWScalars`; salt changes at each step, so it is not specialized on.
         SHIFT, BIAS, MAX, STRIDE, CODES: the constants of `adamw_scalars`.
-        BLOCK: elements of a program.
     """
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < num_elements
@@ -108,7 +107,6 @@ def adamw_(
         ratio: uint8, of master's shape, changed in place.
         root: int16, of master's shape, changed in place.
         clip: float32 scalar, multiplied with the gradient.
-        scalars: of this optimizer step.
 
     Raises:
         ValueError: a tensor of another shape or dtype, or not contiguous.

@@ -25,13 +25,10 @@ class AdamWScalars(NamedTuple):
     """The numbers that one step of `adamw_` needs beside its tensors; floats are float32 values.
 
     Attributes:
-        beta1: the decay of the first moment.
         rest1: 1 - beta1.
-        beta2: the decay of the second moment.
         rest2: 1 - beta2.
         rate: lr / (1 - beta1**t) at step t.
         unbias: 1 / sqrt(1 - beta2**t).
-        eps: added to the unbiased root of the second moment.
         decay: 1 - lr * weight_decay.
         carry: what one unit of the first moment will add to rate * m over the steps to come.
         before: the unit of a ratio, bound / 255**2, of the step before.
@@ -67,9 +64,6 @@ def adamw_scalars(
     Args:
         step: the optimizer step, from 1.
         lr: the learning rate of k steps later, as a function of k; 0 is this step.
-        betas: the decays of the two moments.
-        eps: AdamW's epsilon.
-        weight_decay: decoupled, multiplied by the learning rate.
     """
     beta1, beta2 = betas
     bound = _bound(step, beta1, beta2)
@@ -91,12 +85,7 @@ def adamw_scalars(
 
 
 def from_element(scalars: AdamWScalars, first: int) -> AdamWScalars:
-    """Return the scalars for a part of a tensor, whose dither then is that of the whole tensor.
-
-    Args:
-        scalars: those of the whole tensor.
-        first: the number of the part's first element in the whole tensor.
-    """
+    """Return the scalars for a part of a tensor, whose dither then is that of the whole tensor."""
     return scalars._replace(salt=(scalars.salt + first * ELEMENT_STRIDE) % 2**32)
 
 

@@ -26,7 +26,6 @@ def _squares_kernel(x_ptr, sums_ptr, num_elements, block_elements, PIECES: tl.co
     Args:
         x_ptr: float32 [num_elements], read.
         sums_ptr: float32 [blocks, PIECES], written.
-        num_elements: of the matrix.
         block_elements: of a block of rows; the last block may be smaller.
         PIECES, BLOCK: programs a block of rows, and elements of a program at one time.
     """

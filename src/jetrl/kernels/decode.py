@@ -31,9 +31,7 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
     """Return what the next forward of some rows reads.
 
     Args:
-        state: the running sequences.
         rows: int64 [B], the slot of each row.
-        page_size: tokens of a KV page.
     """
     if rows.is_cuda:
         from jetrl.kernels.decode_hopper import next_inputs as next_inputs_hopper

@@ -59,10 +59,6 @@ def _inputs_kernel(
         token_ptr, position_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr: of `DecodeState`, read.
         rows_ptr: int64 [count], the slot of each row.
         token_ids_ptr, positions_ptr, slots_ptr, lengths_ptr, bits_ptr: of `DecodeInputs`, written.
-        count: rows.
-        width: pages of a table.
-        PAGE: tokens of a page.
-        LANES: rows of a program.
     """
     # Loads depend on each other three deep: row -> slot -> position -> page.
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -102,10 +98,6 @@ def _take_kernel(
         tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [count], what `sample` gave.
         out_tokens_ptr, out_logprobs_ptr, out_count_ptr: of `Drawn`, lines of out_width entries;
             line `out_count` is written, if there is one.
-        count: rows.
-        lines: lines of the draws.
-        NOT_DRAWN, BROKEN: what stands for no token.
-        LANES: at least count.
     """
     row = tl.arange(0, LANES)  # a single program: it moves the counter on
     mask = row < count
@@ -141,9 +133,7 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
     """Return what `kernels.decode.next_inputs` returns, on Hopper.
 
     Args:
-        state: the running sequences.
         rows: int64 [B], the slot of each row.
-        page_size: tokens of a KV page.
     """
     count = check_rows(rows)
     wide = torch.empty(4, count, dtype=torch.int64, device=rows.device)

@@ -47,13 +47,7 @@ class DecodeState:
 
     @staticmethod
     def empty(slots: int, width: int, device: torch.device) -> DecodeState:
-        """Return a state without running sequences.
-
-        Args:
-            slots: the number of slots, S.
-            width: the number of pages in a sequence's table, W.
-            device: where the tensors are.
-        """
+        """Return a state without running sequences."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

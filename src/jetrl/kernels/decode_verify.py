@@ -84,11 +84,8 @@ def verify_inputs(
     A draft is cut to the width, to the sequence's last position and to its share of the rows.
 
     Args:
-        state: the running sequences.
         draft_text: the text, by whose `quality` rows are shared.
-        drafts: a draft for each sequence.
         rows: int64 [B], the slot of each sequence.
-        page_size: tokens of a KV page.
         width: the most queries of a sequence, Q, at most MAX_QUERIES.
         size: the rows of the forward, R: B to B * Q of them, and B where Q is 1.
 
@@ -181,15 +178,11 @@ def take_verified(
     Args:
         state: the running sequences, changed in place.
         draft_text: the text, which grows by the draws, and the quality of drafts.
-        drafts: the drafts that the forward verified.
-        inputs: what the forward read.
         rows: int64 [B], the slot of each sequence.
         tokens: int64 [R], the tokens drawn.
         logprobs: float32 [R], their log-probs.
         lse: float32 [R], the log-sum-exp of each draw's logits, not finite where there was no
             draw.
-        out: where the draws are written: the line of its count, which moves on.
-        width: the most queries of a sequence, Q.
     """
     if rows.is_cuda:
         from jetrl.kernels.decode_verify_hopper import take_verified as take_verified_hopper

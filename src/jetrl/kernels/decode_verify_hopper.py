@@ -90,14 +90,8 @@ def _verify_inputs_kernel(
         rows_ptr: int64 [count], the slot of each sequence.
         token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, keys_ptr, lengths_ptr, queries_ptr,
             first_ptr: of `VerifyInputs`, written.
-        count: sequences.
-        size: rows of the forward.
-        pages: pages of a table.
-        width: the most queries of a sequence.
-        PAGE: tokens of a page.
         MAX_DRAFT: tokens of a draft at most.
         COST_FACTOR, COST_TOP, REACH_BITS: of `draft_state`.
-        LANES: at least count.
     """
     row = tl.arange(0, LANES)  # a single program: rows are shared among all sequences
     mask = row < count
@@ -170,7 +164,6 @@ def _learn(
         group: int64 [LANES], the prompts' keys.
         base: int64 [LANES], the place of each sequence's first token.
         end: int32 [LANES], the position at which the n-grams end.
-        known: which lanes have one.
         entries: the entries of a table.
         FIRST, SECOND: the lengths of n-grams.
         HASH_FACTOR, HASH_SHIFT: of `draft_state`.
@@ -213,19 +206,16 @@ def _take_verified_kernel(
             `sample` gave.
         out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr: of `Verified`; line
             `out_count` is written, if there is one.
-        count: sequences.
         lines: lines of the draws and of the offers.
         out_width, offers_width: entries of a line of the draws and of the offers.
         text_width: tokens of a slot's row of the text.
         entries: entries of a table of n-grams.
-        width: the most queries of a sequence.
         MAX_DRAFT: tokens of a draft at most.
         QUALITY_ONE, QUALITY_SHIFT: of `draft_state`.
         LAG: tokens that follow an n-gram before it enters the table, at least width.
         FIRST, SECOND: the lengths of n-grams.
         HASH_FACTOR, HASH_SHIFT: of `draft_state`.
         NOT_DRAWN, BROKEN: of `decode_state`, what stands for no token.
-        LANES: at least count.
     """
     row = tl.arange(0, LANES)  # a single program: it moves the counter on
     mask = row < count
@@ -307,13 +297,8 @@ def verify_inputs(
     """Return what `kernels.decode_verify.verify_inputs` returns, on Hopper.
 
     Args:
-        state: the running sequences.
         draft_text: the text, whose `quality` is read.
-        drafts: a draft for each sequence.
         rows: int64 [B], the slot of each sequence.
-        page_size: tokens of a KV page.
-        width: the most queries of a sequence.
-        size: the rows of the forward.
     """
     count = check_rows(rows)
     wide = torch.empty(4, size, dtype=torch.int64, device=rows.device)
@@ -348,14 +333,10 @@ def take_verified(
     Args:
         state: the running sequences, changed in place.
         draft_text: the text and the quality of drafts, changed in place.
-        drafts: the drafts that the forward verified.
-        inputs: what the forward read.
         rows: int64 [B], the slot of each sequence.
         tokens: int64 [R], the tokens drawn.
         logprobs: float32 [R], their log-probs.
         lse: float32 [R], not finite where there was no draw.
-        out: where the draws are written.
-        width: the most queries of a sequence.
     """
     count = check_rows(rows)
     _take_verified_kernel[(1,)](

@@ -37,8 +37,6 @@ def propose(
     """Return a draft for each row, looked up by the last tokens of the row's sequence.
 
     Args:
-        draft_text: the text and its tables.
-        state: the running sequences; slot s of it is slot s of the text.
         rows: int64 [B], the slot of each row.
         longest_only: whether only the longest n-grams lead to a draft.
     """
@@ -75,7 +73,6 @@ def ngram_entry(draft_text: DraftText, groups: Tensor, last: Tensor, order: int)
     """Return the entry of a table, int64 [M], for each n-gram of the text.
 
     Args:
-        draft_text: the text.
         groups: int64 [M], the prompts' keys.
         last: int64 [M], the place of each n-gram's last token.
         order: the number of tokens of the n-grams.

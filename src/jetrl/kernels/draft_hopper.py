@@ -39,9 +39,6 @@ def ngram_entry(
         text_ptr: int32 [N], the text.
         group: int64 [LANES], the prompts' keys.
         last: int64 [LANES], the place of each n-gram's last token.
-        mask: which lanes read.
-        entries: the entries of the table, a power of two.
-        ORDER: tokens of an n-gram.
         HASH_FACTOR: of `draft_state`.
         HASH_SHIFT: of `draft_state`.
     """
@@ -66,8 +63,6 @@ def _look_up(
         group: int64 [LANES], the prompts' keys.
         end: int64 [LANES], the place of each sequence's last token.
         position: int32 [LANES], its position.
-        active: which sequences run.
-        entries: the entries of the table.
         ORDER: tokens of an n-gram.
         HASH_FACTOR, HASH_SHIFT: of `draft_state`.
     """
@@ -98,16 +93,12 @@ def _propose_kernel(
         position_ptr, active_ptr: of `DecodeState`, read.
         rows_ptr: int64 [count], the slot of each row.
         tokens_ptr, counts_ptr, sources_ptr: of `Drafts`, written.
-        count: rows.
         size: tokens of the text, N.
         width: tokens of a slot's row of the text.
-        slots: slots.
         entries: entries of a table.
         FIRST, SECOND: the lengths of n-grams.
-        MAX_DRAFT: tokens of a draft at most.
         FIRST_ONLY: whether n-grams of the second length lead to no draft.
         HASH_FACTOR, HASH_SHIFT: of `draft_state`.
-        LANES: rows of a program.
     """
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = row < count
@@ -150,8 +141,6 @@ def propose(
     """Return what `kernels.draft.propose` returns, on Hopper.
 
     Args:
-        draft_text: the text and its tables.
-        state: the running sequences.
         rows: int64 [B], the slot of each row.
         longest_only: whether only the longest n-grams lead to a draft.
     """

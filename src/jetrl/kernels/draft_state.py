@@ -75,11 +75,7 @@ class DraftText:
         """Return a text without tokens.
 
         Args:
-            slots: the number of slots, S.
             width: the most tokens of a sequence.
-            archive: the number of tokens of the archive.
-            entries: the entries of each table, a power of two.
-            device: where the tensors are.
         """
         assert entries & (entries - 1) == 0, f"{entries} entries are no power of two"
         # One place more: the last token of a row is UNKNOWN, which ends a draft before the next

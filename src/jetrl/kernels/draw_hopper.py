@@ -41,9 +41,6 @@ def row_weights(row_ptr, columns, num_columns, temperature, row_max):
     Args:
         row_ptr: float32 [num_columns], one row's logits.
         columns: int32, any shape: the columns.
-        num_columns: the vocabulary's size.
-        temperature: a scalar.
-        row_max: max z, a scalar.
     """
     z = scaled_logits(row_ptr, columns, num_columns, temperature)
     scaled = tl.math.exp2((z - row_max) * LOG2_E) * WEIGHT_ONE
@@ -61,7 +58,6 @@ def find_block(sums_ptr, num_blocks, bits, BLOCKS: tl.constexpr):
 
     Args:
         sums_ptr: int64 [num_blocks], the sum of the weights of each block.
-        num_blocks: blocks of the row.
         bits: int64 in [0, 2**53).
         BLOCKS: a power of two, at least num_blocks.
     """
@@ -94,10 +90,7 @@ def _sample_lanes_kernel(
         logits_ptr: float32 [R, num_columns].
         temperature_ptr: float32 [R], 0 for the most probable token.
         lanes_ptr: float32 [R, BLOCK / 4, 4], written: each lane's maximum and sum, and no more.
-        num_columns: the vocabulary's size.
         stride: from one row of lanes to the next, as of `_lane_stride`.
-        BLOCK: columns of a block.
-        LANES: lanes of a program.
     """
     row = tl.program_id(0)
     lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
@@ -138,8 +131,6 @@ def _sample_blocks_kernel(
         logits_ptr, temperature_ptr, lanes_ptr: as of `_sample_lanes_kernel`.
         sums_ptr: int64 [R, num_blocks], written.
         best_ptr: int32 [R, num_blocks], written for greedy rows; num_columns without a maximum.
-        num_columns: the vocabulary's size.
-        num_blocks: blocks of BLOCK columns.
         stride: as of `_sample_lanes_kernel`.
     """
     row, block = tl.program_id(0), tl.program_id(1)
@@ -172,8 +163,6 @@ def _sample_draw_kernel(
         tokens_ptr: int64 [R], written.
         logprobs_ptr: float32 [R], written.
         max_ptr, lse_ptr: float32 [R], written: max z, and the log-sum-exp above it.
-        num_columns: the vocabulary's size.
-        num_blocks: blocks of BLOCK columns.
         stride: as of `_sample_lanes_kernel`.
         BLOCKS: a power of two, at least num_blocks.
     """

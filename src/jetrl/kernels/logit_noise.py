@@ -31,7 +31,6 @@ def with_noise(logits: Tensor, bits: Tensor, scale: float) -> Tensor:
     Args:
         logits: float32 [R, V], which may be written over.
         bits: int64 [R], the random bits of each row's draw (`kernels.sampling.random_bits`).
-        scale: The standard deviation of the noise.
     """
     if scale == 0.0:
         return logits

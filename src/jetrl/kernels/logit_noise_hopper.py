@@ -27,10 +27,6 @@ def _noise_kernel(
     Args:
         logits_ptr: float32 [R, num_columns], written over.
         bits_ptr: int64 [R], the random bits of each row's draw.
-        num_columns: the vocabulary's size.
-        scale: the standard deviation of the noise.
-        COUNTER: the fourth word of Philox's counter.
-        BLOCK: columns of a program.
     """
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -50,8 +46,6 @@ def add_noise_(logits: Tensor, bits: Tensor, scale: float, counter: int) -> Tens
     Args:
         logits: float32 [R, V] contiguous, written over.
         bits: int64 [R].
-        scale: The standard deviation of the noise.
-        counter: The fourth word of Philox's counter.
     """
     check_matrix("add_noise_", logits, (float32,))
     rows, columns = logits.shape

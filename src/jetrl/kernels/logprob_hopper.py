@@ -47,7 +47,6 @@ def scaled_logits(row_ptr, columns, num_columns, temperature):
     Args:
         row_ptr: float32 [num_columns], one row's logits.
         columns: int32 [...], which of them.
-        num_columns: the vocabulary's size.
         temperature: a scalar; 1 skips a division that would change nothing.
     """
     z = tl.load(row_ptr + columns, mask=columns < num_columns, other=float("-inf"))
@@ -66,9 +65,6 @@ def lane_statistics(row_ptr, columns, num_columns, temperature, BLOCK: tl.conste
     Args:
         row_ptr: float32 [num_columns], one row's logits.
         columns: int32 [L, 4], the lanes' columns of the first block.
-        num_columns: the vocabulary's size.
-        temperature: a scalar.
-        BLOCK: columns of a block.
     """
     # A lane keeps its own running maximum, so the loop has no reduction across lanes, which the
     # warps would have to meet for.
@@ -132,8 +128,6 @@ def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr):
 
     Args:
         row_ptr: float32 [num_columns], one row's logits.
-        num_columns: the vocabulary's size.
-        temperature: a scalar.
         BLOCK: columns of one pass of the program's lanes.
     """
     columns = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -155,8 +149,6 @@ def _forward_kernel(
         chosen_ptr: int64 [R], token ids.
         logprobs_ptr, entropy_ptr, variance_ptr: float32 [R], written.
         max_ptr, lse_ptr: float32 [R], written: max z, and the log-sum-exp above it.
-        num_columns: the vocabulary's size.
-        temperature: a scalar.
     """
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
@@ -183,9 +175,6 @@ def _backward_kernel(
         max_ptr, lse_ptr: float32 [R], as _forward_kernel left them.
         grad_ptr: float32 [R], the gradient of the log-probs.
         out_ptr: float32 or bfloat16 [R, num_columns], written.
-        num_columns: the vocabulary's size.
-        column_blocks: programs of a row.
-        temperature: a scalar.
     """
     row, block = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -233,7 +222,6 @@ def lm_head_logprobs(
         recompute: whether backward makes the logits again, for which forward keeps nothing. Without
             it forward keeps their gradients, 2 R V bytes, which spares backward one of three
             products.
-        gradients: the sink of the master weight's gradient.
 
     Returns:
         Log-probs float32 [R], differentiable; moments float32 [2, R], which are not.

@@ -21,7 +21,6 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
     Args:
         x: bfloat16 or float32 [..., D].
         weight: [D], of x's dtype.
-        eps: added to the mean of the squares.
 
     Returns:
         y like x, and 1 / rms as float32 [..., 1].
@@ -37,10 +36,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         x: bfloat16 or float32 [..., D].
         weight: [D], already rounded to x's dtype; the gradient passes through that rounding.
-        eps: added to the mean of the squares.
-
-    Returns:
-        y like x.
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
         from jetrl.kernels.norm_hopper import rms_norm as rms_norm_hopper

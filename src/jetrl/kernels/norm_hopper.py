@@ -80,8 +80,6 @@ def inverse_rms_of(total, factor, amax_bits, WIDTH: tl.constexpr, EPS: tl.conste
         total: int64 [...], the sum of `grid_squares`.
         factor: float32 [...], the grid's factor.
         amax_bits: int32 [...], the bits of the row's maximum.
-        WIDTH: values of a row.
-        EPS: added to the mean.
     """
     # In float64, as the reference has it: the total back from grid units, exactly (1 / factor is a
     # power of two), then each operation rounded once.
@@ -119,9 +117,7 @@ def _row_kernel(
         inverse_ptr: float32 [T], 1 / rms, written with WRITE_INVERSE.
         codes_ptr: FP8 [T, WIDTH], written with QUANTIZE.
         scales_ptr: float32 [T, WIDTH / 128], rows contiguous and groups scale_stride apart.
-        scale_stride: padded rows of the scales.
         FEW: rows are few, and latency is all that counts.
-        PADDED: WIDTH up to a power of two.
         EPS: added to the mean of the squares.
         MAXIMUM, FLOOR_BITS, POW2: the quantizer's constants (`precision.hopper.quantize.rule`).
     """
@@ -190,9 +186,7 @@ def _tile_kernel(
         inverse_ptr: float32 [num_rows], 1 / rms, as forward kept it.
         codes_ptr: FP8 [num_columns, padded_rows], written.
         scales_ptr: float32 [num_columns / 128, padded_rows / 128], written.
-        num_rows: tokens.
         num_columns: a multiple of 128.
-        scale_stride: from one line of scales to the next.
         padded_rows: tokens up to a multiple of 128; the rows past num_rows become zeros.
         column_blocks: num_columns / 128.
         MAXIMUM, FLOOR, POW2: the quantizer's constants (`precision.hopper.quantize.tile_rule`).
@@ -226,8 +220,6 @@ def _backward_kernel(
         dresidual_ptr: bfloat16 [num_rows, WIDTH], added to dx with HAS_RESIDUAL.
         dx_ptr: bfloat16 [num_rows, WIDTH], written.
         partial_ptr: float32 [programs, WIDTH], written: each program's part of dW.
-        rows_per_program: neighbouring rows that a program takes.
-        PADDED: WIDTH up to a power of two.
     """
     program = tl.program_id(0)
     columns = tl.arange(0, PADDED)
@@ -284,7 +276,6 @@ def rms_norm_quantize(
     Args:
         x: bfloat16 [T, D] contiguous, D a multiple of 128.
         weight: bfloat16 [D].
-        eps: added to the mean of the squares.
         delta: bfloat16 [T, D], added to x; the sum is rounded to bfloat16.
         for_training: whether the inverse rms is kept for backward.
         scales: "fp32" or "pow2", the quantizer's scales.
@@ -338,7 +329,6 @@ def rms_norm_forward(
     Args:
         x: bfloat16 [T, D] contiguous.
         weight: bfloat16 [D].
-        eps: added to the mean of the squares.
         delta: bfloat16 [T, D], added to x; the sum is rounded to bfloat16.
 
     Returns:
@@ -430,7 +420,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         x: bfloat16 [..., D], differentiable.
         weight: bfloat16 [D], differentiable.
-        eps: added to the mean of the squares.
     """
     return _RMSNorm.apply(x, weight, eps)
 

@@ -21,7 +21,6 @@ def rotary_table(
     Args:
         inverse_frequencies: float64 [D/2], radians a position.
         max_positions: positions from 0 on.
-        attention_factor: What cosines and sines are multiplied by (YaRN).
     """
     table = np.empty((max_positions, 2, len(inverse_frequencies)), np.float32)
     for start in range(0, max_positions, _POSITIONS_AT_ONCE):

@@ -47,7 +47,6 @@ def _norm_backward(
         dfirst, dsecond: float32 [heads, D/2], the gradient of the output.
         first, second: float32 [heads, D/2], the input.
         first_weight, second_weight: float32 [1, D/2].
-        EPS: added to the mean of the squares.
 
     Returns:
         Halves of dx, then halves of the normed input times the gradient of the output.
@@ -141,7 +140,6 @@ def _backward_kernel(
         table_ptr: float32 [positions, 2, D/2].
         q_weight_ptr, k_weight_ptr: bfloat16 [D], read with NORM.
         partial_ptr: float32 [T / TOKENS, parts of queries and keys, D], written with NORM.
-        num_tokens: T.
     """
     Q_PARTS: gl.constexpr = (H + 7) // 8
     KV_PARTS: gl.constexpr = (G + 7) // 8
@@ -196,8 +194,6 @@ def _sum_kernel(
     Args:
         partial_ptr: float32 [chunks, PARTS, D], of each chunk the parts of queries, then of keys.
         out_ptr: float32 [2, D], for queries and for keys, written.
-        chunks: chunks of tokens.
-        COLUMNS: columns of a program.
         ROWS: partial sums taken at a time.
     """
     # Each of ROWS places adds every ROWS-th partial sum, in order, and a fixed tree the places.
@@ -234,7 +230,6 @@ def qk_norm_rotary_backward(
         positions: int64 [T].
         table: float32 [positions, 2, D/2], of `rotary_table`.
         norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
-        eps: of the norms.
 
     Returns:
         The gradient of qkv, bfloat16, and those of the two weights, float32 [D], or None.

@@ -59,7 +59,6 @@ class CacheSlots:
         k_codes: float8_e4m3fn or int8, or bfloat16 without scales, [pages, page_size, G, D].
         v_codes: like k_codes; FP8 beside INT8 is fine.
         k_scales: float32 [pages, page_size, G], or None with bfloat16.
-        v_scales: like k_scales.
     """
 
     k_codes: Tensor
@@ -76,7 +75,6 @@ def heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
 
     Args:
         head_dim: a power of two, at least 8 * num_warps.
-        num_warps: warps of the program.
     """
     # Bits of a place, as a linear layout counts them: those inside a run are registers, those of
     # runs side by side are lanes, and what a head has beyond one run a lane is registers again.
@@ -141,7 +139,6 @@ def _head_inverse_rms(first, second, D: gl.constexpr, EPS: gl.constexpr):
 
     Args:
         first, second: float32 [heads, D/2].
-        EPS: added to the mean of the squares.
     """
     # The grid of the head's maximum, on which squares are integers and their sum is exact: the
     # factor's exponent field is 272 - the maximum's, within what a normal number can have.
@@ -166,9 +163,6 @@ def load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOU
 
     Args:
         row_ptr: [COUNT, D], the row.
-        first_head: first of the HEADS heads.
-        COUNT: heads of the row.
-        D: channels of a head.
         LAYOUT: `heads_layout`.
     """
     # Pair i of a head is channels i and i + D / 2, so both of a pair are in one thread.
@@ -187,11 +181,8 @@ def store_halves(
 
     Args:
         row_ptr: [COUNT, D], the row, written.
-        first_head: first of the HEADS heads.
         first: [HEADS, D/2], of the row's dtype.
         second: [HEADS, D/2], of the row's dtype.
-        COUNT: heads of the row.
-        D: channels of a head.
         LAYOUT: `heads_layout`.
     """
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
@@ -209,7 +200,6 @@ def angles(table_ptr, position, D: gl.constexpr, LAYOUT: gl.constexpr):
     Args:
         table_ptr: float32 [positions, 2, D/2].
         position: int64.
-        D: channels of a head.
         LAYOUT: `heads_layout`.
     """
     places = table_ptr + position * D + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
@@ -222,7 +212,6 @@ def halves_of(vector_ptr, D: gl.constexpr, LAYOUT: gl.constexpr):
 
     Args:
         vector_ptr: bfloat16 [D].
-        D: channels of a head.
         LAYOUT: `heads_layout`.
     """
     places = vector_ptr + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
@@ -254,7 +243,6 @@ def _store_cache(
     QUANTIZE: gl.constexpr, D: gl.constexpr,
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Store the halves of keys or values to a slot, with QUANTIZE as codes with a scale a head."""
     if QUANTIZE:
         # One group for each head: its maximum over both halves, its scale, its codes.
         first, second = tile.widen(first), tile.widen(second)
@@ -379,9 +367,6 @@ def qk_norm_rotary_cache(
         positions: int64 [T].
         table: float32 [positions, 2, D/2], of `rotary_table`.
         norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
-        eps: of the norms.
-        num_heads: query heads, H.
-        cache: the tensors that keys and values are written to.
         slots: int64 [T], places in the cache, negative to write nothing (padding); None for the
             tokens' own numbers.
         scales: "fp32", or "pow2" for scales that are powers of two.
@@ -423,11 +408,7 @@ def dense_cache(
     """Return an empty cache of one slot for each token, for training: codes [T, 1, G, D].
 
     Args:
-        tokens: T.
-        groups: key-value heads, G.
-        head_dim: D.
         kv_format: `PrecisionPlan.kv`, the stored formats.
-        device: of the tensors.
     """
 
     def codes(stored: str) -> Tensor:

@@ -118,8 +118,6 @@ def _filtered_kernel(
         tokens_ptr, logprobs_ptr: int64 and float32 [R], written over the first draw.
         sums_ptr, ties_ptr: int64 [R, num_blocks], room for the kept weights of each block, and for
             the ties before it.
-        num_columns: the vocabulary's size.
-        num_blocks: blocks of BLOCK columns.
         BLOCKS: a power of two, at least num_blocks.
     """
     row = tl.program_id(0)

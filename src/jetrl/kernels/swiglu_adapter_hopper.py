@@ -46,9 +46,7 @@ def swiglu_backward_values_kernel(
         dx_ptr: bfloat16 [num_rows, 2 * width], written.
         codes_ptr: FP8 [num_rows, 2 * width], written.
         scales_ptr: float32, one line of rows for each 128 columns, written.
-        num_rows: tokens.
         width: a multiple of 128.
-        scale_stride: from one line of scales to the next.
         column_blocks: width / 128.
         ROWS: rows of a program. No bit depends on it.
         MAXIMUM: as of `precision.hopper.quantize.rule`.

@@ -198,7 +198,6 @@ def _store_both(
         which: 0 for dgate, 1 for dup: where its multipliers lie.
         block, column: the tile, in blocks of 128; column counts in all of gate_up.
         num_rows: tokens; rows past them are not written, but count as zeros in 128 x 1 groups.
-        stride: columns of gate_up.
         multipliers: float32 [512] in shared memory, as `_store_scales` leaves them.
         row_codes_ptr: FP8 [num_rows, stride].
         token_codes_ptr: FP8 [stride, padded_tokens].
@@ -232,7 +231,6 @@ def _store_scales(
         multipliers: float32 [512] in shared memory, written: of dgate's columns, of dup's, of
             dgate's rows, of dup's.
         block, column: the tile, in blocks of 128; column counts in the gate's half.
-        num_rows: tokens.
         scale_stride: from one group of row scales to the next.
         row_scales_ptr: float32 [tokens, 2 * num_columns / 128], tokens contiguous.
         token_scales_ptr: float32 [tokens / 128, 2 * num_columns].
@@ -262,10 +260,8 @@ def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constex
     Args:
         dy_desc, x_desc: bfloat16 [T, num_columns] and [T, 2 * num_columns], boxes of 128 x 128.
         staged: bfloat16 [6, 128, 128] in shared memory: two stages of dy, gate and up.
-        arrived: a barrier for each stage.
         stage: 0 or 1.
         index: row block * column blocks + column block; negative for none.
-        num_columns: of the gate, and of up.
     """
     more = index >= 0
     column_blocks: gl.constexpr = num_columns // 128
@@ -295,7 +291,6 @@ def _backward_tiles_kernel(
         row_codes_ptr, row_scales_ptr: the gradient in 1 x 128 groups, written.
         token_codes_ptr, token_scales_ptr: the gradient in 128 x 1 groups, written.
         y_codes_ptr, y_scales_ptr: y in 128 x 128 groups, tokens contiguous, written.
-        num_rows: tokens.
         scale_stride: from one group of row scales to the next.
         y_scale_stride: from one line of y's scales to the next.
         padded_tokens: tokens up to a multiple of 128.
@@ -369,7 +364,6 @@ def swiglu_backward_quantize(
     Args:
         dy: bfloat16 [T, F] contiguous, the gradient of the result.
         gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
-        format: of the gradient's codes.
         scales: "fp32" or "pow2", the quantizer's scales.
 
     Returns:

@@ -49,8 +49,6 @@ def store_values(ptr, y, rows, column, num_rows, num_columns):
         y: float32 [R, 128].
         rows: int32 [R], row numbers.
         column: which 128 columns.
-        num_rows: of the matrix.
-        num_columns: of the matrix.
     """
     columns = column * 128 + tl.arange(0, 128)
     places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
@@ -71,9 +69,7 @@ def _rows_kernel(
         codes_ptr: FP8 [num_rows, num_columns], written with QUANTIZE.
         scales_ptr: float32 [num_rows, column_blocks], rows contiguous and groups scale_stride
             apart, written with QUANTIZE.
-        num_rows: tokens.
         num_columns: a multiple of 128.
-        scale_stride: padded rows of the scales.
         column_blocks: num_columns / 128.
         ROWS: few for few rows: then more programs share the latency. No bit depends on it.
         MAXIMUM, FLOOR_BITS, POW2: the quantizer's constants (`precision.hopper.quantize.rule`).
@@ -107,7 +103,6 @@ def _backward_rows_kernel(
         dy_ptr: bfloat16 [num_rows, num_columns].
         x_ptr: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
         dx_ptr: bfloat16 [num_rows, 2 * num_columns], written.
-        num_rows: tokens.
         num_columns: a multiple of 128.
         column_blocks: num_columns / 128.
     """
@@ -245,7 +240,6 @@ def check_backward(name: str, dy: Tensor, gate_up: Tensor) -> None:
     """Check the tensors of a backward.
 
     Args:
-        name: the operation, which the message begins with.
         dy: bfloat16 [T, F] contiguous.
         gate_up: bfloat16 [T, 2F] contiguous, F a multiple of 128.
 

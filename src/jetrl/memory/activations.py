@@ -34,9 +34,6 @@ class PlannedMicroBatch:
     """The largest micro-batch of an update.
 
     Attributes:
-        tokens: Its tokens.
-        longest: Tokens of its longest sequence.
-        several: Whether an update has more than one micro-batch.
         shared: Whether sequences may share their first tokens, which count once.
     """
 
@@ -56,9 +53,6 @@ def kept_bytes(
     """Return the bytes that a forward keeps for backward, lm_head's input included.
 
     Args:
-        config: The model's shape.
-        plan: The model's precision plan.
-        tokens: Tokens of the micro-batch.
         recomputed: Whether layers keep only their two inputs, so that all activations of one layer
             are held while that layer is computed again in backward.
         lora: The adapter that is trained. Of every linear with one the product with A is kept.
@@ -90,10 +84,6 @@ def on_top_bytes(
     """Return the most bytes held on top of the kept activations: in lm_head or in a layer.
 
     Args:
-        config: The model's shape.
-        plan: The model's precision plan.
-        batch: The largest micro-batch.
-        recomputed: Whether layers and logits are computed again in backward.
         products: The products that are held beside the sums of gradients.
         lora: The adapter that is trained; None: all parameters are.
     """
@@ -105,18 +95,7 @@ def on_top_bytes(
 def _head_bytes(
     config: ModelConfig, batch: PlannedMicroBatch, recomputed: bool, product: int
 ) -> int:
-    """Return the most bytes that lm_head holds on top.
-
-    The gradient of the logits, in bfloat16, is held for all rows, or for one chunk where logits are
-    computed again; beside it a chunk of float32 logits, or in backward the gradient of the hidden
-    states, plain and scaled, and the weight's gradient where that is not added to the existing one.
-
-    Args:
-        config: The model's shape.
-        batch: The largest micro-batch.
-        recomputed: Whether logits are computed again in backward.
-        product: Bytes of the weight's gradient of a micro-batch beside the sum.
-    """
+    """Return the most bytes that lm_head holds on top."""
     if config.head == "score":
         return 0
     logits, hidden = logits_bytes(config, batch.tokens), 10 * batch.tokens * config.hidden_size
@@ -133,13 +112,7 @@ def logits_bytes(config: ModelConfig, tokens: int) -> int:
 def _layer_backward_bytes(
     config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, adapted: bool = False
 ) -> int:
-    """Return the most bytes that one layer's backward holds on top.
-
-    The MLP holds the gradients of its activations and of a weight, attention those of the heads,
-    and dS. With adapters there is no gradient of a weight, and gradients of activations are in
-    BF16; beside them are the norm's output, made again, and dY and the weight of gate_up as DGrad
-    reads them: turned codes, or an NVFP4 weight widened to BF16, and float32 sums.
-    """
+    """Return the most bytes that one layer's backward holds on top."""
     tokens, hidden, inner = batch.tokens, config.hidden_size, config.intermediate_size
     # The first micro-batch allocates the gradient of gate_up; later ones add to it in place.
     gradient = 0 if batch.several else 4 * 2 * inner * hidden
@@ -177,9 +150,6 @@ def last_bytes(
     tied to the embedding has a gradient of its own until the two are added.
 
     Args:
-        config: The model's shape.
-        plan: The model's precision plan.
-        batch: The largest micro-batch.
         lora: The adapter that is trained; None: all parameters are.
     """
     if lora is not None and not lora.train_embeddings:
@@ -198,9 +168,6 @@ def forward_bytes(
     state of finished splits.
 
     Args:
-        config: The model's shape.
-        plan: The model's precision plan.
-        tokens: Tokens of the forward.
         contexts: Tokens whose keys the forward reads, its own included; 0 for its own alone.
         adapted: Whether linear layers have adapters, which read BF16 values beside codes.
     """

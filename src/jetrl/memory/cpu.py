@@ -41,10 +41,7 @@ def keep_freed() -> None:
 
 
 def _group_rooms() -> Iterator[int]:
-    """Yield the bytes that each limited control group of this process leaves, outer groups too.
-
-    Where a container sees its own groups only, the last result is the container's.
-    """
+    """Yield the bytes that each limited control group of this process leaves, outer groups too."""
     for line in _text(_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2

@@ -13,9 +13,7 @@ def text_bytes(sequences: int, longest: int, mode: str) -> int:
     """Return the bytes of the text that drafts are taken from on a GPU.
 
     Args:
-        sequences: The most running sequences.
         longest: The most tokens of a sequence.
-        mode: What is verified: off, text, head or auto.
     """
     if mode not in ("text", "auto"):
         return 0
@@ -23,12 +21,7 @@ def text_bytes(sequences: int, longest: int, mode: str) -> int:
 
 
 def most_rows(sequences: int, mode: str) -> int:
-    """Return the most rows of a forward of decode.
-
-    Args:
-        sequences: The most running sequences.
-        mode: What is verified: off, text, head or auto.
-    """
+    """Return the most rows of a forward of decode."""
     if mode == "off":
         return sequences
     bound = max(MOST_ROWS, sequences) if mode == "auto" else max(ALWAYS_ROWS, 2 * sequences)

@@ -26,7 +26,6 @@ class Fitted:
     """A memory plan that fits its device.
 
     Attributes:
-        plan: What will be held; on several GPUs, by the rank that holds the most.
         tokens: The most tokens of a micro-batch: train.tokens_per_micro_batch, or fewer where that
             many do not fit.
         free: Bytes that the device had free before anything was loaded; None where it is not known.
@@ -42,11 +41,8 @@ class _Run:
     """A run whose memory is planned: the arguments of `memory_plan` that stay the same.
 
     Attributes:
-        settings: The run's settings.
         config: The shape of the model that is trained.
         others: The shapes of the models beside it.
-        load: The largest work of a step.
-        cards: How many GPUs the run has.
     """
 
     settings: Settings
@@ -61,22 +57,13 @@ class _Run:
         return PrecisionPlan.from_settings(self.settings.precision).rest != "fp32"
 
     def plan(self, free: int | None, tokens: int, device: str = "cuda") -> MemoryPlan:
-        """Return the plan with micro-batches of so many tokens.
-
-        Args:
-            free: Free bytes of the device; None: not known.
-            tokens: Tokens of a micro-batch.
-            device: "cpu" or "cuda".
-        """
+        """Return the plan with micro-batches of so many tokens."""
         return memory_plan(
             self.settings, self.config, self.others, self.load, free, tokens, device, self.cards
         )
 
     def largest(self, free: int) -> Fitted | None:
-        """Return the plan with the largest micro-batches that fit, None if no size does.
-
-        Where the bits are to be those of fewer GPUs, the size is the one that fits on these.
-        """
+        """Return the plan with the largest micro-batches that fit, None if no size does."""
         most = self.settings.train.tokens_per_micro_batch
         fewest = self.settings.distributed.same_bits_down_to or self.cards
         for tokens in (most, *range((most - 1) // STEP * STEP, 0, -STEP)):
@@ -102,11 +89,8 @@ def check_fits(
     gets the same plan, made for the least free memory of any.
 
     Args:
-        settings: The run's settings.
         config: The shape of the model that is trained.
         others: The shapes of the models beside it.
-        load: The largest work of a step.
-        device: "cpu" or "cuda".
         free: Bytes that the device has free before anything is loaded; None, where they are not
             known, plans whatever is asked for.
         cards: How many GPUs the run has; None: one for each of its processes.
@@ -175,10 +159,7 @@ def _settings_that_fit(run: _Run, free: int) -> str:
 
 
 def _more_gpus_that_fit(run: _Run, free: int) -> str:
-    """Return, in words, the fewest GPUs like this one on which the run fits; empty for none.
-
-    They are tried with the settings of the run, and then with all that save memory.
-    """
+    """Return, in words, the fewest GPUs like this one on which the run fits; empty for none."""
     counts = [n for n in _MORE_GPUS if n > run.cards and run.can_be_divided]
     fewest = bool(run.settings.distributed.same_bits_down_to)
     for remedies in {(): None, tuple(_remedies(run)): None}:
@@ -209,12 +190,7 @@ def _as_words(chosen: Sequence[Remedy]) -> str:
 
 
 def _what_fits(fitted: Fitted, each: str = "") -> str:
-    """Return the memory and the micro-batches of a plan in words.
-
-    Args:
-        fitted: The plan.
-        each: What follows the memory.
-    """
+    """Return the memory and the micro-batches of a plan in words."""
     tokens = fitted.plan.micro_batch.tokens
     return f"{fitted.plan.needed / GIB:.1f} GiB{each}, in micro-batches of up to {tokens} tokens"
 

@@ -25,7 +25,6 @@ def nvfp4_product_bytes(
         config: The model's shape; of a directory in NVFP4 with its `quantization_config`.
         plan: The model's precision plan. Without a base in NVFP4 a product takes nothing.
         tokens: Tokens of the forward or backward; FProp of few reads the codes themselves.
-        backward: Whether DGrad is among the products.
     """
     if plan.base != "nvfp4" or (tokens <= FEW_ROWS and not backward):
         return 0
@@ -44,9 +43,6 @@ def sums_bytes(num_rows: int, num_columns: int, tokens: int, own_scales: bool) -
     """Return the most bytes of float32 sums that are held in FProp or DGrad of one weight.
 
     Args:
-        num_rows: N, rows of the weight.
-        num_columns: K, columns of the weight.
-        tokens: Rows of X.
         own_scales: Whether the weight is stacked of matrices with scales of their own.
     """
     rows, fprop = min(tokens, ROWS_AT_ONCE), 0

@@ -69,7 +69,6 @@ def within_memory(
     """Return what `attempt` returns, trying again with less work whenever memory runs out.
 
     Args:
-        attempt: The work, which can be begun again from the start.
         shrink: Makes the next attempt need less memory, or raises because it cannot; called with
             one line of the allocator's message.
         together: Whether all ranks try again when memory runs out on one; if not, `attempt` has no

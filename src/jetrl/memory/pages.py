@@ -13,11 +13,6 @@ def most_contexts(max_prefill_tokens: int, sequences: int, longest: int) -> int:
     """Return the most tokens whose keys one forward over prompts reads.
 
     Replies to long conversations and completions that continue read the keys of earlier tokens.
-
-    Args:
-        max_prefill_tokens: Prompt tokens of one forward.
-        sequences: Sequences that run at once.
-        longest: Tokens of the longest sequence.
     """
     return min(max(CONTEXT_TOKENS * max_prefill_tokens, longest), sequences * longest)
 
@@ -28,7 +23,6 @@ def gpu_pages_room(free: int, staged: int, again: bool = False) -> int:
     4 GiB, or a fifth of the free memory where that is less, stay free for other work.
 
     Args:
-        free: Free bytes of the GPU.
         staged: Bytes that contexts take while attention over prompts stages them.
         again: Whether the pages were given back and are taken again: their graphs exist already,
             and their number should stay the same though no two updates leave the same memory

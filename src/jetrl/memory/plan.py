@@ -57,12 +57,7 @@ _RESERVE = 3 * 2**29
 
 @dataclass(frozen=True)
 class Row:
-    """Something that a run holds in memory.
-
-    Attributes:
-        what: Its name in the printed table.
-        bytes: Its size at each moment; a moment that is left out holds nothing.
-    """
+    """Something that a run holds in memory."""
 
     what: str
     bytes: Mapping[Moment, int]
@@ -73,8 +68,6 @@ class MemoryPlan:
     """Everything that a run holds in memory, row by row.
 
     Attributes:
-        rows: What is held.
-        micro_batch: The micro-batch that the plan was made for.
         reserve: Bytes of a GPU that are left for what no row counts.
     """
 
@@ -145,7 +138,6 @@ class Workload:
         sequences: Completions of one call, those of all GPUs; 0 where nothing is sampled, as in the
             training of a reward model, which has no other model beside it.
         tokens: Tokens of the longest sequence, prompt included.
-        trained: Sequences of one update.
         prompts: Tokens of all prompts of one call, each counted once for all its completions.
         together: Sequences that no micro-batch divides: 2 for the pairs of a reward model.
         continues: Whether forwards over prompts read keys and values of earlier tokens, as for the
@@ -172,7 +164,6 @@ class Workload:
         """Return the largest work of a reinforcement learning step.
 
         Args:
-            settings: The run's settings.
             config: The policy's shape, whose context bounds a sequence.
             longest_prompt: Tokens of the longest prompt; None, where it is not known yet, takes a
                 prompt to be as long as an answer.
@@ -204,10 +195,6 @@ class Workload:
 
         The completions of a prompt stay on one GPU. An update's sequences remain those of all GPUs:
         its micro-batches are made of all of them, and then divided.
-
-        Args:
-            settings: The run's settings.
-            cards: How many GPUs the prompts are divided among.
         """
         each = settings.rollout.samples_per_prompt
         sequences = self.sequences
@@ -230,7 +217,6 @@ def memory_plan(
     """Plan what a run holds in memory, on several GPUs what the rank with the most holds.
 
     Args:
-        settings: The run's settings.
         config: The shape of the model that is trained: the policy, or a reward model.
         others: The shapes of the models beside it; by default copies of the policy.
         load: The largest work of a step; by default `Workload.of` the settings.
@@ -238,7 +224,6 @@ def memory_plan(
             a GPU; None plans as many pages as the load can use.
         tokens: Tokens of a micro-batch; by default train.tokens_per_micro_batch.
         device: "cpu" or "cuda", whose libraries have memory of their own.
-        cards: How many GPUs the run has, one a process.
     """
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
     config = adapted_config(settings.adapter, config)
@@ -290,11 +275,7 @@ def _shares_base(settings: Settings) -> bool:
 
 
 def _micro_batch(limit: int, load: Workload, shared: bool) -> PlannedMicroBatch:
-    """Return the largest micro-batch that packing makes.
-
-    It holds whole sequences of at most `limit` tokens together, or a single longer sequence (of a
-    reward model, a single longer pair).
-    """
+    """Return the largest micro-batch that packing makes."""
     whole = load.trained * load.tokens
     tokens = min(max(limit, load.together * load.tokens), whole)
     return PlannedMicroBatch(tokens, load.tokens, several=whole > tokens, shared=shared)
@@ -393,17 +374,6 @@ def _rollout(
     with_graphs: tuple[Moment, ...],
     device: str,
 ) -> list[Row]:
-    """Return the rows of sampling.
-
-    Args:
-        settings: The run's settings.
-        config: The policy's shape.
-        plan: The policy's precision plan.
-        load: The largest work of a step.
-        left: Bytes of the device beside what is held in any case; None for as many as it takes.
-        with_graphs: The moments at which decode's captured graphs are held.
-        device: "cpu" or "cuda".
-    """
     rollout = settings.rollout
     drafts = verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample)
     contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
@@ -452,20 +422,7 @@ def _training(
     cards: int,
     lora: LoRA | None = None,
 ) -> list[Row]:
-    """Return the rows of gradients and activations of one model's update.
-
-    With a single micro-batch no gradient but lm_head's exists while all activations do.
-
-    Args:
-        whose: The start of the rows' names.
-        moment: The moment at which the backward begins.
-        config: The model's shape.
-        plan: The model's precision plan.
-        batch: The largest micro-batch.
-        settings: The run's settings.
-        cards: How many GPUs the gradients are divided among.
-        lora: The adapter that is trained; None: all parameters are.
-    """
+    """Return the rows of gradients and activations of one model's update."""
     end: Moment = "optimizer" if moment == "backward" else moment
     trained = trained_shapes(config, cards, lora)
     gradients = 4 * trained_parameters(config, cards, lora)

@@ -27,7 +27,6 @@ class ProductBytes:
     """The bytes of products beside the sums, at the highest moments of a backward.
 
     Attributes:
-        in_head: While lm_head's backward runs: its product.
         in_layer: While the last layer's MLP makes the product of gate_up; that product itself is
             counted with the layer.
         at_end: While the embedding's rows are added, on several GPUs beside the products of the
@@ -50,11 +49,6 @@ class ProductBytes:
         """Return the bytes beside the sums in the backward of a micro-batch.
 
         Args:
-            config: The model's shape.
-            plan: The model's precision plan.
-            tokens: Tokens of the micro-batch.
-            several: Whether an update has more than one micro-batch.
-            cards: How many GPUs the model is divided among.
             lora: The adapter that is trained; None: all parameters are.
         """
         if lora is not None:
@@ -91,11 +85,7 @@ class ProductBytes:
 def _of_adapter(
     config: ModelConfig, tokens: int, several: bool, cards: int, lora: LoRA
 ) -> ProductBytes:
-    """Return the bytes of products where an adapter is trained, and the layers' weights are not.
-
-    The gradients of A and B are whole on every GPU: at the end of a micro-batch those of all GPUs
-    are gathered, beside the own ones end to end.
-    """
+    """Return the bytes of products where an adapter is trained, and the layers' weights are not."""
     trains_head = config.head == "lm" and (
         lora.train_embeddings if config.tie_word_embeddings else lora.train_head
     )

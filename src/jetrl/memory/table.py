@@ -13,9 +13,6 @@ def plan_table(plan: MemoryPlan) -> list[tuple[str, ...]]:
     """Return the table of a plan as lines of cells: a head, the rows, and what the run needs.
 
     Rows that would be 0.000 in every column are left out; the sums count them.
-
-    Args:
-        plan: The plan.
     """
     moments = [moment for moment in MOMENTS if plan.at(moment)]
 
@@ -34,12 +31,7 @@ def plan_table(plan: MemoryPlan) -> list[tuple[str, ...]]:
 
 
 def shown(plan: MemoryPlan, indent: str = "  ") -> str:
-    """Return the table of a plan as text.
-
-    Args:
-        plan: The plan.
-        indent: The start of each line.
-    """
+    """Return the table of a plan as text."""
     lines = plan_table(plan)
     width = max(len(cells[0]) for cells in lines)
     return "\n".join(

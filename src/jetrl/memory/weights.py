@@ -20,7 +20,6 @@ def owned_shapes(config: ModelConfig, cards: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of the rows that one rank, the largest owner, has of each master weight.
 
     Args:
-        config: The model's shape.
         cards: How many GPUs the rows of matrices are divided among.
     """
 
@@ -37,7 +36,6 @@ def trained_shapes(
     """Return the shape of the rows that one rank has of each master weight that is trained.
 
     Args:
-        config: The model's shape.
         cards: How many GPUs the rows of matrices are divided among.
         lora: The adapter, whose master weights every rank has whole, beside those of the base that
             it trains too; None: all parameters are trained.
@@ -55,7 +53,6 @@ def trained_parameters(config: ModelConfig, cards: int, lora: LoRA | None = None
     """Return the number of elements of `trained_shapes`, whose arguments these are.
 
     Args:
-        config: The model's shape.
         cards: How many GPUs the rows of matrices are divided among.
         lora: The adapter that is trained; None: all parameters are.
     """
@@ -66,8 +63,6 @@ def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -
     """Return the bytes of an adapter as forwards read it; under the fp32 plan none of their own.
 
     Args:
-        config: The model's shape.
-        plan: The model's precision plan.
         lora: The adapter; None: there is none.
     """
     if lora is None or plan.rest == "fp32":
@@ -83,9 +78,6 @@ def optimizer_bytes(
     """Return the bytes of the optimizer's states, whose format is train.optimizer_states.
 
     Args:
-        settings: The run's settings.
-        config: The model's shape.
-        cards: How many GPUs the states are divided among.
         lora: The adapter that is trained; None: all parameters are.
     """
     states = settings.train.optimizer_states
@@ -94,13 +86,7 @@ def optimizer_bytes(
 
 
 def draft_head_bytes(settings: Settings, config: ModelConfig, plan: PrecisionPlan) -> int:
-    """Return the bytes of a draft head: its weights twice, optimizer states, and states of a step.
-
-    Args:
-        settings: The run's settings.
-        config: The policy's shape.
-        plan: The policy's precision plan.
-    """
+    """Return the bytes of a draft head."""
     width = 4 if plan.rest == "fp32" else 2
     size, shapes = config.hidden_size, draft_head_shapes(config.hidden_size).values()
     weights = sum(map(math.prod, shapes)) * (4 + width)
@@ -124,11 +110,6 @@ def quantized_bytes(
     The embedding is rounded to the dtype of activations. Files in NVFP4 may leave linear layers in
     16 bits, which stay so. A head that is tied to it is the same
     tensor, where it has the same format.
-
-    Args:
-        config: The model's shape.
-        plan: The model's precision plan.
-        sides: The sides of the flow that the model serves.
     """
 
     def weight_bytes(format: str, rows: int, columns: int) -> int:

@@ -44,13 +44,7 @@ class LoRA:
     """The kind of an adapter: its rank and scale, its layers, and what else is trained.
 
     Attributes:
-        rank: The rank of A and B.
-        alpha: The numerator of the scale.
         rslora: Divide by the root of the rank instead of the rank.
-        targets: Names of linear layers, or one regular expression, as PEFT has them.
-        train_embeddings: Train the embedding too, in all its parameters.
-        train_norms: Train the norms' weights too.
-        train_head: Train the output head too.
     """
 
     rank: int
@@ -110,7 +104,6 @@ class AdaptedPart:
     Attributes:
         name: Its name in a checkpoint, without `.weight`.
         first_row: The first of its rows in our layer's weight.
-        num_rows: How many rows it has.
     """
 
     name: str
@@ -124,9 +117,7 @@ def adapted_parts(
     """Return the stored linear layers that targets stand for, by the name of our layer.
 
     Args:
-        config: The model's config.
         targets: As of `LoRA`.
-        key: What a message calls the targets: a setting, or a file and its key.
 
     Raises:
         UserError: A target matches no linear layer of the decoder.
@@ -143,7 +134,6 @@ def adapted_parts(
 
 
 def _with_rows(parts: tuple[StoredTensor, ...], chosen: set[str]) -> Iterator[AdaptedPart]:
-    """Yield the chosen parts of a layer with their rows."""
     row = 0
     for part in parts:
         name = part.name.removesuffix(".weight")
@@ -190,14 +180,10 @@ class Adapter:
     """An adapter with the values that it begins with.
 
     Attributes:
-        lora: The kind of the adapter.
         shapes: The shape beside each linear layer that has one, by the layer's name.
         tensors: A and B of each of these, by the names of `adapter_names`; each may be made or read
             when it is asked for.
-        replaced: Parameters of the base that take the place of the directory's, by name.
         origin: The directory that the adapter was read from; None of a new one.
-        base_digest: The digest of the base that it was made on, where that is known.
-        unties: Whether the embedding and the head, which are one in the base, differ.
     """
 
     lora: LoRA
@@ -211,11 +197,6 @@ class Adapter:
     @staticmethod
     def new(config: ModelConfig, lora: LoRA, seed: int) -> Adapter:
         """Return an adapter that changes nothing yet: A of small numbers, and B zero.
-
-        Args:
-            config: The model's config.
-            lora: The kind of the adapter.
-            seed: The run's seed.
 
         Raises:
             UserError: As `LoRA.shapes`.
@@ -239,9 +220,6 @@ class Adapter:
 
         An adapter that replaces parameters of the base has the digest of what it put there, which
         is not compared.
-
-        Args:
-            digest: The digest of the base that is here.
 
         Raises:
             UserError: The digests differ.
@@ -270,7 +248,6 @@ def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tenso
     changes in practice. They are the same under every precision plan.
 
     Args:
-        config: The model's config.
         vectors: The FP32 weights of norms and biases, in order.
         embedding: The embedding [V, D], in any floating dtype.
     """
@@ -313,12 +290,7 @@ class _NewTensors(Mapping[str, Tensor]):
 
 
 def stored_base_digest(config: ModelConfig, weights: Mapping[str, Tensor]) -> str:
-    """Return the `base_digest` of a base's parameters, read by name.
-
-    Args:
-        config: The config of the model that the adapter is for.
-        weights: The parameters of the base.
-    """
+    """Return the `base_digest` of a base's parameters, read by name."""
     shapes = parameter_shapes(config)
     vectors = [weights[name] for name, shape in shapes.items() if len(shape) == 1]
     return base_digest(config, vectors, weights[_EMBEDDINGS])

@@ -60,9 +60,7 @@ class KeyValues(Protocol):
         """Return each query's causal attention over its sequence so far and this forward's keys.
 
         Args:
-            layer: The index of the layer.
             qkv: [T, (H + 2G) * D], not yet rotated.
-            rope: How queries and keys are made of qkv.
             last: Whether this is the last layer, whose output is that of `rows` alone.
 
         Returns:
@@ -76,7 +74,6 @@ class PackedKeyValues:
 
     Args:
         cu_seqlens: int64 [S + 1], on the CPU (then the host waits for nothing) or the device.
-        plan: The precision plan.
         device: The device of the batch; default: that of cu_seqlens.
         stems: The rows that are computed, where sequences share their first tokens; None: all.
     """

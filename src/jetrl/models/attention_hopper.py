@@ -38,9 +38,6 @@ def attend_packed_hopper(
 
     Args:
         qkv: bfloat16 [T, (H + 2G) * D], not yet rotated.
-        rope: How queries and keys are made of qkv.
-        tiles: The work of the attention kernels.
-        plan: The precision plan.
         length: The length of every sequence, or None where they differ.
     """
     masters = (None, None) if rope.norms is None else (rope.norms[0].weight, rope.norms[1].weight)

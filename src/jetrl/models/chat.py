@@ -43,8 +43,6 @@ def encode_prompt(
 
     Args:
         tokenizer: The model's tokenizer, or None.
-        prompt: A prompt of text or of messages.
-        system_prompt: Text put before the messages of a chat prompt as a system message.
         plain_text: "all" encodes special tokens in the prompt as text.
 
     Raises:
@@ -83,9 +81,6 @@ def encode_text(
     """Return the token ids of a text, behind the beginning-of-sequence token if one is added.
 
     Args:
-        tokenizer: The tokenizer.
-        text: The text.
-        where: Whose text it is, for messages.
         begin: False for the continuation of a sequence (an answer), which gets no such token.
         as_text: Encode special tokens in the text as text.
 
@@ -120,10 +115,6 @@ def encode_reply(
     itself), behind it the opening of the next assistant's turn.
 
     Args:
-        tokenizer: The tokenizer.
-        reply: The environment's reply, a text or a message.
-        completion: Token ids of the assistant's turn, the end token included if it was drawn.
-        where: Whose reply it is, for messages.
         as_text: Encode special tokens in the reply as text, so that it cannot end its own turn.
 
     Raises:
@@ -154,18 +145,7 @@ def _encode_reply_text(
     names: Mapping[str, str],
     as_text: bool = False,
 ) -> list[int]:
-    """Return the token ids of a reply's text.
-
-    Args:
-        tokenizer: The tokenizer.
-        text: The text, of a chat template or of a reply that is plain text.
-        where: Whose reply it is, for messages.
-        names: The special tokens' names that placeholders in the text stand for.
-        as_text: Encode special tokens in a text without placeholders as text.
-
-    Raises:
-        ReplyError: The tokenizer has no token for some of the text.
-    """
+    """Return the token ids of a reply's text."""
     try:
         if names:
             return encode_hidden(tokenizer, text, names)
@@ -179,19 +159,7 @@ def _encode_reply_text(
 def _reply_text(
     tokenizer: PreTrainedTokenizerBase, reply: Mapping[str, str], where: str
 ) -> tuple[str, str]:
-    """Return a chat template's text after an assistant's message that a reply follows.
-
-    Args:
-        tokenizer: The tokenizer.
-        reply: The environment's message.
-        where: Whose reply it is, for messages.
-
-    Returns:
-        The end of the assistant's message; and the reply, with the opening of the next message.
-
-    Raises:
-        UserError: As `encode_reply`, of messages.
-    """
+    """Return a chat template's text after an assistant's message that a reply follows."""
     own_mark = _MARK
     while any(own_mark in value for value in reply.values() if isinstance(value, str)):
         own_mark += "-x"
@@ -226,12 +194,9 @@ def encode_turns(
     """Return a worked answer as the sequence that sampling it would have been.
 
     Args:
-        tokenizer: The tokenizer.
-        prompt: Token ids of the prompt.
         turns: At least one turn. The last one ends with the end-of-sequence token, if the tokenizer
             has one, and so does a turn that a message follows. A turn that a text follows is
             written without: the task's stop string is part of the turn.
-        where: Whose answer it is, for messages.
         plain_text: Whose special tokens are encoded as text: those of replies, "all" or "none".
 
     Raises:
@@ -288,10 +253,7 @@ def _encode_messages(
     where: str,
     plain_text: PlainText,
 ) -> list[int]:
-    """Return the token ids of messages by the chat template, an assistant's turn opened.
-
-    A last message of the assistant is the beginning of that turn.
-    """
+    """Return the token ids of messages by the chat template, an assistant's turn opened."""
     _check_messages(messages, where)
     conversation, names = [dict(message) for message in messages], dict[str, str]()
     if plain_text == "all":

@@ -26,20 +26,10 @@ class CodedWeights(Mapping[str, Tensor]):
 
 
 def codes_of(weights: Mapping[str, Tensor], name: str) -> NVFP4Tensor | None:
-    """Return the codes and scales of one of a model's parameters; None where it has none.
-
-    Args:
-        weights: The parameters by name, from files or random.
-        name: The parameter's name.
-    """
+    """Return the codes and scales of one of a model's parameters; None where it has none."""
     return weights.codes(name) if isinstance(weights, CodedWeights) else None
 
 
 def left_wide(weights: Mapping[str, Tensor], name: str) -> bool:
-    """Return whether a parameter has 16 or 32 bits in a directory with others in NVFP4.
-
-    Args:
-        weights: The parameters by name, from files or random.
-        name: The parameter's name.
-    """
+    """Return whether a parameter has 16 or 32 bits in a directory with others in NVFP4."""
     return isinstance(weights, CodedWeights) and weights.left_wide(name)

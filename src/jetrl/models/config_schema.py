@@ -28,19 +28,11 @@ class Rope(Stored):
     """The contents of `rope_scaling` or `rope_parameters`.
 
     Attributes:
-        rope_type: The rule of the rotary frequencies.
-        type: The rule, as older files name it.
-        rope_theta: The base of the frequencies.
         factor: The divisor of slow frequencies, of llama3.
         low_freq_factor: The bound of slow frequencies, of llama3.
         high_freq_factor: The bound of fast frequencies, of llama3.
         original_max_position_embeddings: The original context, of llama3 and YaRN.
         beta_fast: The turns from which on a frequency is kept, of YaRN.
-        beta_slow: The turns up to which a frequency is divided, of YaRN.
-        attention_factor: The factor of cosines and sines, of YaRN.
-        mscale: A factor of the attention factor, of YaRN.
-        mscale_all_dim: A divisor of the attention factor, of YaRN.
-        truncate: Whether bounds are rounded to whole pairs, of YaRN.
     """
 
     rope_type: Name | None = None
@@ -62,7 +54,6 @@ class Quantization(Stored):
     """The contents of `quantization_config`.
 
     Attributes:
-        quant_method: The name of the method.
         weight_block_size: The rows and columns of a block with one scale.
     """
 
@@ -74,33 +65,10 @@ class HfConfig(Stored):
     """The contents of config.json.
 
     Attributes:
-        architectures: The names of the model's classes.
-        model_type: The name of the family.
-        vocab_size: Rows of the embedding.
-        hidden_size: Elements of the residual stream.
-        intermediate_size: Elements between the products of the feed-forward block.
-        num_hidden_layers: Decoder layers.
-        num_attention_heads: Query heads.
-        num_key_value_heads: Key-value heads.
-        head_dim: Elements of a head.
-        max_position_embeddings: The context, in tokens.
         original_max_position_embeddings: The original context, of llama3.
-        rms_norm_eps: The epsilon of every norm.
-        rope_theta: The base of the rotary frequencies.
-        rope_scaling: The rotary rule.
         rope_parameters: The rotary rule, of transformers 5.
-        tie_word_embeddings: Whether lm_head is the embedding.
-        use_sliding_window: Whether attention sees a window.
-        sliding_window: The tokens of that window.
         no_rope_layers: 0 for each layer without rotary positions, of SmolLM3.
         no_rope_layer_interval: The distance of such layers, of SmolLM3.
-        attention_bias: Whether the attention's linears have biases.
-        mlp_bias: Whether the feed-forward block's linears have biases.
-        hidden_act: The activation.
-        layer_types: The kind of each layer.
-        num_labels: The numbers of a classifier.
-        id2label: The names of a classifier's numbers.
-        quantization_config: The format of quantized weights.
     """
 
     architectures: Annotated[list[Name], Field(max_length=16)] | None = None

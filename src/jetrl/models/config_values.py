@@ -15,8 +15,6 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> 
     """Return a whole number of at least 1.
 
     Args:
-        config: The object that holds the key.
-        key: The key.
         default: The value where the key is absent; None where it must be there.
     """
     value = config.get(key)
@@ -33,9 +31,6 @@ def positive(
     """Return a number above 0.
 
     Args:
-        config: The object that holds the key.
-        key: The key.
-        where: The place to name in an error.
         default: The value where the key is absent; None where it must be there.
     """
     value = config.get(key)

@@ -46,8 +46,6 @@ class DecoderLayer(nn.Module):
 
     Args:
         index: The layer's number, from 0.
-        config: The model's config.
-        weights: The model's weights.
     """
 
     def __init__(self, index: int, config: ModelConfig, weights: Weights) -> None:
@@ -80,8 +78,6 @@ class DecoderLayer(nn.Module):
             delta: What the layer before adds to the stream, [T, D]; None for the first layer.
             positions: int64 [T], each token's position in its sequence.
             table: float32 [positions, 2, head size / 2], the rotary table.
-            kv: The source of keys and values.
-            side: The side of the flow that calls.
             trace: A function that sees the outputs of operations, or None.
             last: Whether this is the last layer, whose results are those of `kv.rows` alone.
         """
@@ -111,10 +107,6 @@ class DecoderLayer(nn.Module):
 
 class Decoder(nn.Module):
     """The whole model over a `Weights`, with parameters named as in `families.parameter_shapes`.
-
-    Args:
-        config: The model's config.
-        weights: The model's weights, all of which are read.
 
     Attributes:
         trace: When set, a function that is called with (operation name, output) after each
@@ -192,8 +184,6 @@ class Decoder(nn.Module):
         Args:
             token_ids: int64 [T].
             positions: int64 [T], each token's position in its sequence.
-            kv: The source of keys and values.
-            side: The side of the flow that calls.
             checkpoint_layers: Compute layers again in backward, for which their inputs are kept.
         """
         x = embed(token_ids, self.embedding, self.weights.gradients)

@@ -43,11 +43,7 @@ _EPS = 1e-6
 
 
 def draft_head_shapes(hidden_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the head's weights by name.
-
-    Args:
-        hidden_size: The hidden size of the policy, D.
-    """
+    """Return the shapes of the head's weights by name."""
     size = hidden_size
     return {
         "fc.weight": (size, 2 * size),
@@ -60,18 +56,11 @@ def draft_head_shapes(hidden_size: int) -> dict[str, tuple[int, ...]]:
 class DraftHead:
     """A draft head of one policy.
 
-    Args:
-        policy: The policy, whose embedding and output head are read.
-        tokens: The most tokens of a draft.
-        seed: The seed of the first weights.
-
     Attributes:
-        tokens: The most tokens of a draft.
         masters: The FP32 master weights by name, which the optimizer changes.
         weights: The same in the dtype of the policy's activations, always at the same addresses.
         known: int64 [W], the tokens that the head knows.
         rows: [W, D], the rows of the policy's output head that belong to these.
-        trained: Whether the head has learned anything: the drafts of another are noise.
     """
 
     def __init__(self, policy: Policy, tokens: int, seed: int) -> None:
@@ -115,7 +104,6 @@ class DraftHead:
 
         Args:
             weights: The head's weights by name in the dtype of `hidden`.
-            hidden: The policy's hidden state from which the token was drawn, or an earlier result.
             token_ids: int64 [B].
         """
         embedding = self.policy.decoder.embedding.operand("train")

@@ -45,8 +45,6 @@ class Family:
 
     Attributes:
         architecture: The entry of config.json's `architectures`.
-        qkv_bias: Whether the linear layer of Q, K and V has a bias.
-        qk_norm: Whether query and key heads are normalised.
         fused: Whether a checkpoint keeps Q, K and V in one tensor, and gate and up in another.
         window_in_use: Whether a `sliding_window` is in use without `use_sliding_window`.
         rope_types: The rotary rules that transformers computes as their names say: for phi3,
@@ -119,25 +117,9 @@ class ModelConfig:
 
     Attributes:
         family: A key of `FAMILIES`.
-        vocab_size: Rows of the embedding.
-        hidden_size: Elements of the residual stream.
-        intermediate_size: Elements between the two products of the feed-forward block.
-        num_layers: Decoder layers.
-        num_heads: Query heads.
-        num_kv_heads: Key-value heads.
-        head_dim: Elements of a head.
-        rms_norm_eps: The epsilon of every norm.
-        rope_theta: The base of the rotary frequencies.
         rope_scaling: The llama3 or YaRN rule, or None.
-        tie_word_embeddings: Whether lm_head is the embedding.
-        qkv_bias: Whether the linear layer of Q, K and V has a bias.
-        qk_norm: Whether query and key heads are normalised.
-        max_position_embeddings: The context, in tokens.
         eos_token_ids: The ids of config.json that end a text; generation_config.json may add to
             them (`jetrl.models.hf.eos_token_ids`).
-        raw: The config.json that the config was read from.
-        head: What the decoder ends in.
-        layers_without_rope: The layers that do not rotate queries and keys.
     """
 
     family: str
@@ -401,10 +383,7 @@ def _layers_without_rope(
 
 
 def _check_positions(model: ModelConfig) -> None:
-    """Raise where the table of rotary positions is larger than the weights that it belongs to.
-
-    The weights are on the disk in full; the table is made from a number.
-    """
+    """Raise where the table of rotary positions is larger than the weights that it belongs to."""
     size = 4 * model.max_position_embeddings * model.head_dim
     if size > max(_SMALL_TABLE, 4 * num_parameters(model)):
         raise UserError(

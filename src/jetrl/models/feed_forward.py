@@ -17,12 +17,6 @@ class FeedForward(nn.Module):
     """The second half of a decoder layer: a norm and what stands behind it.
 
     A decoder layer makes this block, calls it, and knows nothing of its weights.
-
-    Args:
-        name: The layer's name, in front of the names of the block's parameters.
-        config: The model's config.
-        weights: The model's weights.
-        formats: The format of the block's linear layers on each side.
     """
 
     def __init__(
@@ -41,7 +35,6 @@ class FeedForward(nn.Module):
         Args:
             x: The residual stream [T, D].
             delta: What attention adds to the stream, [T, D].
-            side: The side of the flow that calls.
             trace: A function that sees the outputs of operations, or None.
         """
         x, delta = norm_mlp(x, delta, self.norm, self.gate_up, self.down, side, trace)

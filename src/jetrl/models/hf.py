@@ -86,13 +86,7 @@ def eos_token_ids(
     generation_config: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[int, ...]:
-    """Return the ids that end a text.
-
-    Args:
-        config: The model's config, with the ids of config.json.
-        generation_config: The contents of generation_config.json, whose ids come first.
-        tokenizer: The tokenizer, whose own end token ends worked answers of supervised training.
-    """
+    """Return the ids that end a text."""
     ids = token_ids(generation_config.get("eos_token_id"), "generation_config.json: eos_token_id")
     own = None if tokenizer is None else tokenizer.eos_token_id
     return tuple(dict.fromkeys((*ids, *config.eos_token_ids, *([] if own is None else [own]))))

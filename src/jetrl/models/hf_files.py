@@ -131,7 +131,6 @@ def model_directory(path: str | Path, part: Part = "small") -> Path:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file."""
     try:
         contents = read_json(file)
     except FileNotFoundError:

@@ -43,10 +43,8 @@ class StoredTensor:
     """A tensor of a checkpoint, which may be a part of one of our parameters.
 
     Attributes:
-        name: The tensor's name in the checkpoint.
         shape: The tensor's shape, as the config has it.
         layer: The decoder layer that the tensor belongs to; None outside the layers.
-        linear_weight: Whether the tensor is the weight of a decoder layer's linear.
     """
 
     name: str
@@ -66,7 +64,6 @@ def stored_tensors(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:
 
 
 def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
-    """Return the stored tensors that make one parameter."""
     if name in _WHOLE:
         return (StoredTensor(_WHOLE[name], shape, None, False),)
     _, number, module, kind = name.split(".")

@@ -58,8 +58,6 @@ def save_model(
     tokenizer with its chat template, and generation_config.json.
 
     Args:
-        path: The directory.
-        config: The model's config.
         weights: Every parameter of the config under our names, any floating dtype and device; read
             once each, in the config's order.
         dtype: The dtype of the tensors written; fp8 as the module says.
@@ -102,10 +100,6 @@ def save_model(
 @contextlib.contextmanager
 def filling(scratch: Path, target: Path) -> Iterator[None]:
     """Remove the folder of `begin_directory` after the block, which fills and publishes it.
-
-    Args:
-        scratch: The folder, which is gone already where the block has moved it into place.
-        target: The directory that is written, for the message.
 
     Raises:
         StorageError: The disk is full, or refuses.
@@ -285,10 +279,6 @@ def _check_names(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
 def save_file(tensors: dict[str, Tensor], file: Path) -> None:
     """Write a safetensors file.
 
-    Args:
-        tensors: The tensors by name.
-        file: The file.
-
     Raises:
         OSError: The file cannot be written.
     """
@@ -348,10 +338,4 @@ def _umask() -> int:
 
 
 def write_json(file: Path, contents: Mapping[str, Any]) -> None:
-    """Write an object as a JSON file.
-
-    Args:
-        file: The file.
-        contents: The object.
-    """
     file.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -51,8 +51,6 @@ def open_weights(
     `CodedWeights.codes`. On the CPU a parameter stored as one tensor stays mapped to its file.
 
     Args:
-        path: The directory.
-        config: The model of the directory's config.json.
         device: The device that tensors are put on; with "meta" they have shapes only, and of a
             name of the hub no file of weights is needed.
 

@@ -55,10 +55,6 @@ def is_hub_name(path: str | Path) -> bool:
 def snapshot(name: str, part: Part) -> Path:
     """Return the folder of the hub's cache that holds a model, downloading what it lacks.
 
-    Args:
-        name: OWNER/NAME, or OWNER/NAME@REVISION.
-        part: Whether configuration and tokenizer are needed, or the weights.
-
     Raises:
         UserError: The model is not in the cache and cannot be downloaded; says why and what to do.
     """

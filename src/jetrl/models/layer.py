@@ -38,9 +38,6 @@ def norm_linear(
     Args:
         x: The residual stream [T, D].
         delta: What is added to the stream first, [T, D] or None.
-        norm: The norm in front of the linear layer.
-        linear: The layer, of N output features.
-        side: The side of the flow that calls.
         trace: A function that sees the norm's output, or None.
     """
     if _fuses(x) and linear.adapter is not None:
@@ -71,10 +68,6 @@ def norm_mlp(
     Args:
         x: The residual stream [T, D].
         delta: What is added to the stream first, [T, D].
-        norm: The norm in front of the layers.
-        gate_up: The layer that makes the gate and, behind it, the values that are gated.
-        down: The layer back to D features.
-        side: The side of the flow that calls.
         trace: A function that sees the output of each operation but the last, or None.
     """
     if _fuses(x) and not (gate_up.adapter is None and down.adapter is None):
@@ -101,7 +94,6 @@ def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
     Args:
         x: The residual stream [T, D].
         delta: What the last layer adds to the stream, [T, D].
-        norm: The final norm.
     """
     if _fuses(x):
         from jetrl.models.layer_hopper import add_norm_hopper

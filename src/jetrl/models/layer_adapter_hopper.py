@@ -54,10 +54,8 @@ class _Frozen:
     """A linear layer with a frozen weight, and perhaps an adapter, as one call on a side reads it.
 
     Attributes:
-        weight: The quantized weight.
         bias: The bias, or None.
         adapter: The adapter, or None.
-        plan: The precision plan of the side.
     """
 
     weight: Operand
@@ -80,7 +78,6 @@ class _Frozen:
         """Return the layer's output, and the adapter's product with A.
 
         Args:
-            entered: X as FProp reads it.
             values: X in BF16.
         """
         if self.adapter is not None:
@@ -98,8 +95,6 @@ class _Frozen:
         Args:
             dy: bfloat16 [T, N], the gradient of the output.
             values: X in BF16.
-            u: The product with A.
-            codes: dY as DGrad reads it, where it was made already.
         """
         if codes is None:
             codes = quantize_for_dgrad(dy, self.weight, self.plan)
@@ -115,10 +110,7 @@ class _Fixed:
     """The arguments of a fused function that get no gradients.
 
     Attributes:
-        eps: The norm's epsilon.
         norm_weight: The norm's rounded weight, bfloat16 [D].
-        linears: The linear layers; all have one format.
-        keep: Whether backward may come, so that forward saves what it needs.
         trace: A function that sees the outputs of operations, or None.
     """
 
@@ -172,7 +164,6 @@ def norm_linear_adapted(
     Args:
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D] or None.
-        layers: The norm and the linear layer, of N output features.
     """
     fixed = _Fixed.of(layers)
     total, y = _NormLinear.apply(x, delta, layers.norm.weight, *fixed.linears[0].masters, fixed)
@@ -185,7 +176,6 @@ def norm_mlp_adapted(x: Tensor, delta: Tensor, layers: NormedLinears) -> tuple[T
     Args:
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D].
-        layers: The norm, gate_up and down.
     """
     fixed = _Fixed.of(layers)
     masters = (*fixed.linears[0].masters, *fixed.linears[1].masters)
@@ -267,7 +257,6 @@ def _through_swiglu(
     """Return the gradient of gate_up in BF16 and perhaps as codes, and those of `down`'s A and B.
 
     Args:
-        s: The arguments without gradients.
         dy: bfloat16 [T, D], the gradient of the output of `down`.
         gate_up: bfloat16 [T, 2F], the output of gate_up.
         u_down: The product with A of `down`.

@@ -55,12 +55,7 @@ class _Fixed:
     """The arguments of a fused function that get no gradients.
 
     Attributes:
-        eps: The norm's epsilon.
         norm_weight: The norm's rounded weight, bfloat16 [D].
-        weights: The quantized weight of each linear layer; all have one format.
-        plan: The precision plan of the side.
-        gradients: The sink of the linear layers' gradients.
-        keep: Whether backward may come, so that forward saves what it needs.
         trace: A function that sees the outputs of operations, or None.
     """
 
@@ -94,7 +89,6 @@ def norm_linear_hopper(
     Args:
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D] or None.
-        layers: The norm and the linear layer, of N output features.
     """
     fixed = _Fixed.of(layers)
     [linear] = layers.linears
@@ -108,7 +102,6 @@ def norm_mlp_hopper(x: Tensor, delta: Tensor, layers: NormedLinears) -> tuple[Te
     Args:
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D].
-        layers: The norm, gate_up and down.
     """
     gate_up, down = layers.linears
     assert gate_up.bias is None, "SwiGLU reads the product of gate_up alone"
@@ -124,7 +117,6 @@ def add_norm_hopper(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
     Args:
         x: The residual stream, bfloat16 [T, D].
         delta: What the last layer adds to the stream, bfloat16 [T, D].
-        norm: The final norm.
     """
     y: Tensor = _AddNorm.apply(x, delta, norm.weight, norm.rounded, norm.eps)
     return y

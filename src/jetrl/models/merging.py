@@ -26,12 +26,8 @@ class MergedWeights(Mapping[str, Tensor]):
     """The parameters of a base with an adapter merged in, float32, made when they are asked for.
 
     Args:
-        config: The config of the base.
-        lora: The kind of the adapter.
-        base: The parameters of the base by name.
         masters: The whole master weights that were trained: A and B of the adapter, and parameters
             that take the place of the base's.
-        device: The device that sums are made on.
     """
 
     def __init__(
@@ -75,7 +71,6 @@ def dense_change(shape: AdapterShape, a: Tensor, b: Tensor) -> Tensor:
     """Return s B A of every part in its rows, float32 [N, K].
 
     Args:
-        shape: The shape of the adapter.
         a: The master weight A [P * r, K].
         b: The master weight B [rows of all parts, r].
     """
@@ -105,10 +100,6 @@ def merging_losses(base: Mapping[str, Tensor], merged: MergedWeights) -> dict[st
     """Return the losses of merging into BF16 and into FP8, by format; none where nothing changes.
 
     They are measured on linear layers from the first to the last, 28 at most.
-
-    Args:
-        base: The parameters of the base by name.
-        merged: The same with the adapter.
     """
     step = max(1, -(-len(merged.adapted) // _MEASURED_LINEARS))
     sums = {format: torch.zeros(4, dtype=torch.float64) for format in ("bfloat16", "fp8")}

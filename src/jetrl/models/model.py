@@ -35,13 +35,10 @@ class Model:
     """A decoder with its weights; `Policy` and `ScalarModel` say what is read from its head.
 
     Args:
-        config: The sizes and switches of the decoder.
-        plan: The precision plan.
         weights: Every parameter by name, as in `families.parameter_shapes`.
         device: The device, the CPU or a Hopper GPU; "meta" for a model without weights, whose
             making checks all that making the model would check.
         tokenizer: The tokenizer of the Hugging Face directory, or None.
-        generation_config: The directory's generation_config.json.
         frozen: Keep what the training side's forward reads alone; such a model is not trained,
             sampled from or saved.
         trains: Says by name which parameters are trained; None: all, or with an adapter those that
@@ -123,14 +120,6 @@ class Model:
     ) -> Self:
         """Return the model of a Hugging Face directory.
 
-        Args:
-            path: The directory: config.json, safetensors, and a tokenizer if it has one.
-            plan: The precision plan.
-            device: The device.
-            frozen: As of the class.
-            adapter: As of the class.
-            trains: As of the class.
-
         Raises:
             UserError: A file or tensor that is missing, damaged or unsupported, by name; a head of
                 another kind.
@@ -164,12 +153,8 @@ class Model:
         """Return a model with random weights.
 
         Args:
-            config: The contents of a config.json.
-            plan: The precision plan.
-            seed: The seed of the weights.
             device: The device; the weights of a seed differ between a CPU and a GPU.
             tokenizer: The tokenizer, or None.
-            adapter: As of the class.
         """
         model = ModelConfig.from_hf(config)
         check_device(model, plan, torch.device(device))  # where the weights are made
@@ -187,10 +172,8 @@ class Model:
         Of a model with an adapter the directory is PEFT's: the adapter alone, in float32.
 
         Args:
-            path: The directory.
             dtype: The dtype of the tensors; fp8 is block-scaled, as vLLM and transformers read it,
                 and leaves the layers in BF16 that the plan keeps so.
-            overwrite: Replace a model directory that is there.
         """
         assert not self.frozen, "a frozen model has no master weights to save"
         if self.lora is not None:
@@ -263,7 +246,6 @@ class Model:
             token_ids: int64 [T] on the model's device, sequences end to end.
             cu_seqlens: int64 [S + 1], on the CPU (then the host waits for nothing) or the device.
             rows: int64 [R] on the model's device, indices into token_ids.
-            checkpoint_layers: Compute layers again in backward.
             stems: The rows that are computed, where sequences share their first tokens; None: all.
         """
         kv = PackedKeyValues(cu_seqlens, self.plan, self.device, stems)
@@ -316,9 +298,6 @@ def check_device(
     """Raise a UserError for a device, or a model on a device, without kernels.
 
     Args:
-        config: The model's config.
-        plan: The precision plan.
-        device: The device.
         elsewhere: Whether a Hopper GPU of another machine is meant.
     """
     if device.type in ("cpu", "meta"):

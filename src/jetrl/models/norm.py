@@ -17,7 +17,6 @@ class RMSNorm(nn.Module):
 
     Args:
         quantized: The weight [D], in the activations' dtype on both sides.
-        eps: What is added to the mean square.
     """
 
     def __init__(self, quantized: QuantizedWeight, eps: float) -> None:

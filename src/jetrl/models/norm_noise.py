@@ -38,9 +38,6 @@ class NoiseSchedule:
 
     Attributes:
         start: Sigma of the first part with noise; 0: never any noise.
-        end: Sigma of the last part.
-        stages: How many parts of the run have noise.
-        num_steps: Steps of the run.
     """
 
     start: float
@@ -58,12 +55,7 @@ class NoiseSchedule:
 
 
 class NormNoise:
-    """The noise on one model's norms, none where `adapter.noise_start` is 0.
-
-    Args:
-        model: The model.
-        settings: The settings of the run.
-    """
+    """The noise on one model's norms, none where `adapter.noise_start` is 0."""
 
     def __init__(self, model: Model, settings: Settings) -> None:
         adapter = settings.adapter

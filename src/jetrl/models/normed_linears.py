@@ -15,9 +15,6 @@ class NormedLinears:
     """A norm and the linear layers behind it, for one call of `models.layer`.
 
     Attributes:
-        norm: The norm in front of the layers.
-        linears: The layer that attention reads, or an MLP's gate_up and down.
-        side: The side of the flow that calls.
         trace: A function that sees the outputs of operations, or None.
     """
 

@@ -50,10 +50,8 @@ class NVFP4Layout:
     """The names and the meaning of the tensors of NVFP4 weights in one kind of directory.
 
     Attributes:
-        tool: The tool that writes such directories, for messages.
         ends: What follows `X.weight` in the names of codes, group scales and the matrix's scale.
         divides: Whether values are divided by the matrix's scale, not multiplied.
-        unread: Endings of the names of tensors that are not read.
         left_out: Patterns of the layers that stay in 16 bits, as the tool writes them.
         coded: Patterns of the layers that have codes; empty: all.
     """
@@ -80,11 +78,7 @@ class NVFP4Layout:
 
 
 def _matching(patterns: Sequence[str], layers: Sequence[str]) -> set[str]:
-    """Return the layers that one of some patterns stands for.
-
-    A pattern is the name of a layer or of a module around it, with wildcards or not; or a regular
-    expression behind `re:`.
-    """
+    """Return the layers that one of some patterns stands for."""
     plain = [pattern for pattern in patterns if not pattern.startswith("re:")]
     expressions = [p.removeprefix("re:") for p in patterns if p.startswith("re:")]
     key = "config.json: quantization_config"
@@ -155,7 +149,6 @@ def _modelopt_layout(quantization: Mapping[str, Any]) -> NVFP4Layout:
 
 
 def _compressed_tensors_layout(quantization: Mapping[str, Any]) -> NVFP4Layout:
-    """Return the layout of a directory in compressed-tensors."""
     where = "config.json: quantization_config"
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -227,9 +220,6 @@ def left_in_16_bits(config: ModelConfig) -> set[str]:
     """Return the parameters of linear layers that an NVFP4 directory leaves in 16 bits.
 
     They are named as in `families.parameter_shapes`; a directory without NVFP4 has none.
-
-    Args:
-        config: The model of the directory's config.json, which is all that is read.
     """
     layout = nvfp4_layout(config.raw.get("quantization_config"))
     if layout is None:
@@ -245,11 +235,6 @@ def left_in_16_bits(config: ModelConfig) -> set[str]:
 
 def check_base(config: ModelConfig, plan: PrecisionPlan, path: str | Path) -> None:
     """Raise where a directory is in NVFP4 and a plan would round its linear layers again.
-
-    Args:
-        config: The model of the directory's config.json.
-        plan: The precision plan of the model.
-        path: The directory, for the message.
 
     Raises:
         UserError: A layer of the plan is not in NVFP4 on both sides.
@@ -281,9 +266,6 @@ def read_nvfp4(
     """Return a stored weight with its codes and group scales as they are.
 
     Args:
-        layout: The directory's layout.
-        part: The weight.
-        files: The file of each tensor of the directory.
         read: Returns the tensor of a name, after comparing its shape with those that may be.
 
     Raises:

@@ -42,9 +42,6 @@ def matching(
     """Return the names that one of some regular expressions matches.
 
     Args:
-        patterns: The regular expressions.
-        names: The names.
-        key: The file and key of the patterns, for messages.
         whole: Match a name from its first to its last character, not only its beginning.
 
     Raises:

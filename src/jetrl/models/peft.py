@@ -101,7 +101,6 @@ def lora_of(settings: AdapterSettings, config: ModelConfig) -> LoRA | None:
 
     Args:
         settings: The section [adapter].
-        config: The config of the model that the adapter is for.
 
     Raises:
         UserError: As `read_lora`, of adapter.path; a setting that the adapter there contradicts;
@@ -147,8 +146,6 @@ def adapter_of(
 
     Args:
         settings: The section [adapter].
-        config: The config of the model.
-        seed: The seed of a new adapter.
         device: The device of the model; for "meta" no tensor is read or made.
 
     Raises:
@@ -178,10 +175,6 @@ def is_scalar(path: str | Path) -> bool:
 
 def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
     """Return the kind of the adapter of a directory, without reading its tensors.
-
-    Args:
-        path: The directory.
-        config: The config of the model that the adapter is for.
 
     Raises:
         UserError: There is no adapter; it is of a kind, or has a key, that is not supported; its
@@ -245,8 +238,6 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
     """Return the adapter of a directory, for a model.
 
     Args:
-        path: The directory.
-        config: The config of the model that the adapter is for.
         trains: What is trained whole beside the adapter is as in this one; None: nothing.
 
     Raises:
@@ -319,13 +310,8 @@ def save_adapter(
     """Write an adapter's directory; every rank of a run calls this function, and rank 0 writes.
 
     Args:
-        path: The directory, which appears whole or not at all.
-        config: The config of the base.
-        lora: The kind of the adapter.
         masters: The whole master weights that are trained, by our names, and parameters of the base
             that the adapter replaces.
-        base: The directory of the base, or a name of the hub.
-        digest: The digest of the base.
         tokenizer: The tokenizer to write, or None.
         overwrite: Replace an adapter or a model that is at `path`.
 
@@ -355,13 +341,7 @@ def save_adapter(
 def stored_adapter(
     config: ModelConfig, lora: LoRA, masters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return master weights by the names that PEFT's files have, float32 on the CPU.
-
-    Args:
-        config: The config of the base.
-        lora: The kind of the adapter.
-        masters: The whole master weights that are trained, by our names.
-    """
+    """Return master weights by the names that PEFT's files have, float32 on the CPU."""
     tensors: dict[str, Tensor] = {}
     left = dict(masters)
     for layer, parts in adapted_parts(config, lora.targets).items():
@@ -385,14 +365,6 @@ def stored_adapter(
 def adapter_json(
     config: ModelConfig, lora: LoRA, base: str | None, saved: list[str]
 ) -> dict[str, Any]:
-    """Return the contents of adapter_config.json.
-
-    Args:
-        config: The config of the base.
-        lora: The kind of the adapter.
-        base: The directory of the base, or a name of the hub.
-        saved: The modules that are trained whole.
-    """
     alpha = lora.alpha
     return {
         "auto_mapping": None,

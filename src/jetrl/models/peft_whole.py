@@ -33,13 +33,6 @@ def take_whole(
 ) -> tuple[dict[str, Tensor], bool]:
     """Return the parameters that an adapter replaces, and whether it unties the embedding.
 
-    Args:
-        stored: The tensors of the adapter, of which those that are returned are taken out.
-        file: The file of the tensors.
-        contents: The contents of adapter_config.json.
-        config: The config of the base.
-        tied: Whether a pair that the base ties stays tied, whatever is stored of it.
-
     Raises:
         UserError: A module of `modules_to_save` is not stored; a tensor has another shape or is not
             finite; a pair that is to be tied differs.
@@ -90,10 +83,7 @@ def _is_saved(tensor: str, modules_to_save: Iterable[str]) -> bool:
 
 
 def _unties(replaced: dict[str, Tensor], file: Path, saved: Iterable[str], tied: bool) -> bool:
-    """Return whether an adapter unties its base's pair; of a tied pair leave the embedding.
-
-    Modules that are not saved as a whole share one tensor in PEFT, whichever of them is stored.
-    """
+    """Return whether an adapter unties its base's pair; of a tied pair leave the embedding."""
     embedding, head = replaced.get(_EMBEDDINGS), replaced.get(_HEAD)
     if embedding is None and head is None:
         return False

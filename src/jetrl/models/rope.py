@@ -28,12 +28,6 @@ class RopeScaling:
 
     Slow frequencies are divided by `factor`, fast ones are kept, and those between the two
     wavelength bounds are interpolated.
-
-    Attributes:
-        factor: What slow frequencies are divided by.
-        low_freq_factor: Frequencies of fewer turns in the original context are slow.
-        high_freq_factor: Frequencies of more turns in the original context are fast.
-        original_max_position_embeddings: The original context, in tokens.
     """
 
     factor: float
@@ -51,7 +45,6 @@ class RopeScaling:
 
         Args:
             frequencies: float64 [head_dim / 2], radians a position.
-            theta: The base of the frequencies.
         """
         context = self.original_max_position_embeddings
         wavelengths = 2 * math.pi / frequencies
@@ -73,12 +66,7 @@ class YarnScaling:
     their number. Cosines and sines are multiplied by `attention_factor`, which makes scores larger.
 
     Attributes:
-        factor: What slow frequencies are divided by.
         beta_fast: Turns in the original context from which on a frequency is kept.
-        beta_slow: Turns in the original context up to which a frequency is divided.
-        original_max_position_embeddings: The original context, in tokens.
-        attention_factor: What cosines and sines are multiplied by.
-        truncate: Whether the bounds of the blend are rounded to whole pairs.
     """
 
     factor: float
@@ -93,7 +81,6 @@ class YarnScaling:
 
         Args:
             frequencies: float64 [head_dim / 2], radians a position.
-            theta: The base of the frequencies.
         """
         pairs = len(frequencies)
         low, high = (
@@ -119,8 +106,6 @@ def frequencies_of(head_dim: int, theta: float, scaling: Scaling | None) -> np.n
     rule where there is one.
 
     Args:
-        head_dim: Elements of a head.
-        theta: The base of the frequencies.
         scaling: The rule, or None.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
@@ -137,8 +122,6 @@ def read_rope(
 
     Args:
         config: The config.json, with `rope_theta` of the family if it names none.
-        max_positions: The context, in tokens.
-        types: The rules that the family may have.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}

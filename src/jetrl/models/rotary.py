@@ -26,8 +26,6 @@ class Rotary:
         positions: int64 [T], each token's position in its sequence.
         table: float32 [positions, 2, D / 2], cosines and sines.
         norms: The norms of query heads and of key heads, before the rotation; None without.
-        num_heads: H.
-        num_kv_heads: G.
         trace: A function that sees the rotated queries and keys, or None.
         as_values: Whether what reads attention's output reads BF16 values, as an adapter does, and
             not the codes of the next linear layer.

@@ -46,9 +46,6 @@ class ScalarModel(Model):
         """Return the decoder of a directory with the scalar head there, or a new one of zeros.
 
         Args:
-            path: A Hugging Face directory, of a language model or of a scalar model.
-            plan: The precision plan.
-            device: The device.
             adapter: As of `Model`.
 
         Raises:
@@ -79,10 +76,6 @@ class ScalarModel(Model):
         The model starts by saying 0 of everything.
 
         Args:
-            config: The language model's config.
-            weights: The language model's weights by name, which are copied; each is read once.
-            plan: The precision plan.
-            device: The device.
             tokenizer: The tokenizer, or None.
             adapter: As of `Model`.
         """
@@ -107,7 +100,6 @@ class ScalarModel(Model):
             token_ids: int64 [T], sequences end to end.
             cu_seqlens: int64 [S + 1], where each sequence starts, and T.
             rows: int64 [R], indices into token_ids.
-            checkpoint_layers: Compute layers again in backward.
             stems: The rows that are computed, where sequences share their first tokens; None: all.
 
         Returns:
@@ -179,7 +171,6 @@ def check_same_tokenizer(
     Args:
         policy: The policy's tokenizer, or None.
         other: The other model's tokenizer, or None.
-        where: The other model, for messages.
 
     Raises:
         UserError: The vocabularies differ, or one of the two has no tokenizer; says where first.

@@ -48,11 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
-    """Return (N, K) of each linear of a decoder layer, with Q, K and V in one, and gate and up.
-
-    Args:
-        model: The name of a shape.
-    """
+    """Return (N, K) of each linear of a decoder layer, with Q, K and V in one, and gate and up."""
     m = SHAPES[model]
     hidden, inner, size = m["hidden_size"], m["intermediate_size"], m["head_dim"]
     heads, groups = m["num_attention_heads"], m["num_key_value_heads"]

@@ -22,12 +22,7 @@ _PLACEHOLDER = "jetrlplaceholder"  # letters and digits, which templates leave a
 
 
 class HiddenNames(NamedTuple):
-    """The names of special tokens that stand in messages as placeholders.
-
-    Attributes:
-        messages: The messages with placeholders in place of the names.
-        names: Each name by its placeholder; {} where no message has one.
-    """
+    """The names of special tokens that stand in messages as placeholders."""
 
     messages: list[dict[str, str]]
     names: dict[str, str]
@@ -51,7 +46,6 @@ def hide_special_tokens(
 
     Args:
         tokenizer: The tokenizer, whose special tokens are looked for.
-        messages: The messages; every value is text.
     """
     texts = (value for message in messages for value in message.values())
     everything = "".join(text for text in texts if isinstance(text, str))
@@ -78,9 +72,7 @@ def encode_hidden(
     """Return the token ids of a rendered template, with the text of the placeholders' names.
 
     Args:
-        tokenizer: The tokenizer.
         text: The text of the template, whose own special tokens become control tokens.
-        names: Each hidden name by its placeholder.
     """
     token_ids: list[int] = []
     hidden = HiddenNames([], dict(names))

@@ -36,7 +36,6 @@ class Stems:
         positions: int64 [C] on the CPU, each computed row's position in its sequence.
         run_starts: The first computed row of each run, and C; R + 1 numbers.
         stem_of: The number of the run that is each run's stem, -1 without one; R numbers.
-
         Two sequences [a b c] and [a b d e] that share two tokens (if STEM_BLOCK were 2):
         Stems(rows=[0, 1, 2, 5, 6], row_of=[0, 1, 2, 0, 1, 3, 4], positions=[0, 1, 2, 2, 3],
               run_starts=[0, 2, 3, 5], stem_of=[-1, 0, 0])

@@ -43,7 +43,6 @@ class TemplateProcess:
 
     Args:
         limit_s: The seconds of CPU time that a template may take.
-        memory_mib: The memory that it may take, in MiB.
     """
 
     def __init__(self, limit_s: float = LIMIT_S, memory_mib: int = MEMORY_MIB) -> None:
@@ -82,14 +81,12 @@ class TemplateProcess:
         return str(reply["text"])
 
     def close(self) -> None:
-        """End the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Return the running process."""
         if self._process is None or self._process.poll() is not None:
             limits = (str(self._limit_s), str(self._memory_mib))
             self._process = subprocess.Popen(
@@ -111,13 +108,7 @@ class TemplateProcess:
 
 
 def _read_reply(stream: IO[bytes], most: int) -> dict[str, Any]:
-    """Return the next reply of a process, of at most `most` bytes.
-
-    Raises:
-        EOFError: The process ended.
-        ValueError: The reply is none.
-        TemplateError: The reply is longer.
-    """
+    """Return the next reply of a process, of at most `most` bytes."""
     head = stream.read(8)
     size = int.from_bytes(head, "little")
     if len(head) < 8:
@@ -147,11 +138,6 @@ def render_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], open_turn: bool
 ) -> str:
     """Return the text of messages by a tokenizer's chat template, as `apply_chat_template` does.
-
-    Args:
-        tokenizer: The tokenizer.
-        messages: The messages.
-        open_turn: Whether the text ends with the opening of an assistant's turn.
 
     Raises:
         TemplateError: The template is too long; or as `TemplateProcess.render`.

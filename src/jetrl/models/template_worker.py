@@ -26,7 +26,6 @@ def main(limit_s: float, memory_mib: int) -> None:
 
     Args:
         limit_s: The seconds of CPU time that a request may take.
-        memory_mib: The memory that may be used beyond what the imports hold.
     """
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -46,11 +46,6 @@ class RandomWeights(Mapping[str, Tensor]):
     A seed gives the same weights on every CPU, and others on a GPU, where 8B parameters take a
     second instead of minutes.
 
-    Args:
-        config: The model's config.
-        seed: The seed of the generator.
-        device: The device on which the weights are made.
-
     Raises:
         UserError: The config's `initializer_range` is no number above 0.
     """
@@ -83,7 +78,6 @@ class RandomWeights(Mapping[str, Tensor]):
         return name in self._shapes
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a new tensor with the values of a parameter."""
         if name in self._states:
             later = self._generator.get_state()
             self._generator.set_state(self._states[name])
@@ -117,13 +111,7 @@ class RandomWeights(Mapping[str, Tensor]):
 def random_weights(
     config: ModelConfig, seed: int, device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """Return every parameter of `RandomWeights` at once, in memory.
-
-    Args:
-        config: The model's config.
-        seed: The seed of the generator.
-        device: The device on which the weights are made.
-    """
+    """Return every parameter of `RandomWeights` at once, in memory."""
     return dict(RandomWeights(config, seed, device))
 
 
@@ -154,27 +142,12 @@ def make_tiny(
     Sizes are those of config.json. A llama has the scaled rotary frequencies of Llama 3.1.
 
     Args:
-        out: The directory.
         family: A key of `FAMILIES`.
-        hidden_size: Elements of the residual stream.
-        num_layers: Decoder layers.
-        num_heads: Query heads.
-        num_kv_heads: Key-value heads.
-        head_dim: Elements of a head.
-        intermediate_size: Elements between the products of the feed-forward block.
         vocab_size: Rows of the embedding, and for 'bpe' the tokens to train for as well; default:
             as many as the tokenizer has ('bpe': 4096).
         tokenizer: 'characters' (one token for each of `alphabet`) or 'bpe' (trained on text_files,
             with a chat template).
-        text_files: The files that a BPE tokenizer is trained on.
-        seed: The seed of the weights.
         alphabet: The characters that are tokens of a 'characters' tokenizer.
-        tie_word_embeddings: Whether lm_head is the embedding.
-        max_position_embeddings: The context, in tokens.
-        rope_theta: The base of the rotary frequencies.
-        initializer_range: The standard deviation of the weights.
-        dtype: The dtype of the tensors written.
-        overwrite: Replace a model directory that is there.
 
     Returns:
         The directory, `out`.

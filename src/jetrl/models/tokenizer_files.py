@@ -117,8 +117,6 @@ def encode(
     """Return the token ids of a text: the one call of a tokenizer's own `encode`.
 
     Args:
-        tokenizer: The tokenizer.
-        text: The text.
         special: Whether the tokenizer adds its special tokens, such as one at the beginning.
         as_text: Encode special tokens in the text as text.
 

@@ -20,8 +20,6 @@ def tell(trace: Trace | None, name: str, value: Tensor | QTensor) -> None:
 
     Args:
         trace: The function that watches, or None.
-        name: The operation.
-        value: The operation's output.
     """
     if trace is not None:
         trace(name, dequantize(value) if isinstance(value, QTensor) else value)

@@ -50,9 +50,6 @@ class Weights:
 
     Args:
         tensors: Every parameter by name, as in `families.parameter_shapes`; any floating dtype.
-        plan: The precision plan.
-        device: The device that the weights are put on.
-        frozen: Train nothing, and keep what the training side's forwards read.
         trains: Says by name which parameters are trained, and so have master weights; None: all,
             or with `frozen` none.
         adapter: The adapter beside linear layers, or None.
@@ -62,7 +59,6 @@ class Weights:
             of a matrix that is divided, the rows that this rank owns. None of a frozen model, and
             none of the parameters that are not trained.
         shards: The division of the rows of each matrix that is divided among ranks, by name.
-        gradients: The sink of the master weights' gradients.
         dtype: The dtype of activations: bfloat16, or float32 under the fp32 plan.
 
     Raises:
@@ -134,13 +130,7 @@ class Weights:
     def quantized(
         self, layer: str, name: str, formats: Mapping[Side, LinearFormat]
     ) -> QuantizedWeight:
-        """Return a master weight as a layer reads it, rounded again by each `requantize`.
-
-        Args:
-            layer: The layer's name, under which its quantized weight is registered.
-            name: The master weight's name.
-            formats: The format that each side reads.
-        """
+        """Return a master weight as a layer reads it, rounded again by each `requantize`."""
         assert layer not in self._quantized, f"two layers are called {layer}"
         codes = codes_of(self._tensors, name) if "nvfp4" in formats.values() else None
         if codes is None:
@@ -158,13 +148,7 @@ class Weights:
         return weight
 
     def linear(self, name: str, formats: Mapping[Side, LinearFormat], bias: bool = False) -> Linear:
-        """Return the linear layer of the parameters `name`.weight and, with a bias, `name`.bias.
-
-        Args:
-            name: The layer's name.
-            formats: The format that each side multiplies in.
-            bias: Whether the layer adds a bias.
-        """
+        """Return the linear layer of the parameters `name`.weight and, with a bias, `name`.bias."""
         if "nvfp4" in formats.values() and left_wide(self._tensors, f"{name}.weight"):
             formats = {"rollout": "bf16", "train": "bf16"}
         weight = self.quantized(name, f"{name}.weight", formats)
@@ -203,12 +187,7 @@ class Weights:
             self.gradients.expect(weight.master, dtype)
 
     def head(self, embedding: QuantizedWeight, tied: bool) -> Linear:
-        """Return the output head, whose logits are float32.
-
-        Args:
-            embedding: The embedding.
-            tied: Whether the head multiplies by the embedding, which in one format is one tensor.
-        """
+        """Return the output head, whose logits are float32."""
         sides: tuple[Side, Side] = ("rollout", "train")
         formats: dict[Side, LinearFormat] = {side: self.plan.on(side).lm_head for side in sides}
         weight = embedding
@@ -279,9 +258,6 @@ class WholeMasters(Mapping[str, Tensor]):
 
     One at a time is in memory while a reader keeps none of them. Every rank reads the same names in
     the same order.
-
-    Args:
-        weights: The weights of a model that is not frozen.
     """
 
     def __init__(self, weights: Weights) -> None:

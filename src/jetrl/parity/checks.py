@@ -46,9 +46,7 @@ class Check:
     """The result of testing one property that exactness rests on.
 
     Attributes:
-        operation: The operation that was tested.
         ok: True if the property holds.
-        detail: What was seen.
     """
 
     operation: str
@@ -190,12 +188,7 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
 
 
 def _attended(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return what the trainer's attention gives for a packed batch with FP8 keys and values.
-
-    Args:
-        qkv: bfloat16 [T, (4 + 2 + 2) * 64], not yet rotated.
-        cu_seqlens: int64 [S + 1], where each sequence starts, and the end.
-    """
+    """Return what the trainer's attention gives for a packed batch with FP8 keys and values."""
     table = rotary_table(1e4 ** (-np.arange(32) / 32), len(qkv)).to(qkv.device)
     rope = Rotary(token_positions(cu_seqlens), table, None, num_heads=4, num_kv_heads=2)
     kv = PackedKeyValues(cu_seqlens, PrecisionPlan.preset("unified"))

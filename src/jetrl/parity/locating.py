@@ -28,10 +28,6 @@ class Location:
 
     Attributes:
         operation: The name of the operation, such as `layers.3.attention`.
-        position: The position of the first token whose output differs.
-        values: The number of elements of that token's output that differ.
-        of: The number of all elements of that token's output.
-        largest: The largest difference among them.
     """
 
     operation: str
@@ -61,8 +57,6 @@ def locate(
     log-probs.
 
     Args:
-        policy: The policy that samples and trains.
-        prompt: Token ids.
         completion: Token ids, at least one.
         temperature: The temperature of the log-probs; 0 is greedy, with the log-probs of 1.
 
@@ -103,10 +97,7 @@ def located(
     """Return in words which operation differs first.
 
     Args:
-        policy: The policy that samples and trains.
-        prompt: Token ids.
         completion: Token ids, at least one.
-        temperature: The temperature of the log-probs.
     """
     location = locate(policy, prompt, completion, temperature)
     return str(
@@ -133,12 +124,7 @@ class _Recorder:
 def _replay(
     policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Run the sampler's forwards of a sequence whose tokens are given.
-
-    Returns:
-        The tokens that the sampler would have drawn instead, int64 [completion], and their
-        log-probs, float32 [completion].
-    """
+    """Run the sampler's forwards of a sequence whose tokens are given."""
     params = SamplingParams(max_tokens=len(completion), temperature=temperature)
     sequence = RunningSequence(0, tuple(prompt), 0, StopRules(len(completion)))
     allocator = PageAllocator(-(-sequence.max_cached_tokens // _PAGE_SIZE), _PAGE_SIZE)

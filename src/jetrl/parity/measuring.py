@@ -25,12 +25,8 @@ class ParityResult:
     """The mismatch of sampled tokens.
 
     Attributes:
-        tokens: The number of compared tokens.
         different: The number of tokens whose float32 log-probs differ in any bit.
-        mean_abs: The mean absolute difference of the log-probs, in nats.
-        max_abs: The largest absolute difference, in nats.
         k3_kl: The K3 estimate of the KL divergence, in nats.
-        token_mult_prob_error: The mean of exp|difference|.
         first_different: The first sequence with a token that differs, as (prompt ids, completion
             ids); None if there is none.
     """
@@ -59,15 +55,8 @@ def measure(
     """Sample completions, and compare their log-probs with the trainer's in other batches.
 
     Args:
-        policy: The policy that samples and trains.
         prompts: Token ids of each prompt; None: random ones of mixed lengths.
-        num_prompts: The number of random prompts.
-        samples: Completions a prompt.
         max_tokens: Tokens a completion: the end of sequence is ignored.
-        temperature: The temperature of the draws and log-probs.
-        seed: Fixes random prompts and draws.
-        progress: Called after each step of the scheduler.
-        max_batch_size: How many sequences are sampled together.
         gradients: True: the trainer's forward keeps what a backward needs; on a GPU other kernels
             run then.
     """
@@ -103,10 +92,6 @@ def measure(
 def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[str]:
     """Refuse a correction of a mismatch that an exact plan does not have.
 
-    Args:
-        algorithm: The settings of the algorithm.
-        plan: The policy's precision plan, which says whether sampler and trainer differ.
-
     Returns:
         What to tell a user whose sampler differs from the trainer, beyond the rounding of one
         precision, without a correction; nothing for others.
@@ -137,10 +122,7 @@ def random_prompts(policy: Policy, count: int, max_tokens: int, seed: int) -> li
     """Return prompts of random tokens, from 1 token to half of the room in the context.
 
     Args:
-        policy: The policy whose vocabulary and context are used.
-        count: The number of prompts.
         max_tokens: The tokens of a completion, which the context has to hold as well.
-        seed: Fixes lengths and tokens.
     """
     generator = np.random.Generator(np.random.Philox(derive_seed("parity", seed)))
     room = max(2, (policy.config.max_position_embeddings - max_tokens) // 2)

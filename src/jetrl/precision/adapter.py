@@ -43,8 +43,6 @@ class AdapterShape:
     """The shape of an adapter, and where its parts lie in the layer's output.
 
     Attributes:
-        rank: r.
-        scale: s, what the product is multiplied by.
         num_rows: N, rows of the layer's weight.
         num_columns: K, columns of the layer's weight.
         parts: For each part the first of its rows of y, and how many there are.
@@ -76,15 +74,11 @@ class AdapterWeight:
     """The master weights of an adapter together with what both sides multiply by.
 
     Args:
-        name: The layer's name, for messages.
         a: FP32 master weight A [P * r, K].
         b: FP32 master weight B [rows of all parts, r].
-        shape: The shape of the adapter.
         dtype: bfloat16, or float32 under the fp32 plan, which multiplies by the master weights.
 
     Attributes:
-        a: The master weight A.
-        b: The master weight B.
         down: bfloat16 [P * R, K], A as both sides read it.
         up: bfloat16 [N, R], s B as both sides read it.
         columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1 where
@@ -158,7 +152,6 @@ def add_adapter(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
     Args:
         y: The layer's product, with its bias, [T, N]; a GPU without gradients adds to it in place.
         x: What the layer multiplied before it was quantized, [T, K] in the activations' dtype.
-        weight: The adapter.
     """
     if weight.in_fp32:
         return _added_in_fp32(y, x, weight)
@@ -173,7 +166,6 @@ def project_down(x: Tensor, weight: AdapterWeight) -> Tensor:
 
     Args:
         x: bfloat16 [T, K].
-        weight: The adapter.
     """
     if x.is_cuda:
         from jetrl.precision.hopper.adapter import project_down_hopper
@@ -188,7 +180,6 @@ def project_up(y: Tensor, u: Tensor, weight: AdapterWeight) -> Tensor:
     Args:
         y: bfloat16 [T, N].
         u: bfloat16 [T, P * R], of `project_down`.
-        weight: The adapter.
     """
     if y.is_cuda:
         from jetrl.precision.hopper.adapter import project_up_hopper
@@ -221,7 +212,6 @@ def rank_gradient(dy: Tensor, weight: AdapterWeight) -> Tensor:
 
     Args:
         dy: bfloat16 [T, N], the gradient of the layer's output.
-        weight: The adapter.
     """
     parts = weight.shape.parts
     du = [_product(dy[:, at : at + count], weight.up[at : at + count]) for at, count in parts]
@@ -237,7 +227,6 @@ def adapter_gradients(
         dy: bfloat16 [T, N], the gradient of the layer's output.
         x: bfloat16 [T, K], what forward multiplied.
         u: bfloat16 [T, P * R], as forward made it.
-        weight: The adapter.
         du: What `rank_gradient` returned, where it is known already.
     """
     shape = weight.shape

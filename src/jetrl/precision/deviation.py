@@ -31,7 +31,6 @@ class SamplerDeviation:
             sums are the trainer's. On a CPU the sums of a split are float32 sums in the library's
             order, where the trainer's are exact.
         lm_head: The format of the sampler's output projection; None: the plan's.
-        logit_noise: The standard deviation of Gaussian noise that is added to the sampler's logits.
     """
 
     linears: LinearFormat | None = None

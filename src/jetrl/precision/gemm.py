@@ -61,7 +61,6 @@ def bf16_matmul(
     Args:
         a: bfloat16 [M, K].
         b: bfloat16 [N, K].
-        out_dtype: The dtype of the product.
         exact: Pin the order of sums. False leaves a GPU's library free to choose what is fastest
             for the number of rows.
     """

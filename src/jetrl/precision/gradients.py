@@ -44,14 +44,12 @@ class Gradients:
         """Announce gradients of a master weight; called in the order of forward.
 
         Args:
-            master: The master weight.
             dtype: The dtype of a micro-batch's product; None for the rows of an embedding.
         """
 
     # What an update tells
 
     def begin_update(self) -> None:
-        """Begin the gradients of an update, from gradients of zero."""
         self._of_micro_batch.clear()
         self._in_micro_batch = False
 
@@ -60,16 +58,10 @@ class Gradients:
 
         Args:
             num_tokens: The tokens of the micro-batch of each process that has one.
-            own: Whether this process has one.
         """
         self._in_micro_batch = True
 
     def end_micro_batch(self, failed: bool = False) -> None:
-        """End the backward of a micro-batch.
-
-        Args:
-            failed: Whether this process ran out of memory, so that the update begins again.
-        """
         self._in_micro_batch = False
         for master in list(self._of_micro_batch):
             self._add_chunks(master)

@@ -58,14 +58,7 @@ def first_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
 def empty_row_groups(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Return uninitialised 1 x 128 groups: the left operand of FProp and DGrad.
-
-    Args:
-        rows: of the matrix.
-        columns: of the matrix.
-        dtype: of the codes.
-        device: where the tensors are.
-    """
+    """Return uninitialised 1 x 128 groups: the left operand of FProp and DGrad."""
     padded = padded_rows(rows)
     codes = torch.empty(padded, columns, dtype=dtype, device=device)
     shape, strides = (padded, cdiv(columns, FP8_BLOCK)), (1, padded)
@@ -79,12 +72,6 @@ def empty_token_groups(
     """Return uninitialised 128 x 1 groups of [tokens up to a multiple of 128, columns].
 
     They are dY as WGrad reads it, whose `.mT` is [columns, tokens] with tokens contiguous.
-
-    Args:
-        tokens: of the matrix.
-        columns: of the matrix.
-        dtype: of the codes.
-        device: where the tensors are.
     """
     padded = round_up(tokens, FP8_BLOCK)
     codes = torch.empty(columns, padded, dtype=dtype, device=device)
@@ -100,10 +87,7 @@ def empty_turned_squares(
     They are X as WGrad reads it, stored with tokens contiguous.
 
     Args:
-        tokens: of the matrix.
         columns: of the matrix, a multiple of 128.
-        dtype: of the codes.
-        device: where the tensors are.
 
     Raises:
         ValueError: columns that are not a multiple of 128.
@@ -122,10 +106,7 @@ def empty_weight(
     """Return uninitialised 128 x 128 groups of a weight, the padding of its scales zero.
 
     Args:
-        rows: of the matrix.
         columns: of the matrix, both multiples of 128.
-        dtype: of the codes.
-        device: where the tensors are.
 
     Raises:
         ValueError: a dimension that is not a multiple of 128.

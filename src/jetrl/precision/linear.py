@@ -86,7 +86,6 @@ def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMM
 
     Args:
         dy: bfloat16 [T, N].
-        weight: The weight that forward multiplied by.
         plan: The precision plan, whose `grad_output` is the format of dY beside an FP8 weight.
     """
     format = plan.grad_output
@@ -109,7 +108,6 @@ def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -
 
     Args:
         dy: bfloat16 [T, N].
-        weight: The weight that forward multiplied by.
         plan: The precision plan, whose `grad_output` is the format of dY beside an FP8 weight.
     """
     format = plan.grad_output
@@ -138,9 +136,6 @@ class Linear(nn.Module):
     Args:
         quantized: The weight [N, K]; its name is the layer's, for messages.
         bias: FP32 master weight [N], added in the activations' dtype, or None.
-        plan: The precision plan.
-        out_dtype: The dtype of y.
-        gradients: The sink of the master weight's gradient.
         adapter: The adapter beside the weight, or None.
 
     Attributes:
@@ -178,7 +173,6 @@ class Linear(nn.Module):
         Args:
             x: [T, K] in the activations' dtype, or, without gradients, as the layer would quantize
                 the values, by the kernel that made them; of a layer with an adapter the values.
-            side: The side of the flow that calls.
         """
         weight, plan = self.operand(side), self.plan.on(side)
         if isinstance(x, QTensor):
@@ -229,7 +223,6 @@ def fprop(
         weight: [N, K].
         plan: The precision plan of the side that calls, which may pin the order of a BF16 product's
             sums.
-        out_dtype: The dtype of Y.
     """
     if isinstance(weight, WeightOfCodedInputs):
         assert isinstance(x, Tensor), "X is coded here"
@@ -257,9 +250,7 @@ def adapted_fprop(
         x: X [T, K] as the weight needs it, as of `fprop`.
         values: X before it was quantized, bfloat16 [T, K].
         weight: [N, K].
-        plan: The precision plan of the side that calls.
         bias: The bias [N], or None.
-        adapter: The adapter.
 
     Returns:
         Y, bfloat16 [T, N], and the product with A, bfloat16 [T, P * R].
@@ -305,7 +296,6 @@ def wgrad(dy: OutputGradient, x: GEMMInput, master: Tensor, gradients: Gradients
     """Add dW = dY^T @ X to the gradient of the master weight, and return what autograd is handed.
 
     Args:
-        dy: The gradient of the output.
         x: X [T, K] in 128 x 128 groups beside an FP8 weight, BF16 values beside another.
         master: The master weight [N, K].
         gradients: The sink, whose methods say when autograd is handed more than None.
@@ -368,15 +358,7 @@ def _adapted_linear(
     bias: Tensor | None,
     adapter: AdapterWeight,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `adapted_fprop` returns, of values; a GPU reads few rows once for both products.
-
-    Args:
-        x: X, bfloat16 [T, K] on a GPU.
-        weight: As of `adapted_fprop`.
-        plan: As of `adapted_fprop`.
-        bias: As of `adapted_fprop`.
-        adapter: The adapter.
-    """
+    """Return what `adapted_fprop` returns, of values."""
     if not isinstance(weight, FP8Weight):
         return adapted_fprop(x, x, weight, plan, bias, adapter)
     from jetrl.precision.hopper.adapter_linear import quantized_adapted_matmul

@@ -88,10 +88,6 @@ def parts_of(n: int, k: int) -> tuple[int, int]:
     """Return in how many parts a sum over K is made, and the columns of each but the last.
 
     There are one, two or four parts.
-
-    Args:
-        n: N, rows of the weight.
-        k: K, columns of the weight.
     """
     if n > NARROW:
         return 1, k

@@ -66,7 +66,6 @@ class _Stage:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row of a product."""
         return math.prod(self.shape[1:]) * (self.dtype or torch.bfloat16).itemsize
 
     @property
@@ -79,12 +78,7 @@ class _Stage:
 
 @dataclass
 class _Travelling:
-    """Tensors that another stream still reads, and the event after which it does not.
-
-    Attributes:
-        tensors: The tensors, which keep their memory until then.
-        added: The event.
-    """
+    """Tensors that another stream still reads, and the event after which it does not."""
 
     tensors: list[Tensor]
     added: torch.cuda.Event
@@ -94,7 +88,6 @@ class OrderedGradients(Gradients):
     """The gradient sums of own rows, over all micro-batches of all ranks in order.
 
     Args:
-        world: The processes of the run.
         masters: The master weights by name, of own rows where they are divided.
         shards: The division of the rows of those that are divided, by name.
     """
@@ -121,7 +114,6 @@ class OrderedGradients(Gradients):
         """Announce gradients of a master weight, which make a stage of every round.
 
         Args:
-            master: The master weight.
             dtype: The dtype of a micro-batch's product; None for the rows of an embedding.
         """
         stage = _Stage(master, self._shards.get(master), dtype)
@@ -136,7 +128,6 @@ class OrderedGradients(Gradients):
     # What an update tells
 
     def begin_update(self) -> None:
-        """Begin the gradients of an update, from gradients of zero."""
         self._totals.clear()
         self._begun.clear()
         self._travelling.clear()
@@ -151,16 +142,11 @@ class OrderedGradients(Gradients):
 
         Args:
             num_tokens: The tokens of the micro-batch of each rank that has one, from rank 0 on.
-            own: Whether this rank has one.
         """
         self._num_tokens, self._own, self._sent, self._filling = num_tokens, own, 0, None
 
     def end_micro_batch(self, failed: bool = False) -> None:
-        """End a round: what has not travelled so far does now.
-
-        Args:
-            failed: Whether this rank ran out of memory, so that the update begins again.
-        """
+        """End a round: what has not travelled so far does now."""
         self._filling = None
         for stage in list(self._stages)[self._sent :]:
             if self._own and stage.made is None:
@@ -287,13 +273,7 @@ class OrderedGradients(Gradients):
     def _exchange(
         self, stage: _Stage, product: Tensor | None, rows: Sequence[slice]
     ) -> tuple[Tensor, Work | None]:
-        """Send some rows of a product to their owners, and receive own rows of all ranks' products.
-
-        Args:
-            stage: The stage of the product.
-            product: This rank's product, if it has one.
-            rows: The rows that travel to each rank.
-        """
+        """Send some rows of a product to their owners."""
         own = rows[self._world.rank]
         shape = (len(self._num_tokens), own.stop - own.start, *stage.shape[1:])
         received = torch.empty(shape, dtype=stage.dtype, device=stage.master.device)
@@ -369,7 +349,6 @@ class OrderedGradients(Gradients):
         return none, torch.zeros((0, stage.shape[1]), dtype=torch.bfloat16, device=device)
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream that sums are made on."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
@@ -380,13 +359,7 @@ class OrderedGradients(Gradients):
 
 
 def _summed(total: Tensor | None, products: Tensor, begun: bool = True) -> Tensor:
-    """Return total + products[0] + products[1] + ..., each sum rounded to float32.
-
-    Args:
-        total: The sum so far, changed in place; None: a new one is made.
-        products: [P, ...], contiguous.
-        begun: Whether `total` has values; if not, the sum begins with products[0].
-    """
+    """Return total + products[0] + products[1] + ..., each sum rounded to float32."""
     if products.is_cuda:
         from jetrl.precision.hopper.add import add_products
 

@@ -211,7 +211,6 @@ class PrecisionPlan:
 
         Args:
             side: The side of the flow.
-            layer: The layer's index.
             num_layers: The decoder's number of layers.
         """
         chosen = self.train_linear if side == "train" else self.on(side).rollout_linear

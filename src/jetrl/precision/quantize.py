@@ -80,7 +80,6 @@ def quantize(
         x: bfloat16, float16 or float32 [..., M, K].
         block: the rows and columns of a group; the last groups are smaller where M and K are not
             multiples.
-        format: of the codes.
         scales: "fp32" for scales as they come out, "pow2" for powers of two.
 
     Raises:

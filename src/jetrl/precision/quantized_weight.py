@@ -83,20 +83,15 @@ class QuantizedWeight:
     """A master weight together with its roundings to the formats that the two sides read.
 
     Args:
-        name: The layer that reads the roundings, for messages.
         master: The FP32 master weight, [N, K] for a linear layer or [D] for a norm; with a shard
             the rows of the weight that this rank owns.
-        formats: The format that each side reads.
-        plan: The precision plan, which says how weights of a format are rounded.
         shard: The division of the weight's rows among ranks; None where this rank has all.
         sides: The sides whose roundings are kept.
-        fixed: Round the weight once, and drop the master weight's memory.
         codes: The weight where it is in NVFP4 already, which is then never rounded; of `master` the
             shape alone is read. Both sides read NVFP4.
 
     Attributes:
         master: The master weight; of a fixed one the shape alone (but under fp32, which reads it).
-        shape: The shape of the whole weight.
         fixed: Whether the weight is never rounded again.
         noise: What is added to the master weight before it is rounded, float32; None: nothing.
 

@@ -14,10 +14,7 @@ class TaskEnvironment:
     """The environment that answers turns with a task's `step`, in the scorer's processes.
 
     Args:
-        scorer: The processes in which the task runs.
         prompts: The prompts of one call of `generate`.
-        n: Completions of each prompt.
-        max_turns: The most turns of a completion.
     """
 
     def __init__(self, scorer: Scorer, prompts: Sequence[Prompt], n: int, max_turns: int) -> None:

@@ -24,13 +24,10 @@ class Evaluation:
     """The results of a policy on the prompts of a split.
 
     Attributes:
-        mean: The mean reward over all completions (mean@n).
         pass_at_k: The share of prompts solved by one of k completions, for k = 1, 2, 4, ... and n,
             by the unbiased estimator of Chen et al. (arXiv 2107.03374).
         response_length: The mean number of tokens of a completion.
         clip_ratio: The share of completions cut off at max_tokens.
-        failures: The number of completions that the scorer could not score.
-        samples: The scored completions.
         by_task: The results of each task where several are mixed, by `Prompt.task`; otherwise {}.
         maj_at_k: The share of groups of k completions of a prompt whose most frequent answer (the
             first of several) solves the prompt; {} of a task whose answers cannot be compared.
@@ -55,17 +52,7 @@ def evaluate(
     max_turns: int = 1,
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
-    """Sample and score `params.n` completions of each prompt.
-
-    Args:
-        engine: The engine that samples from the policy.
-        scorer: The processes that score.
-        prompts: The prompts of the split.
-        params: The way completions are drawn.
-        threshold: The least reward of a solution.
-        max_turns: The most turns of a completion.
-        progress: Called after each forward with the progress so far.
-    """
+    """Sample and score `params.n` completions of each prompt."""
     scoring = Scoring(scorer, prompts, params.n)
     with ending_together("an evaluation"):
         completions = sample_prompts(engine, scoring, params, max_turns, progress)
@@ -103,14 +90,7 @@ def _numbers_of_completions(n: int) -> list[int]:
 def _majorities(
     samples: Sequence[Sample], votes: Sequence[str | None], n: int, threshold: float
 ) -> dict[int, float]:
-    """Return maj@k of samples that hold n completions of each prompt in turn, over groups of k.
-
-    Args:
-        samples: The scored completions.
-        votes: Each completion's answer; None where it gives none.
-        n: The number of completions of a prompt.
-        threshold: The least reward of a solution.
-    """
+    """Return maj@k of samples that hold n completions of each prompt in turn, over groups of k."""
     majorities = {}
     for k in _numbers_of_completions(n):
         solved = []
@@ -146,17 +126,8 @@ def evaluate_model(
     """Evaluate a policy on the prompts of a task's split.
 
     Args:
-        policy: The policy that is sampled from.
-        task: The task.
-        scorer: The processes that score.
-        params: The way completions are drawn.
-        split: The name of the split.
         num_prompts: The number of prompts to take from the start of the split; 0 takes all.
-        threshold: The least reward of a solution.
-        system_prompt: A system message before each chat prompt.
         max_turns: The most turns of a completion; by default the task's own.
-        progress: Called after each forward with the progress so far.
-        max_batch_size: The most completions that are drawn at once.
     """
     encoded = encode_prompts(policy, task, split, num_prompts, system_prompt)
     turns = turns_of(task, max_turns)

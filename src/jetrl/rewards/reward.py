@@ -18,10 +18,8 @@ class Reward:
 
     Args:
         settings: The section, with a reward model or a weight of the task's score that is not 1.
-        policy: The policy, whose token ids the reward model reads.
         plan: The policy's precision plan, also the reward model's: under an FP8 plan it scores in
             FP8.
-        max_tokens: The setting rollout.max_tokens.
         tokens_at_once: Tokens of one packed forward of the reward model.
 
     Raises:
@@ -59,10 +57,6 @@ class Reward:
         return self._model is not None
 
     def __call__(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with weighted rewards.
-
-        The parts `rule` and `model` of a score hold the task's and the reward model's own numbers.
-        """
         rule, weight = self._settings.rule, self._settings.model
         if self._model is None:
             scores = [0.0] * len(samples)

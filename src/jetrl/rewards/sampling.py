@@ -33,13 +33,7 @@ from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A task's prompt as the model reads it.
-
-    Attributes:
-        prompt: The task's prompt.
-        token_ids: The prompt's token ids, chat template and system prompt included.
-        stop: The task's strings that end an answer to this prompt.
-    """
+    """A task's prompt as the model reads it."""
 
     prompt: Prompt
     token_ids: tuple[int, ...]
@@ -52,8 +46,6 @@ def encode_prompts(
     """Return the prompts of a task's split as token ids, in the order of the split.
 
     Args:
-        policy: The model whose tokenizer and context length are used.
-        task: The task that the prompts are read from.
         split: The name of the split, such as `train`.
         limit: The number of prompts to take from the start of each mixed task; 0 takes all.
         system_prompt: A system message before each prompt; None: none.
@@ -93,8 +85,6 @@ class Scoring:
     Args:
         scorer: The scoring processes; a scorer without processes scores in `samples`.
         prompts: The prompts of the completions, in order: those of all ranks.
-        each: The number of completions of each prompt.
-        continues_step: Whether other completions of the same training step were scored before.
         own: The indices of the prompts that this rank samples and scores, ascending; by default its
             share of the prompts, those with the same stop strings one after the other.
     """
@@ -117,12 +107,7 @@ class Scoring:
         self._begun: dict[int, tuple[int, Completion]] = {}  # index: scorer's ticket, completion
 
     def finished(self, index: int, completion: Completion) -> None:
-        """Begin to score a completion that has come to its end; `samples` gets the same one later.
-
-        Args:
-            index: The completion's index among the completions of this rank's prompts.
-            completion: The finished completion.
-        """
+        """Begin to score a completion that has come to its end."""
         if self.scorer.has_workers and not completion.failure:
             self._begin(index, completion)
 
@@ -131,11 +116,7 @@ class Scoring:
         self.scorer.attend()
 
     def samples(self, completions: Sequence[Completion]) -> list[Sample]:
-        """Return the samples of all ranks, grouped by prompt; waits for the last score.
-
-        Args:
-            completions: The completions of this rank's prompts.
-        """
+        """Return the samples of all ranks, grouped by prompt; waits for the last score."""
         return self.gathered(self.own_samples(completions))
 
     def own_samples(self, completions: Sequence[Completion]) -> list[Sample]:
@@ -189,11 +170,7 @@ class Scoring:
         self._begun.clear()
 
     def _begin(self, index: int, completion: Completion) -> int:
-        """Return the scorer's ticket of a completion, which is begun unless that was done before.
-
-        Where memory ran out the sampling began again, with other turns if the environment is not
-        deterministic: then the completion differs from the one that was begun.
-        """
+        """Return the scorer's ticket of a completion."""
         ticket, known = self._begun.get(index, (0, None))
         if known != completion:
             prompt = self.prompts[self.own[index // self.each]].prompt
@@ -207,10 +184,7 @@ _PackedSample = tuple[int, Completion, bytes, bytes, ScoredText]
 
 
 def _packed(sample: Sample) -> _PackedSample:
-    """Return what other ranks do not know of a sample, its numbers as bytes of int32 and float32.
-
-    A log-prob is a float32 value. Bytes cost pickle nothing; arrays it encodes number by number.
-    """
+    """Return what other ranks do not know of a sample, its numbers."""
     completion = sample.completion
     return (
         sample.group,
@@ -249,7 +223,6 @@ def sample_prompts(
     stop strings are sampled together.
 
     Args:
-        engine: The engine that samples.
         scoring: The prompts, and which of them this rank samples; it is told of each completion
             that is finished.
         params: How to sample; `params.n` is the scoring's number of completions a prompt.

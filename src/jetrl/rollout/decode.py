@@ -45,7 +45,6 @@ class _Resident:
         slot: The sequence's slot in the device's state.
         position: The position of the next token, unless the sequence ends before; the least, where
             forwards verify drafts.
-        pages: The page table as the device has it.
     """
 
     slot: int
@@ -57,9 +56,6 @@ class DecodeBatch:
     """The device's side of decode over one cache.
 
     Args:
-        policy: The policy.
-        cache: The KV pages.
-        max_batch_size: The most running sequences.
         max_model_len: The most tokens of a sequence.
         speculation: The drafts that forwards verify; None for forwards of one token a sequence.
     """
@@ -136,12 +132,7 @@ class DecodeBatch:
             self._speculation.put_by()
 
     def take_in(self, launched: LaunchedStep, seconds: float) -> None:
-        """Take in a step whose draws have arrived: what its drafts were worth.
-
-        Args:
-            launched: The step.
-            seconds: The seconds that the device took for it.
-        """
+        """Take in a step whose draws have arrived: what its drafts were worth."""
         if self._speculation is not None:
             self._speculation.take_in(launched, seconds)
 
@@ -182,10 +173,7 @@ class DecodeBatch:
         return LaunchedStep(step, tokens, logprobs, began, ready, offers, verify, host_s)
 
     def _verified(self, step: ScheduledStep) -> Width | None:
-        """Return what the forwards of a step verify; None without drafts.
-
-        If pages are short, a step verifies nothing, and fewer sequences run than were planned.
-        """
+        """Return what the forwards of a step verify; None without drafts."""
         if self._verify is None or step.width > 1:
             return self._verify
         return Width(1, padded_batch(len(step.chunks)), self._verify.drafts)
@@ -241,13 +229,7 @@ class DecodeBatch:
     def _new_pages(
         self, resident: _Resident, pages: list[int], start: int
     ) -> list[tuple[int, int]]:
-        """Return (entry of the tables, page) for each page that changed since the last step.
-
-        Args:
-            resident: The sequence as the device knows it.
-            pages: The page table now.
-            start: The position of the next token; pages before it never change.
-        """
+        """Return (entry of the tables, page) for each page that changed since the last step."""
         known = resident.pages
         first = min(start // self._forwards.page_size, len(known))
         if known[first:] == pages[first:]:

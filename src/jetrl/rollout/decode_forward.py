@@ -43,7 +43,6 @@ class DecodeBuffers:
     """The tensors that forwards read and write, always at the same addresses.
 
     Attributes:
-        state: The state of every slot.
         rows: int64 [R], the slot of each row.
         tables: int32 [R, W], the page table of each row.
         temperature: float32 [R], or [8 R] with room for verifying drafts, as the next two.
@@ -70,15 +69,7 @@ class DecodeBuffers:
     def empty(
         slots: int, repeats: int, width: int, device: torch.device, drafts: bool = False
     ) -> DecodeBuffers:
-        """Return buffers without a sequence.
-
-        Args:
-            slots: The most sequences.
-            repeats: The most forwards of a step.
-            width: The most pages of a sequence.
-            device: The device.
-            drafts: Whether there is to be room for verifying drafts.
-        """
+        """Return buffers without a sequence."""
         rows = padded_batch(slots)
         queries = rows * MAX_QUERIES if drafts else rows
 
@@ -110,9 +101,7 @@ class ForwardSize:
     """The size of a forward.
 
     Attributes:
-        rows: The number of sequences.
         longest: Tokens of the longest context at the end of the step.
-        filtered: Whether top_p or top_k restrict the draws.
         verify: What the forward verifies; None where decode has no drafts.
     """
 
@@ -123,13 +112,7 @@ class ForwardSize:
 
 
 def drafts_of(size: ForwardSize, speculation: Speculation, buffers: DecodeBuffers) -> Drafts:
-    """Return a draft for each row of a forward, empty ones where none are looked up.
-
-    Args:
-        size: The size of the forward.
-        speculation: The drafts of the engine.
-        buffers: The tensors that forwards read and write.
-    """
+    """Return a draft for each row of a forward, empty ones where none are looked up."""
     assert size.verify is not None, "a forward without drafts"
     assert buffers.no_drafts is not None, "no room for drafts"
     if size.verify.drafts:
@@ -143,9 +126,6 @@ class EagerForwards:
     """Forwards called from Python over gathered pages, for the active rows alone.
 
     Args:
-        policy: The policy.
-        cache: The KV pages.
-        buffers: The tensors that forwards read and write.
         speculation: The drafts; None for forwards of one token a sequence.
     """
 
@@ -166,18 +146,9 @@ class EagerForwards:
         """Do nothing: an eager forward keeps nothing."""
 
     def prepare(self, size: ForwardSize) -> None:
-        """Do nothing: an eager forward needs no preparation.
-
-        Args:
-            size: Unused.
-        """
+        """Do nothing: an eager forward needs no preparation."""
 
     def run(self, size: ForwardSize) -> None:
-        """Run one forward.
-
-        Args:
-            size: The size; its longest context is not used here.
-        """
         if self._speculation is not None:
             self._verify(size, self._speculation)
             return
@@ -212,17 +183,7 @@ class EagerForwards:
         queries: Tensor,
         size: ForwardSize,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Return the draws, log-probs and lse of a forward's queries, and their hidden states.
-
-        All are zero where not live.
-
-        Args:
-            live: int64, the queries that run.
-            inputs: The forward's inputs.
-            lengths: int32 [B], the keys that each row's last query sees.
-            queries: int32 [B], the queries of each row that run.
-            size: The size of the forward.
-        """
+        """Return the draws, log-probs and lse of a forward's queries, and their hidden states."""
         buffers, policy, count = self._buffers, self._policy, len(inputs.token_ids)
         tokens, logprobs = torch.zeros_like(inputs.token_ids), buffers.temperature.new_zeros(count)
         lse = torch.zeros_like(logprobs)
@@ -266,9 +227,6 @@ class GraphForwards:
     cache's pages is given back.
 
     Args:
-        policy: The policy.
-        cache: The KV pages.
-        buffers: The tensors that forwards read and write.
         speculation: The drafts; None for forwards of one token a sequence.
     """
 
@@ -300,30 +258,17 @@ class GraphForwards:
         self._held.bytes = 0
 
     def prepare(self, size: ForwardSize) -> None:
-        """Capture the graph of a size if it does not exist.
-
-        Args:
-            size: The size.
-        """
+        """Capture the graph of a size if it does not exist."""
         size = self._padded(size)
         if size not in self._graphs:
             self._graphs[size] = self._capture(size)
 
     def run(self, size: ForwardSize) -> None:
-        """Run one forward.
-
-        Args:
-            size: The size.
-        """
         assert self._cache.ready, "the pages' memory has been given back"
         self._graphs[self._padded(size)].replay()
 
     def forward(self, size: ForwardSize) -> None:
-        """Run the forward that is captured.
-
-        Args:
-            size: The size.
-        """
+        """Run the forward that is captured."""
         buffers, rows = self._buffers, self._buffers.rows[: size.rows]
         if self._speculation is None:
             inputs = next_inputs(buffers.state, rows, self.page_size)
@@ -364,7 +309,6 @@ class GraphForwards:
         return draws, hidden
 
     def _padded(self, size: ForwardSize) -> ForwardSize:
-        """Return the size of the graph that runs a forward of a size."""
         longest = min(padded_context(size.longest), self._longest)
         return dataclasses.replace(size, rows=padded_batch(size.rows), longest=longest)
 

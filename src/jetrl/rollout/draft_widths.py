@@ -46,7 +46,6 @@ class Width:
     Attributes:
         most: The most tokens of a sequence: the last one drawn, and drafts; 1 to verify none.
         rows: The rows of a forward, padded sequences included.
-        drafts: Whether drafts are looked up.
     """
 
     most: int
@@ -60,9 +59,6 @@ class DraftWidths:
     Args:
         always: Whether each forward verifies drafts; otherwise only where that is faster.
         most: The most tokens of a sequence that a forward can use.
-
-    Attributes:
-        worth: What drafts are expected to bring.
     """
 
     def __init__(self, always: bool, most: int = WIDTHS[-1]) -> None:
@@ -79,11 +75,7 @@ class DraftWidths:
         self._times.begin()
 
     def choose(self, sequences: int) -> Width:
-        """Return what the forwards of the next step verify.
-
-        Args:
-            sequences: The sequences of the step.
-        """
+        """Return what the forwards of the next step verify."""
         size = padded_batch(sequences)
         if self._always:
             most = max(w for w in self._widths if w == 2 or size * w <= ALWAYS_ROWS)
@@ -106,10 +98,7 @@ class DraftWidths:
         """Take in how long a forward takes in which no sequence runs.
 
         Args:
-            size: The sequences of its graph.
             width: The most tokens of a sequence.
-            rows: The rows of the graph.
-            seconds: The seconds of the forward.
         """
         self._times.idle[size, width, rows] = seconds
 
@@ -128,10 +117,6 @@ class DraftWidths:
         """Take in what a step of decode brought.
 
         Args:
-            sequences: The sequences of the step.
-            width: What its forwards verified.
-            forwards: The number of forwards.
-            seconds: The seconds of all of them.
             drawn: int [N], the tokens that each forward of a running sequence drew.
             drafted: int [N], the tokens that it verified.
             hit: int [N], 1 where the first token of the draft was drawn.
@@ -145,12 +130,7 @@ class DraftWidths:
             self.worth.observe(width.most, width.rows, forwards, *drafts)
 
     def _fastest(self, size: int, sequences: int) -> tuple[int, int]:
-        """Return the width and the rows with the most expected tokens a second.
-
-        Args:
-            size: The sequences of the graph.
-            sequences: Those that run.
-        """
+        """Return the width and the rows with the most expected tokens a second."""
         plain = self._times.plain[size]
         best, rate, most_extra = (1, size), _GAIN / plain, 0.0
         for most, rows in choices(size):
@@ -193,21 +173,11 @@ class _Times:
         self._last = None
 
     def known(self, size: int) -> bool:
-        """Return whether the seconds of a forward without drafts are known well enough.
-
-        Args:
-            size: The sequences of the graph.
-        """
+        """Return whether the seconds of a forward without drafts are known well enough."""
         return size in self.plain and self._since.get(size, 0) < _PROBE_EVERY
 
     def observe(self, size: int, width: Width, now: float) -> None:
-        """Take in the seconds of a forward, for its own width or for what all widths share.
-
-        Args:
-            size: The sequences of the graph.
-            width: What the forward verified.
-            now: The seconds.
-        """
+        """Take in the seconds of a forward, for its own width or for what all widths share."""
         plain, last, self._last = self.plain.get(size), self._last, None
         if width.most == 1:
             self.plain[size] = now if plain is None or last is not None else (plain + now) / 2
@@ -229,13 +199,7 @@ class _Times:
             self.plain[size] = (plain + max(now - extra, 0.0)) / 2
 
     def extra_of(self, size: int, width: int, rows: int) -> float | None:
-        """Return the seconds that a width takes longer than none; None where nothing is known.
-
-        Args:
-            size: The sequences of the graph.
-            width: The most tokens of a sequence.
-            rows: The rows of a forward.
-        """
+        """Return the seconds that a width takes longer than none; None where nothing is known."""
         known = self._extra.get((size, width, rows))
         idle, plain_idle = self.idle.get((size, width, rows)), self.idle.get((size, 1, size))
         if known is None and idle is not None and plain_idle is not None:
@@ -244,11 +208,7 @@ class _Times:
 
 
 def choices(size: int) -> list[tuple[int, int]]:
-    """Return the widths and rows with which forwards of a size may verify drafts, few rows first.
-
-    Args:
-        size: The sequences of the graph.
-    """
+    """Return the widths and rows with which forwards of a size may verify drafts."""
     found = set()
     for width, share in _SHARES:
         rows = min(size * width, -(-int(size * share) // _TILE) * _TILE)

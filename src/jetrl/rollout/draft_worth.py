@@ -45,11 +45,7 @@ class _Source:
             self.chain = mean(self.chain, float(hit.sum()) / float(offered.sum()))
 
     def tokens(self, most: int) -> list[tuple[float, float]]:
-        """Return (chance to be right, share of sequences) of each token of a draft.
-
-        Args:
-            most: The most tokens of a draft.
-        """
+        """Return (chance to be right, share of sequences) of each token of a draft."""
         if not self.offered:
             return []
         first = self.hit / self.offered
@@ -84,8 +80,6 @@ class DraftWorth:
 
         Args:
             width: The most tokens of a sequence in a forward.
-            rows: The rows of a forward.
-            forwards: The number of forwards.
             drawn: int [N], the tokens that each forward of a running sequence drew; N above 0.
             drafted: int [N], the tokens that it verified.
             hit: int [N], 1 where the first token of the draft was drawn.
@@ -104,9 +98,7 @@ class DraftWorth:
         """Return the expected tokens of a sequence in a forward.
 
         Args:
-            sequences: The sequences that run.
             width: The most tokens of a sequence in a forward.
-            rows: The rows of the forward.
         """
         tokens = self._text.tokens(width - 1)
         tokens += self._head.tokens(min(width - 1, self.head_tokens))
@@ -118,10 +110,4 @@ class DraftWorth:
 
 
 def mean(before: float, now: float) -> float:
-    """Return a mean that a new value has changed.
-
-    Args:
-        before: The mean before.
-        now: The value.
-    """
     return _KEPT * before + (1 - _KEPT) * now

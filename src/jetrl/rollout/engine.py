@@ -311,11 +311,7 @@ class RolloutEngine:
         return resumed + groups
 
     def _completer(self, version: int) -> Callable[[RunningSequence], Completion]:
-        """Return the function that makes a completion of a sequence without turns.
-
-        Args:
-            version: The policy's version, recorded for the tokens of a partial rollout.
-        """
+        """Return the function that makes a completion of a sequence without turns."""
         decode = text_decoder(self.policy)
 
         def complete(sequence: RunningSequence) -> Completion:

@@ -30,16 +30,9 @@ class Generation:
     """The run of one call of `generate`, to its end.
 
     Args:
-        scheduler: The call's sequences and their pages.
-        prefill: Forwards over prompts.
-        decode: Forwards of one token a sequence.
         max_tokens: The most tokens of a completion, for the estimate of the time left.
-        on_end: Called with the index of each sequence that ends.
         multi_turn: The conversations with an environment, or None.
         progress: Called after every step with the progress so far, or None.
-        repeats: The most forwards of a decode step.
-        ahead: Steps that are launched before the draws of an earlier one are taken in.
-        enough: The number of complete groups that ends the call.
     """
 
     def __init__(

@@ -28,11 +28,9 @@ class GraphPool:
 
     @property
     def pool(self) -> torch.cuda.MemPool:
-        """The memory pool."""
         return self._pools[0]
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
-        """Return a graph that is to be captured in this pool."""
         self._graphs.append(torch.cuda.CUDAGraph())
         return self._graphs[-1]
 

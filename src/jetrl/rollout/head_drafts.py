@@ -20,15 +20,7 @@ from jetrl.rollout.launched_step import to_device
 
 
 class HeadDrafts:
-    """The draft head of a policy, with the hidden states that it begins at.
-
-    Args:
-        head: The draft head.
-        slots: The slots of sequences, S.
-
-    Attributes:
-        head: The draft head.
-    """
+    """The draft head of a policy, with the hidden states that it begins at."""
 
     def __init__(self, head: DraftHead, slots: int) -> None:
         self.head = head
@@ -58,7 +50,6 @@ class HeadDrafts:
         """Return a draft for each row: the text's where it has one, else the head's.
 
         Args:
-            state: The running sequences.
             rows: int64 [B], the slot of each row.
             count: The tokens that the head guesses, from 1.
             text: The drafts from text, or None.
@@ -82,8 +73,6 @@ class HeadDrafts:
 
         Args:
             hidden: [R, D], those of all rows of the forward.
-            inputs: What the forward read.
-            state: The running sequences after the forward.
             rows: int64 [B], the slot of each row.
         """
         # The query of the last token that counted; any row of a sequence that is not active.

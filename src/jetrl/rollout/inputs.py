@@ -22,10 +22,8 @@ def encode_prompts(
     """Return the token ids of each prompt, with room for at least one more token.
 
     Args:
-        policy: The policy, with its tokenizer and vocabulary.
         prompts: Token ids, texts or `Prompt`s.
         max_model_len: The most tokens of prompt and completion.
-        system_prompt: A message before those of each chat prompt.
 
     Raises:
         UserError: A prompt cannot be used; the message names it by its number in the call.
@@ -67,13 +65,9 @@ def make_groups(
     """Return the sequences of a call, a group of n for each prompt.
 
     Args:
-        policy: The policy that is sampled from.
-        prompts: The token ids of each prompt.
         params: The sampling parameters; max_tokens is limited to what the context takes.
         max_model_len: The most tokens of prompt and completion.
         max_turns: The most turns of a completion; above 1 where an environment replies.
-        max_tokens: A limit for each completion, where they have limits of their own.
-        first: The index of the first sequence.
         keys: The random keys of each prompt's sequences; None makes them of the prompts.
 
     Raises:
@@ -123,9 +117,6 @@ def resumed_groups(
     """Return sequences that continue the completions of an earlier call, in their groups.
 
     Args:
-        policy: The policy that is sampled from.
-        resume: The unfinished completions by group.
-        params: The sampling parameters of this call.
         max_model_len: The most tokens of prompt and completion.
 
     Raises:

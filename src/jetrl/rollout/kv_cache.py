@@ -40,14 +40,7 @@ class PagedCache:
     """The pages of keys and values of all layers; the scheduler knows the owners of pages.
 
     Args:
-        config: The model's shape.
         plan: The precision plan: `kv` names the stored formats, `scales` the rule of their scales.
-        num_pages: The number of pages.
-        page_size: Tokens of a page.
-        device: The device that holds the pages.
-
-    Attributes:
-        num_bytes: Bytes of all pages in all layers.
 
     Raises:
         UserError: The GPU's kernels do not read pages of this size.
@@ -88,13 +81,7 @@ class PagedCache:
 
     @staticmethod
     def page_bytes(config: ModelConfig, plan: PrecisionPlan, page_size: int) -> int:
-        """Return the bytes of one page in all layers, scales included.
-
-        Args:
-            config: The model's shape.
-            plan: The precision plan.
-            page_size: Tokens of a page.
-        """
+        """Return the bytes of one page in all layers, scales included."""
         return page_size * kv_bytes_per_token(config, plan.on("rollout"))
 
     @property
@@ -183,6 +170,5 @@ class PagedCache:
 
         Args:
             slots: int64 [B], the slot of each token; negative for rows of padding.
-            work: The sequences' page tables and lengths.
         """
         return HopperKeyValues(self._keys, self._values, self._plan, slots, work)

@@ -34,16 +34,12 @@ class KVPool:
     """The owner of an engine's KV cache, and of the decode graphs captured over the cache.
 
     Args:
-        policy: The policy, whose keys and values are cached.
-        sizes: The engine's sizes, which shrink when memory runs out.
         num_pages: Pages of the cache; None for as many as the largest batch of a call can use and
             memory has room for.
-        page_size: Tokens of a page.
         max_model_len: The most tokens of a sequence.
 
     Attributes:
         pages: Pages of the last requested cache; None before the first request.
-        needed: Pages that the longest sequence of that request needs.
 
     Raises:
         UserError: There is no memory for so many pages.
@@ -130,11 +126,7 @@ class KVPool:
         return self._decode
 
     def use_drafts(self, speculation: Speculation) -> None:
-        """Let decode verify drafts from the next call on.
-
-        Args:
-            speculation: The drafts.
-        """
+        """Let decode verify drafts from the next call on."""
         assert self._decode is None, "the graphs of decode are captured without these drafts"
         self._speculation = speculation
 
@@ -156,14 +148,7 @@ class KVPool:
             cache.give_back()
 
     def _is_enough(self, cache: PagedCache, useful: int, staged: int, needed: int) -> bool:
-        """Return whether a call can use the present cache.
-
-        Args:
-            cache: The present cache.
-            useful: The most pages that the call can use.
-            staged: The most bytes of contexts that the call stages.
-            needed: The pages of its longest sequence.
-        """
+        """Return whether a call can use the present cache."""
         if cache.num_pages < (needed if self._all_memory else useful):
             return False
         return cache.ready or cache.num_pages <= _gpu_pages(
@@ -186,7 +171,6 @@ class KVPool:
         )
 
     def _make(self, pages: int) -> PagedCache:
-        """Return a new cache of so many pages."""
         policy, free = self._policy, self._free_bytes()
         self._check_room(pages, free)
         cache = PagedCache(policy.config, policy.plan, pages, self._page_size, policy.device)
@@ -220,15 +204,7 @@ class KVPool:
 
 
 def too_small(pages: int, page_size: int, prompt: int, most: int, setting: bool = True) -> str:
-    """Return the message for a cache that cannot hold one sequence; "" if it can.
-
-    Args:
-        pages: The pages of the cache.
-        page_size: Tokens of a page.
-        prompt: The tokens of the prompt.
-        most: The most tokens of the completion.
-        setting: Whether rollout.num_pages gives the number of pages.
-    """
+    """Return the message for a cache that cannot hold one sequence; "" if it can."""
     cached = prompt + most - 1
     needed = -(-cached // page_size)
     if needed <= pages:
@@ -254,10 +230,6 @@ def check_room(pages: int, page_size: int, page_bytes: int, free: int) -> None:
 
 
 def _gpu_pages(free: int, staged: int, needed: int, page: int, again: bool = False) -> int:
-    """Return the number of pages of `page` bytes that a GPU has room for.
-
-    The pages of one sequence go before staged contexts, of which a call that runs out of memory
-    makes fewer. `again` means the same as in `gpu_pages_room`.
-    """
+    """Return the number of pages of `page` bytes that a GPU has room for."""
     beside, alone = (gpu_pages_room(free, size, again) // page for size in (staged, 0))
     return max(beside, min(needed, alone))

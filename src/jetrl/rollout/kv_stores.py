@@ -36,7 +36,6 @@ class KVStore:
         """Write the keys or values of T tokens.
 
         Args:
-            layer: The layer.
             slots: int64 [T], page * page_size + offset.
             codes: [T, G, D], in the stored format.
             scales: float32 [T, G] beside codes, otherwise None.
@@ -62,9 +61,7 @@ class KVStore:
         """Return the first keys of page tables: codes [B, L, G, D], scales [B, L, G] or None.
 
         Args:
-            layer: The layer.
             pages: int64 [B, P], the page tables.
-            num_keys: L.
         """
         codes = self._raw[layer][pages].flatten(1, 2)[:, :num_keys].view(self.codes.dtype)
         if self.scales is None:

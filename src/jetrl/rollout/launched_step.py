@@ -22,7 +22,6 @@ class LaunchedStep:
     """A step that was launched, with its draws as they arrive on the host.
 
     Attributes:
-        step: The scheduled step.
         tokens: int64 [forwards or more, draws * width or more] on the host, `step.width` columns
             for each of `step.draws`; not to be read before `ready`.
         logprobs: float32, of the same shape.
@@ -75,11 +74,7 @@ class LaunchedStep:
         return drawn
 
     def _drawn_of_drafts(self, lengths: Sequence[int]) -> list[tuple[list[int], list[float]]]:
-        """Return the draws of forwards that verified drafts, each with a different number.
-
-        Args:
-            lengths: The forwards of each draw.
-        """
+        """Return the draws of forwards that verified drafts, each with a different number."""
         width, count = self.step.width, len(lengths)
         # Row after row, forward after forward: what is left of a row are its draws, in order.
         shape = (len(self.tokens), count, width)

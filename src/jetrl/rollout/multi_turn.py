@@ -47,13 +47,7 @@ class Environment(Protocol):
     max_turns: int
 
     def ask(self, sequence: int, turns: Sequence[Turn], completion: str) -> None:
-        """Begin to compute the reply to a turn.
-
-        Args:
-            sequence: The index of the sequence.
-            turns: The turns before.
-            completion: The text of the turn that ended.
-        """
+        """Begin to compute the reply to a turn."""
 
     def answers(self, wait: bool) -> list[EnvironmentReply]:
         """Return the replies that are ready; with `wait`, wait for at least one."""
@@ -63,13 +57,7 @@ class Environment(Protocol):
 
 
 class MultiTurn:
-    """The turns of all sequences of one call.
-
-    Args:
-        policy: The policy, with a tokenizer, since an environment reads text.
-        environment: The environment.
-        scheduler: The scheduler of the call.
-    """
+    """The turns of all sequences of one call."""
 
     def __init__(self, policy: Policy, environment: Environment, scheduler: Scheduler) -> None:
         assert policy.tokenizer is not None, "an environment needs a tokenizer"
@@ -120,10 +108,7 @@ class MultiTurn:
                 self._turns[index].append(Turn(text, reply))
 
     def _encode(self, sequence: RunningSequence, reply: Reply) -> list[int] | None:
-        """Return the token ids of a reply; None where the reply cannot be given to the model.
-
-        Then the completion has failed and ends, and the others go on.
-        """
+        """Return the token ids of a reply; None where the reply cannot be given to the model."""
         turn = sequence.generated[sequence.turn_start :]
         where = f"the reply {reply!r:.80}"
         try:

@@ -41,9 +41,6 @@ class Span:
 
     Attributes:
         row: The first token's row among the T tokens of the forward.
-        start: The first token's position in its sequence.
-        length: The number of tokens.
-        pages: The sequence's page table.
     """
 
     row: int
@@ -107,17 +104,7 @@ AttentionWork = list[Part] | DecodeWork | QueryTiles
 
 
 class _OverPages:
-    """The state that both sources over a `PagedCache` share for one forward.
-
-    Args:
-        keys: The store of keys.
-        values: The store of values.
-        plan: The precision plan.
-        slots: int64 [T], page * page_size + offset of each token's keys and values; negative for a
-            row of padding on a GPU.
-        work: The work of attention.
-        last: The tokens of the last layer, where not every token's output is needed.
-    """
+    """The state that both sources over a `PagedCache` share for one forward."""
 
     def __init__(
         self,
@@ -157,7 +144,6 @@ class PagedKeyValues(_OverPages):
         """Store keys and values and attend to each sequence so far.
 
         Args:
-            layer: The layer.
             q: Rotated queries [T, H, D].
             k: Rotated keys [T, G, D].
             v: Values [T, G, D].
@@ -231,20 +217,11 @@ class HopperKeyValues(_OverPages):
 def parts_of(
     spans: Sequence[Span], page_size: int, token_elements: int, device: torch.device
 ) -> list[Part]:
-    """Return the spans as parts of bounded size.
-
-    Args:
-        spans: The tokens of a forward.
-        page_size: Tokens of a page.
-        token_elements: Elements of one token's keys, G * D.
-        device: The device of the parts' tensors.
-    """
     budget = max(1, _MAX_GATHERED // token_elements)
     return [_part(items, page_size, device) for items in group_items(spans, budget)]
 
 
 def _part(items: list[Span], page_size: int, device: torch.device) -> Part:
-    """Return the part of a group of items."""
     num_queries = max(item.length for item in items)
     used = [-(-(item.start + item.length) // page_size) for item in items]
     num_pages = max(used)

@@ -68,13 +68,7 @@ class PageAllocator:
         return shared
 
     def write_cost(self, pages: list[int], position: int, count: int = 1) -> int:
-        """Return the number of pages that `make_writable` would take.
-
-        Args:
-            pages: The page table.
-            position: The first position that is written.
-            count: The number of positions.
-        """
+        """Return the number of pages that `make_writable` would take."""
         first = position // self.page_size
         assert first <= len(pages), f"position {position} leaves a gap after {len(pages)} pages"
         missing = (position + count - 1) // self.page_size + 1 - len(pages)
@@ -90,8 +84,6 @@ class PageAllocator:
 
         Args:
             pages: The page table, changed in place.
-            position: The first position that is written.
-            count: The number of positions.
 
         Returns:
             (source, destination) pages to copy before the write, or None.

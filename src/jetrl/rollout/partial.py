@@ -29,7 +29,6 @@ class Partial:
     Attributes:
         enough: The number of groups (prompts with all their samples) that ends the call once they
             are complete.
-        resume: The completions to continue, by group; they come before those of the prompts.
         version: The policy's version, recorded for the tokens that the call draws.
     """
 

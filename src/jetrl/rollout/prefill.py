@@ -28,13 +28,7 @@ _LOGITS_AT_ONCE = 2**23  # Sampling makes several arrays of the logits that it h
 
 
 class Prefill:
-    """The prefill of one call of `generate`: fills the cache and draws what follows the prompts.
-
-    Args:
-        policy: The policy, whose weights are read as they are at each call.
-        cache: The KV pages.
-        params: The sampling parameters of the call.
-    """
+    """The prefill of one call of `generate`: fills the cache and draws what follows the prompts."""
 
     def __init__(self, policy: Policy, cache: PagedCache, params: SamplingParams) -> None:
         self._policy, self._cache, self._params = policy, cache, params
@@ -82,8 +76,6 @@ class Prefill:
 
         Args:
             logits: float32 [R, V] of `forward`; all draws of a chunk share its row.
-            step: The step.
-            sequences: All sequences of the call.
 
         Returns:
             Token ids, int64 [draws], and their log-probs, float32 [draws], under the full

@@ -13,13 +13,6 @@ class Progress:
                  seconds=0.25, eta_s=0.9)
 
     Attributes:
-        sequences_done: Sequences that have ended.
-        sequences_total: All sequences of the call.
-        tokens: Tokens drawn so far.
-        tokens_per_s: Their rate since the start.
-        pages_in_use: KV pages that sequences hold.
-        pages_total: All KV pages.
-        seconds: Seconds since the start.
         eta_s: Estimated seconds left, from how often sequences ended so far and from max_tokens;
             None while unknown.
     """
@@ -44,10 +37,7 @@ class SpeculationStats:
     Attributes:
         sequence_forwards: Forwards of decode that sequences took part in, each of which drew at
             least one token.
-        tokens: Tokens that these drew.
         drafted: Tokens of drafts that were verified, by source (`draft_state.SOURCES`).
-        accepted: Those of them that were drawn.
-        decode_s: Seconds of decode.
         verify_s: Seconds of decode that verified drafts.
     """
 
@@ -80,20 +70,11 @@ class RolloutStats:
     """The counts of one call of `generate`.
 
     Attributes:
-        prompts: Groups of the call.
-        sequences: Completions of the call.
-        tokens_drawn: Tokens of all completions.
         tokens_prefilled: Tokens run through the model to fill the cache for a prompt, and again
             after a pre-emption; a prompt counts once for all its samples.
         tokens_decoded: Tokens run one at a time, each to draw the next.
-        preemptions: How often a sequence lost its pages for a time.
-        forwards: Calls of the model.
-        peak_pages: The most pages in use at once.
-        pages_total: All KV pages.
-        seconds: Wall time.
         prefill_s: Seconds of forwards over prompts and of their draws.
         device_idle_s: Seconds that a GPU had nothing to do between two steps.
-        graphs: CUDA graphs of decode that the call captured.
         capture_s: Seconds that capturing took, compilation of kernels included.
         speculation: The worth of drafts; None where decode verifies none.
     """

@@ -50,13 +50,10 @@ class Chunk:
     """Consecutive tokens of one sequence in a scheduled step.
 
     Attributes:
-        sequence: The sequence's index.
-        start: The position of the first token.
         length: The number of tokens; in decode one for each forward, the fewest that it runs.
         draws: Indices of the sequences that draw their next token from the logits of the chunk's
             last token, or in decode of each token; empty when the chunk ends before the last known
             token.
-        extra: The most positions behind these that decode may write, where drafts are verified.
     """
 
     sequence: int
@@ -81,7 +78,6 @@ class ScheduledStep:
                       num_prefill_tokens=0, preempted=(), repeats=8)
 
     Attributes:
-        chunks: The tokens that run.
         copies: (source, destination) pages that the cache copies before the forward; all sources
             are read before any destination is written.
         num_prefill_tokens: The tokens of the chunks over prompts; 0 in decode.
@@ -114,8 +110,6 @@ class Scheduler:
     Args:
         groups: The samples of each prompt; indices count up through all groups. Every sequence fits
             into the allocator's pages when it is alone.
-        allocator: The pages, all free.
-        max_batch_size: The most running sequences.
         max_prefill_tokens: The most prompt tokens of a step.
     """
 
@@ -171,7 +165,6 @@ class Scheduler:
         """Choose the next step and take the pages that it needs; not to be called when `done`.
 
         Args:
-            repeats: The most forwards of a decode step.
             width: Returns the most tokens of a sequence in each forward, given the number of
                 sequences that decode.
 
@@ -232,7 +225,6 @@ class Scheduler:
         """Give the draws of a step to its sequences, in the order in which steps were scheduled.
 
         Args:
-            step: The step.
             drawn: (token ids, log-probs) for each of `step.draws`: one of each forward, up to
                 `step.width` where drafts are verified, or fewer for a sequence that ends.
 
@@ -286,7 +278,6 @@ class Scheduler:
         """Give an environment's reply to the sequence that waits for the reply.
 
         Args:
-            index: The sequence's index; the sequence has no draws pending.
             token_ids: The tokens of the reply; None ends the sequence.
         """
         sequence = self.sequences[index]
@@ -347,12 +338,7 @@ class Scheduler:
     def _decodes(
         self, repeats: int, width: Callable[[int], int]
     ) -> tuple[list[tuple[RunningSequence, int]], int, bool]:
-        """Plan the next decode step; where pages are short, of one forward, and then of one token.
-
-        Returns:
-            (sequence, forwards) of each sequence, the most tokens that each may write in a forward,
-            and whether no sequence loses pages by the step.
-        """
+        """Plan the next decode step."""
         plan = [
             (sequence, min(repeats, sequence.draws_left))
             for sequence in self.running
@@ -368,12 +354,7 @@ class Scheduler:
         return plan, most, fits
 
     def _fits(self, plan: Sequence[tuple[RunningSequence, int]], width: int) -> bool:
-        """Return whether a plan can be written without taking pages from any sequence.
-
-        Args:
-            plan: (sequence, forwards), or tokens of prompts where the width is 1.
-            width: The most tokens of a sequence in a forward.
-        """
+        """Return whether a plan can be written without taking pages from any sequence."""
         cost = self.allocator.write_cost
         needed = 0
         for sequence, length in plan:
@@ -403,11 +384,7 @@ class Scheduler:
         sequence.num_computed = len(donor.prompt)
 
     def _admit(self) -> None:
-        """Move waiting sequences to the running ones while batch and pages allow.
-
-        One page is kept free for each running sequence that may still need another: without this
-        margin a sequence would be admitted only to be pre-empted a few steps later.
-        """
+        """Move waiting sequences to the running ones while batch and pages allow."""
         if not self.waiting or len(self.running) >= self.max_batch_size:
             return
         margin = sum(self._may_grow(sequence) for sequence in self.running)
@@ -469,11 +446,7 @@ class Scheduler:
         sequence.pages += self.allocator.allocate(missing)
 
     def _make_room(self, sequence: RunningSequence, length: int) -> bool:
-        """Free pages, the youngest sequences' first, until a running sequence can write its tokens.
-
-        Returns:
-            False when the sequence itself had to give up its pages.
-        """
+        """Free pages."""
         allocator = self.allocator
         # The cost changes on the way: with the other users of a page gone, no copy is needed.
         at = sequence.num_computed

@@ -52,7 +52,6 @@ class RunningSequence:
         index: The position among all sequences of the call; lower is older, and older goes first.
         prompt: Token ids, at least one.
         key: The key of the sequence's random numbers, made by `sequence_keys`.
-        rules: The rule by which the sequence ends.
         generated: The tokens after the prompt: drawn ones, and the environment's among them. A
             sequence that an earlier call cut off begins with the tokens that it had.
         logprobs: The log-prob of each generated token; 0 for the environment's.
@@ -65,7 +64,6 @@ class RunningSequence:
             verify drafts.
         finish_reason: The reason of the sequence's end; None while it runs.
         text: The text of the turn before a stop string; None without a stop string.
-        awaiting: Whether the sequence waits for its environment's reply.
         environment: The spans of `generated` that the environment wrote.
         turn_start: The start of the present turn in `generated`.
         versions: The policy versions of tokens that earlier calls drew.
@@ -126,7 +124,6 @@ class RunningSequence:
         """Return the most positions, from `num_computed` on, that pending and new forwards write.
 
         Args:
-            forwards: The number of new forwards.
             width: The most tokens that each of them writes.
         """
         most = self.num_extra + forwards * width

@@ -23,8 +23,6 @@ class Sizes:
     """The sizes that bound the memory of a rollout.
 
     Attributes:
-        max_batch_size: Sequences that run at once.
-        max_prefill_tokens: Prompt tokens of one forward.
         max_pages: KV pages; None for as many as there is memory for.
     """
 
@@ -34,11 +32,7 @@ class Sizes:
 
 
 class RolloutSizes:
-    """The sizes that a run asked for, and those that hold since memory ran out.
-
-    Attributes:
-        now: The sizes that hold.
-    """
+    """The sizes that a run asked for, and those that hold since memory ran out."""
 
     def __init__(self, requested: Sizes) -> None:
         self._requested = requested
@@ -50,8 +44,6 @@ class RolloutSizes:
 
         Args:
             pages: Pages of the cache that existed; None if there was none yet.
-            needed: Pages of the longest sequence.
-            problem: The allocator's message, for the log.
 
         Raises:
             OutOfMemoryStop: A single sequence is all that runs already.

@@ -57,10 +57,7 @@ class Spent:
     """The time that forwards of one size took, and the tokens that they brought.
 
     Attributes:
-        forwards: The number of forwards.
-        seconds: The seconds of all of them.
         sequences: Forwards of sequences, each of which drew at least one token.
-        tokens: Tokens that these drew.
     """
 
     forwards: int = 0
@@ -75,10 +72,7 @@ class _Counts:
 
     Attributes:
         rows: Forwards of sequences, each of which drew at least one token.
-        tokens: Tokens that these drew.
         drafted: Tokens of drafts that were verified.
-        accepted: Those of them that were drawn.
-        decode_s: Seconds of decode.
         verify_s: Seconds of decode that verified drafts.
     """
 
@@ -96,15 +90,11 @@ class Speculation:
     Args:
         mode: "text" or "head" to verify drafts of this source in every forward of decode, "auto" to
             verify those of all sources where that is faster.
-        slots: The most running sequences.
         max_model_len: The most tokens of a sequence.
-        device: The device of the policy.
         head: The draft head; None: without one.
 
     Attributes:
-        text: The text that drafts are taken from.
         head: The drafts of the head; None without one.
-        widths: The choice of what forwards verify.
         spent: What forwards took and brought, by (sequences of the graph, most tokens of a
             sequence, rows), since this was last cleared.
     """
@@ -146,11 +136,7 @@ class Speculation:
         self._counts = _Counts()
 
     def arrive(self, arrivals: Sequence[tuple[int, RunningSequence]]) -> None:
-        """Take in the text of sequences that get a slot.
-
-        Args:
-            arrivals: (slot, sequence) pairs.
-        """
+        """Take in the text of sequences that get a slot."""
         self.put_by()
         if not arrivals:
             return
@@ -168,11 +154,7 @@ class Speculation:
             self.text.group[slots] = to_device(groups, self._device)
 
     def choose(self, sequences: int) -> Width:
-        """Return what each forward of the next step verifies.
-
-        Args:
-            sequences: The sequences of the step.
-        """
+        """Return what each forward of the next step verifies."""
         if self.head is not None and not self._reads_text and not self.head.trained:
             return Width(1, padded_batch(sequences), drafts=False)
         return self.widths.choose(sequences)
@@ -181,7 +163,6 @@ class Speculation:
         """Return a draft for each row of a forward, without waiting for the device.
 
         Args:
-            state: The running sequences.
             rows: int64 [B], the slot of each row.
             width: The most tokens of a sequence in the forward. One of a single token verifies
                 nothing: the text is looked up all the same, and the head is not asked.
@@ -198,8 +179,6 @@ class Speculation:
 
         Args:
             hidden: [R, D], the hidden states of the forward's rows.
-            inputs: What the forward read.
-            state: The running sequences after the forward.
             rows: int64 [B], the slot of each row.
         """
         if self.head is not None:
@@ -253,12 +232,7 @@ class Speculation:
         return known
 
     def take_in(self, launched: LaunchedStep, seconds: float) -> None:
-        """Count what a step of decode brought, and choose the next widths by it.
-
-        Args:
-            launched: The step, whose draws have arrived.
-            seconds: The seconds of the step on the device.
-        """
+        """Count what a step of decode brought, and choose the next widths by it."""
         if launched.offers is None or launched.width is None:
             return
         step, counts = launched.step, self._counts

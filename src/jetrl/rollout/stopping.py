@@ -33,7 +33,6 @@ class StopRules:
 
     Attributes:
         max_tokens: The most tokens, at least 1, already limited to the model's context.
-        token_ids: Ids that end the completion and belong to it.
         strings: Texts, none empty, that end the completion; its text is cut before the first.
         decode: Maps token ids to text without special tokens; needed for stop strings.
         max_turns: The most turns; at a stop before the last one an environment replies. 1 without
@@ -62,7 +61,6 @@ class StopRules:
 
         Args:
             token_ids: The tokens drawn last; an id below 0 stands for logits that are not finite.
-            num_tokens: Tokens of the completion before them.
         """
         return (
             num_tokens + len(token_ids) < self.max_tokens
@@ -73,13 +71,7 @@ class StopRules:
     def reason_to_stop(
         self, token_id: int, num_tokens: int, stop_string: bool
     ) -> Literal["stop", "length"] | None:
-        """Return the reason why a completion or turn ends with a token, None if it continues.
-
-        Args:
-            token_id: The token drawn last.
-            num_tokens: Tokens of the completion, this one included.
-            stop_string: Whether the turn's text contains a stop string.
-        """
+        """Return the reason why a completion or turn ends with a token, None if it continues."""
         if token_id in self.token_ids or stop_string:
             return "stop"
         return "length" if num_tokens == self.max_tokens else None
@@ -94,7 +86,6 @@ class TextWatch:
 
     Args:
         strings: The stop strings, none empty.
-        decode: Maps token ids to text.
         start: The number of tokens before the turn, which are not looked at.
     """
 
@@ -113,10 +104,6 @@ class TextWatch:
 
         Decoding for each token costs the host more than all else that it does for the token.
 
-        Args:
-            tokens: All tokens before them.
-            added: Fewer than MAX_WINDOW tokens.
-
         Returns:
             False, with nothing taken in, where `update` has to look at each token: a stop string
             has appeared, or they do not end in whole characters.
@@ -131,9 +118,6 @@ class TextWatch:
 
     def update(self, tokens: list[int]) -> str | None:
         """Search the text that the newest token adds.
-
-        Args:
-            tokens: All tokens so far.
 
         Returns:
             The text before the first stop string, None while no stop string has appeared.

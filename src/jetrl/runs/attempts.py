@@ -41,13 +41,9 @@ class Attempt:
     """A start of the program on a run directory.
 
     Attributes:
-        started: Unix time of the start.
-        command: The command line.
-        versions: Versions of the packages that decide results, by name.
         notes: Facts that the caller wants kept, such as the device.
         ended: Unix time of the end; None while the program runs and if it was killed.
         state: The kind of end; None as for `ended`.
-        reason: The reason of the end.
     """
 
     started: float
@@ -114,9 +110,6 @@ def versions() -> dict[str, str]:
 
 class RunLock:
     """The right to write a run directory, held by at most one process.
-
-    Args:
-        path: The run directory.
 
     Raises:
         UserError: Another process holds the lock, or the file system gives no locks.
@@ -239,11 +232,6 @@ def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Itera
     """Send Python logging (INFO and above), warnings and the loud libraries' messages to a file.
 
     The file gets a header that describes the attempt. Everything is put back at the end.
-
-    Args:
-        path: The log file, to append to.
-        attempt: The attempt that the header describes.
-        notes: Further lines of the header.
     """
     date = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(attempt.started))
     header = [f"==== {date}  {attempt.command}"]
@@ -288,11 +276,7 @@ def attempt_logged(
     """Record an attempt: its start, its end, and its log in path/log.txt.
 
     Args:
-        path: The run directory.
-        write: A function that appends a record to attempts.jsonl.
-        command: The words of the command line.
         notes: Facts to keep with the attempt, such as the device.
-        remarks: Further lines of the log's header.
     """
     attempt = Attempt(time.time(), " ".join(command), versions(), dict(notes))
     write(

@@ -37,21 +37,12 @@ class RunBeside:
     """A run beside the first run.
 
     Attributes:
-        name: The run's name, or its path where two names are the same.
-        path: The run directory.
-        state: The run's state.
-        preset: The preset of the run's precision plan.
-        num_steps: Number of RL steps.
         elapsed_s: Seconds of wall time over all attempts.
         num_tokens: Tokens whose log-probs of sampler and trainer were compared; None if none were.
         num_different: Compared tokens whose log-probs differ; None if none were compared.
-        reached: Values by metric, over the common steps.
-        settings: Settings that differ, by dotted key: (the first run's, this run's).
-        common_lines: Number of lines of metrics.jsonl that both runs have.
         same_lines: Number of common lines, from the first on, with the same bits but for times,
             speeds and memory.
         differs_at: The common line after these; None if there is none.
-        different: Metrics that differ in that line, by name: (the first run's, this run's).
     """
 
     name: str
@@ -72,13 +63,6 @@ class RunBeside:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of runs.
-
-    Attributes:
-        common_steps: Number of RL steps that all runs have.
-        runs: The runs; the others are compared with the first.
-    """
-
     common_steps: int
     runs: tuple[RunBeside, ...]
 
@@ -198,11 +182,7 @@ def _different(first: Record, other: Record) -> dict[str, tuple[float | None, fl
 
 
 def _reached_by(records: Sequence[Record]) -> dict[str, float]:
-    """Return a run's values by metric.
-
-    They are means over the last tenth of the steps, the last evaluations, medians of times and
-    speeds, and the peak of memory.
-    """
+    """Return a run's values by metric."""
     reached: dict[str, float] = {}
 
     def add(

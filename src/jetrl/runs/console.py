@@ -54,12 +54,8 @@ class Console:
     `close` takes the bar away and leaves the lines.
 
     Args:
-        total_steps: The last step's number.
-        first_step: Number of steps of earlier attempts, for a resumed run.
         elapsed_s: Seconds of wall time of earlier attempts, added to those that the bar shows.
-        title: The first word of a step's line.
         samples_every: Steps between tables of completions; 0: none.
-        lines_every: Steps between printed lines.
         file: The file to print to; default: stdout.
         clock: A function that returns seconds, for tests.
     """
@@ -118,11 +114,7 @@ class Console:
         """Show the progress of the phase.
 
         Args:
-            num_finished: Number of finished sequences.
-            total: Number of sequences.
             tokens_per_s: Tokens sampled a second; 0: not shown.
-            pages: KV pages in use, and all KV pages.
-            eta_s: Seconds left.
         """
         text = f"{self._phase} {count(num_finished)}/{count(total)}"
         if tokens_per_s:
@@ -230,14 +222,7 @@ class _Remaining(ProgressColumn):
 
 
 def step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -> list[Piece]:
-    """Return a step's line in styled pieces: its measured metrics, in a fixed order.
-
-    Args:
-        title: The first word of the line.
-        step: The step's number.
-        total: The last step's number.
-        metrics: The step's metrics.
-    """
+    """Return a step's line in styled pieces: its measured metrics, in a fixed order."""
     pieces: list[Piece] = [(f"{title} {step:>{len(str(total))}}/{total}", "bold")]
 
     def add(label: str, name: str, form: Callable[[float], str], style: str = "") -> None:

@@ -58,13 +58,6 @@ class RunDirectory:
     """A run directory, open for reading or writing.
 
     Attributes:
-        path: The directory, runs/NAME.
-        log_file: The file log.txt.
-        hang_file: The file hang.txt.
-        metrics_file: The file metrics.jsonl.
-        checkpoints_dir: The folder of the checkpoints.
-        rollouts_dir: The folder of the rollouts.
-        changed_settings: On resume, the changed settings by dotted key: (before, now).
         notes: Remarks of `create`, for the console to show.
     """
 
@@ -84,7 +77,6 @@ class RunDirectory:
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return self.path.name
 
     @classmethod
@@ -99,8 +91,6 @@ class RunDirectory:
 
         Args:
             settings: Resolved settings; run.name must be set.
-            plan: The precision plan, from PrecisionPlan.to_dict().
-            resume: Whether to continue the run that is in the directory.
 
         Raises:
             UserError: The name cannot be a folder's, is in use (an attempt that ended before its
@@ -286,9 +276,6 @@ class RunDirectory:
         after its checkpoint has begun, that of a supervised update before: so the line of the
         second checkpoint proves the first one in steps, and only the line after it in updates. A
         finished run has had a checkpoint as well.
-
-        Args:
-            every: The run's checkpoint.every.
         """
         steps = [record["step"] for record in self.metrics("rl")]
         updates = [record["step"] for record in self.metrics("sft")]
@@ -388,11 +375,7 @@ class RunDirectory:
             )
 
     def _is_void(self) -> bool:
-        """Return whether the directory has nothing but attempts that ended before their first step.
-
-        That happens with a setting that turned out wrong: the name may be used again, and the log
-        is continued.
-        """
+        """Return whether the directory has nothing but attempts that ended before their."""
         left = (self.rollouts_dir, self.checkpoints_dir)
         # Killed between making the folder and its settings: nothing in it is anybody else's.
         killed_at_once = {path.name for path in self.path.iterdir()} <= {

@@ -37,8 +37,6 @@ def open_run_directory(settings: Settings, plan: Mapping[str, Any], resume: bool
 
     Args:
         settings: Resolved settings; run.name must be set.
-        plan: The precision plan, from PrecisionPlan.to_dict().
-        resume: Whether to continue the run that is in the directory.
 
     Raises:
         UserError: As `RunDirectory.create`; on every rank.
@@ -60,9 +58,7 @@ class FollowedDirectory(RunDirectory):
     """The run directory of a rank that follows rank 0: nothing but this rank's log is written.
 
     Args:
-        path: The directory.
         changed_settings: As of `RunDirectory`.
-        own: The world of the rank.
     """
 
     def __init__(

@@ -13,15 +13,7 @@ from jetrl.runs.metrics import is_eval_mean
 
 @dataclass(frozen=True)
 class Change:
-    """The first and the last value of a metric.
-
-    Attributes:
-        name: The metric's name.
-        first_step: The step of the first value.
-        first: The first value.
-        last_step: The step of the last value.
-        last: The last value.
-    """
+    """The first and the last value of a metric."""
 
     name: str
     first_step: int
@@ -37,15 +29,11 @@ class RunHistory:
     Attributes:
         last_step: The last RL step; -1 if there is none.
         num_steps: Number of RL steps; an evaluation before the first step (step 0) is not a step.
-        num_sft_steps: Number of supervised updates.
         elapsed_s: Seconds of wall time over all attempts; a killed attempt counts up to its last
             metric.
-        started: Unix time of the first attempt.
         num_tokens: Tokens whose log-probs of sampler and trainer were compared; None if no step
             compared them.
         num_different: Compared tokens whose log-probs differ; None if no step compared them.
-        reward: The change of the mean reward.
-        evals: The change of the mean of each evaluated task, in the RL phase.
     """
 
     last_step: int = -1
@@ -108,7 +96,6 @@ def phase_of(record: Mapping[str, Any]) -> str:
 
 
 def in_phase(records: Sequence[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
-    """Return the lines of a phase."""
     return [record for record in records if phase_of(record) == phase]
 
 

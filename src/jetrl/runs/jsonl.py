@@ -29,7 +29,6 @@ def read_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list
     A file that does not exist has no objects.
 
     Args:
-        path: The file.
         schema: The schema of a line; None takes any object.
 
     Raises:
@@ -66,11 +65,6 @@ def read_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list
 
 
 def _read(path: Path, lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield lines of a file as they are read.
-
-    Raises:
-        UserError: The file cannot be read.
-    """
     try:
         yield from lines
     except OSError as error:
@@ -78,11 +72,7 @@ def _read(path: Path, lines: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _check(schema: TypeAdapter[Any], record: Record, where: str) -> None:
-    """Check the object of a line.
-
-    Raises:
-        UserError: The object does not fit the schema.
-    """
+    """Check the object of a line."""
     try:
         checked(schema, record, where)
     except UserError as error:
@@ -139,7 +129,6 @@ class JsonlWriter:
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -37,13 +37,7 @@ class Learning(Watch):
 
 
 def problems(steps: Collection[Mapping[str, float]], when: str, look: str) -> dict[str, str]:
-    """Return the problems that keep steps from teaching, by kind, in words.
-
-    Args:
-        steps: The metrics of the steps, at least one.
-        when: The time that the steps cover, for the messages.
-        look: Advice on where to look at completions, for the messages.
-    """
+    """Return the problems that keep steps from teaching, by kind, in words."""
 
     def mean_of(name: str) -> float | None:
         values = [step[name] for step in steps if name in step]

@@ -34,7 +34,6 @@ def frame(path: Path, now: float | None = None) -> Group:
     """Return what a run is at and has reached, as it stands in its directory.
 
     Args:
-        path: The run directory.
         now: The present Unix time; None: the clock's.
 
     Raises:
@@ -62,12 +61,7 @@ def frame(path: Path, now: float | None = None) -> Group:
 
 
 def curve(values: list[float], width: int = CURVE) -> str:
-    """Return values as a line of bars, each the mean of as many neighbouring values.
-
-    Args:
-        values: The values, at least one.
-        width: The most characters of the line.
-    """
+    """Return values as a line of bars, each the mean of as many neighbouring values."""
     columns = min(width, len(values))
     parts = [
         values[i * len(values) // columns : (i + 1) * len(values) // columns]
@@ -126,9 +120,6 @@ def watch(
     """Show a run in the terminal, again and again until it ends.
 
     Args:
-        path: The run directory.
-        every_s: Seconds between looks.
-        sleep: Waits for some seconds.
         console: The console to write to; None: the terminal's.
     """
     with Live(frame(path), console=console, auto_refresh=False) as live:
@@ -141,7 +132,6 @@ def page_server(path: Path, port: int, every_s: float) -> http.server.HTTPServer
     """Return a server that gives a run's report to this machine alone, new at each request.
 
     Args:
-        path: The run directory.
         port: The port; 0: a free one.
         every_s: Seconds after which the browser asks again.
 

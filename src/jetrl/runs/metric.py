@@ -15,9 +15,6 @@ class Metric:
     """A metric that a run may write.
 
     Attributes:
-        name: The metric's name, with <task> or <name> for a free part.
-        unit: The metric's unit.
-        meaning: The metric's meaning, in a line.
         measured: Whether the metric is a time, a speed or memory, which depend on the machine. All
             others are the same, bit for bit, when a run is repeated on the CPU.
         known_as: The metric's name in other systems, by system.

@@ -42,11 +42,7 @@ class RunRow:
     """A row of a listing of runs.
 
     Attributes:
-        name: The run's name.
-        path: The run directory.
         state: The run's state, or `damaged`.
-        history: The run's totals.
-        preset: The preset of the run's precision plan.
         problem: The reason why the run cannot be read; "" if it can.
     """
 
@@ -148,10 +144,8 @@ def plot_runs(
     """Draw metrics of several runs over each other, a panel for each metric, as a PNG.
 
     Args:
-        paths: Run directories.
         metrics: Names of metrics, or `eval` for the mean of every evaluated task; default: the
             usual ones that any of the runs has.
-        out_png: The file to write.
 
     Raises:
         UserError: A path is no run directory, no run has a metric, or the file cannot be written.

@@ -76,10 +76,6 @@ class Chart:
 
     Attributes:
         key: The plot's file name, without an ending.
-        title: The plot's title.
-        caption: A line that has the main numbers.
-        draw: A function that draws the plot on axes.
-        height: The plot's height in inches.
     """
 
     key: str
@@ -138,15 +134,7 @@ def drawable(values: Sequence[float]) -> np.ndarray:
 
 
 def line(axes: Axes, steps: np.ndarray, values: np.ndarray, label: str, color: str) -> None:
-    """Draw a line through a metric: thinned if very long, with a moving mean if long.
-
-    Args:
-        axes: The axes to draw on.
-        steps: The steps of the values.
-        values: The values; NaN is a gap.
-        label: The line's name in the legend.
-        color: The line's colour.
-    """
+    """Draw a line through a metric: thinned if very long, with a moving mean if long."""
     steps, values = thin(steps, values)
     if len(steps) >= SMOOTH_FROM and len(np.unique(values)) > 1:  # a mean of equals has noise
         axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
@@ -157,13 +145,7 @@ def line(axes: Axes, steps: np.ndarray, values: np.ndarray, label: str, color: s
 
 
 def finish(axes: Axes, unit: str, num_lines: int = 1) -> None:
-    """Give a chart whole steps below, the unit at the side, and a legend if it has several lines.
-
-    Args:
-        axes: The axes of the chart.
-        unit: The unit of the values.
-        num_lines: Number of lines.
-    """
+    """Give a chart whole steps below, the unit at the side."""
     whole = MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
     axes.xaxis.set_major_locator(whole)
     left, right = axes.dataLim.intervalx
@@ -185,13 +167,7 @@ def finish(axes: Axes, unit: str, num_lines: int = 1) -> None:
 def thin(
     steps: np.ndarray, values: np.ndarray, how: Callable[..., Any] = np.nanmean
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most MAX_POINTS points: neighbours are joined.
-
-    Args:
-        steps: The steps of the values.
-        values: The values; NaN is a gap.
-        how: The function that joins the values of neighbours.
-    """
+    """Return at most MAX_POINTS points: neighbours are joined."""
     if len(steps) <= MAX_POINTS:
         return steps, values
     groups = np.array_split(np.arange(len(steps)), MAX_POINTS)

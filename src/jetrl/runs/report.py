@@ -90,7 +90,6 @@ def report_page(run_path: str | Path, refresh_s: float | None = None) -> str:
     """Return the report of a run at this moment, as HTML.
 
     Args:
-        run_path: The run directory.
         refresh_s: Seconds after which a browser asks for the page again; None: never.
 
     Raises:

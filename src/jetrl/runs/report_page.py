@@ -136,8 +136,6 @@ def page(title: str, body: Sequence[Html], refresh_s: float | None = None) -> st
     """Return the whole document.
 
     Args:
-        title: The title of the document.
-        body: The pieces of the page.
         refresh_s: Seconds after which a browser asks for the page again; None: never.
     """
     refresh = f'<meta http-equiv="refresh" content="{refresh_s:g}">\n' if refresh_s else ""
@@ -154,9 +152,6 @@ def tile(label: str, value: Html, note: str, tone: str = "") -> Html:
     """Return a number of the headline.
 
     Args:
-        label: The name of the number.
-        value: The number.
-        note: A remark below the number.
         tone: The colour: good, bad, or "" for none.
     """
     return Html(

@@ -23,15 +23,7 @@ Tokens = Annotated[float, Field(ge=0, lt=2**63, allow_inf_nan=False)]
 
 
 class MetricsLine(Stored):
-    """A line of metrics.jsonl: a step's number and time, and its metrics by name.
-
-    Attributes:
-        step: The number of the step.
-        time: Unix time at which the line was written.
-        phase: The phase of the step.
-        num_tokens: The metric mismatch/num_tokens.
-        num_different: The metric mismatch/num_different.
-    """
+    """A line of metrics.jsonl: a step's number and time, and its metrics by name."""
 
     __pydantic_extra__: dict[str, Number] = Field(init=False)
 
@@ -43,17 +35,7 @@ class MetricsLine(Stored):
 
 
 class AttemptLine(Stored):
-    """A line of attempts.jsonl: the start of an attempt, or its end.
-
-    Attributes:
-        event: Whether an attempt began or ended.
-        time: Unix time of the event.
-        command: The command line, of a start.
-        versions: Versions of packages by name, of a start.
-        notes: Facts about the machine by name, of a start.
-        state: The kind of end.
-        reason: The reason of the end.
-    """
+    """A line of attempts.jsonl: the start of an attempt, or its end."""
 
     event: Literal["start", "end"]
     time: UnixTime
@@ -70,8 +52,6 @@ class StatusRecord(Stored):
     Attributes:
         phase: The phase that began last; "" if none is running.
         step: The training step; 0 before the first.
-        time: Unix time at which the phase began.
-        pid: The id of the run's process.
     """
 
     phase: Name
@@ -81,16 +61,7 @@ class StatusRecord(Stored):
 
 
 class RankLine(Stored):
-    """The place of a rank in board.json.
-
-    Attributes:
-        rank: The rank.
-        node: The name of its machine.
-        pid: The id of its process.
-        place: The phase and step that it was in, in words.
-        collectives: How many collectives it had begun.
-        left: Whether it was ending by itself.
-    """
+    """The place of a rank in board.json."""
 
     rank: Count
     node: Name
@@ -104,10 +75,7 @@ class BoardRecord(Stored):
     """The contents of ranks/board.json: how one of several ranks ended a run.
 
     Attributes:
-        time: Unix time of that.
         rank: The rank; -1 for the key-value store that all share.
-        words: What became of it.
-        ranks: Where the ranks were.
     """
 
     time: UnixTime
@@ -120,24 +88,11 @@ class RolloutLine(Stored):
     """A line of rollouts/step_NNNNNN.jsonl: a sample (`rollout_records.record_of`).
 
     Attributes:
-        step: The number of the step.
-        group: The number of the prompt's group in the step.
-        prompt_id: The id of the prompt.
         prompt: The prompt's text; None of a prompt of messages.
         messages: The prompt's messages; None of a prompt of text.
-        answer: The right answer, where the task has one.
-        completion: The completion's text.
-        reward: The reward.
-        parts: The named parts of the score.
-        finish_reason: The reason why the completion ended.
         failure: The reason why the completion could not be scored; "" if it was.
-        prompt_token_ids: The token ids of the prompt.
-        token_ids: The token ids of the completion.
         logprobs: The sampler's log-probs of the completion's tokens.
         environment: Spans [start, end) of the tokens that an environment wrote.
-        turns: The turns of the completion, of a task that has turns.
-        versions: The version of the policy that drew each token, of a partial rollout.
-        task: The task of the prompt, of a mixture.
         readable: The prompt and the completion as a person would write them; "" for nothing.
     """
 

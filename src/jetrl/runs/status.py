@@ -29,8 +29,6 @@ class Status:
     Attributes:
         phase: The phase that began last; "" if none is running.
         step: The training step; 0 before the first.
-        time: Unix time at which the phase began.
-        pid: The id of the run's process.
     """
 
     phase: str
@@ -64,7 +62,6 @@ class StatusFile:
         self.begin("", self._step)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._handle)
 
 

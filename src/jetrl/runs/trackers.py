@@ -84,10 +84,7 @@ def open_trackers(
     """Start the trackers of settings.trackers.
 
     Args:
-        names: Names of trackers: wandb, trackio, tensorboard.
-        project: The project that runs are grouped by.
         run_path: The run directory; its name is the run's, and the trackers' own files go under it.
-        config: The settings of the run.
 
     Raises:
         UserError: A package is missing (with the command that installs it), a tracker cannot start

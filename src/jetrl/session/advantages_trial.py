@@ -24,10 +24,6 @@ def try_advantages(objective: Objective, settings: Settings) -> None:
     The global random generators are left as they were. The trainer has an objective of its own,
     for which the user's file is run again, so that nothing which the file keeps comes from here.
 
-    Args:
-        objective: An objective that no step is trained with.
-        settings: The settings of the run.
-
     Raises:
         UserError: The function raised, or returned something else than advantages.
     """
@@ -49,10 +45,6 @@ def made_up_rewards(objective: Objective, settings: Settings) -> StepRewards:
     """Return rewards of a whole step, of 0 and 1.
 
     Every second group has equal rewards, unless the algorithm samples other groups in their place.
-
-    Args:
-        objective: The objective, which says what the rewards come with.
-        settings: The settings of the run.
     """
     rollout = settings.rollout
     count = rollout.samples_per_prompt

@@ -52,8 +52,6 @@ def build_policy(
     """Return the policy that the settings describe.
 
     Args:
-        settings: The settings of the run.
-        plan: The precision plan of the policy.
         alphabet: The task's alphabet, which a tokenizer of characters has; None: printable ASCII.
         device: The device; None: that of run.device. "meta" checks all and reads no weights.
 
@@ -102,9 +100,6 @@ def policy_of_masters(
     """Return the policy of a run's settings with master weights of that run.
 
     Args:
-        settings: The settings of the run.
-        plan: The precision plan of the policy.
-        saved: The master weights: the file masters.safetensors, or the folder of several ranks.
         alphabet: The alphabet that was stored with the weights. None: the tokenizer is not one of
             characters, or the weights are of a version that stored no alphabet. Then the task is
             asked, which takes --trust-task where it is a user's.
@@ -133,8 +128,6 @@ def build_scalar_model(
     """Return the reward model to be trained: the decoder of [model] with a new or its own head.
 
     Args:
-        settings: The settings of the run.
-        plan: The precision plan of the model.
         alphabet: As of `build_policy`.
         device: As of `build_policy`.
 
@@ -173,12 +166,6 @@ def build_reference(
     weights, in the policy's formats. The policy at the start is kept in the run directory in FP32,
     so that a resumed run measures against the same one. Every rank calls this function.
 
-    Args:
-        settings: The settings of the run.
-        policy: The policy.
-        run_path: The run directory.
-        begun: Whether RL has begun in an earlier attempt.
-
     Raises:
         UserError: reference.path cannot be used, or means other tokens; or the policy as it was
             after a warm-up was not kept.
@@ -199,12 +186,7 @@ def build_reference(
 
 
 def check_kept(settings: Settings, path: Path) -> None:
-    """Raise a UserError where RL has begun and the reference it measured against was not kept.
-
-    Args:
-        settings: The settings of the run.
-        path: The folder of the reference in the run directory.
-    """
+    """Raise a UserError where RL has begun and the reference it measured against was not kept."""
     needed = settings.algorithm.kl and settings.adapter.kind is None and settings.sft.steps
     if needed and settings.reference.path is None and not path.exists():
         raise UserError(
@@ -239,7 +221,6 @@ def build_reward(settings: Settings, policy: Policy, tokens_at_once: int) -> Rew
     """Return the maker of the rewards of [reward]; None where the reward is the task's own score.
 
     Args:
-        settings: The settings of the run.
         policy: The policy, whose tokens a reward model must read.
         tokens_at_once: The tokens of a reward model's forward.
 
@@ -256,7 +237,6 @@ def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None)
     """Return the critic with the value model that critic.path names, None without one.
 
     Args:
-        settings: The settings of the run.
         policy: The policy, whose tokens the value model must read.
         guard: Refuses updates of the critic that are not finite; None: a guard of its own.
 
@@ -301,9 +281,7 @@ def build_draft_head(
     """Return the training of a draft head, None without one.
 
     Args:
-        settings: The settings of the run.
         head: The draft head, or None.
-        checkpoints: The run's checkpoints, which are to have the head.
     """
     if head is None:
         return None

@@ -75,13 +75,6 @@ class StatefulTensors(Protocol):
 
 
 class RunCheckpoints:
-    """The checkpoints of a run: those that it has, and those that it writes.
-
-    Args:
-        run: The run directory.
-        settings: The settings of the run.
-    """
-
     def __init__(self, run: RunDirectory, settings: Settings) -> None:
         self._run, self._settings = run, settings.checkpoint
         self._seed = settings.run.seed
@@ -115,8 +108,6 @@ class RunCheckpoints:
         """Write the checkpoint after a step; it is complete once `wait` has returned.
 
         Args:
-            step: The number of the step.
-            trainer: The trainer with the policy and optimizer to save.
             metrics: The metrics of the step, for `keep_best` and for a run that is cut before its
                 line is written.
 
@@ -139,8 +130,6 @@ class RunCheckpoints:
 
         Args:
             update: The number of the update, from 1.
-            model: The model to save.
-            optimizer: The optimizer to save.
 
         Raises:
             StorageError: This checkpoint or the one before could not be written.
@@ -151,10 +140,6 @@ class RunCheckpoints:
 
     def masters_after(self, step: int, rl: bool) -> Path | None:
         """Return where the master weights after a step or supervised update are, if anywhere.
-
-        Args:
-            step: The step, or the supervised update.
-            rl: Whether it is a step of reinforcement learning.
 
         Returns:
             A file, or of several ranks a folder.
@@ -285,9 +270,6 @@ class RunCheckpoints:
     def start_over(self) -> list[str]:
         """Forget the lines of a run without a checkpoint, which is begun from its start.
 
-        Returns:
-            Notes for the user.
-
         Raises:
             UserError: The run has had a checkpoint: its steps are not forgotten with that.
         """
@@ -307,9 +289,6 @@ class RunCheckpoints:
 
     def load(self, trainer: Trainer) -> tuple[int, list[str]]:
         """Resume from the last good checkpoint, and forget all lines after it.
-
-        Args:
-            trainer: The trainer that gets the weights and the optimizer states.
 
         Returns:
             The number of steps done, and notes for the user.
@@ -349,10 +328,6 @@ class RunCheckpoints:
 
     def load_supervised(self, model: Model, optimizer: Optimizer) -> tuple[int, list[str]]:
         """Resume supervised updates, as `load` does.
-
-        Args:
-            model: The model that gets the weights.
-            optimizer: The optimizer that gets its states.
 
         Returns:
             The number of updates done, 0 without a checkpoint; and notes for the user.

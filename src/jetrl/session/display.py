@@ -15,7 +15,6 @@ class Display:
     It is an observer of the run's phases.
 
     Args:
-        total_steps: The number of steps of the run.
         elapsed_s: Returns the wall time of all attempts at the run, in seconds.
     """
 
@@ -31,13 +30,7 @@ class Display:
         self._open = lambda: Console(total, first_step=first, elapsed_s=self._elapsed_s())
 
     def show_updates(self, title: str, total: int, first: int = 0) -> None:
-        """Begin a stretch of supervised updates.
-
-        Args:
-            title: The first word of each line.
-            total: The number of updates.
-            first: The number of updates that were made in earlier attempts.
-        """
+        """Begin a stretch of supervised updates."""
         self.close()
         self._open = lambda: Console(
             total, first_step=first, title=title, samples_every=0, lines_every=25

@@ -20,9 +20,6 @@ class Refilled:
 
     Attributes:
         samples: The samples to train on, their groups numbered from 0.
-        drawn: All samples of all rounds.
-        rounds: How often prompts were drawn.
-        dropped: The number of groups that were drawn and are not trained on.
     """
 
     samples: list[Sample]
@@ -44,11 +41,9 @@ def refill(
     so far that taught something, and at most `num_groups`.
 
     Args:
-        samples: The samples of the first round.
         num_groups: The number of groups to train on; fewer where the rounds do not bring as many.
         at_least: The number of groups that a step needs; where fewer teach something, others fill
             up.
-        max_rounds: The most rounds, the first included.
         draw: Maps a round (2, 3, ...) and a number of prompts to the samples of these prompts.
     """
     drawn, rounds = _groups(samples), 1
@@ -68,7 +63,6 @@ def refill(
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Return the samples group by group."""
     return [list(group) for _, group in itertools.groupby(samples, key=lambda s: s.group)]
 
 

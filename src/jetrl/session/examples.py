@@ -20,11 +20,6 @@ AnyExample = TypeVar("AnyExample", Example, Pair)
 def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
     """Return a prompt's worked answer, with its end.
 
-    Args:
-        task: The task that gives the answer.
-        model: The policy that is to imitate the answer.
-        encoded: The prompt.
-
     Raises:
         UserError: The task has no worked answers, or the model no tokenizer to write them in; the
             answer is longer than the model's context.
@@ -46,11 +41,6 @@ def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
 
 def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
     """Return the task's two completions of a prompt as whole sequences, each with its end.
-
-    Args:
-        task: The task that gives the pair.
-        model: The reward model that is to read the pair.
-        encoded: The prompt.
 
     Raises:
         UserError: The task has no pairs, or the model no tokenizer to write them in; a sequence is
@@ -86,10 +76,7 @@ def trained_examples(
     """Make the example of every prompt that is trained on, and raise where one cannot be made.
 
     Args:
-        example_of: Makes the example of a prompt.
         task: A task like the run's, but not the same object: it may give another example each time.
-        model: The model that is to be trained.
-        prompts: The prompts of the split.
     """
     for encoded in prompts:
         if task.weights.get(encoded.prompt.task, 1.0) > 0:
@@ -101,9 +88,7 @@ class PairFacts:
     """Counts over all pairs of a split.
 
     Attributes:
-        count: The number of pairs.
         longest: The tokens of the longest sequence, prompt included.
-        equal: The number of pairs of the same completion twice.
         longer: The number of pairs whose better completion has more tokens than the worse.
     """
 

@@ -23,8 +23,6 @@ def end(
     """End this rank with an exit code, after an error of any kind; the other ranks end as well.
 
     Args:
-        words: This rank's message about its end.
-        code: The exit code.
         error: The error that ends it; None: one that is no other rank's.
         printed: Whether rank 0 has printed its message already.
     """
@@ -58,11 +56,7 @@ def end(
 
 
 def leave(trouble: Trouble) -> NoReturn:
-    """End this rank because of another's trouble, which one rank prints.
-
-    Args:
-        trouble: What became of the other rank.
-    """
+    """End this rank because of another's trouble, which one rank prints."""
     rank = launched_rank()
     if rank == int(trouble.rank == 0 and trouble.kind == "lost"):
         tell_once(visible(trouble.message, newlines=True))

@@ -20,9 +20,6 @@ class MemoryPeaks:
 
     On a GPU it counts tensors, KV pages and the memory that CUDA graphs work in; on the CPU only
     the peak of the process is known.
-
-    Args:
-        device: The device of the run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +28,6 @@ class MemoryPeaks:
         self._phases: dict[str, int] = {}
 
     def begin(self, phase: str, step: int) -> None:
-        """Begin to measure a phase."""
         self._take()
         if self._device is not None:
             reset_peak(self._device)
@@ -40,7 +36,6 @@ class MemoryPeaks:
         """Do nothing: a peak is kept until it is read."""
 
     def end(self, phase: str, seconds: float) -> None:
-        """Read the peak of a phase."""
         peak = self._take()
         self._phases[phase] = max(peak, self._phases.get(phase, 0))
 
@@ -68,13 +63,7 @@ class MemoryPeaks:
 
 
 def memory_plan_notes(memory: Fitted, loading: str, device: torch.device) -> list[str]:
-    """Write the memory plan to the log; on a GPU return its lines, to be shown to the user.
-
-    Args:
-        memory: The plan.
-        loading: How long it took to load the models, in words.
-        device: The device of the run.
-    """
+    """Write the memory plan to the log; on a GPU return its lines, to be shown to the user."""
     lines = [f"{loading}; memory plan", *shown(memory.plan).splitlines()]
     if memory.free is not None:
         lines.append(f"  of {memory.free / GIB:.1f} GiB that were free")
@@ -86,9 +75,7 @@ def micro_batch_notes(memory: Fitted, tokens: int, setting: int) -> list[str]:
     """Return what to say where micro-batches do not have train.tokens_per_micro_batch tokens.
 
     Args:
-        memory: The memory plan.
         tokens: The tokens of a micro-batch, those of the checkpoint after a resume.
-        setting: train.tokens_per_micro_batch.
     """
     if tokens != memory.tokens:
         return [

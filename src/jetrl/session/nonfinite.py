@@ -51,20 +51,7 @@ _NOT_AGAIN = (
 
 
 class NonFiniteReports:
-    """The guards of a run, and the reports of the updates that the guards refuse.
-
-    Args:
-        settings: The settings of the run.
-        policy: The policy of the run.
-        directory: The run directory, which the reproductions are written into.
-        checkpoints: The checkpoints of the run, whose files a reproduction may link to.
-        beat: Shows a sign of life, before work that may take long.
-
-    Attributes:
-        guard: Refuses updates of the RL trainer.
-        sft_guard: Refuses updates of the supervised warm-up.
-        critic_guard: Refuses updates of the critic.
-    """
+    """The guards of a run, and the reports of the updates that the guards refuse."""
 
     def __init__(
         self,
@@ -87,7 +74,6 @@ class NonFiniteReports:
         """Say of which step the next updates are, for the reports of refused ones.
 
         Args:
-            step: The step, or the supervised update.
             samples: The samples of a step; none for a supervised update.
         """
         for guard in (self.guard, self.sft_guard, self.critic_guard):
@@ -112,10 +98,7 @@ class NonFiniteReports:
             raise NonFiniteError(f"{error}. {self._keep(facts, write)}") from None
 
     def _report_update(self, step: int, samples: Sequence[Sample], refused: NonFiniteUpdate) -> str:
-        """Keep a reproduction of a refused update; return what is known, in words.
-
-        All ranks refuse an update together, and repeat it; one of them meets the first value.
-        """
+        """Keep a reproduction of a refused update; return what is known, in words."""
         first = agree(_FIRST, self._first_nonfinite(refused.repeat, refused.model))
         if refused.model is not self._policy:  # `jetrl replay` is for the policy
             return _where(step, first)
@@ -133,11 +116,7 @@ class NonFiniteReports:
         return self._keep(self._facts(kind, step, refused.index, str(refused), first), write)
 
     def _first_nonfinite(self, repeat: Callable[[], object], model: Model) -> str:
-        """Repeat work that was not finite while the model's operations are watched.
-
-        Returns:
-            The first value that is not finite, in words; "" if there is none now.
-        """
+        """Repeat work that was not finite while the model's operations are watched."""
         self._beat()
         operations = None
         try:

@@ -64,7 +64,6 @@ class Machine:
     """The device that a run is checked for.
 
     Attributes:
-        device: The device.
         free: Its free bytes before anything is loaded; None where they are not known.
         cards: How many GPUs the run has; None: one for each process.
         elsewhere: Whether Hopper GPUs of another machine are meant.
@@ -88,10 +87,7 @@ class TrainingContext:
 
     Attributes:
         model: The model that is trained; one without weights until they are loaded.
-        task: The task that the prompts come from.
         prompts: The prompts to train on, in the order of their split.
-        memory: The memory plan.
-        notes: Lines to show to the user at the start.
         loading: How long it took to load the models, and to prove that the flow is exact, in words.
     """
 
@@ -105,13 +101,7 @@ class TrainingContext:
 
 @dataclass(frozen=True)
 class RewardContext(TrainingContext):
-    """The model and data of a reward model's training.
-
-    Attributes:
-        model: The model that is trained.
-        held_out: The pairs that are held out.
-        facts: Counts over the pairs that are trained on.
-    """
+    """The model and data of a reward model's training."""
 
     model: ScalarModel
     held_out: list[Pair]
@@ -123,13 +113,8 @@ class CheckedRun(TrainingContext):
     """A run of reinforcement learning that nothing but its weights can refuse any more.
 
     Attributes:
-        model: The policy that is trained.
-        objective: The algorithm that is trained with.
-        max_turns: The most turns of a completion.
-        longest: The tokens of the longest prompt.
         eval_prompts: The held-out prompts, in the order of their split; none where nothing is
             evaluated.
-        scorer: The scoring processes.
     """
 
     model: Policy
@@ -145,7 +130,6 @@ class RunContext(CheckedRun):
     """The models and data of a run of reinforcement learning, and the processes that score.
 
     Attributes:
-        engine: The engine that samples from the policy.
         reward: Makes the rewards of [reward]; None where the reward is the task's own score.
         noise: The noise on the policy's norms, which `[adapter]` asks for.
         draft_head: The draft head that the engine asks and the trainer trains, or None.
@@ -158,7 +142,6 @@ class RunContext(CheckedRun):
 
     @property
     def policy(self) -> Policy:
-        """The policy that is trained."""
         return self.model
 
     def free_kv_pages(self) -> None:
@@ -179,8 +162,6 @@ def check_run(
     Models are made without memory, by the constructors that the run uses.
 
     Args:
-        settings: The settings of the run.
-        stack: Closes the scoring processes.
         resume: Whether the run goes on; None: it has no run directory.
         machine: The device; None: that of this machine.
 
@@ -262,7 +243,6 @@ def check_pairs(
     """Refuse whatever the training of a reward model can be refused for without its weights.
 
     Args:
-        settings: The settings of the run.
         resume: As of `check_run`.
         machine: As of `check_run`.
 
@@ -319,7 +299,6 @@ def open_context(
     """Check a run, then load its models; the stack closes the scoring processes.
 
     Args:
-        settings: The settings of the run.
         stack: As of `check_run`.
         resume: As of `check_run`.
 
@@ -379,14 +358,7 @@ def _objective(settings: Settings) -> Objective:
 def _check_contexts(
     settings: Settings, config: ModelConfig, others: OtherModels, longest_prompt: int
 ) -> None:
-    """Check that every model beside the policy can read whole sequences.
-
-    Args:
-        settings: The settings of the run.
-        config: The policy's configuration.
-        others: The configurations of the other models.
-        longest_prompt: The tokens of the longest prompt that is trained on.
-    """
+    """Check that every model beside the policy can read whole sequences."""
     if not settings.loop.steps:
         return
     max_tokens = settings.rollout.max_tokens

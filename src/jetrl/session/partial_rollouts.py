@@ -39,12 +39,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt and its completions, which may be cut off or not begun.
-
-    Attributes:
-        prompt: The prompt.
-        members: Its completions.
-    """
+    """A prompt and its completions, which may be cut off or not begun."""
 
     prompt: EncodedPrompt
     members: tuple[Unfinished, ...]
@@ -59,11 +54,7 @@ class PartialRollouts:
     """The groups that wait between two steps to be continued.
 
     Args:
-        settings: The settings of the run.
         policy: The policy, whose plan must be exact.
-        prompts: All prompts that are trained on.
-        max_turns: The most turns of a completion.
-        dynamic_sampling: Whether the algorithm uses dynamic sampling.
         ranks: How many processes the run has; None: those of the world.
 
     Attributes:
@@ -124,10 +115,7 @@ class PartialRollouts:
         return lacking
 
     def _dealt(self, num_prompts: int) -> list[int]:
-        """Return the numbers of the prompts that this rank begins, of those that the step draws.
-
-        The ranks take turns, each until it has what it lacks.
-        """
+        """Return the numbers of the prompts that this rank begins, of those that the step draws."""
         lacking, own, rank = self._lacking(), [], 0
         for number in range(num_prompts):
             while not lacking[rank]:
@@ -147,13 +135,6 @@ class PartialRollouts:
         progress: ProgressCallback,
     ) -> list[Group]:
         """Continue the groups that wait, and begin new ones, until enough are complete.
-
-        Args:
-            engine: The engine that samples.
-            prompts: The prompts of the new groups, of all ranks.
-            params: How to sample.
-            version: The version of the policy, which is the number of the step.
-            progress: Called after each forward with what is done.
 
         Returns:
             This rank's groups, those that waited first, for `choose`.
@@ -205,7 +186,6 @@ class PartialRollouts:
 
         Args:
             groups: This rank's groups, from `sample`.
-            version: The version of the policy.
 
         Returns:
             The prompts that the step trains on, of all ranks, and the completions of this rank's
@@ -246,11 +226,7 @@ class PartialRollouts:
         self._waiting = [groups[rank::size] for rank in range(size)]
 
     def _group(self, state: Any) -> Group:
-        """Return the group that `_state` made JSON values of.
-
-        Raises:
-            UserError: The task no longer has its prompt.
-        """
+        """Return the group that `_state` made JSON values of."""
         prompt_id, members = state
         prompt = self._by_id.get(prompt_id)
         if prompt is None:
@@ -306,7 +282,6 @@ def _in_turn(lists: Sequence[Sequence[Item]]) -> list[Item]:
 
 
 def _state(group: Group) -> Any:
-    """Return a group as JSON values."""
     return [group.prompt.prompt.id, [_record(member) for member in group.members]]
 
 

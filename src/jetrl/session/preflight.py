@@ -26,12 +26,7 @@ SAMPLES = 4  # of each prompt, or fewer where the recipe has fewer
 
 @dataclass(frozen=True)
 class Preflight:
-    """The preflight of reinforcement learning.
-
-    Attributes:
-        samples: Scored completions, grouped by prompt.
-        warnings: What would keep the run from learning, in words.
-    """
+    """The preflight of reinforcement learning."""
 
     samples: tuple[Sample, ...]
     warnings: tuple[str, ...]
@@ -69,13 +64,7 @@ def preflight(settings: Settings) -> Preflight:
 
 @dataclass(frozen=True)
 class ScoredCompletion:
-    """A completion of a pair with the reward model's score before training.
-
-    Attributes:
-        text: The completion as the model reads it.
-        tokens: The number of its tokens.
-        score: The model's score.
-    """
+    """A completion of a pair with the reward model's score before training."""
 
     text: str
     tokens: int
@@ -84,12 +73,7 @@ class ScoredCompletion:
 
 @dataclass(frozen=True)
 class ScoredPair:
-    """A prompt and its two completions.
-
-    Attributes:
-        prompt: The prompt.
-        completions: The two completions, the better one first.
-    """
+    """A prompt and its two completions."""
 
     prompt: Prompt
     completions: tuple[ScoredCompletion, ...]
@@ -97,13 +81,7 @@ class ScoredPair:
 
 @dataclass(frozen=True)
 class PairPreflight:
-    """The preflight of a reward model's training.
-
-    Attributes:
-        pairs: The first pairs of the first update.
-        facts: Counts over all pairs that are trained on.
-        warnings: What would keep the model from learning, in words.
-    """
+    """The preflight of a reward model's training."""
 
     pairs: tuple[ScoredPair, ...]
     facts: PairFacts

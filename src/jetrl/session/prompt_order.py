@@ -41,13 +41,7 @@ class PassRates:
         self._history: dict[str, tuple[float, float]] = {}
 
     def observe(self, prompt_id: str, solved: int, tried: int) -> None:
-        """Take in the completions of one group.
-
-        Args:
-            prompt_id: The prompt of the group.
-            solved: The number of completions that solve it.
-            tried: The number of completions.
-        """
+        """Take in the completions of one group."""
         before_solved, before_tried = self._history.get(prompt_id, (0.0, 0.0))
         self._history[prompt_id] = (
             MEMORY * before_solved + solved,
@@ -72,11 +66,7 @@ class PassRates:
 
 
 class PromptDigest:
-    """A digest of the prompts and their answers, which warns when a resumed run has others.
-
-    Args:
-        prompts: The prompts of the split.
-    """
+    """A digest of the prompts and their answers, which warns when a resumed run has others."""
 
     def __init__(self, prompts: Sequence[EncodedPrompt]) -> None:
         digest = hashlib.blake2b(digest_size=8)
@@ -103,9 +93,6 @@ class ShuffledPrompts:
 
     Args:
         tasks: The task of each prompt (`Prompt.task`), in the order of the split.
-        prompt_ids: The id of each prompt.
-        weights: The weight of each task; {} where there is one task.
-        seed: The seed of the draws.
         explore: The least weight of a prompt under `pass_rate`; None draws shuffled.
     """
 
@@ -132,7 +119,6 @@ class ShuffledPrompts:
 
         Args:
             step: The step, from 1.
-            count: The number of prompts; every step draws as many.
         """
         counts = shares(list(self._weights.values()), count, step, self._seed)
         drawn: list[tuple[float, int]] = []  # positions in the step, from 0 to 1, and indices
@@ -153,9 +139,6 @@ class PromptOrder:
     """The prompts of a split, drawn step by step in the order that `data.order` names.
 
     Args:
-        settings: The settings of the run.
-        prompts: The prompts of the split.
-        weights: The weight of each task; {} where there is one task.
         use: What the prompts are for: `prompts` are those of the loop's steps. Each use draws in an
             order of its own, and only the steps draw by pass rate.
 

@@ -45,11 +45,7 @@ class RankProgress:
         """Do nothing: a phase forgets the progress before it when it begins."""
 
     def of_all(self, own: Progress) -> Progress:
-        """Return the progress of all ranks on rank 0, and this rank's own on the others.
-
-        Args:
-            own: The progress of this rank.
-        """
+        """Return the progress of all ranks on rank 0, and this rank's own on the others."""
         if self._meeting is None:
             return own
         if self._clock() - self._last >= EVERY_S:

@@ -36,7 +36,6 @@ def joined_in_script(settings: Settings, resume: bool) -> Iterator[bool]:
     joined them is broken by then.
 
     Args:
-        settings: The settings of the run.
         resume: Whether to go on with the run; one that torchrun starts again goes on in any case.
     """
     if not started_by_torchrun() or world() is not ONE_PROCESS:
@@ -58,10 +57,6 @@ def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
     """Join the processes that torchrun has started for a run, within the block.
 
     The callers have asked whether torchrun started this process; one alone joins nothing.
-
-    Args:
-        settings: The settings of the run.
-        resume: Whether the run goes on.
 
     Raises:
         UserError: The ranks were started differently, or settings that need one process.
@@ -98,7 +93,6 @@ def joined_on(
     """Join the processes that torchrun has started for a command, within the block.
 
     Args:
-        device: The device, as run.device names it.
         timeout_s: How long a rank waits for the others; None: the default of the settings.
         facts: What has to be the same on all ranks beside versions and command line, by name.
         problem: Why the command cannot run as several processes; empty where it can.
@@ -126,9 +120,6 @@ def _gpu_name() -> str:
 
 def goes_on(settings: Settings) -> bool:
     """Return whether torchrun starts the ranks again of a run that it has begun (--max-restarts).
-
-    Args:
-        settings: The settings of the run.
 
     Raises:
         Terminated, TimeLimitReached: The run was not lost, but asked to stop: it does not go on.

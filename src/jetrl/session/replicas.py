@@ -27,10 +27,6 @@ _FACTOR = -0x61C8864680B583EB  # odd, as an int64: 2**64 over the golden ratio
 def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
     """Check that all ranks have drawn the same prompts for a step.
 
-    Args:
-        step: The number of the step.
-        prompts: The prompts of this rank.
-
     Raises:
         RanksDiffer: They have not.
     """
@@ -44,10 +40,6 @@ def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
 def compare_samples(step: int, samples: Sequence[Sample]) -> None:
     """Check that all ranks are about to train on the same samples.
 
-    Args:
-        step: The number of the step.
-        samples: The samples of this rank, which are those of all ranks.
-
     Raises:
         RanksDiffer: They are not.
     """
@@ -57,11 +49,7 @@ def compare_samples(step: int, samples: Sequence[Sample]) -> None:
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:
-    """Return a digest of all that is trained on, the same in every process.
-
-    Args:
-        samples: The samples of a step.
-    """
+    """Return a digest of all that is trained on, the same in every process."""
     digest = hashlib.blake2b(digest_size=8)
     for sample in samples:  # as bytes: the texts of their numbers take ten times as long
         digest.update(array("i", sample.prompt_token_ids))
@@ -74,11 +62,6 @@ def samples_digest(samples: Sequence[Sample]) -> str:
 
 def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | None = None) -> None:
     """Check that all ranks read the same quantized weights, and the same undivided master weights.
-
-    Args:
-        when: The moment, for the message.
-        models: The models that are trained.
-        beside: Tensors of a draft head, by name, which every rank has whole.
 
     Raises:
         RanksDiffer: They do not; the message names a weight.
@@ -116,11 +99,7 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def _in_order(tensor: Tensor, factors: Tensor) -> Tensor:
-    """Return a digest of a tensor's bytes and of their order: int64 [], modulo 2**64.
-
-    An odd factor loses no change of a word, and words of 32 bits leave room for it: exchanged words
-    would have to differ by a multiple of 2**31 to have a chance of the same sum.
-    """
+    """Return a digest of a tensor's bytes and of their order: int64 [], modulo 2**64."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % 4:
         data = data.clone()

@@ -58,15 +58,9 @@ class Facts:
     """The contents of reproduction.json.
 
     Attributes:
-        kind: What was not finite.
-        step: The step of the loop, or the supervised update.
         update: The number of the update in its step, from 0.
-        what: The numbers that were not finite, in words.
         first: The first value that was not finite when the work was repeated at once, "" if it did
             not happen again.
-        seed: run.seed, which all draws are made from.
-        device: The device of the run.
-        format: The version of the format.
         alphabet: The characters of a tokenizer of single characters; None for others.
     """
 
@@ -106,8 +100,6 @@ class Replay:
     """A reproduction that was run again.
 
     Attributes:
-        facts: What the run met.
-        numbers: The metrics of the update, or the largest logit, by name.
         norms: The gradient norm of each parameter: those that are not finite first, then the
             largest.
         first: The first value that is not finite, in words; "" if all are finite.
@@ -120,7 +112,6 @@ class Replay:
 
     @property
     def finite(self) -> bool:
-        """True if every value is finite now."""
         return not self.first and all(math.isfinite(value) for value in self.numbers.values())
 
 
@@ -137,13 +128,6 @@ def write_reproduction(
     """Write a reproduction, in place of an earlier one in the same folder; every rank calls this.
 
     Args:
-        folder: The folder to write.
-        facts: What happened.
-        settings: The settings of the run.
-        policy: The policy that it happened with.
-        micro_batches: The micro-batches of an update.
-        samples: The samples of an update of reinforcement learning.
-        token_ids: The sequence whose logits were not finite, of sampling.
         saved_masters: A file or folder with the very master weights, which is linked to instead of
             written.
 
@@ -192,7 +176,6 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
     An update is run forward and backward; a sequence is run forward.
 
     Args:
-        path: The folder of the reproduction, or the reproduction.json in it.
         preset: A precision preset in place of the run's plan.
         device: A device in place of the run's.
 
@@ -296,11 +279,7 @@ def _token_ids(folder: Path) -> list[int]:
 
 
 def _link(saved: Path, folder: Path) -> bool:
-    """Link the file of master weights, or the files of a folder, into a folder of the same name.
-
-    Returns:
-        Whether that could be done.
-    """
+    """Link the file of master weights, or the files of a folder, into a folder of the same name."""
     sources = sorted(saved.iterdir()) if saved.is_dir() else [saved]
     try:
         for source in sources:

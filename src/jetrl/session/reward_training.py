@@ -38,7 +38,6 @@ def train_reward_model(
     held-out pairs reaches `sft.until`, looked at every `sft.check_every`.
 
     Args:
-        settings: The settings of the run.
         out: A second directory to write the model to; None: none.
         resume: Whether to resume from the last checkpoint, with the bits of an uncut training.
 
@@ -94,7 +93,6 @@ def open_reward_context(settings: Settings, resume: bool | None = None) -> Rewar
     """Check the training of a reward model, then load its model.
 
     Args:
-        settings: The settings of the run.
         resume: As of `check_pairs`.
 
     Raises:
@@ -109,12 +107,6 @@ def open_reward_context(settings: Settings, resume: bool | None = None) -> Rewar
 
 
 def accuracy(model: ScalarModel, pairs: Sequence[Pair], tokens_at_once: int) -> float:
-    """Return the share of pairs whose better sequence scores higher.
-
-    Args:
-        model: The reward model.
-        pairs: The pairs, the better sequence first.
-        tokens_at_once: The tokens of a forward.
-    """
+    """Return the share of pairs whose better sequence scores higher."""
     scores = model.scores([sequence for pair in pairs for sequence in pair], tokens_at_once)
     return float((scores[0::2] > scores[1::2]).double().mean())

@@ -11,8 +11,6 @@ def rollout_params(settings: Settings, step: int, round: int = 1) -> SamplingPar
     """Return how the completions of a step are drawn.
 
     Args:
-        settings: The settings of the run.
-        step: The number of the step.
         round: The round of dynamic sampling, 1 for the step's own prompts.
     """
     rollout = settings.rollout

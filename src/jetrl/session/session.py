@@ -59,17 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """An attempt at a run, open as a context; `jetrl.loop.train` shows the order of the verbs.
-
-    Args:
-        settings: The settings of the run.
-        resume: Whether to continue an earlier attempt.
-
-    Attributes:
-        context: The models and data of the run.
-        run: The run directory, console, phases, stop signals and checkpoints.
-        last_step: The record of the last whole step.
-    """
+    """An attempt at a run, open as a context; `jetrl.loop.train` shows the order of the verbs."""
 
     def __init__(self, settings: Settings, resume: bool = False) -> None:
         self.settings = settings
@@ -157,11 +147,7 @@ class Session:
         return self._trainer
 
     def _open_trainer(self, begun: bool = False) -> None:
-        """Make the trainer of RL, with a new optimizer and a reference frozen at this moment.
-
-        Args:
-            begun: Whether an earlier attempt made it, which kept its reference.
-        """
+        """Make the trainer of RL, with a new optimizer and a reference frozen at this moment."""
         run, reports = self.run, self._nonfinite
         reference = build_reference(self.settings, self.context.policy, run.directory.path, begun)
         critic = build_critic(self.settings, self.context.policy, reports.critic_guard)
@@ -437,7 +423,6 @@ class Session:
             yield
 
     def _order(self, use: str) -> PromptOrder:
-        """Return a separate order of the prompts for each use."""
         return PromptOrder(self.settings, self.context.prompts, self.context.task.weights, use)
 
     def _held_out(self, step: int) -> Evaluation:

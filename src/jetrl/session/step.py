@@ -19,14 +19,10 @@ class Step:
         number: The number of the step, from 1; 0 stands for the model before the first step.
         round: The round of sampling that the record is of, from 1. Once dynamic sampling is done,
             the number of rounds that the step took.
-        prompts: The prompts of the round.
         completions: The completions of the round, `rollout.samples_per_prompt` of each prompt.
         scoring: The scores of these completions, begun while others were drawn; None before
             sampling.
-        samples: The scored completions to train on, grouped by prompt.
-        drawn_samples: The scored completions of all rounds, also those that are not trained on.
         rollout_tokens: The number of tokens drawn in all rounds.
-        metrics: The metrics of the step so far, by name.
     """
 
     number: int

@@ -25,7 +25,6 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     """Return the rewards and lengths of a step's samples.
 
     Args:
-        samples: All samples that the step drew.
         compares_group: Whether the algorithm compares the completions of a prompt; if not, groups
             of equal rewards mean nothing and are not counted.
     """
@@ -82,8 +81,6 @@ def throughput_metrics(
     """Return the times and speeds of a step whose rollout, reward and update are done.
 
     Args:
-        timings: The seconds of each phase, by name.
-        samples: The samples that were trained on.
         rollout_tokens: The number of tokens that were drawn.
     """
     num_trained = sum(len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples)
@@ -123,7 +120,6 @@ def distributed_metrics(metrics: Mapping[str, float], waited_s: float) -> dict[s
     In a run of one process there is nothing to say.
 
     Args:
-        metrics: The metrics of the step, with its times and speeds.
         waited_s: The seconds of the step in which this rank waited for others.
     """
     size = world().size
@@ -141,13 +137,11 @@ def distributed_metrics(metrics: Mapping[str, float], waited_s: float) -> dict[s
 
 
 def largest_of_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the largest value of each metric that any rank has measured."""
     values = world().gather("measurements", dict(metrics))
     return {name: max(one[name] for one in values if name in one) for name in metrics}
 
 
 def eval_metrics(task: str, evaluation: Evaluation) -> dict[str, float]:
-    """Return the metrics of an evaluation of a task, and of the tasks that it is mixed of."""
     values = {
         "mean": evaluation.mean,
         "pass_at_k": evaluation.pass_at_k[max(evaluation.pass_at_k)],

@@ -17,14 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepNotes:
-    """The notes on the steps of a run, made of their metrics.
-
-    Args:
-        directory: The run directory, with the metrics of the steps so far.
-        engine: The engine of the run, which counts how often its memory ran out.
-        micro_batch_size: The size of the run's micro-batches.
-        note: Shows a line to the user.
-    """
+    """The notes on the steps of a run, made of their metrics."""
 
     def __init__(
         self,
@@ -43,7 +36,6 @@ class StepNotes:
         """Note what was unusual about a step's sampling and updates; return counts as metrics.
 
         Args:
-            step: The number of the step.
             metrics: The metrics of its samples and updates, without times.
         """
         anomalies = self._anomalies.see(metrics)

@@ -51,7 +51,6 @@ class StopSignals:
     Args:
         max_hours: The wall time that this attempt may take; None: no limit.
         elapsed_s: The wall time of the attempts before this one, in seconds.
-        began: When this attempt began, by time.monotonic: before its models were loaded.
 
     Attributes:
         reason: Why the run stops, in words; "" while nothing asked for it.
@@ -145,10 +144,7 @@ class StopSignals:
         _say("stopping after this step; Ctrl-C again to leave at once")
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """Give the step up or ask to stop after it; leave at once on a second SIGTERM.
-
-        torchrun sends SIGTERM as well when another rank is lost: then RankLost is raised.
-        """
+        """Give the step up or ask to stop after it; leave at once on a second SIGTERM."""
         if peers().interrupted():
             return
         if self._received is Terminated:

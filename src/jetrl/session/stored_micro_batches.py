@@ -36,9 +36,7 @@ def read_micro_batches(
     """Return the micro-batches of a file, on a device.
 
     Args:
-        file: The file micro_batches.safetensors.
         config: The model that reads the tokens.
-        device: The device.
 
     Raises:
         UserError: The file is damaged, or its tensors are no micro-batches for the model; the
@@ -95,10 +93,7 @@ def _problem(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> str:
 
 
 def _stem_problem(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return what is wrong with the stems that sequences share, "" if nothing is.
-
-    The other tensors of the sequences have been checked.
-    """
+    """Return what is wrong with the stems that sequences share, "" if nothing is."""
     given = [name for name in _STEMS if name in tensors]
     if not given:
         return ""

@@ -27,11 +27,7 @@ WaitingGroup = Annotated[tuple[str, list[Member]], Field(strict=False)]
 
 
 class GuardState(Stored):
-    """The state of a guard against updates that are not finite (`training.guard`).
-
-    Attributes:
-        in_a_row: The number of updates that were skipped one after another.
-    """
+    """The state of a guard against updates that are not finite (`training.guard`)."""
 
     in_a_row: Count
 
@@ -40,8 +36,6 @@ class ClipState(Stored):
     """The state of the calibration of clip bounds (`training.extras.calibration`).
 
     Attributes:
-        steps: The number of steps seen.
-        low: The lower bound of a ratio.
         high: The upper bound of a ratio.
     """
 
@@ -67,12 +61,7 @@ RolloutSizes = Annotated[list[Positive | None], Field(min_length=3, max_length=3
 
 
 class RolloutSizesState(Stored):
-    """The sizes of a rollout's work (`rollout.sizes`).
-
-    Attributes:
-        asked: The sizes that the settings ask for.
-        now: The sizes that hold.
-    """
+    """The sizes of a rollout's work (`rollout.sizes`)."""
 
     asked: RolloutSizes
     now: RolloutSizes
@@ -90,13 +79,6 @@ class States(Stored):
     Attributes:
         data: The digest of the prompts; none of a version that kept no such digest.
         prompts: The pass rates of prompts, [solved, tried] by prompt id.
-        partial_rollouts: The groups that wait, each a prompt id and its completions.
-        micro_batches: The size of micro-batches.
-        rollout_sizes: The sizes of a rollout's work.
-        guard: The guard of the trainer.
-        sft_guard: The guard of the supervised warm-up.
-        critic_guard: The guard of the critic.
-        clip: The calibrated clip bounds.
     """
 
     data: Digest | None = None
@@ -114,9 +96,7 @@ class Extra(Stored):
     """The contents of `extra` in state.json.
 
     Attributes:
-        states: The states of the run's parts.
         metrics: The metrics of the step; none of a supervised update.
-        seed: The setting run.seed.
     """
 
     states: States
@@ -142,7 +122,6 @@ def check_extra(extra: Mapping[str, Any], where: str) -> None:
 
     Args:
         extra: The contents of `extra` in state.json.
-        where: The file, for the message.
 
     Raises:
         UserError: A part's state is nothing that the part writes.

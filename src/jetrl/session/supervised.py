@@ -25,15 +25,10 @@ class SupervisedUpdates:
     """The `sft.steps` supervised updates of a run, or fewer once the held-out value is good enough.
 
     Attributes:
-        run: The open run, with its settings, model and data.
-        trainer: The trainer of the model.
-        example_of: Makes the example of a prompt.
         held_out: Returns the held-out value that `sft.until` is compared with.
-        title: The first word of an update's line on the console.
         held_out_metric: The metric of the held-out value. With a metric the updates are the whole
             run: the value is in their lines and known at the end, and the last update is saved.
             None: the updates come before the steps of a run, which saves itself.
-        before_update: Called with the number of an update before it is made.
     """
 
     run: TrainingRun
@@ -120,11 +115,7 @@ class SupervisedUpdates:
         return good_enough or update >= sft.steps
 
     def _save_or_stop(self, update: int, is_last: bool) -> None:
-        """Write the checkpoint after an update if one is due, and stop the run if it is to stop.
-
-        Raises:
-            KeyboardInterrupt, Terminated, TimeLimitReached: The run stops before its last update.
-        """
+        """Write the checkpoint after an update if one is due, and stop the run if it is to stop."""
         run, checkpoints = self.run, self.run.checkpoints
         stops = run.stops.decide()
         if checkpoints.is_due(update) or stops or is_last:

@@ -49,28 +49,6 @@ _SETTLE_S = 5.0  # for a checkpoint of several ranks, of which one has met an er
 class TrainingRun:
     """An attempt at a run, begun when this object is made and ended when its stack is closed.
 
-    Args:
-        settings: The settings of the run.
-        context: The model and data of the run.
-        stack: Closes what is opened here; the report is written last.
-        resume: Whether an earlier attempt is continued.
-        began: When this attempt began, by time.monotonic.
-        trackers: The names of the experiment trackers that get the metrics.
-        hang_state: Returns more lines for hang.txt, if the run hangs.
-
-    Attributes:
-        settings: The settings of the run.
-        context: The model and data of the run.
-        directory: The run directory.
-        attempt: The record of this attempt in the run directory.
-        trackers: The experiment trackers.
-        stops: The requests to stop the run.
-        phases: The clock of the run's phases.
-        memory_peaks: The most memory that each phase held.
-        display: The console.
-        rank_progress: The progress of rollouts on all ranks.
-        checkpoints: The checkpoints of the run.
-
     Raises:
         UserError: The run directory cannot be used.
     """
@@ -151,13 +129,6 @@ class TrainingRun:
     def write_line(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[Sample] = ()
     ) -> None:
-        """Write the metrics of a step, and show them.
-
-        Args:
-            step: The number of the step.
-            metrics: The metrics.
-            samples: The samples of the step, of which some are shown.
-        """
         stats = StepStats(step, metrics, samples)
         self.directory.write_step(stats)
         self.display.step(stats)
@@ -167,7 +138,6 @@ class TrainingRun:
         """Write the trained model as a Hugging Face directory; return the one in the run directory.
 
         Args:
-            dtype: The number format of the weights.
             out: A second directory to write; None: none.
         """
         path = self.directory.path / "model"
@@ -180,11 +150,7 @@ class TrainingRun:
         return path
 
     def _settle(self, error: BaseException | None) -> None:
-        """Complete the checkpoint that is being written after an error, unless left at once.
-
-        Of several ranks all do so alike after a signal. Where one has met an error, the others
-        wait for it, and soon hear of the error.
-        """
+        """Complete the checkpoint that is being written after an error, unless left at once."""
         if error is None:
             return
         lost = isinstance(error, RankLost)

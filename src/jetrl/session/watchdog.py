@@ -58,9 +58,6 @@ class Watchdog:
 
     Args:
         settings: The section [watchdog].
-        file: The path of hang.txt, which is removed at the end if nothing was written.
-        state: Returns more lines for hang.txt: sequences, memory.
-        give_up: Called with the reason before the process ends.
     """
 
     def __init__(
@@ -82,7 +79,6 @@ class Watchdog:
         self._exit: ExitTimer | None = None
 
     def begin(self, phase: str, step: int) -> None:
-        """Begin to watch a phase."""
         self._change(phase, step)
 
     def beat(self) -> None:
@@ -262,9 +258,6 @@ class ExitTimer:
     library that sleeps, calls C's `_exit`. So it works while the interpreter's lock is held for
     good: then no thread and no signal handler of Python runs, and the timer of faulthandler, which
     does run, knows only one exit code.
-
-    Args:
-        exit_code: The exit code of the process.
 
     Raises:
         OSError: The system gives no timer.

@@ -173,10 +173,7 @@ def _read_toml(path: Path, origins: _Origins) -> dict[str, Any]:
 
 
 def _set_aside_task(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Drop the recipe's [task] if the overrides name another task.
-
-    The options, path and splits of the recipe's task mean nothing to another one.
-    """
+    """Drop the recipe's [task] if the overrides name another task."""
     names = [
         text.strip()
         for key, _, text in (o.partition("=") for o in overrides)
@@ -264,10 +261,7 @@ def _check_tree(
 
 
 def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
-    """Return a hint for an unknown key: a like name here, or an equal or like one elsewhere.
-
-    A name that another library has for a setting counts as equal.
-    """
+    """Return a hint for an unknown key: a like name here, or an equal or like one elsewhere."""
     here = list(model.model_fields)
     everywhere: dict[str, list[str]] = {}
     for full, *_ in describe():
@@ -324,7 +318,6 @@ def to_toml(settings: Settings, *, defaults: bool = True) -> str:
     """Return the settings as TOML that `load_config` reads back as equal, without unset keys.
 
     Args:
-        settings: The settings.
         defaults: Whether settings that nobody gave a value are written, with their defaults.
     """
     lines: list[str] = []

@@ -20,6 +20,5 @@ def verified_drafts(
         asked: The setting rollout.speculation; None: it is not set, and no draft head is trained.
         exact: Whether the plan promises that sampler and trainer agree.
         device: "cpu", or a GPU.
-        oversample: The setting rollout.oversample.
     """
     return asked or ("auto" if exact and device != "cpu" and not oversample else "off")

@@ -108,9 +108,6 @@ class Answer:
 
     Attributes:
         text: A plain number such as `-1200.5` or `1/2`, or else LaTeX; "" without a value.
-        marked: Whether the text marks it as the answer.
-        box: The whole marked answer as LaTeX, with both sides of an equation.
-        percent: Whether a percent sign or word follows it.
         scaled: The number's value with the `million` or the like behind it; "" if there is none.
     """
 
@@ -211,7 +208,6 @@ def _of_line(line: str) -> Answer:
 
 
 def _of_box(content: str) -> Answer:
-    """Return the answer that the content of a box gives."""
     content, percent = without_percent(_undressed(content[: 2 * MAX_LENGTH]))
     plain = _WORDS.sub(r"\1", content)
     number, value = NUMBER.match(plain), _value(content)
@@ -301,10 +297,7 @@ def _value(content: str) -> str:
 
 
 def _right_side(content: str) -> str:
-    """Return what an equation says that a name is; "" if its sides are different numbers.
-
-    Equations of several names (`x=1, y=5`) are returned as they are.
-    """
+    """Return what an equation says that a name is; "" if its sides are different numbers."""
     name, equals, rest = _EQUALS.sub("\0", content).partition("\0")
     in_no_bracket = re.sub(r"\([^()]*\)", "", name)
     if not equals or _ORDER.search(content) or re.search(_SEPARATOR, in_no_bracket):
@@ -322,10 +315,7 @@ def _right_side(content: str) -> str:
 
 
 def _latex(content: str) -> str:
-    r"""Return an answer as LaTeX that math-verify reads; "" if numbers stand next to each other.
-
-    Upright functions and letters become plain ones, and units go unless there are other words.
-    """
+    """Return an answer as LaTeX that math-verify reads; "" if numbers stand next to each other."""
     content = _WORDS.sub(_upright, _CONNECTIVES.sub(" , ", content))
     bare = _UNIT_ENDS.sub(
         lambda m: m[0] if m[1] and not re.fullmatch(rf"\s*{UNIT}", m[1]) else " ", content

@@ -34,10 +34,8 @@ class Arithmetic(Task):
         digits: Digits of an operand, 1 to 3 (3 makes a million sums).
         operators: The operators to use, out of `+-`.
         max_operand: Largest operand; default: the largest that has so many digits.
-        padded: Whether numbers are written at their full width, with leading zeros.
         reverse: Whether the result is written lowest digit first (`07+25=` is `230`).
         seed: Seed of the choice of held-out problems and of the order of the rest.
-        test_share: Share of the problems that are held out.
         mistakes: Share of the worked answers (`demonstration`) with one wrong digit, drawn again
             for every call: a careless teacher, whose pupil learns to add and to err as often, which
             reinforcement then mends.

@@ -38,9 +38,6 @@ class Source:
     """A held-out set of the hub.
 
     Attributes:
-        path: The data set's id on the hub.
-        split: The data set's split with the questions.
-        question: The column of the question.
         answer: The column of the right answer: a value, or of choices the letter or the right text.
         choices: The column of a list of choices, or the columns of the wrong ones; () for a value.
         config: The data set's configuration; None for its only one.
@@ -93,7 +90,7 @@ def benchmark_name(name: str) -> str | None:
 
 
 class Benchmark(Task):
-    r"""A held-out set that people report.
+    """A held-out set that people report.
 
     The reward is 1 for the right value or letter and 0 otherwise; the part `answered` is 1 where
     the completion marks an answer.
@@ -103,7 +100,6 @@ class Benchmark(Task):
         path: A local copy: a folder with a file of the split, or `test.jsonl`; or one such file.
             Default: the set's id on the hub.
         format: "chat" gives messages for the chat template, "text" the plain question.
-        instruction: The text after the question.
         seed: The seed of the order of choices, where the data has the right one first.
     """
 
@@ -146,7 +142,6 @@ class Benchmark(Task):
         return Score(float(letter == prompt.answer), {"answered": answered})
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
-        """Return the letter or value that a completion gives."""
         return chosen_letter(completion) if self.source.choices else answer_key(completion)
 
     def self_test(self) -> list[tuple[Prompt, str, float | None]]:

@@ -64,8 +64,6 @@ def check_math(gold: str, completion: str, strict: bool = False) -> Score:
     """Return the score of a completion: 1 where its answer has the value of the right one.
 
     Args:
-        gold: The right answer: a number, LaTeX, or a text that marks its answer.
-        completion: The completion to score.
         strict: Whether only a marked answer counts.
     """
     answer = final_answer(completion, strict=strict)

@@ -18,7 +18,6 @@ def only_these(ids: Sequence[str], file: Path, label: str) -> list[str]:
     Args:
         ids: The ids of all training prompts, in their usual order.
         file: A file of JSON lines with an `id` each.
-        label: The name of the task, for messages.
 
     Raises:
         UserError: The file does not read, or names a prompt that is not there.

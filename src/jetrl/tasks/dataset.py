@@ -44,14 +44,10 @@ class Dataset(Task):
         id: The field that names a row; "": its split and number.
         template: The text of the question, with `{field}` for each field to take from the row;
             default: the prompt field alone. It cannot take the answer or a completion.
-        checker: math, exact, regex or file.py:function (checkers.py).
-        pattern: The regular expression of the checker regex.
         strict: Whether the checker math takes marked answers only.
         format: "chat" makes a user's message of a text, "text" leaves it plain.
-        stop: Strings that end a completion.
         test_share: Share of the rows that is held out as `test`, where the data has no splits.
         seed: Seed of the choice of held-out rows.
-        config: The data set's configuration, for a name.
     """
 
     name = "dataset"

@@ -58,12 +58,7 @@ def _latex_config() -> Any:
 
 
 def same_value(gold: str, answer: str) -> bool:
-    """Return whether two answers have the same value.
-
-    Args:
-        gold: The right answer: a plain number or LaTeX.
-        answer: The answer to compare: a plain number or LaTeX.
-    """
+    """Return whether two answers have the same value."""
     if not gold or not answer or len(answer) > MAX_LENGTH:
         return False
     if len({base[1] for text in (gold, answer) if (base := _BASE.search(text))}) > 1:
@@ -82,7 +77,7 @@ def same_value(gold: str, answer: str) -> bool:
 
 
 def without_doubled_brackets(text: str) -> str:
-    r"""Return a deeply nested answer with one bracket in place of brackets right around brackets.
+    """Return a deeply nested answer with one bracket in place of brackets right around brackets.
 
     The time that LaTeX takes to be read grows several times over with each bracket in a bracket.
     Answers of up to MAX_DEPTH are returned as they are.

@@ -32,9 +32,6 @@ class Multiplication(WrittenOut):
 
     Args:
         digits: Digits of each factor, 2 to 40: the difficulty and the length of an answer.
-        size: The number of training prompts.
-        test_size: The number of held-out prompts.
-        seed: The seed of the problems.
         mistakes: The share of worked answers with one wrong digit.
         reward: "answer", or "steps" for the share of right steps.
         only: A file of JSON lines with the ids of the training prompts that are used.

@@ -30,9 +30,6 @@ class Program(WrittenOut):
     Args:
         rounds: Rounds of the loop, 1 to 99: the difficulty and the length of an answer.
         variables: The number of variables, and so of assignments a round, 2 to 6.
-        size: The number of training prompts.
-        test_size: The number of held-out prompts.
-        seed: The seed of the problems.
         mistakes: The share of worked answers with one wrong value.
         reward: "answer", or "steps" for the share of right steps.
         only: A file of JSON lines with the ids of the training prompts that are used.

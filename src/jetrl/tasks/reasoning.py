@@ -35,15 +35,10 @@ class ReasoningGym(Task):
     """A data set of reasoning-gym, whose own `score_answer` gives the reward.
 
     Args:
-        dataset: The data set's name in reasoning-gym.
-        size: Number of questions of the training split.
-        test_size: Number of questions of the test split.
-        seed: Seed of the first training question.
         format: "chat" (messages) or "text" (the bare question).
         instruction: Text after the question in a chat prompt. With an instruction the answer is the
             text between the last <answer> and </answer>; without one (`instruction = ""`, or format
             "text") it is the whole completion, stripped.
-        options: The data set's own configuration.
     """
 
     def __init__(

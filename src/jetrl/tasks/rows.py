@@ -56,7 +56,6 @@ def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tupl
     Args:
         path: File, folder or data set's name; see `FORMS`.
         split: The split of a folder or of a name; a single file has none.
-        config: The data set's configuration, for a name.
 
     Raises:
         UserError: A row cannot be read (with file and line), or a package is not installed.

@@ -54,11 +54,6 @@ def get_single_task(name: str, options: dict[str, Any]) -> Task:
 def build(task_class: type[Task], name: str, options: dict[str, Any]) -> Task:
     """Return a task of a class, after a check that the class takes these options.
 
-    Args:
-        task_class: The class.
-        name: The name of the task in the settings, for messages.
-        options: Keyword arguments of the class.
-
     Raises:
         UserError: An option is unknown or missing, or the class raised an error.
     """

@@ -112,12 +112,7 @@ def _read_source(file: Path, label: str) -> bytes:
 
 
 def _load_module(file: Path, label: str) -> ModuleType:
-    """Run a file as a module of its own, its folder importable as for `python FILE`.
-
-    Args:
-        file: The user's file.
-        label: What an error message calls a file that cannot be read.
-    """
+    """Run a file as a module of its own, its folder importable as for `python FILE`."""
     check_trusted(file)
     file = file.resolve()
     source = _read_source(file, label)

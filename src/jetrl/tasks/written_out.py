@@ -31,7 +31,6 @@ class Slip:
     """A wrong digit that a careless teacher writes, and that all later digits are computed from.
 
     Attributes:
-        step: The index of the step with the wrong digit.
         choice: A random number from 0 up to 1, which says what in the step is wrong.
         shift: A number from 1 to 9 that is added to the right digit, modulo 10.
     """
@@ -50,11 +49,7 @@ class WrittenOut(Task):
     `steps`. A step is right where it is the worked answer's step at that place.
 
     Args:
-        num_steps: The number of steps before the answer.
         num_problems: The number of different problems that `draw` can make.
-        size: The number of training prompts.
-        test_size: The number of held-out prompts.
-        seed: The seed of the problems.
         mistakes: The share of worked answers with one wrong digit, drawn again for every call: a
             careless teacher, whose pupil learns the work and to err as often, which reinforcement
             then mends.
@@ -111,18 +106,13 @@ class WrittenOut(Task):
         self._teacher = random.Random(seed)
 
     def draw(self, source: random.Random) -> str:
-        """Return the text of a prompt, drawn from a generator.
-
-        Args:
-            source: The generator, whose state alone decides what is drawn.
-        """
+        """Return the text of a prompt, drawn from a generator."""
         raise NotImplementedError(f"{type(self).__name__} has no draw(source)")
 
     def solve(self, text: str, slip: Slip | None = None) -> list[str]:
         """Return the steps of a prompt without their semicolons, and last the answer.
 
         Args:
-            text: The text of a prompt.
             slip: The digit that is written wrongly; None for the right work.
         """
         raise NotImplementedError(f"{type(self).__name__} has no solve(text)")
@@ -196,13 +186,7 @@ def check_options(checks: Sequence[tuple[object, str]]) -> None:
 
 
 def is_in(value: object, low: int, high: int) -> bool:
-    """Return whether a value is an integer within bounds.
-
-    Args:
-        value: The value.
-        low: The least integer that is allowed.
-        high: The largest integer that is allowed.
-    """
+    """Return whether a value is an integer within bounds."""
     return type(value) is int and low <= value <= high
 
 

@@ -83,9 +83,6 @@ class Group:
 
     Shao et al. 2024, "DeepSeekMath", sec. 4.1.2; without the standard deviation: Liu et al. 2025,
     "Dr. GRPO".
-
-    Attributes:
-        normalize_std: Whether to divide by the group's standard deviation.
     """
 
     normalize_std: bool = True
@@ -145,10 +142,6 @@ class Gae:
     Schulman et al. 2015, eq. 16: delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma
     lambda A_{t+1}, with the reward at the last token, the penalties at theirs, and V = 0 after the
     end. The returns are A_t + V_t before the normalisation.
-
-    Attributes:
-        gamma: The discount of a token.
-        gae_lambda: The weight of later differences.
     """
 
     gamma: float = 1.0
@@ -193,7 +186,6 @@ def group_advantages(
     Args:
         rewards: [N], one number a sample.
         groups: [N], the group of each sample; members of a group need not be neighbours.
-        normalize_std: Whether to divide at all.
 
     Returns:
         float32 [N]. A group of one has advantage 0. Computed in float64 and rounded once.
@@ -244,7 +236,6 @@ def overlong_penalties(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.
 
     Args:
         lengths: int64 [S], the tokens of each completion that the limit counts.
-        max_tokens: The limit.
         buffer: Tokens before the limit; 0 takes nothing.
 
     Returns:

@@ -14,12 +14,7 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, job: Callable[[], object], name: str) -> None:
-        """Start a job when the job before has ended; raise what that one raised.
-
-        Args:
-            job: The work to do in the other thread.
-            name: The name of the thread.
-        """
+        """Start a job when the job before has ended; raise what that one raised."""
         self.wait()
         # A daemon, so that a second Ctrl-C need not wait for it.
         self._thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)

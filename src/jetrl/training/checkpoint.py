@@ -68,9 +68,6 @@ class Snapshot:
     """The contents of a checkpoint, before they are written.
 
     Attributes:
-        step: How many steps are done.
-        state: The text of state.json.
-        tensors: The tensors by part, then by name.
         shards: The division of the rows of those that are divided among ranks, by part and name.
     """
 
@@ -94,12 +91,7 @@ class Snapshot:
 
 
 class Latest(NamedTuple):
-    """The newest good checkpoint of a run.
-
-    Attributes:
-        path: The folder of the checkpoint.
-        notes: One message for each newer checkpoint, all of which are damaged.
-    """
+    """The newest good checkpoint of a run."""
 
     path: Path
     notes: list[str]
@@ -109,10 +101,7 @@ class Loaded(NamedTuple):
     """The contents of a checkpoint beside weights and optimizer, which were put in their places.
 
     Attributes:
-        step: How many steps are done.
         extra: What `save` was given as `extra`, as JSON reads it back.
-        tensors: The tensors of other parts of the run, by part and name.
-        ranks: How many processes wrote the checkpoint.
     """
 
     step: int
@@ -171,11 +160,7 @@ class Checkpoints:
 
     @staticmethod
     def masters(path: Path) -> Path | None:
-        """Return the file or folder with a checkpoint's master weights, None without any.
-
-        Args:
-            path: The folder of the checkpoint, or any folder.
-        """
+        """Return the file or folder with a checkpoint's master weights, None without any."""
         return masters_of(path)
 
     def save(
@@ -189,11 +174,8 @@ class Checkpoints:
         """Write the checkpoint of a step, and return its folder: `write(snapshot(...))`.
 
         Args:
-            step: How many steps are done.
             policy: The model whose master weights are kept.
             optimizer: The optimizer whose state is kept.
-            extra: JSON values that are needed to continue.
-            score: The score of the step, for keep_best.
         """
         return self.write(self.snapshot(step, policy, optimizer, extra, score))
 
@@ -210,13 +192,10 @@ class Checkpoints:
         """Return the contents of a checkpoint, which are the run's own tensors until `copied`.
 
         Args:
-            step: How many steps are done.
             policy: The model whose master weights are kept.
             optimizer: The optimizer whose state is kept.
             extra: What else is needed to continue: JSON values (floats survive exactly), under
                 string keys.
-            score: The score of the step, for keep_best; higher is better.
-            others: Tensors of other parts of the run, by part (a file name) and name.
             shards: The division of the rows of those that are divided among ranks, likewise.
 
         Raises:
@@ -331,11 +310,6 @@ class Checkpoints:
 
     def load(self, path: str | Path, policy: Model, optimizer: Optimizer) -> Loaded:
         """Put a checkpoint's master weights and optimizer state, bit for bit, into a model.
-
-        Args:
-            path: The folder of the checkpoint.
-            policy: A model made from the same settings, which is requantized afterwards.
-            optimizer: The optimizer over the model's master weights.
 
         Raises:
             UserError: The checkpoint is damaged, or its precision plan, model or tensors are not

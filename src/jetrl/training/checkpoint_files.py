@@ -154,13 +154,7 @@ def as_json(value: Any) -> Any:
 
 
 def differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each key that two records do not agree on.
-
-    Args:
-        what: The name of the records, for the sentences.
-        saved: The record in the checkpoint.
-        current: The record of this run.
-    """
+    """Return one sentence for each key that two records do not agree on."""
     return [
         f"{what} {key} is {saved.get(key)!r} in the checkpoint and {current.get(key)!r} here"
         for key in sorted({*saved, *current})
@@ -173,7 +167,6 @@ def tensor_differences(tensors: Mapping[str, Layout], masters: Mapping[str, Layo
 
     Args:
         tensors: The dtypes and shapes of the checkpoint's tensors, by name.
-        masters: Those of the whole master weights of this run, by name.
     """
     return [
         *(f"the checkpoint lacks {name}" for name in masters if name not in tensors),

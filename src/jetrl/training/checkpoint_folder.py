@@ -26,11 +26,7 @@ _SUFFIX = ".safetensors"
 
 
 def masters_of(path: Path) -> Path | None:
-    """Return the file or folder with the master weights of a checkpoint, None without any.
-
-    Args:
-        path: The folder of the checkpoint, or any folder.
-    """
+    """Return the file or folder with the master weights of a checkpoint, None without any."""
     found = (path / f"{MASTERS}{_SUFFIX}", path / MASTERS)
     if found[0].is_file():
         return found[0]
@@ -41,9 +37,6 @@ def parts_of(path: Path) -> dict[str, Path]:
     """Return the file or folder of each part of a checkpoint: masters, optimizer and others.
 
     They are those of the manifest alone: nothing beside them was compared with a checksum.
-
-    Args:
-        path: The folder of an undamaged checkpoint.
     """
     parts = {}
     for name in map(PurePosixPath, manifest_of(path)):

@@ -28,13 +28,6 @@ def load_into(
 ) -> dict[str, StoredTensors]:
     """Put a checkpoint's master weights and optimizer state into a model, not yet requantized.
 
-    Args:
-        policy: The model.
-        optimizer: The optimizer over the model's master weights.
-        path: The folder of the checkpoint, for messages.
-        state: The contents of state.json.
-        parts: The file or folder of each part of the checkpoint.
-
     Returns:
         The tensors of other parts of the run, by part.
 

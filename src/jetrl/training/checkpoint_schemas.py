@@ -20,7 +20,6 @@ class Fingerprint(Stored):
     """The fingerprint of a file (`checkpoint_files.fingerprint`).
 
     Attributes:
-        bytes: The size of the file.
         sha256: The SHA-256 of the contents.
         sha256_of_gib_pieces: The SHA-256 of those of the pieces of 1 GiB, of a larger file.
     """
@@ -40,16 +39,10 @@ class State(Stored):
     """The contents of state.json.
 
     Attributes:
-        format: The version of the format.
-        step: The number of steps that are done.
-        num_updates: The number of updates that the optimizer has made.
-        plan: The precision plan.
-        model: The model's configuration.
         score: The score of the step; None without one.
         extra: JSON values of the run (`session.stored_states`).
         alphabet: The characters of a tokenizer of single characters; None for other tokenizers, and
             of checkpoints that were written before it was stored.
-        ranks: How many processes wrote the checkpoint.
     """
 
     format: Count

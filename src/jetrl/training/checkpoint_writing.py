@@ -26,10 +26,8 @@ def write_parts(
     Every rank calls this function.
 
     Args:
-        folder: The folder of the checkpoint.
         parts: The tensors by part and name; own rows of those that are divided among ranks.
         shards: The division of the rows of those that are divided, by part and name.
-        ranks: The processes that write.
 
     Returns:
         The files of this rank, which are on the disk.
@@ -56,11 +54,6 @@ def fingerprints(folder: Path, own: Sequence[Path], ranks: World) -> dict[str, F
 
     Every rank calls this function.
 
-    Args:
-        folder: The folder of the checkpoint.
-        own: The files that this rank has written.
-        ranks: The processes that have written.
-
     Raises:
         OSError: A rank could not read; every rank raises it.
     """
@@ -75,11 +68,6 @@ def fingerprints(folder: Path, own: Sequence[Path], ranks: World) -> dict[str, F
 
 def complete_folder(folder: Path, state: str, files: Mapping[str, Fingerprint]) -> None:
     """Write state.json and, when all else is on the disk, the manifest; rank 0 does that.
-
-    Args:
-        folder: The folder of the checkpoint, with the files of tensors.
-        state: The text of state.json.
-        files: The fingerprints of the files of tensors, by name.
 
     Raises:
         OSError: A file could not be written, or one of another rank is not there.

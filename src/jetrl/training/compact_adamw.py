@@ -31,7 +31,6 @@ class CompactAdamW:
 
     Args:
         masters: The float32 matrices by name; gradients are read from `.grad`.
-        settings: betas, eps and weight_decay.
         shards: The division of the rows of matrices among ranks, by name.
     """
 
@@ -51,7 +50,6 @@ class CompactAdamW:
 
         Args:
             clip: float32 scalar on the device, which the gradients are multiplied by.
-            lr: Returns the learning rate so many updates after this one.
         """
         settings = self._settings
         scalars: dict[int, AdamWScalars] = {}  # by step, as a rule the same one for all
@@ -76,9 +74,6 @@ class CompactAdamW:
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """Return the state of one matrix, the tensors themselves; {} before its first gradient.
-
-        Args:
-            name: The name of the matrix.
 
         Returns:
             `ratio`, `root` and `step` (float32 scalar).

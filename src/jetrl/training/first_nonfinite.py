@@ -28,8 +28,6 @@ class NonFiniteValue:
         what: The operation, and whether the tensor is its output, the gradient of its output, or a
             weight.
         row: The first token of the batch with such a value; of a weight, the first row.
-        count: How many elements are not finite.
-        size: How many elements the tensor has.
     """
 
     what: str
@@ -43,9 +41,6 @@ class NonFiniteValue:
 
 class Watch:
     """Looks at the tensors of a model's forwards and backwards.
-
-    Args:
-        model: The model that is watched.
 
     Attributes:
         first: The first value that was not finite, in the order of computation; None so far.
@@ -64,12 +59,7 @@ class Watch:
             self._look(f"FP8 scales of {name}", scales)
 
     def output(self, name: str, value: Tensor) -> None:
-        """Look at the output of an operation, and later at its gradient: the decoder's trace.
-
-        Args:
-            name: The operation.
-            value: The output of the operation.
-        """
+        """Look at the output of an operation, and later at its gradient: the decoder's trace."""
         if name == "embed":  # the first operation of a forward
             self._in_backward = False
         if self._in_backward:  # a layer that is computed again says nothing new
@@ -79,12 +69,6 @@ class Watch:
             value.register_hook(partial(self.gradient, f"the output of {name}"))
 
     def gradient(self, of: str, gradient: Tensor) -> None:
-        """Look at a gradient.
-
-        Args:
-            of: The tensor that the gradient belongs to, in words.
-            gradient: The gradient.
-        """
         self._in_backward = True
         self._look(f"gradient of {of}", gradient)
 

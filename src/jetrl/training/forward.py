@@ -27,9 +27,6 @@ def batch_logprobs(
     """Return log-probs and moments of the N trained tokens of a batch, in batch order.
 
     Args:
-        policy: The policy that makes the forward.
-        batch: The packed sequences.
-        temperature: The temperature that logits are divided by.
         checkpoint_layers: Whether to compute layers again on the way back instead of keeping what
             they computed.
         seen: Called with the hidden states [N, D] from which the tokens were drawn.
@@ -54,7 +51,5 @@ def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> 
 
     Args:
         values: [T], a value for each token of the batch.
-        batch: The packed sequences.
-        device: Where the result is to be.
     """
     return upload(torch.from_numpy(values[targets(batch)]), torch.device(device))

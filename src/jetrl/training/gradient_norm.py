@@ -34,12 +34,7 @@ def gradient_norm(gradients: Mapping[str, Tensor], shards: Mapping[str, Shard]) 
 
 
 def _gathered(own: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """Return the sums of all blocks of matrices, of which each rank has its own.
-
-    Args:
-        own: The sums of own blocks, [blocks, P], by name.
-        shards: The division of the rows of each matrix, by name.
-    """
+    """Return the sums of all blocks of matrices, of which each rank has its own."""
     counts = {name: shards[name].counts(BLOCK_ROWS) for name in own}
     of_rank = [sum(count) for count in zip(*counts.values(), strict=True)]
     mine = torch.cat(list(own.values()))

@@ -31,11 +31,7 @@ class NonFiniteUpdate:
 
     Attributes:
         index: The number of the update in its training step, from 0.
-        model: The model that the update was to change.
-        values: The watched numbers, by name.
-        parameters: Names of master weights whose gradient is not finite.
         micro_batches: The data of the update: `MicroBatch`es, or lists of a reward model's pairs.
-        repeat: Runs the forwards and backwards of the update again, and forgets the gradients.
     """
 
     index: int
@@ -58,10 +54,6 @@ class NonFiniteUpdate:
 
 class Guard:
     """Decides what becomes of each update of one model.
-
-    Args:
-        action: train.on_nonfinite: whether an update that is not finite stops the run.
-        lr: The setting of the learning rate that such updates have, for messages.
 
     Attributes:
         report: Called with each refused update before anything of it is forgotten; returns what was

@@ -37,7 +37,6 @@ def cross_entropy(trainer_logprobs: Tensor, num_update_tokens: int) -> Tensor:
 
     Args:
         trainer_logprobs: float32 [N], the log-probs of a micro-batch's trained tokens.
-        num_update_tokens: Trained tokens of the whole update.
 
     Returns:
         float32 scalar, differentiable.
@@ -73,7 +72,6 @@ def value_loss(
         values: float32 [N], V, differentiable.
         old_values: float32 [N], V_old, the values before the training step.
         returns: float32 [N], R.
-        num_update_tokens: Trained tokens of the whole update.
         clip: How far a value may move before the clipped term counts; 0 drops that term.
     """
     squares = (values - returns).square()
@@ -96,7 +94,6 @@ def preference_loss(better: Tensor, worse: Tensor, num_pairs: int) -> Tensor:
     Args:
         better: float32 [P], the scores of the better sequences.
         worse: float32 [P], the scores of the worse sequences.
-        num_pairs: Pairs of the whole update.
 
     Returns:
         float32 scalar, differentiable.

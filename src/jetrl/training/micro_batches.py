@@ -38,7 +38,6 @@ class MicroBatch:
     names of the fields are also those in a kept reproduction's file.
 
     Attributes:
-        batch: The sequences, with their log-probs and advantages.
         before: The trainer's log-probs; None in the first minibatch, whose own forward gives them.
         ref_logprobs: The log-probs of the frozen reference; None without one.
         values: The critic's values; None without a critic.
@@ -112,14 +111,8 @@ def _stems_of(batch: Batch) -> list[tuple[int, int]] | None:
 class Minibatch:
     """The samples of one update, in micro-batches that get smaller when memory runs out.
 
-    Args:
-        micro_batches: The micro-batches to begin with.
-        size: How large a micro-batch may be, for the whole run.
-
     Attributes:
-        micro_batches: The present micro-batches, in order.
         num_tokens: How many tokens are trained on.
-        num_sequences: How many sequences there are.
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch], size: MicroBatchSize) -> None:
@@ -135,9 +128,6 @@ class Minibatch:
 
     def shrink(self, problem: str) -> None:
         """Halve the size of the run, and divide the micro-batches accordingly.
-
-        Args:
-            problem: One line of the allocator's message.
 
         Raises:
             OutOfMemoryStop: Each micro-batch is one sequence.
@@ -180,7 +170,6 @@ class MicroBatchSize:
         Args:
             sizes: For each micro-batch that was too large its tokens, and how many units it has
                 that cannot be divided.
-            problem: One line of the allocator's message.
             unit: What a micro-batch consists of: "sequence" or "pair".
 
         Raises:

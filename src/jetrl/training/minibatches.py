@@ -24,11 +24,6 @@ def choose_minibatches(
 ) -> list[list[int]]:
     """Return the numbers of the samples of each update of a step, by `data.batch`.
 
-    Args:
-        samples: All samples of the step.
-        settings: The settings of the run.
-        num_updates: How many updates the run has made before this step.
-
     Raises:
         UserError: Fewer samples than updates.
     """

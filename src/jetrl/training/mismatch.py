@@ -32,8 +32,6 @@ class Difference:
     """A token whose log-probs differ between sampler and trainer.
 
     Attributes:
-        sample: The number of the sample in the step.
-        token: The index of the token in its completion.
         trainer: The trainer's log-prob, a float32 value.
         rollout: The sampler's log-prob, a float32 value.
     """
@@ -55,14 +53,10 @@ class StepMismatchError(MismatchError):
     """Sampler and trainer differ under an exact plan; no weight was changed.
 
     Args:
-        plan_name: The precision plan.
-        samples: All samples of the step.
         differences: The tokens that differ, at least one.
         metrics: The step's `mismatch/*`.
 
     Attributes:
-        samples: All samples of the step.
-        sample_ids: The numbers of the samples with a token that differs, ascending.
         first: The first token that differs, in the order of samples.
         metrics: The step's `mismatch/*`.
     """
@@ -182,11 +176,7 @@ def compare_step(
     """Return the mismatch of all trained tokens of a step that the present policy has drawn.
 
     Args:
-        plan_name: The precision plan.
-        exact: Whether the plan is exact, so that no log-prob may differ.
-        samples: All samples of the step.
         version: The version of the present policy; tokens that an earlier one drew are exempt.
-        batches: The batches of all updates of the step.
         trainer_logprobs: The trainer's log-probs before the first update, float32 [N] a batch.
 
     Returns:
@@ -223,7 +213,6 @@ def present_tokens(batch: Batch, samples: Sequence[Sample], version: int) -> np.
 
     Args:
         batch: A batch with N trained tokens.
-        samples: All samples of the step.
         version: The version of the present policy (`Completion.versions`).
 
     Returns:

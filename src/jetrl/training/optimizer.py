@@ -47,8 +47,6 @@ def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> f
 
     Args:
         update: The number of the update, from 0.
-        settings: lr, warmup_steps, schedule and min_lr_ratio.
-        total_updates: The number of updates at which the schedule ends.
     """
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
@@ -68,17 +66,12 @@ class Optimizer:
 
     Args:
         masters: The float32 parameters by name; gradients are read from `.grad`.
-        settings: lr, warm-up, schedule, betas, eps, weight_decay, grad_clip, optimizer_states.
-        total_updates: The number of updates at which the schedule ends.
         shards: The division of the rows of parameters among ranks, by name; moments have the shape
             of the rows that this rank owns.
 
     Attributes:
         masters: The float32 parameters by name.
         shards: The division of the rows of parameters among ranks, by name.
-        settings: The settings of the optimizer.
-        total_updates: The number of updates at which the schedule ends.
-        num_updates: How many updates were made so far.
     """
 
     def __init__(
@@ -192,10 +185,6 @@ class Optimizer:
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], num_updates: int) -> None:
         """Take over what `state_tensors` returned, bit for bit, and the number of updates so far.
-
-        Args:
-            tensors: The moments by name.
-            num_updates: How many updates were made with them.
 
         Raises:
             UserError: States of the other kind, a tensor for a master weight that does not exist,

@@ -29,8 +29,6 @@ def pack(
     """Return samples as micro-batches of at most so many tokens (or one longer sequence).
 
     Args:
-        samples: All samples of one step.
-        tokens_per_micro_batch: Prompt and completion tokens a micro-batch.
         sample_ids: The numbers of the samples to pack; by default all.
         share_prompts: Whether samples of one prompt share its stem in a micro-batch.
 
@@ -67,10 +65,6 @@ def pack(
 def pack_examples(examples: Sequence[Example], tokens_per_micro_batch: int) -> list[Batch]:
     """Return worked answers as micro-batches, as `pack` does, with rollout_logprobs of 0.
 
-    Args:
-        examples: The worked answers.
-        tokens_per_micro_batch: Prompt and completion tokens a micro-batch.
-
     Raises:
         UserError: An example with an empty prompt or completion.
     """
@@ -101,9 +95,7 @@ def by_sample(
     """Return values at the trained tokens of batches as values of samples; `by_batch` undoes this.
 
     Args:
-        batches: The batches of a step.
         values: [N] for each batch, a value for each of its trained tokens.
-        num_samples: How many samples the step has.
 
     Returns:
         [n] for each sample of the step; empty where a sample has no token.
@@ -120,7 +112,6 @@ def by_batch(batch: Batch, values: Sequence[np.ndarray]) -> np.ndarray:
     """Return values of samples as values [N] at the trained tokens of one batch.
 
     Args:
-        batch: One batch of the step.
         values: [n] for each sample of the step, a value for each of its trained tokens.
     """
     return np.concatenate([values[i] for i in batch.sample_ids])
@@ -130,7 +121,6 @@ def with_advantages(batch: Batch, advantages: Sequence[np.ndarray]) -> Batch:
     """Return a batch with the advantages of its trained tokens.
 
     Args:
-        batch: One batch of the step.
         advantages: float32 [n] for each sample of the step.
     """
     advantage_T = np.zeros(batch.num_tokens, dtype=np.float32)
@@ -222,10 +212,6 @@ class _Rooms:
 
     A tree of the largest room below each node finds the first batch with room, so that the time of
     packing grows with the number of sequences and not with its square.
-
-    Args:
-        count: The most batches.
-        budget: The tokens of a batch.
     """
 
     def __init__(self, count: int, budget: int) -> None:
@@ -236,7 +222,6 @@ class _Rooms:
         self._room = [budget] * (2 * self._size)
 
     def of(self, k: int) -> int:
-        """Return the room of batch k."""
         return self._room[self._size + k]
 
     def first(self, length: int) -> int:

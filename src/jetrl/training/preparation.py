@@ -41,13 +41,9 @@ class Preparation:
     """Prepares the samples of training steps for the updates of a policy.
 
     Attributes:
-        policy: The policy that is trained.
-        objective: Makes advantages of rewards.
         reference: The frozen policy of the KL; None without one.
         critic: The value model; None without one.
-        size: How large a micro-batch may be, for the whole run.
         choose: Returns the numbers of the samples that each update of a step is made on.
-        temperature: The temperature of the log-probs.
         share_prompts: Whether samples of one prompt share its stem in a micro-batch; "auto": in
             updates where that saves enough.
     """
@@ -62,13 +58,7 @@ class Preparation:
     share_prompts: SharePrompts = False
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[list[Minibatch], dict[str, float]]:
-        """Return the minibatch of each update, and metrics of the rewards and of the critic.
-
-        Raises:
-            RunStopped: No sample has a token.
-            UserError: Fewer samples than updates, an empty prompt, a reward that is not finite.
-            OutOfMemoryStop: Memory ran out with one sequence in a micro-batch.
-        """
+        """Return the minibatch of each update, and metrics of the rewards and of the critic."""
 
         def shrink(problem: str) -> None:
             self.size.halve([sizes_of(batch) for batch in chain(*self._pack(samples))], problem)
@@ -89,10 +79,7 @@ class Preparation:
         ], metrics
 
     def _forward_all(self, packed: Sequence[Sequence[Batch]]) -> list[list[MicroBatch]]:
-        """Return the batches of each update with what is known before the first update.
-
-        Of several processes each forwards its share of all batches, and all of them get the result.
-        """
+        """Return the batches of each update with what is known before the first update."""
         batches = [(batch, k == 0) for k, batches in enumerate(packed) for batch in batches]
 
         def forward_share() -> list[MicroBatch]:
@@ -127,12 +114,7 @@ class Preparation:
         return packed
 
     def _forward(self, batch: Batch, first: bool) -> MicroBatch:
-        """Return a batch with log-probs and values of its tokens from before the first update.
-
-        Args:
-            batch: The packed sequences.
-            first: Whether the batch is of the first update, whose own forward gives the log-probs.
-        """
+        """Return a batch with log-probs and values of its tokens from before the first update."""
         reference, critic = self.reference, self.critic
         return MicroBatch(
             batch,

@@ -29,10 +29,8 @@ class SftTrainer:
     """Updates a policy on worked answers, with an optimizer of its own.
 
     Args:
-        policy: The policy whose master weights are updated and rounded.
         settings: Learning rate, warm-up and schedule are those of `sft`, the rest of the
             optimizer and the size of micro-batches those of `train`.
-        micro_batch_size: The size that the run has for micro-batches; by default a new one.
         guard: The run's guard for supervised updates; by default a new one.
     """
 

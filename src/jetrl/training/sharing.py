@@ -27,7 +27,6 @@ def shares_prompts(
 
     Args:
         setting: `train.share_prompts`.
-        samples: All samples of one step.
         sample_ids: The numbers of the update's samples; by default all.
     """
     if setting != "auto":

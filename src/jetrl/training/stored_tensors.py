@@ -24,7 +24,6 @@ class Layout(NamedTuple):
     """The dtype and shape of a whole tensor.
 
     Attributes:
-        dtype: The dtype of the tensor's elements.
         shape: The shape of the whole tensor, of which a rank may have some rows.
     """
 
@@ -34,9 +33,6 @@ class Layout(NamedTuple):
 
 class StoredTensors(Mapping[str, torch.Tensor]):
     """The tensors of a file or of a folder of files by name, read from the disk at each access.
-
-    Args:
-        path: The file, or the folder with the files of several ranks.
 
     Attributes:
         layouts: The dtype and shape of each tensor, by name.
@@ -59,7 +55,6 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             self._open_file()
 
     def _open_file(self) -> None:
-        """Open the one file."""
         with reading_tensors(self._path):
             self._file = safe_open(str(self._path), framework="pt", device="cpu")
             self.layouts = {}
@@ -69,7 +64,6 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         self._read = self._rows_of_file
 
     def _rows_of_file(self, name: str, rows: slice | None) -> torch.Tensor:
-        """Return some rows of a tensor of the one file, or all of a tensor."""
         shape = self._file.get_slice(name).get_shape()
         if rows is None or not shape:
             tensor: torch.Tensor = self._file.get_tensor(name)
@@ -81,7 +75,6 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         """Return the rows of a tensor that this rank owns, in CPU memory.
 
         Args:
-            name: The name of the tensor.
             shard: The division of the tensor's rows; None: the whole tensor.
 
         Raises:
@@ -158,7 +151,6 @@ def divided(tensors: Mapping[str, torch.Tensor], shard_of: ShardOf) -> dict[str,
     """Return the division of the rows of those tensors that are divided among ranks, by name.
 
     Args:
-        tensors: The tensors by name.
         shard_of: Returns the division of a tensor's rows, None of one that is not divided.
     """
     return {name: shard for name in tensors if (shard := shard_of(name)) is not None}

@@ -74,19 +74,12 @@ class Trainer:
     """An algorithm that trains a policy.
 
     Args:
-        policy: The policy whose master weights are updated and rounded.
         settings: `algorithm`, `train`, and rollout.{temperature, max_tokens} and loop.steps.
-        reference: The frozen policy of the KL term; policy/kl_ref is measured when it is given.
-        critic: The value model of an algorithm that needs one, updated beside the policy.
-        micro_batch_size: The size that the run has for micro-batches; by default a new one.
         guard: The run's guard, which refuses updates that are not finite; by default a new one.
         draft_head: The draft head that learns from the policy's forwards, or None.
 
     Attributes:
         draft_head: The draft head that learns from the policy's forwards, or None.
-        objective: What is optimized.
-        preparation: Makes micro-batches of the samples before the first update of a step.
-        optimizer: The optimizer, whose state goes into checkpoints.
         calibration: Moves the clips of the ratio, where the settings ask for that; else None.
 
     Raises:
@@ -163,7 +156,6 @@ class Trainer:
         """Make `train.updates_per_step` updates on the samples of one training step.
 
         Args:
-            samples: The scored samples of the step.
             version: The version of the policy; tokens of the samples that an earlier version drew
                 are exempt from the comparison of sampler and trainer.
 
@@ -264,14 +256,7 @@ class Trainer:
         minibatches: Sequence[Minibatch],
         first_logprobs: Sequence[torch.Tensor],
     ) -> dict[str, float]:
-        """Compare sampler and trainer on all trained tokens of the step; see `compare_step`.
-
-        Args:
-            samples: The scored samples of the step.
-            version: The version of the policy.
-            minibatches: The minibatches of all updates.
-            first_logprobs: The trainer's log-probs of the first minibatch, [N] a micro-batch.
-        """
+        """Compare sampler and trainer on all trained tokens of the step; see `compare_step`."""
         micro_batches = list(chain(*(minibatch.micro_batches for minibatch in minibatches)))
         before = [micro.before for micro in micro_batches if micro.before is not None]
         plan = self.policy.plan
@@ -309,12 +294,7 @@ def _trains_on_all_draws(settings: Settings, objective: Objective) -> bool:
 def _update_metrics(
     updates: Sequence[UpdateStats], critic_updates: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return the metrics of a step's updates.
-
-    Args:
-        updates: The updates of the policy.
-        critic_updates: The metrics of the critic's updates; {} for one that was skipped.
-    """
+    """Return the metrics of a step's updates."""
     applied = [update for update in updates if update.applied]
     metrics = {"policy/lr": applied[-1].lr} if applied else {}
     metrics |= _means(applied) | _mean([metrics for metrics in critic_updates if metrics])

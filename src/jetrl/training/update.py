@@ -57,11 +57,7 @@ class Divisible(Protocol):
         """Return how many tokens the forward of a micro-batch reads."""
 
     def shrink(self, problem: str) -> None:
-        """Divide the micro-batches further, or raise `OutOfMemoryStop` where that cannot be done.
-
-        Args:
-            problem: One line of the allocator's message.
-        """
+        """Divide the micro-batches further."""
 
 
 AnyMinibatch = TypeVar("AnyMinibatch", bound=Divisible)
@@ -74,7 +70,6 @@ class Accumulated(Generic[AnyMinibatch]):
     Of several processes each has forwarded its share of the micro-batches.
 
     Attributes:
-        minibatch: The data of the update.
         shares: For each micro-batch of this process float64 scalars by name, to be added over all.
         peaks: For each micro-batch of this process float64 scalars, of which the largest counts.
         metrics: float64 scalars by name that are measured over the whole update at once.
@@ -91,12 +86,7 @@ class Accumulated(Generic[AnyMinibatch]):
     grad_norm: Tensor = field(init=False)
 
     def add(self, loss_name: str, loss: MicroBatchLoss) -> None:
-        """Add the numbers of one micro-batch.
-
-        Args:
-            loss_name: The metric name of the loss itself.
-            loss: The loss of the micro-batch, after its backward.
-        """
+        """Add the numbers of one micro-batch."""
         self.shares.append({loss_name: loss.loss.detach().double(), **loss.metrics})
         self.peaks.append(loss.peaks)
         if loss.outputs is not None:
@@ -115,14 +105,8 @@ class UpdateStats:
     """The numbers of one update, as the host has read them.
 
     Attributes:
-        num_tokens: Tokens that the means are over.
-        metrics: Means over the update, by metric name, the loss among them.
-        peaks: Largest values of the update, by metric name.
-        grad_norm: Norm of all gradients together, before the clip.
         weight_scales_norm: Norm of the scales of all FP8 weights together.
-        lr: The learning rate of the update.
         applied: Whether the update was applied; False where the guard refused it.
-        optimizer_s: Seconds that the optimizer took.
         requantize_s: Seconds that rounding the master weights took.
     """
 
@@ -142,13 +126,9 @@ class Update(Generic[AnyMinibatch]):
     """The optimizer updates of one model, made one after the other.
 
     Attributes:
-        model: The model whose master weights are updated and rounded.
-        optimizer: The optimizer over these master weights.
-        guard: Decides what becomes of an update that is not finite.
         loss: Runs the forward of a micro-batch of a minibatch, and returns its share of the loss.
         prefix: The first part of the metric names: "policy", "sft" or "critic".
         watched: Names, without prefix, of the metrics that the guard watches beside the norms.
-        optimizer_name: What a message about missing memory calls the optimizer.
         synchronize: Whether to wait for the device after AdamW and after requantization, so that
             their seconds are those of the device.
     """
@@ -166,7 +146,6 @@ class Update(Generic[AnyMinibatch]):
         """Make one update, both halves; `accumulate` and `finish` list the errors.
 
         Args:
-            minibatch: The data of the update.
             index: The number of the update in its training step, from 0.
         """
         return self.finish(self.accumulate(minibatch), index)
@@ -224,10 +203,7 @@ class Update(Generic[AnyMinibatch]):
         return self._read(accumulated)
 
     def _forward_backward(self, minibatch: AnyMinibatch) -> Accumulated[AnyMinibatch]:
-        """Run forward and backward of all micro-batches, from gradients of zero.
-
-        They are made in rounds, in which every process has one micro-batch, as long as there are.
-        """
+        """Run forward and backward of all micro-batches, from gradients of zero."""
         self.optimizer.zero_grad()
         gradients = self.model.weights.gradients
         gradients.begin_update()
@@ -239,15 +215,7 @@ class Update(Generic[AnyMinibatch]):
         return accumulated
 
     def _round(self, micro_batches: Sequence[Any], accumulated: Accumulated[AnyMinibatch]) -> None:
-        """Run forward and backward of this process's micro-batch of a round, if it has one.
-
-        Args:
-            micro_batches: One micro-batch of each process, in order; the last ones may have none.
-            accumulated: What the numbers of the micro-batch are added to.
-
-        Raises:
-            MemoryError: Memory ran out on a rank of several; one process raises its own error.
-        """
+        """Run forward and backward of this process's micro-batch of a round, if it has one."""
         gradients, minibatch = self.model.weights.gradients, accumulated.minibatch
         own = list(micro_batches[world().rank : world().rank + 1])
         gradients.begin_micro_batch([minibatch.tokens_of(m) for m in micro_batches], bool(own))
@@ -300,7 +268,6 @@ class Update(Generic[AnyMinibatch]):
         )
 
     def _name(self, metric: str) -> str:
-        """Return the full name of a metric."""
         return f"{self.prefix}/{metric}"
 
     def _seconds(self, work: Callable[[], object]) -> float:
@@ -315,11 +282,7 @@ class Update(Generic[AnyMinibatch]):
 def _added(
     of_micro_batches: Sequence[tuple[dict[str, float], dict[str, float]]],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the sums of shares, in the order of micro-batches, and the largest of peaks.
-
-    Args:
-        of_micro_batches: The shares and the peaks of each micro-batch, by name.
-    """
+    """Return the sums of shares, in the order of micro-batches, and the largest of peaks."""
     metrics: dict[str, float] = {}
     peaks: dict[str, float] = {}
     for shares, highest in of_micro_batches:

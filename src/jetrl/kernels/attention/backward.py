@@ -62,11 +62,6 @@ def delta_kernel(
         lse_ptr: float32 [H, num_rows], natural.
         delta_ptr: float32 [H, line_stride], written.
         lse2_ptr: float32 [H, line_stride], written.
-        num_rows: tokens.
-        line_stride: tokens and padding.
-        H: query heads.
-        D: channels of a head.
-        BLOCK: rows of a program.
     """
     # Base 2, so that the kernels below need no factor in front of exp2. Padding is written, too:
     # they read it without a mask, and drop what they make of it.
@@ -181,30 +176,17 @@ def dkdv_kernel(
     Args:
         q_desc: bfloat16 [T, H * D], by boxes [BLOCK_M, D].
         k_ptr: FP8, int8 or bfloat16 [T, G, D].
-        v_ptr: like k_ptr.
         ks_ptr: float32 [T, G], read with SCALED.
-        vs_ptr: like ks_ptr.
-        do_desc: like q_desc, the gradient of the output.
         ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], by boxes of a tile, written with STORE.
         lse_ptr: float32 [H, line_stride], in base 2.
         delta_ptr: float32 [H, line_stride].
         dk_ptr: bfloat16 [T, G, D], written.
-        dv_ptr: like dk_ptr.
         sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], written by the parts of a divided
             block of keys, with SHARED.
         tiles_ptr: int32 [., 7], `QueryTiles.key_tiles`.
         branches_ptr: int32 [., 3], `QueryTiles.branches`, read with SHARED.
-        line_stride: tokens and padding.
         scale: 1 / sqrt(D).
-        first_group: first key-value head of this launch.
-        num_groups: key-value heads of this launch.
-        head_tiles: tiles of dS of one head.
-        G: key-value heads.
-        GROUP: query heads of a key-value head.
-        D: channels of a head.
         SCALED: whether keys and values are codes with scales.
-        BLOCK_M: queries of a step.
-        BLOCK_N: keys of a program.
         STORE: whether dS is kept, for dQ.
         SHARED: whether some sequences share a stem.
     """

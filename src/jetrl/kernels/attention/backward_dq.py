@@ -52,14 +52,6 @@ def dq_stored_kernel(
         dq_ptr: bfloat16 [T, H, D], written.
         tiles_ptr: int32 [., 8], `QueryTiles.stored_query_tiles`.
         scale: 1 / sqrt(D).
-        first_group: first key-value head whose dS is stored.
-        num_heads: query heads whose dS is stored.
-        head_tiles: tiles of dS of one head.
-        H: query heads.
-        GROUP: query heads of a key-value head.
-        D: channels of a head.
-        BLOCK_M: queries of a tile of dS.
-        BLOCK_N: keys of a tile of dS, twice BLOCK_M.
         SHARED: whether some sequences share a stem.
     """
     # Blocks of queries m and m + 1 end at the same block of keys, the one on their diagonal, and
@@ -108,9 +100,6 @@ def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, L
         k_ptr: FP8 or int8 [num_lines, D].
         scales_ptr: float32 [num_lines].
         out_ptr: bfloat16 [num_lines, D], written.
-        num_lines: T * G.
-        D: channels of a head.
-        LINES: pairs of a program.
     """
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     ok = line < num_lines
@@ -148,11 +137,7 @@ def dq_of_stored(
         stored: bfloat16 [num_groups * group * tiles * 128, 64], dS of these heads.
         keys: bfloat16 [T, G, D], with their scales.
         dq: bfloat16 [T, H, D], written.
-        tiles: the work of the forward.
         scale: 1 / sqrt(D).
-        first_group: first key-value head.
-        num_groups: key-value heads.
-        group: query heads of a key-value head.
     """
     tokens, heads, head_dim = dq.shape
     heads_here = num_groups * group

@@ -52,7 +52,6 @@ def _dq_step(
         lse, delta: float32 [BLOCK_M].
         dq: float32 [BLOCK_M, D], the sum before.
         row: int32 [BLOCK_M], the queries' rows.
-        MASKED: whether some key is hidden from some query.
     """
     # Keys are codes here: their scales are in the scores, and once more in what multiplies them.
     k = k_desc.load([k0, group * D])
@@ -100,22 +99,14 @@ def dq_kernel(
     Args:
         q_ptr: bfloat16 [T, H, D].
         k_desc: bfloat16 [T, G * D], codes, by boxes [BLOCK_N, D].
-        v_desc: like k_desc.
         ks_ptr: float32 [G, line_stride], read with SCALED.
-        vs_ptr: like ks_ptr.
         do_ptr: bfloat16 [T, H, D].
         lse_ptr: float32 [H, line_stride], in base 2.
         delta_ptr: float32 [H, line_stride].
         dq_ptr: bfloat16 [T, H, D], written.
         tiles_ptr: int32 [., 5], `QueryTiles.query_tiles`.
-        line_stride: tokens and padding.
         scale: 1 / sqrt(D).
-        G: key-value heads.
-        GROUP: query heads of a key-value head.
-        D: channels of a head.
         SCALED: whether keys and values are codes with scales.
-        BLOCK_M: queries of a program.
-        BLOCK_N: keys of a step.
         SHARED: whether some sequences share a stem.
     """
     # Rows past the end of the sequence have an infinite log-sum-exp, so weights of zero.
@@ -177,10 +168,7 @@ def recomputed_dq(
         lse2: float32 [H, width], the log-sum-exp in base 2.
         delta: float32 [H, width].
         dq: bfloat16 [T, H, D], written.
-        tiles: the work of the forward.
-        width: tokens and padding.
         scale: 1 / sqrt(D).
-        group: query heads of a key-value head.
     """
     tokens, heads, head_dim = q.shape
 

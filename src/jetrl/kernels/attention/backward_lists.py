@@ -29,8 +29,6 @@ class Run(NamedTuple):
     """Rows of a packed batch that follow each other: a sequence, a stem, or a branch.
 
     Attributes:
-        start: the first row.
-        length: the number of rows.
         stem: the number of the run that is the stem; -1 without one.
     """
 
@@ -50,12 +48,8 @@ class BackwardLists:
 
     Attributes:
         key_tiles: as of `QueryTiles`, like all that follow.
-        divided_key_tiles: blocks of keys in parts.
         query_tiles: blocks of 64 queries.
         stored_query_tiles: blocks of 128 queries.
-        branches: branches, stem after stem.
-        stored_tiles: tiles of dS of one head.
-        num_parts: parts of all divided blocks of keys.
     """
 
     key_tiles: list[tuple[int, ...]] = field(default_factory=list)
@@ -115,14 +109,7 @@ def backward_lists(runs: Sequence[Run]) -> BackwardLists:
 
 
 class _KeyTile(NamedTuple):
-    """A block of keys of a run.
-
-    Attributes:
-        row: its first row.
-        end: the end row of its run.
-        first_tile: its first tile of dS of the run's own queries.
-        with_branches: its first tile of dS with the run's branches.
-    """
+    """A block of keys of a run."""
 
     row: int
     end: int
@@ -137,10 +124,6 @@ def _key_tiles(
 
     Args:
         lists: gets the entry of `divided_key_tiles`, where there are several parts.
-        tile: the block of keys.
-        own: the run's own blocks of queries that see it.
-        branches: the run's branches.
-        most: blocks of queries of a part.
 
     Returns:
         Blocks of queries, and the entry.

@@ -24,11 +24,7 @@ _ROWS = 16  # keys of a program: 16 KB of each part with 128 channels
 
 
 def part_bytes(head_dim: int) -> int:
-    """Return the bytes of the sums of dK and dV of one part of a key-value head.
-
-    Args:
-        head_dim: channels of a head.
-    """
+    """Return the bytes of the sums of dK and dV of one part of a key-value head."""
     return 2 * BACKWARD_KEYS * head_dim * 4
 
 
@@ -51,15 +47,8 @@ def add_parts_kernel(
     Args:
         sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], dK before dV.
         dk_ptr: bfloat16 [T, G, D], written.
-        dv_ptr: like dk_ptr.
         divided_ptr: int32 [., 3], `QueryTiles.divided_key_tiles`.
         scale: 1 / sqrt(D).
-        first_group: first key-value head of this launch.
-        num_groups: key-value heads of this launch.
-        G: key-value heads.
-        D: channels of a head.
-        BLOCK_N: keys of a block.
-        ROWS: keys of a program.
     """
     group_here = tl.program_id(0) % num_groups
     record = divided_ptr + tl.program_id(0) // num_groups * 3
@@ -93,11 +82,7 @@ def add_parts(
     Args:
         sums: float32 [num_parts * num_groups * 2 * 128 * D], of the kernel of dK and dV.
         dk: bfloat16 [T, G, D], written.
-        dv: like dk.
-        tiles: the work of the forward, some blocks of keys of which are divided.
         scale: 1 / sqrt(D).
-        first_group: first key-value head.
-        num_groups: key-value heads.
     """
     groups, head_dim = dk.shape[1:]
     grid = (num_groups * len(tiles.divided_key_tiles), BACKWARD_KEYS // _ROWS)

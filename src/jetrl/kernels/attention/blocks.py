@@ -123,8 +123,6 @@ def attend_whole_blocks(
     """Attend to whole blocks, the scores of one issued with the values of the one before.
 
     Args:
-        first: first block, counted over all of the program's blocks.
-        last: end of the blocks.
         q: 16-bit [ROWS, D] in shared memory, the queries.
         ring: the stages in shared memory.
         m: float32 [ROWS], the maxima before.
@@ -176,12 +174,6 @@ def attend_whole_blocks_in_turn(
 
     Args:
         first: as of `attend_whole_blocks`, like all that follow.
-        last: end of the blocks.
-        q: the queries.
-        ring: the stages.
-        m: the maxima before.
-        total: the sums before.
-        acc: the outputs before.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
 
@@ -222,14 +214,7 @@ def attend_cut_blocks(
     """Attend to blocks of a tile that some row sees in part: those on the diagonal.
 
     Args:
-        base: the program's blocks before the tile.
-        first: first block, counted from the sequence's first one, as all positions are.
-        last: end of the blocks.
         q: as of `attend_whole_blocks`, like all that follow but position.
-        ring: the stages.
-        m: the maxima before.
-        total: the sums before.
-        acc: the outputs before.
         position: int32 [ROWS], each query's own position, its last visible key.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.

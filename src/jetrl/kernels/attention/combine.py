@@ -47,15 +47,8 @@ def combine_kernel(
         o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], written.
         scales_ptr: float32 [H, scale_stride], written with QUANTIZE.
         scale_stride: from one head's line of scales to the next.
-        max_splits: splits that the decode kernel was launched for.
-        H: query heads.
-        D: channels of a head.
-        SPLIT_LENGTH: keys of a split.
         SCALED: whether keys and values are codes with scales.
-        CHUNK: splits loaded at a time.
         QUANTIZE: whether the output is a row of 1 x 128 groups.
-        MAXIMUM: largest value of the codes' format.
-        FLOOR: smallest maximum that a group counts with.
         POW2: whether scales are rounded up to a power of two.
     """
     # Neighbouring channels in a lane: 16 bytes of a float32 row with head_dim 128.

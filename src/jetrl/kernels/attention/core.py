@@ -69,7 +69,6 @@ def score_scale(head_dim: int, scaled: bool) -> float:
     """Return the factor of raw scores, without the key's own scale, that gives base-2 logits.
 
     Args:
-        head_dim: channels of a head.
         scaled: whether keys are codes with scales, whose queries are prescaled.
     """
     scale = math.log2(math.e) / math.sqrt(head_dim)
@@ -282,7 +281,6 @@ def value_weights(e, acc, dtype: gl.constexpr):
     Args:
         e: float32 [M, N], the weights.
         acc: float32 [M, D], the accumulator.
-        dtype: of the values.
     """
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     return gl.convert_layout(e.to(dtype), layout, assert_trivial=True)

@@ -25,7 +25,6 @@ def attend_equal_lengths(
         q: bfloat16 [T, H, D], sequences packed end to end.
         k: bfloat16 [T, G, D].
         v: bfloat16 [T, G, D].
-        length: tokens of each sequence.
 
     Returns:
         The output, like q; then the log-sum-exp and the seed and offset of cuDNN's dropout (none is
@@ -49,8 +48,6 @@ def attend_equal_lengths_backward(
         k: bfloat16 [T, G, D].
         v: bfloat16 [T, G, D].
         o: bfloat16 [T, H, D], the output of the forward.
-        rest: the values that the forward returned after the output.
-        length: tokens of each sequence.
     """
     lse, seed, offset = rest
     do, q, k, v, o = (_dense(x, length) for x in (do, q, k, v, o))

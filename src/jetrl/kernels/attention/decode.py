@@ -113,7 +113,6 @@ def decode_kernel(
         k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D].
         v_ptr: like k_ptr; FP8 beside int8 is fine.
         ks_ptr: float32 [P, BLOCK_N, G], read with SCALED.
-        vs_ptr: like ks_ptr.
         pages_ptr: int32 [B, table_width], the pages of each sequence.
         lengths_ptr: int32 [B], keys of each context, those of all its queries included.
         queries_ptr: int32 [B], the queries of each sequence; not read unless SEVERAL.
@@ -123,22 +122,15 @@ def decode_kernel(
         part_ptr: float32 [R, max_splits, H, D], accumulators, written for longer contexts.
         state_ptr: float32 [R, max_splits, H, 2], maxima and sums, written like part_ptr.
         table_stride: from one sequence's row of pages to the next.
-        table_width: pages in a row of the table.
         scale_stride: from one head's line of scales to the next.
-        max_splits: splits of the launch.
         early: 1 to copy the older pages while the kernel in front still runs (`attend_decode`).
-        G: key-value heads.
         GROUP: query heads of a key-value head, at most 16.
         D: channels of a head, 64 or 128.
-        BLOCK_N: tokens of a page.
-        SPLIT: pages of a split.
         SEVERAL: whether a sequence may have several queries, its newest tokens.
         TILE: the most queries of a warp, whose heads fill 16 columns at most.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
         QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
-        MAXIMUM: largest value of the codes' format.
-        FLOOR: smallest maximum that a group counts with.
         POW2: whether scales are rounded up to a power of two.
     """
     # Products are m16n8k16 of one warp: keys or channels down, queries across, 8 or twice 8.
@@ -275,9 +267,6 @@ def attend_decode(
         split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
         queries: where several queries of a sequence lie; rows of padding come out as anything.
 
-    Returns:
-        The output, like q.
-
     Raises:
         ValueError: a tensor of another dtype or shape, or tables that cannot hold max_length.
     """
@@ -307,7 +296,6 @@ def attend_decode_quantized(
         pages: keys and values [P, 64, G, D].
         block_tables: int32 [B, .], as of `attend_decode`.
         lengths: int32 [B], as of `attend_decode`.
-        max_length: at least the longest length.
         scales: "fp32", or "pow2" for scales that are powers of two.
         split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
         queries: as of `attend_decode`.

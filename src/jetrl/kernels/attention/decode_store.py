@@ -28,10 +28,6 @@ def context_of_tile(
         lengths_ptr: int32 [B], keys of each context.
         queries_ptr: int32 [B], queries of each sequence; not read unless SEVERAL.
         first_ptr: int32 [B], the row of each sequence's first query; not read unless SEVERAL.
-        seq: the sequence.
-        query: the tile's first query.
-        SEVERAL: whether a sequence may have several queries.
-        TILE: the most queries of a tile.
     """
     length = gl.load(lengths_ptr + seq)
     count = seq * 0 + 1
@@ -52,9 +48,6 @@ def row_and_head(column, first_row, group, GROUP: gl.constexpr, SEVERAL: gl.cons
     Args:
         column: int32 [COLUMNS], the columns.
         first_row: the row of the tile's first query.
-        group: the key-value head.
-        GROUP: query heads of a key-value head.
-        SEVERAL: whether a sequence may have several queries.
     """
     row = column * 0 + first_row
     head = group * GROUP + column
@@ -71,8 +64,6 @@ def column_is_used(column, used, GROUP: gl.constexpr, SEVERAL: gl.constexpr):
     Args:
         column: int32 [COLUMNS], the columns.
         used: the queries of the tile, at most 0 for none; 1 unless SEVERAL.
-        GROUP: query heads of a key-value head.
-        SEVERAL: whether a sequence may have several queries.
     """
     ok = column < GROUP
     if SEVERAL:
@@ -91,7 +82,6 @@ def _by_channels(
 
     Args:
         o: float32 [D, COLUMNS], in the layout mma.
-        mma: the layout of the products.
     """
     # Thread 4 g + t has columns 2 t and 2 t + 1 (of each 8), as an accumulator has, and channels
     # from (D / 8) g on.
@@ -123,8 +113,6 @@ def _store_heads(
     Args:
         o: float32 [D, COLUMNS], the heads of key-value head `group` in the first columns.
         first_row: the row of the tile's first query.
-        used: the queries of the tile.
-        group: the key-value head.
         o_ptr: bfloat16 or, with QUANTIZE, FP8 [rows, H, D].
         scales_ptr: float32 [H, scale_stride].
         scale_stride: from one head's line of scales to the next.
@@ -157,12 +145,8 @@ def _store_state(
         o: float32 [D, COLUMNS], the accumulator, heads in the first columns.
         m, total: float32 [COLUMNS], the maxima and sums.
         first_row: the row of the tile's first query.
-        used: the queries of the tile.
-        split: the split of the context.
-        group: the key-value head.
         part_ptr: float32 [rows, max_splits, H, D].
         state_ptr: float32 [rows, max_splits, H, 2].
-        max_splits: splits of the launch.
     """
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
@@ -192,25 +176,13 @@ def store_split(
         acc: float32 [D, COLUMNS], the outputs before they are normalized, in the layout mma.
         m: float32 [COLUMNS], the maxima.
         total: float32 [COLUMNS], the sums.
-        all_blocks: pages of the context.
         first_row: the row of the tile's first query.
-        used: the queries of the tile.
-        split: the split of the context.
-        group: the key-value head.
         o_ptr: where finished outputs go, as of `_store_heads`.
         scales_ptr: as of `_store_heads`.
         scale_stride: as of `_store_heads`.
         part_ptr: where a split's outputs go, as of `_store_state`.
         state_ptr: as of `_store_state`.
-        max_splits: splits of the launch.
-        SPLIT: pages of a split.
-        H: query heads.
-        GROUP: query heads of a key-value head.
-        D: channels of a head.
-        COLUMNS: columns of the tile.
         SCALED: whether keys and values are codes with scales.
-        mma: the layout of the products.
-        SEVERAL: whether a sequence may have several queries.
         QUANTIZE: as of `_store_heads`.
         MAXIMUM: as of `_store_heads`.
         FLOOR: as of `_store_heads`.

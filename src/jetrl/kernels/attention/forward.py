@@ -94,8 +94,6 @@ def _load_blocks(
         f_desc: float32 [G * num_key_blocks * 4, BLOCK_N], boxes [4, BLOCK_N].
         tiles_ptr: int32 [n, 6], `QueryTiles.tiles`.
         ring: the stages in shared memory.
-        num_items: pairs of a tile and a head.
-        num_key_blocks: blocks of all sequences.
     """
     # `base` counts the blocks of the tiles before, so that stages and the phases of their barriers
     # run through from tile to tile; the warpgroups count alike.
@@ -154,7 +152,6 @@ def _attend_rows(
         scratch_ptr: float32 [T, H, D], outputs of finished splits.
         tiles_ptr: int32 [n, 6], `QueryTiles.tiles`.
         ring: the stages in shared memory.
-        num_items: pairs of a tile and a head.
     """
     # Rows in three layouts: of the scores, of the outputs, and `wide` for memory, in which a thread
     # has 8 neighbouring channels of a row.
@@ -328,21 +325,10 @@ def forward_kernel(
         lse_ptr: float32 [H, lse_stride], the natural log-sum-exp, written.
         scratch_ptr: float32 [T, H, D], outputs of finished splits; used for contexts of several.
         tiles_ptr: int32 [n, 6], `QueryTiles.tiles`.
-        num_items: n * H.
-        num_key_blocks: blocks of all sequences.
-        lse_stride: from one head's line of log-sum-exps to the next.
         scale_stride: from one head's line of scales to the next.
-        H: query heads.
-        GROUP: query heads of a key-value head.
-        D: channels of a head.
-        BLOCK_N: keys of a block.
-        SPLIT: blocks of a split.
-        STAGES: blocks in shared memory.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
         QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
-        MAXIMUM: largest value of the codes' format.
-        FLOOR: smallest maximum that a group counts with.
         POW2: whether scales are rounded up to a power of two.
     """
     # Shared memory of the whole program: each warpgroup's queries and the ring of blocks.
@@ -398,8 +384,6 @@ def attend_tiles(
 
     Args:
         q: bfloat16 [T, H, D], rotated, rows as `tiles` counts them.
-        staged: the keys and values, staged for the same tiles.
-        tiles: the work.
         split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
 
     Returns:
@@ -423,8 +407,6 @@ def attend_tiles_quantized(
 
     Args:
         q: bfloat16 [T, H, D], rotated, rows as `tiles` counts them.
-        staged: the keys and values, staged for the same tiles.
-        tiles: the work.
         scales: "fp32", or "pow2" for scales that are powers of two.
         split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
 

@@ -58,9 +58,6 @@ def attend_prefill(
         pages: keys and values [P, 64, G, D].
         tiles: the work, of `QueryTiles.paged`.
         split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
-
-    Returns:
-        The output, like q.
     """
     return attend_tiles(q, stage_keys(pages, tiles), tiles, split_keys)[0]
 

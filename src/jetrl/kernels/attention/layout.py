@@ -42,7 +42,6 @@ class KeyValueCodes:
         k: float8_e4m3fn or int8, or bfloat16 without scales, [..., G, D].
         k_scales: float32 [..., G], one scale for each token and head, or None with bfloat16.
         v: like k; FP8 beside INT8 is fine.
-        v_scales: like k_scales.
     """
 
     k: Tensor
@@ -96,7 +95,6 @@ def check_queries(q: Tensor, codes: KeyValueCodes) -> int:
 
     Args:
         q: bfloat16 [T, H, D], contiguous and on the GPU of the keys.
-        codes: the stored keys and values.
 
     Raises:
         ValueError: queries of another dtype, layout, device or size, with the values.
@@ -154,10 +152,7 @@ class QueryTiles:
             the stem's blocks of keys to the next.
         branches: int32 [., 3], each stem's branches: first query row, end row of the run, number of
             its first block of 64 queries in the stem's count.
-        stored_tiles: tiles of dS of one head.
         num_parts: parts of all of `divided_key_tiles`.
-        num_queries: rows of q.
-        longest: keys of the longest context.
     """
 
     tiles: Tensor
@@ -187,7 +182,6 @@ class QueryTiles:
 
         Args:
             cu_seqlens: first row of each run, then the number of rows.
-            device: of the lists.
             stem_of: the number of the run that is the stem of each run, an earlier one; -1 for a
                 stem, and for a whole sequence. None: all are whole sequences.
 
@@ -222,10 +216,8 @@ class QueryTiles:
         """Return the work of prefill chunks, whose queries are the last tokens of their contexts.
 
         Args:
-            query_lengths: queries of each sequence.
             context_lengths: tokens of each sequence, its queries included.
             block_tables: pages of 64 tokens that hold the keys of each context, in order.
-            device: of the lists.
 
         Raises:
             ValueError: a sequence without queries, with more queries than tokens, or with too few
@@ -267,7 +259,6 @@ def _build(
         context_lengths: tokens of each sequence, those of its stem included.
         block_rows: first row of each block of 64 keys of each sequence, without its stem's.
         runs: of a packed batch the rows of each sequence; None for pages, which have no backward.
-        device: of the lists.
     """
     # The forward: tiles of 192 queries, and every sequence's blocks of keys in one flat list. A
     # tile's keys are the `position` + `rows` first ones of its sequence, which is also its work.

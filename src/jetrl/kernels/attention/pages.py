@@ -31,7 +31,6 @@ class Pages(NamedTuple):
 
     Attributes:
         k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D].
-        v_ptr: like k_ptr.
         ks_ptr: float32 [P, BLOCK_N, G], the keys' scales.
         vs_ptr: float32 [P, BLOCK_N, G], the values' scales.
         tile_offsets: int32 [BLOCK_N, D], places of the head's elements in a page, as if each key
@@ -68,11 +67,7 @@ def load_page(pages, page, stage, keys_left, G: gl.constexpr, SCALED: gl.constex
     weight of zero.
 
     Args:
-        pages: where from and where to.
-        page: the page's number.
         stage: 0 or 1.
-        keys_left: keys of the context from the page's first one on.
-        G: key-value heads.
         SCALED: whether keys and values are codes with scales.
     """
     BLOCK_N: gl.constexpr = pages.k.shape[1]
@@ -110,15 +105,8 @@ def load_queries(
     Args:
         q_ptr: bfloat16 [R, G * GROUP, D].
         first_row: the row of the tile's first query.
-        used: the queries of the tile.
-        group: the key-value head.
-        G: key-value heads.
-        GROUP: query heads of a key-value head.
-        D: channels of a head.
         COLUMNS: 8 or 16.
-        SEVERAL: whether a sequence may have several queries.
         SCALED: whether keys are codes with scales.
-        mma: the layout of the product.
     """
     # With coded keys a thread holds runs of 4 channels, as of the keys (`attend_page`).
     layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if SCALED else 2)
@@ -139,7 +127,6 @@ def _coded_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.conste
 
     Args:
         v_smem: FP8 or int8 [BLOCK_N, D], one page.
-        mma: the layout of the product.
     """
     # The operand of V^T wants in thread 4 g + t rows g and g + 8 of each 16, and keys 2 t, 2 t + 1,
     # 2 t + 8 and 2 t + 9 of each 16. The layouts below have these keys, but for rows the D / 8
@@ -179,21 +166,11 @@ def attend_page(
 
     Args:
         q: 16-bit [D, COLUMNS], the queries (`load_queries`).
-        pages: the stages and the scratch.
-        stage: where the page is.
         m: float32 [COLUMNS], the maxima before.
         total: float32 [COLUMNS], the sums before.
         acc: float32 [D, COLUMNS], the outputs before.
-        position: the context's last key.
-        first_key: position of the page's first key.
-        count: queries of the sequence; the last of them is at the last key.
-        query: the tile's first query.
-        MASKED: whether the context of some query ends inside the page, or before it.
-        GROUP: query heads of a key-value head.
-        SEVERAL: whether a sequence may have several queries.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
-        mma: the layout of the products.
     """
     BLOCK_N: gl.constexpr = pages.k.shape[1]
     D: gl.constexpr = pages.k.shape[2]

@@ -19,7 +19,6 @@ class SequenceQueries:
         counts: int32 [B], the queries of each sequence, 0 to `most`.
         first: int32 [B], the row of its first query.
         keys: int32 [R], the keys that the last query of the row's sequence sees; 0 for padding.
-        most: the most queries of a sequence, which sizes the launch.
     """
 
     counts: Tensor
@@ -28,12 +27,7 @@ class SequenceQueries:
     most: int
 
     def check(self, batch: int, rows: int) -> None:
-        """Raise ValueError unless the tensors are int32 and of the shapes of a forward.
-
-        Args:
-            batch: the sequences, B.
-            rows: the rows, R.
-        """
+        """Raise ValueError unless the tensors are int32 and of the shapes of a forward."""
         for name, x, shape in (
             ("counts", self.counts, (batch,)),
             ("first", self.first, (batch,)),

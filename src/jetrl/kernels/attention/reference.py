@@ -98,14 +98,9 @@ def attend_dense(
         q: bfloat16 [B, Q, H, D].
         k_codes: [B, L, G, D], float8_e4m3fn or int8 with scales, or bfloat16.
         k_scales: float32 [B, L, G], or None with bfloat16.
-        v_codes: like k_codes.
-        v_scales: like k_scales.
         q_positions: int64 [B, Q]; a query sees key j if j is at most its position.
         split: The keys of a split, whose sums are float32 sums in the library's order: the sums of
             another engine's attention, for comparisons. None: exact sums.
-
-    Returns:
-        The output, like q.
     """
     if q.dtype == torch.float32:
         return _attend_fp32(q, k_codes, v_codes, q_positions)
@@ -148,7 +143,6 @@ def _attend_in_splits(
 
     Args:
         q: As of `_attend`, like the four that follow.
-        split: The keys of a split.
     """
     groups = k.shape[1]
     shared = q.shape[2] // groups
@@ -245,9 +239,6 @@ def attend_packed(
         scales: "fp32", or "pow2" for scales that are powers of two.
         row_of: int64, for each row that cu_seqlens counts its row in q, where sequences share their
             first rows (`models.stems`); None: the row itself.
-
-    Returns:
-        The output, like q.
     """
     o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales, row_of)
     return o

@@ -46,16 +46,11 @@ def stage_keys_kernel(
 
     Args:
         k_ptr: FP8, int8 or bfloat16 [rows, G, D], a packed batch or pages.
-        v_ptr: like k_ptr.
         ks_ptr: float32 [rows, G], the keys' scales, read with SCALED.
         vs_ptr: float32 [rows, G], the values' scales, read with SCALED.
         blocks_ptr: int32 [num_blocks, 2], `QueryTiles.key_blocks`.
         kv_out: float16, or bfloat16 without scales, [G, num_blocks, 2, BLOCK_N, D], written.
         f_out: float32 [G, num_blocks, 4, BLOCK_N], rows 0 to 2 written with SCALED.
-        num_blocks: blocks of all sequences.
-        G: key-value heads.
-        D: channels of a head.
-        BLOCK_N: keys of a block.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
     """
@@ -111,7 +106,6 @@ class StagedKeys:
         factors: float32 [G * num_blocks * 4, 64]: of each block the lines a, b, c of
             `attention.core` and one unused; unset without scales.
         num_blocks: blocks of 64 keys, of all sequences.
-        codes: the stored keys and values that they were made of.
     """
 
     kv: Tensor
@@ -125,7 +119,6 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
 
     Args:
         codes: a packed batch [T, G, D], or pages [P, 64, G, D].
-        tiles: the work of the forward over them.
 
     Raises:
         ValueError: pages of another size than 64 tokens.

@@ -67,15 +67,7 @@ def _down_kernel(
         x_ptr: bfloat16 [num_rows, num_columns], rows x_stride apart.
         a_ptr: bfloat16 [rank, num_columns].
         out_ptr: bfloat16 [num_rows, rank], written.
-        num_rows: tokens.
-        num_columns: K.
-        rank: rows of A.
-        x_stride: from one row of x to the next.
-        chunks: chunks of K.
-        CHUNK: columns of a chunk.
-        ROWS: rows of x that a program has.
         BLOCK_R: rows of A that a program has, a power of two.
-        DEPTH: columns of a step.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -104,11 +96,6 @@ def _up_kernel(
         u_ptr: bfloat16 [num_rows, u_stride].
         b_ptr: bfloat16 [num_outputs, RANK].
         columns_ptr: int32 [num_outputs / OUTPUTS], the first column of u for these outputs, or -1.
-        num_rows: tokens.
-        num_outputs: N.
-        u_stride: columns of u.
-        RANK: columns of b.
-        ROWS: rows of y that a program has.
         OUTPUTS: columns of y that a program has.
         BLOCK_R: columns of u of a step, a power of two.
     """

@@ -114,13 +114,9 @@ def load_beside(
         b_desc: bfloat16 [N, RANK], B in boxes of [BLOCK_N, 16].
         columns_ptr: int32 [N / 64 rounded up], the first column of u for each 64 rows of B, or -1.
         u_smem: where tiles of u go: RANK / 16 for each part.
-        b_smem: where tiles of B go, likewise.
-        beside: the barrier of both.
         m0: the program's first row of u.
         n0: the program's first row of B; a part lies within 64 that begin at a multiple of 64.
-        N: rows of B.
         early: 1 where B may be read before the kernel in front has ended.
-        PARTS: tiles of y that the program has.
         BOX_M: rows of u that are copied.
         BLOCK_N: columns of a tile of y.
         RANK: columns of B, a multiple of 16.
@@ -151,8 +147,6 @@ def first_columns(columns_ptr, n0, N, PARTS: gl.constexpr, BLOCK_N: gl.constexpr
         columns_ptr: int32 [N / 64 rounded up], as of `load_beside`.
         n0: the first tile's first column.
         N: columns of y; past them there is no tile, and what is returned for one does not count.
-        PARTS: how many tiles.
-        BLOCK_N: columns of a tile.
     """
     firsts = ()
     for part in gl.static_range(PARTS):
@@ -168,10 +162,7 @@ def with_adapter(total, u_smem, b_smem, first, part: gl.constexpr, STEPS: gl.con
     Args:
         total: float32 [BLOCK_M, BLOCK_N], the layer's product, in a layout of wgmma.
         u_smem: tiles of u, as of `load_beside`.
-        b_smem: tiles of B.
         first: the first column of u for this tile, or -1 where nothing is added.
-        part: which tile of the program.
-        STEPS: tiles of u and of B for each tile of y.
     """
     BLOCK_M: gl.constexpr = total.shape[0]
     BLOCK_N: gl.constexpr = total.shape[1]

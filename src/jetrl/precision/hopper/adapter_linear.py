@@ -36,9 +36,7 @@ def form_for(rows: int, n: int, rank: int) -> Form:
     """Return the faster form of a product with an adapter.
 
     Args:
-        rows: of X.
         n: rows of the layer's weight.
-        rank: columns of B.
     """
     fits = rank <= MOST_RANKS and tiles_beside(rows, n, rank) is not None
     return "fused" if fits else "passes"
@@ -53,7 +51,6 @@ def adapted_matmul(
         a: 1 x 128 groups [T, K], as of `fp8_matmul_hopper`.
         values: bfloat16 [T, K], what was quantized.
         b: 128 x 128 groups [N, K].
-        adapter: The adapter.
         form: one to measure or to compare; the faster one by default.
 
     Returns:
@@ -77,7 +74,6 @@ def quantized_adapted_matmul(
     Args:
         x: bfloat16 [T, K], its rows contiguous, of fewer than `adapter_rows.MOST_ROWS` rows.
         b: 128 x 128 groups [N, K].
-        adapter: The adapter.
         scales: "fp32" or "pow2", the quantizer's scales.
         form: as of `adapted_matmul`.
 
@@ -93,12 +89,7 @@ def quantized_adapted_matmul(
 
 
 def nvfp4_form_for(rows: int, rank: int) -> Form:
-    """Return the faster form of a product of an NVFP4 weight with an adapter.
-
-    Args:
-        rows: of X.
-        rank: columns of B.
-    """
+    """Return the faster form of a product of an NVFP4 weight with an adapter."""
     return "fused" if rows <= NVFP4_FUSED_ROWS and rank <= MOST_RANKS else "passes"
 
 
@@ -110,7 +101,6 @@ def nvfp4_adapted_matmul(
     Args:
         x: bfloat16 [T, K].
         w: The weight [N, K].
-        adapter: The adapter.
         form: one to measure or to compare; the faster one by default.
 
     Returns:

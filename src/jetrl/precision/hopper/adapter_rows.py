@@ -56,12 +56,6 @@ def _copy_tile(
     Args:
         smem: bfloat16 [rows, columns].
         ptr: the matrix, bfloat16, 16 bytes of whose rows are copied at once.
-        first_row: the first row that is copied.
-        num_rows: of the matrix.
-        first_column: the first column that is copied.
-        num_columns: of the matrix.
-        stride: from one row to the next.
-        loads: the layout of the copies.
     """
     ROWS: gl.constexpr = smem.shape[0]
     COLUMNS: gl.constexpr = smem.shape[1]
@@ -79,8 +73,6 @@ def _write_word(ptr, value: gl.constexpr, mine, PUBLISH: gl.constexpr):
 
     Args:
         ptr: int32.
-        value: what is written.
-        mine: whether this program does.
         PUBLISH: whether who reads the word sees all that this thread has seen written; otherwise
             the word itself is seen by all before the thread goes on.
     """
@@ -110,12 +102,7 @@ def _store_codes(
         smem: bfloat16 [rows, columns], zeros where the matrix has nothing.
         codes_ptr: FP8 [num_rows, num_columns], written.
         scales_ptr: float32, one line of rows for each 128 columns, scale_stride apart, written.
-        scale_stride: padded rows of the scales.
-        first_row: the tile's first row.
-        num_rows: of the matrix.
-        first_column: the tile's first column.
         num_columns: of the matrix, a multiple of 128.
-        mine: whether this program does.
         MAXIMUM: as of `tile.scale_and_multiplier`.
         FLOOR: as of `tile.scale_and_multiplier`.
         POW2: as of `tile.scale_and_multiplier`.
@@ -157,15 +144,7 @@ def down_rows_kernel(
             kernel in front wrote can be read.
         codes_ptr: FP8 [num_rows, num_columns], x's codes, written with QUANTIZE.
         scales_ptr: float32, their scales, as of `_store_codes`.
-        num_rows: tokens.
-        num_columns: K.
-        rank: rows of A.
-        x_stride: from one row of x to the next.
-        scale_stride: padded rows of the scales.
-        chunks: chunks of K.
         early: 1 where A may be read before the kernel in front has ended.
-        SIGNAL: whether the kernel behind is told by ready_ptr that this one has waited.
-        CHUNK: columns of a chunk.
         ROWS: 16 or 64.
         RANKS: 16 or 32.
         QUANTIZE: whether x is quantized, by the programs of the first ranks.
@@ -247,11 +226,7 @@ def ready_word(arrived: Tensor) -> Tensor:
 
 
 def down_program_bytes(rows: int) -> int:
-    """Return the bytes of shared memory of a program of the product with A.
-
-    Args:
-        rows: rows of x.
-    """
+    """Return the bytes of shared memory of a program of the product with A."""
     return (_tile_rows(rows) + _RANKS) * CHUNK * 2
 
 

@@ -29,7 +29,6 @@ def _add_kernel(
     Args:
         products_ptr: bfloat16 or float32 [COUNT, size]; they are added in this order.
         total_ptr: float32 [size], written, and read with ADD.
-        size: elements.
     """
     # What the GEMM wrote last is still in the L2 cache: from the end back.
     block = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)

@@ -11,11 +11,6 @@ from torch import Tensor
 def check_matrix(operation: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Check that x is a CUDA matrix whose rows are contiguous; the rows may lie apart.
 
-    Args:
-        operation: the name that the message begins with.
-        x: the tensor.
-        dtypes: the dtypes that the kernel takes.
-
     Raises:
         ValueError: x is none.
     """
@@ -30,13 +25,6 @@ def check_tensor(
     operation: str, name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int]
 ) -> None:
     """Check that x is a contiguous CUDA tensor of one dtype and shape.
-
-    Args:
-        operation: the name that the message begins with.
-        name: what the operation calls x.
-        x: the tensor.
-        dtype: the dtype that the kernel takes.
-        shape: the shape that the kernel takes.
 
     Raises:
         ValueError: x is none.

@@ -69,7 +69,6 @@ def backend_for(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Backend:
     Args:
         a: the left operand [M, K].
         b: the right operand [N, K].
-        out_dtype: of the result.
     """
     # The other two write BF16 only.
     if out_dtype != torch.bfloat16:

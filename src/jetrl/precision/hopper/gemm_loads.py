@@ -74,7 +74,6 @@ def load_operands(
         s_smem: float32 [stages, 1, BLOCK_M] in shared memory.
         w_smem: FP8 [stages * PARTS, BLOCK_N, 128] in shared memory.
         arrived: a barrier for each group, for its bytes.
-        left: a barrier for each group, for the warps that multiply.
         ready_ptr: int32, says when X can be read, with SIGNALLED.
         m0: the program's first row of X.
         n0: the program's first row of the weight.

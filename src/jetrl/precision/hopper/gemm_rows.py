@@ -69,12 +69,8 @@ def _multiply_group(
 
     Args:
         ws_ptr: float32 [N / 128, K / 128], the weight's scales, lines ws_stride apart.
-        group: which group of blocks.
         n0: the program's first row of the weight.
-        N: rows of the weight.
         totals: PARTS sums, float32 [BLOCK_M, BLOCK_N] in mma.
-        COUNT: GROUP, or fewer in the last group.
-        mma: the layout of wgmma's results.
     """
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma)
     first = (group % ROUNDS) * GROUP
@@ -183,13 +179,10 @@ def rows_gemm_kernel(
         s_desc: float32 [K / 128, M padded], X's scales, boxes of [1, BLOCK_M].
         w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
         u_desc: with RANK the adapter's product with A, as of `adapter_epilogue.load_beside`.
-        b_desc: the adapter's B, likewise.
         ws_ptr: float32 [N / 128, K / 128], the weight's scales.
         y_ptr: bfloat16 [M, N], written.
         columns_ptr: int32, the first columns of u, likewise.
         ready_ptr: int32, as of `adapter_epilogue.wait_for_rows`, read with SIGNALLED.
-        M: rows of X.
-        N: rows of the weight.
         ws_stride: from one line of the weight's scales to the next.
         early: 1 where the weight may be read before the kernel in front has ended.
         KB: blocks of 128 along K.

@@ -20,9 +20,7 @@ class Tiles:
 
     Attributes:
         block_m: rows of X that a program has: 64 or 128.
-        parts: tiles of the weight that a program has.
         block_n: rows of such a tile.
-        rounds: groups of blocks that are in flight.
         group: blocks of 128 along K that share a pair of barriers.
     """
 
@@ -38,10 +36,6 @@ def tiles_for(rows: int, n: int) -> Tiles:
 
     All programs are resident at once, one a multiprocessor or, where tiles are small, two: that
     matters more than equal shares (docs/notes-gemm.md).
-
-    Args:
-        rows: of X.
-        n: rows of the weight.
     """
     if rows > 64:
         for tiles in (Tiles(128, 1, 32, 5, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 7, 1)):
@@ -66,11 +60,6 @@ def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
 
     It leaves room for the tiles of u and B, and for a program of the product with A, which runs on
     the same multiprocessor meanwhile. Up to 256 rows are cut where all programs run at once.
-
-    Args:
-        rows: of X.
-        n: rows of the weight.
-        rank: columns of B.
     """
     tiles = tiles_for(rows, n)
     if rows > 128:

@@ -29,9 +29,6 @@ def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.con
 
     Args:
         memory: shared memory with as many bytes as the result: Triton 3.8 and later refuse others.
-        dtype: of the elements.
-        shape: of the result.
-        layout: of the result.
     """
     if _NAMED:
         seen = memory.reinterpret(dtype, shape, layout)

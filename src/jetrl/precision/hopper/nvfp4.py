@@ -59,8 +59,6 @@ def widen_kernel(
         scales_ptr: int32, the weight's scales in that order.
         out_ptr: bfloat16 [N, K], written.
         blocks: blocks of 128 along K.
-        K: columns.
-        WORDS: the layout of a block's codes in registers.
         SCALES: the layout of a block's scales in registers.
     """
     place = gl.program_id(0).to(gl.int64)  # unit by unit, block by block
@@ -153,7 +151,6 @@ def _product_in_parts(
         wide: bfloat16 [N, K].
         factor: What sums are multiplied by: a number, or float32 [N].
         columns: Columns of a part but the last.
-        out_dtype: The dtype of the product.
     """
     out = torch.empty(x.shape[0], wide.shape[0], dtype=out_dtype, device=x.device)
     # The sums of all of K may be those of a wide weight. Pieces are of like size: a rest of a few

@@ -34,7 +34,6 @@ def _rows_of_b(b_smem, UNITS: gl.constexpr, layout: gl.constexpr):
     Args:
         b_smem: bfloat16 [UNITS * 32, 16], rows as they are in B.
         UNITS: units of 32 rows, 1 or 2; the rows of a second one that is not there are zeros.
-        layout: of a left operand of mma.sync.
     """
     if UNITS == 2:
         rows = gl.reshape(b_smem.load(_TWO_UNITS), [2, 4, 8, 16])
@@ -56,9 +55,6 @@ def _added(
     Args:
         u_smem: bfloat16 [sides * STEPS, BLOCK_M, 16], tiles of u.
         b_smem: bfloat16 [sides * STEPS, UNITS * 32, 16], tiles of B.
-        side: which of these are multiplied.
-        layout: of the layer's product.
-        BLOCK_M: rows of u.
         UNITS: as of `_rows_of_b`.
         STEPS: tiles, 16 ranks each.
     """
@@ -88,17 +84,12 @@ def store_product(
             the weight.
         m0: the program's first row of X.
         unit: the first unit of 32 rows of the weight of these warps.
-        M: rows of X.
-        N: rows of the weight.
         first: with RANK the first column of u for these rows, or -1 where nothing is added.
         u_smem: as of `_added`, with RANK.
         b_smem: as of `_added`, with RANK.
-        beside: the barrier of both.
         side: as of `_added`.
         BLOCK_M: rows of X that the program has.
-        UNITS: units of the weight that these warps have.
         RANK: columns of the adapter's B; 0: there is no adapter.
-        mma: the layout of total.
     """
     # Warps hold 8 rows of each unit. Columns past M are products of zeros.
     places = gl.arange(0, 64, gl.SliceLayout(1, mma))

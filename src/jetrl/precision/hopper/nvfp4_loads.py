@@ -29,21 +29,8 @@ def load_weight(
     """Do the work of the warp that copies the weight: all stages of all rings, stage by stage.
 
     Args:
-        w_desc: the weight's codes, boxes of the neighbouring blocks of a stage.
-        s_desc: its scales, likewise.
         w_smem: tiles of codes, one for each unit and chain of a stage.
-        s_smem: tiles of scales, likewise.
-        arrived: a barrier for each stage, for its copies, which two warps ask for.
-        left: a barrier for each stage, for the warps that multiply.
-        unit: first unit of the weight.
         KB: blocks of 128 along K.
-        PB: blocks of a part of K.
-        stages: stages of a ring.
-        RINGS: rings.
-        CHAINS: parts of K that a ring has in turn.
-        UNITS: units of a stage.
-        GROUP: blocks of a stage.
-        ROUNDS: stages of a ring that are in flight.
     """
     EACH: gl.constexpr = GROUP // CHAINS
     BYTES: gl.constexpr = UNITS * CHAINS * (w_desc.block_type.nbytes + s_desc.block_type.nbytes)
@@ -71,11 +58,9 @@ def load_rows(
 
     Args:
         x_desc: bfloat16 [K / 64, M, 64], X in boxes of the neighbouring blocks of a stage.
-        copied_x: the boxes, one for each chain of a stage.
         arrived: as of `load_weight`.
         left: as of `load_weight`.
         ready_ptr: int32, says when X can be read, with SIGNALLED.
-        m0: first row of X.
         PB: as of `load_weight`.
         stages: as of `load_weight`.
         RINGS: as of `load_weight`.

@@ -114,10 +114,6 @@ def _leave(left, SYNC: gl.constexpr):
     and the compiler puts the barrier in front of the last instructions that need what was read:
     without the fence, products of 16 rows had wrong columns within a hundred forwards. wgmma has
     read X when it has ended, and the weight was in registers before it began.
-
-    Args:
-        left: the stage's barrier for the warps that multiply.
-        SYNC: whether X was read by ordinary loads, for mma.sync.
     """
     if SYNC:
         fence_async_shared()
@@ -136,10 +132,7 @@ def _sum(
 
     Args:
         x_smem, w_smem, s_smem, arrived, left: as of `nvfp4_loads`.
-        ring: the ring.
         side: the side, which says what units of a stage are taken.
-        stages: its stages.
-        part_stages: stages of a part of K that follows another one.
         CHAINS: parts of K that are made in turn; without a second one its sums are zeros.
         PARTS: parts of K that follow each other; their sums are added in order.
     """
@@ -211,15 +204,12 @@ def _work(
         u_desc, b_desc, u_smem, b_smem, beside, columns_ptr, early: with RANK the adapter, as of
             `adapter_epilogue.load_beside`.
         sums_smem: float32, (RINGS - 1) * CHAINS tiles, for the sums of the second ring.
-        done: a barrier for these.
         y_ptr: [M, N], written.
         factor: as of `nvfp4_epilogue.store_product`.
         M, N: rows of X and of the weight.
         place: the ring, or the side of the only ring; behind these the warps that copy the weight,
             X, and the adapter.
         RINGS: rings, the sums of which are added in order; 1 or 2.
-        CHAINS: parts of K that a ring makes in turn.
-        PARTS: parts of K that a ring makes one after the other.
         SIDES: sides; 1 where there are several rings.
         RANK, SIGNALLED: as of `nvfp4_rows_kernel`.
     """
@@ -274,13 +264,10 @@ def nvfp4_rows_kernel(
         w_desc: int32, the weight's codes, boxes of [GROUP / CHAINS * 16, 32].
         s_desc: int32, the weight's scales, boxes of [GROUP / CHAINS, 64].
         u_desc: with RANK the adapter's product with A, as of `adapter_epilogue.load_beside`.
-        b_desc: the adapter's B, likewise.
         y_ptr: bfloat16, or without an adapter float32, [M, N], written.
         columns_ptr: int32, the first columns of u, likewise.
         ready_ptr: int32, as of `adapter_epilogue.wait_for_rows`, read with SIGNALLED.
         factor: as of `nvfp4_epilogue.store_product`.
-        M: rows of X.
-        N: rows of the weight.
         KB: blocks of 128 along K.
         PB: blocks of a part of K but the last, a multiple of 2 where there are several.
         early: 1 where the adapter's B may be read before the kernel in front has ended.
@@ -295,9 +282,6 @@ def nvfp4_rows_kernel(
         RANK: columns of the adapter's B; 0: there is no adapter.
         SIGNALLED: whether X is what a kernel before the one in front wrote, which says when X can
             be read; otherwise that is when the one in front has ended.
-        WARPS: warps of each ring or side behind the first, and those of the copies.
-        REGISTERS: the most registers of a thread of each of these.
-        WORDS: the layout of a block's codes in registers.
         SCALES: the layout of a block's scales in registers.
     """
     SYNC: gl.constexpr = BLOCK_M <= 16

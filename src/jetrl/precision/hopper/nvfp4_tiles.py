@@ -33,8 +33,6 @@ class Tiles:
     Attributes:
         units: units of 32 rows of the weight that a program has: 1 or 2.
         group: blocks of 128 along K of a stage: 1 or 2, or 4 where parts are made side by side.
-        rounds: stages that are in flight, of each ring.
-        registers: the most registers of a thread, of the warps that copy and multiply alike.
         together: whether the parts of K are made side by side; up to 16 rows of X.
         sides: how many times so many units a program has, each by four warps that read the same X;
             1 where parts are made side by side.
@@ -64,9 +62,6 @@ def shared_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> int:
     """Return the most bytes of shared memory that a program of a cut takes.
 
     Args:
-        tiles: The cut.
-        rows: Rows of X.
-        parts: Parts of K.
         rank: Columns of an adapter's B; 0 without an adapter.
     """
     return program_bytes(tiles.rounds, *_stage_and_beside(tiles, rows, parts, rank))
@@ -76,9 +71,6 @@ def _stage_and_beside(tiles: Tiles, rows: int, parts: int, rank: int) -> tuple[i
     """Return the bytes of a stage of all rings, and of the sums and the adapter beside the stages.
 
     Args:
-        tiles: The cut.
-        rows: Rows of X.
-        parts: Parts of K.
         rank: Columns of an adapter's B, or 0.
     """
     rings, block_m, units = tiles.rings(parts), tiles.block_rows(rows), tiles.sides * tiles.units
@@ -89,13 +81,7 @@ def _stage_and_beside(tiles: Tiles, rows: int, parts: int, rank: int) -> tuple[i
 
 
 def tiles_for(rows: int, n: int, parts: int) -> Tiles:
-    """Return the cut of a product of some rows of X with a weight of n rows.
-
-    Args:
-        rows: Rows of X.
-        n: Rows of the weight.
-        parts: Parts of K.
-    """
+    """Return the cut of a product of some rows of X with a weight of n rows."""
     return _with_stages_in(SHARED_MEMORY, _measured_cut(rows, n, parts), rows, parts, 0)
 
 
@@ -103,10 +89,6 @@ def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -
     """Return a cut whose stages, at least 2, fit in the given bytes of shared memory.
 
     Args:
-        room: The bytes.
-        tiles: The cut.
-        rows: Rows of X.
-        parts: Parts of K.
         rank: Columns of an adapter's B, or 0.
     """
     sizes = _stage_and_beside(tiles, rows, parts, rank)
@@ -124,11 +106,6 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
     Where there is no more than one program for each multiprocessor, its stages take more than half
     of the shared memory: or else two programs were put on one, and others had none (26 microseconds
     in place of 20, with an adapter, for 8 rows and a weight of 4,096 x 12,288).
-
-    Args:
-        rows: Rows of X.
-        n: Rows of the weight.
-        parts: Parts of K.
     """
     narrow, wide = n <= 32 * MULTIPROCESSORS, n > 64 * MULTIPROCESSORS
     if rows <= 16 and parts > 1:
@@ -155,12 +132,6 @@ def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
 
     It leaves room on each multiprocessor for the tiles of u and B, and for a program of the product
     with A, which runs there meanwhile, so that all programs run at once that would without it.
-
-    Args:
-        rows: Rows of X.
-        n: Rows of the weight.
-        parts: Parts of K.
-        rank: Columns of B.
     """
     tiles = _measured_cut(rows, n, parts)
     threads = 128 * (tiles.rings(parts) * tiles.sides + 1)

@@ -76,7 +76,6 @@ def scale_and_multiplier(
 
     Args:
         amax_bits: int32 [...], the bits of the groups' maxima.
-        MAXIMUM: the largest value of the format.
         FLOOR_BITS: the bits of the smallest maximum that a group counts with.
         POW2: whether scales are rounded up to a power of two.
     """
@@ -106,11 +105,8 @@ def store_row_groups(
         y: float32 [R, 128].
         rows: int32 [R], their row numbers.
         column: which 128 columns.
-        num_rows: of the matrix.
-        num_columns: of the matrix.
         codes_ptr: FP8 [num_rows, num_columns], written.
         scales_ptr: float32, one line of rows for each 128 columns, written.
-        scale_stride: from one line of scales to the next.
         MAXIMUM: as of `scale_and_multiplier`.
         FLOOR_BITS: as of `scale_and_multiplier`.
         POW2: as of `scale_and_multiplier`.
@@ -129,12 +125,8 @@ def load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride):
     """Return some rows of 128 columns as float32 [R, 128], with zeros outside the matrix.
 
     Args:
-        x_ptr: the matrix.
         rows: int32 [R], row numbers.
         column: which 128 columns.
-        num_rows: of the matrix.
-        num_columns: of the matrix.
-        row_stride: from one row to the next.
     """
     columns = column * 128 + tl.arange(0, 128)
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -157,7 +149,6 @@ def _rows_kernel(
         x_ptr: bfloat16, float16 or float32 [num_rows, num_columns], rows row_stride apart.
         codes_ptr: FP8 [num_rows, num_columns], written.
         scales_ptr: float32, one line of rows for each 128 columns, scale_stride apart, written.
-        column_blocks: programs of a row.
     """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -266,7 +257,6 @@ def rule(format: FP8Format, scales: str) -> dict[str, Any]:
     """Return the quantizer's constants as the kernels of rows take them.
 
     Args:
-        format: of the codes.
         scales: "fp32" or "pow2".
     """
     if scales not in ("fp32", "pow2"):
@@ -280,7 +270,6 @@ def tile_rule(format: FP8Format, scales: str) -> dict[str, Any]:
     """Return the quantizer's constants as the kernels of tiles take them, and launch options.
 
     Args:
-        format: of the codes.
         scales: "fp32" or "pow2".
     """
     constants = rule(format, scales)
@@ -302,7 +291,6 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -
 
     Args:
         x: bfloat16, float16 or float32 [T, K], its rows contiguous.
-        format: of the codes.
         scales: "fp32" or "pow2".
     """
     num_rows, num_columns = _shape("quantize_rows", x)
@@ -324,7 +312,6 @@ def quantize_tokens(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32")
 
     Args:
         x: bfloat16, float16 or float32 [T, K], its rows contiguous.
-        format: of the codes.
         scales: "fp32" or "pow2".
     """
     return _quantize_tiles("quantize_tokens", x, False, format, scales)[1]
@@ -337,7 +324,6 @@ def quantize_rows_and_tokens(
 
     Args:
         x: bfloat16, float16 or float32 [T, K], its rows contiguous.
-        format: of the codes.
         scales: "fp32" or "pow2".
     """
     return _quantize_tiles("quantize_rows_and_tokens", x, True, format, scales)
@@ -393,7 +379,6 @@ def quantize_weight(
 
     Args:
         w: float32 or bfloat16 [N, K] contiguous, both multiples of 128.
-        format: of the codes.
         scales: "fp32" or "pow2".
         out: the result of an earlier call, written in place.
 

@@ -18,7 +18,6 @@ def program_bytes(stages: int, stage: int, beside: int) -> int:
     """Return the most bytes of shared memory that a program takes; what Triton adds may be less.
 
     Args:
-        stages: Stages that are in flight.
         stage: Bytes of a stage of all rings, its barriers among them.
         beside: Bytes of all else, such as the tiles of an adapter.
     """
@@ -29,7 +28,6 @@ def fitting_stages(fastest: int, stage: int, beside: int, room: int) -> int:
     """Return how many stages a program has: as many as were fastest, or as fit, but at least 2.
 
     Args:
-        fastest: Stages that were fastest where they fit.
         stage: As of `program_bytes`.
         beside: As of `program_bytes`.
         room: Bytes of shared memory that the program may take.

@@ -75,10 +75,8 @@ def tile_places(ptr, block, column, stride):
     spares registers.
 
     Args:
-        ptr: the matrix.
         block: the tile's rows, in blocks of 128.
         column: the tile's columns, in blocks of 128.
-        stride: from one row to the next.
     """
     corner = ptr + (block.to(gl.int64) * 128 * stride + column * 128)
     rows = gl.arange(0, 128, gl.SliceLayout(1, TILE))
@@ -93,8 +91,6 @@ def tile_mask(block, column, num_rows, num_columns):
     Args:
         block: the tile's rows, in blocks of 128.
         column: the tile's columns, in blocks of 128.
-        num_rows: of the matrix.
-        num_columns: of the matrix.
     """
     rows = gl.arange(0, 128, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, 128, gl.SliceLayout(0, TILE))
@@ -107,12 +103,8 @@ def load_tile(x_ptr, block, column, num_rows, num_columns, row_stride):
     """Return a tile [128, 128] in TILE, of the matrix's dtype, with zeros outside the matrix.
 
     Args:
-        x_ptr: the matrix.
         block: the tile's rows, in blocks of 128.
         column: the tile's columns, in blocks of 128.
-        num_rows: of the matrix.
-        num_columns: of the matrix.
-        row_stride: from one row to the next.
     """
     mask = tile_mask(block, column, num_rows, num_columns)
     return gl.load(tile_places(x_ptr, block, column, row_stride), mask=mask, other=0.0)
@@ -236,8 +228,6 @@ def scale_and_multiplier(amax, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2:
 
     Args:
         amax: float32, the maximum of one group or of many.
-        MAXIMUM: the largest value of the format.
-        FLOOR: the smallest maximum that a group counts with.
         POW2: whether scales are rounded up to a power of two.
     """
     amax = larger(amax, FLOOR)
@@ -290,7 +280,6 @@ def store_turned(codes_ptr, codes, block, column, num_columns, padded_rows):
         codes: [128, 128] in TURNED; eight of a column are one store of a thread.
         block: the tile's rows, in blocks of 128.
         column: the tile's columns, in blocks of 128.
-        num_columns: columns that are stored.
         padded_rows: rows of the array's own width, a multiple of 128.
     """
     corner = codes_ptr + (column.to(gl.int64) * 128 * padded_rows + block * 128)
@@ -313,7 +302,6 @@ def store_groups(
         block: the tile's rows, in blocks of 128.
         column: the tile's columns, in blocks of 128.
         num_rows: tokens; the rows past them become zeros in 128 x 1 groups.
-        num_columns: of the matrix.
         row_codes_ptr: FP8 [num_rows, num_columns], written with ROW_GROUPS.
         row_scales_ptr: float32, one line of tokens for each 128 columns, written with ROW_GROUPS.
         scale_stride: from one line of row scales to the next.
@@ -361,10 +349,8 @@ def store_square_turned(
         y: bfloat16 [128, 128] in TILE.
         block: the tile's rows, in blocks of 128.
         column: the tile's columns, in blocks of 128.
-        num_columns: of the matrix.
         codes_ptr: FP8 [num_columns, padded_rows], written.
         scales_ptr: float32 [num_columns / 128, padded_rows / 128], written.
-        scale_stride: from one line of scales to the next.
         padded_rows: rows up to a multiple of 128.
         MAXIMUM: as of `scale_and_multiplier`.
         FLOOR: as of `scale_and_multiplier`.

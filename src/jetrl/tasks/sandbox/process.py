@@ -52,9 +52,7 @@ class WorkerProcess:
     """A worker process, from the parent's side.
 
     Attributes:
-        setup: The task that the worker builds, and the limits of each score.
         jobs: Tickets of the items that the worker has not answered yet.
-        ready: Whether the worker has built its task.
         deadline: Time (of time.monotonic) by which the next answer must have come.
     """
 
@@ -214,13 +212,7 @@ class WorkerProcess:
         self._deaths_at_start = 0
 
     def _failed_start(self, failure: str, died: bool) -> None:
-        """Take note of a start that failed; the scorer starts a process again that is not running.
-
-        Args:
-            failure: The reason.
-            died: Whether the process ended by itself: a cause that may be gone at a second try,
-                such as the memory of a busy machine. A task that hangs hangs again.
-        """
+        """Take note of a start that failed."""
         self._deaths_at_start += died
         if not died or self._deaths_at_start > 1:
             raise self._no_start(

@@ -82,8 +82,6 @@ class Scorer:
 
     Args:
         name: The task's name, as for `get_task`.
-        path: The task's data file or folder.
-        options: The task's options.
         workers: Number of processes; 0 scores in this process, without any protection from a score
             that hangs or crashes (a way to debug a task: prints and breakpoints work).
         timeout_s: Seconds of processor time that one score may take. By the clock, waiting
@@ -214,8 +212,6 @@ class Scorer:
         """Ask the task for its reply to a turn (`Task.step`), and return a ticket.
 
         Args:
-            prompt: The prompt that the completion answers.
-            turns: The turns before this one.
             completion: The text that the model wrote in this turn, without the stop string.
 
         Raises:

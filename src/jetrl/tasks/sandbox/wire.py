@@ -33,7 +33,6 @@ class WorkerReply(NamedTuple):
 
     Attributes:
         reward: The completion's reward; 0 for a failure, and for a turn.
-        parts: Named parts of the score.
         failure: The reason why there is no score; "" if there is one.
         last: Whether the worker ends because memory, files, threads or processes ran out. A fresh
             worker tries the item again, unless this worker was fresh.

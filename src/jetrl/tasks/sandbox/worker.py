@@ -68,12 +68,9 @@ class WorkerSetup:
 
     Attributes:
         name: The task's name, as for `get_task`.
-        path: The task's data file or folder.
-        options: The task's options.
         timeout_s: Seconds of processor time that a score may take.
         memory_mib: MiB that a score may take beyond those that the process has when the task is
             built; 0: no limit.
-        sources: Sources of the user's files when the scorer was made, by path.
     """
 
     name: str
@@ -94,7 +91,6 @@ class Item:
     """A completion for a worker to score, or a turn for it to reply to.
 
     Attributes:
-        prompt: The prompt that the completion answers.
         completion: The text to score; for a task with turns, all turns, the last without a reply.
         step: Whether the worker replies to the last turn instead of scoring.
     """
@@ -181,8 +177,6 @@ def score_safely(task: Task, item: Item, memory_mib: int = 0) -> WorkerReply:
     they may still be held.
 
     Args:
-        task: The task.
-        item: The completion to score, or the turn to reply to.
         memory_mib: The limit on memory, for the message; 0: none.
     """
     try:
@@ -209,10 +203,7 @@ def _ran_out(error: BaseException) -> bool:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, by an error and its causes.
-
-    An import of a large library says so only in words: the loader could not map its file.
-    """
+    """Return whether memory ran out, by an error and its causes."""
     return any(
         isinstance(cause, MemoryError) or any(words in str(cause) for words in _NO_MEMORY)
         for cause in _causes(error)

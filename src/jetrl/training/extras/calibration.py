@@ -66,11 +66,6 @@ class ClipCalibration:
     Args:
         policy: The policy whose master weights the BF16 forwards read.
         reference: The bounds that are meant, for ratios of BF16 probabilities.
-        every: Steps from one calibration to the next.
-        temperature: The temperature of the log-probs.
-
-    Attributes:
-        bounds: What ratios are clipped to now; a part of every checkpoint.
     """
 
     def __init__(
@@ -126,13 +121,7 @@ class ClipCalibration:
     def _calibrate(
         self, before: Sequence[np.ndarray], minibatch: Minibatch, trainer: np.ndarray
     ) -> float:
-        """Move the bounds, and return the share of tokens that are cut off in FP8 alone.
-
-        Args:
-            before: The BF16 log-probs of the minibatch before the step, float32 [N] a micro-batch.
-            minibatch: The last minibatch of the step.
-            trainer: float32 [N], the trainer's log-probs of the minibatch.
-        """
+        """Move the bounds, and return the share of tokens that are cut off in FP8 alone."""
         logprobs_after = self._forward(minibatch)
         batches = [micro.batch for micro in minibatch.micro_batches]
         rollout = np.concatenate([b.rollout_logprobs[targets(b)] for b in batches])
@@ -145,11 +134,7 @@ class ClipCalibration:
         return over_clipped(fp8_ratios, bf16_ratios, advantages, self._reference.low)
 
     def _forward(self, minibatch: Minibatch) -> list[np.ndarray]:
-        """Return the log-probs of a minibatch by BF16 weights, float32 [N] a micro-batch.
-
-        The BF16 weights are made of the present master weights, and dropped. Each rank of a run
-        forwards its share of the micro-batches.
-        """
+        """Return the log-probs of a minibatch by BF16 weights, float32 [N] a micro-batch."""
         policy, plan = self._policy, PrecisionPlan.preset("bf16")
         with explained("calibrated clipping", _ADVICE):
             masters = policy.whole_masters()
@@ -223,7 +208,6 @@ def over_clipped(fp8: np.ndarray, bf16: np.ndarray, advantages: np.ndarray, low:
         fp8: float32 [N], the ratios of FP8 probabilities.
         bf16: float32 [N], the ratios of BF16 probabilities.
         advantages: float32 [N].
-        low: The lower bound.
     """
     negative = advantages < 0
     if not negative.any():
@@ -232,13 +216,7 @@ def over_clipped(fp8: np.ndarray, bf16: np.ndarray, advantages: np.ndarray, low:
 
 
 def _balance(ratios: np.ndarray, weight: np.ndarray, bounds: ClipBounds) -> float:
-    """Return what pushes tokens up over what pushes them down, of tokens that are not cut off.
-
-    Args:
-        ratios: float32 [N].
-        weight: float64 [N], probability times advantage.
-        bounds: The bounds that cut off.
-    """
+    """Return what pushes tokens up over what pushes them down, of tokens that are not cut off."""
     terms = ratios * weight
     up = float(terms[(weight > 0) & (ratios < bounds.high)].sum())
     down = float(terms[(weight < 0) & (ratios > bounds.low)].sum())

@@ -32,14 +32,8 @@ class Critic:
     """A value model with its optimizer.
 
     Args:
-        model: The scalar model whose master weights are updated and rounded.
         settings: `critic`, `train` and loop.steps.
         guard: The run's guard for the critic's updates; by default a new one.
-
-    Attributes:
-        model: The scalar model.
-        guard: Refuses updates that are not finite.
-        optimizer: The optimizer over the model's master weights.
     """
 
     def __init__(self, model: ScalarModel, settings: Settings, guard: Guard | None = None) -> None:
@@ -75,7 +69,6 @@ class Critic:
 
         Args:
             index: The number of the update in its training step, from 0.
-            minibatch: The samples of the update.
 
         Returns:
             critic/loss (before the update), critic/clip_fraction: means over tokens;
@@ -113,9 +106,6 @@ class Critic:
 
     def shard_of(self, name: str) -> Shard | None:
         """Return how the rows of a tensor of `state_tensors` are divided among ranks.
-
-        Args:
-            name: The name of the tensor.
 
         Returns:
             None of a tensor that every rank has whole.

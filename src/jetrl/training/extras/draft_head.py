@@ -62,7 +62,6 @@ class _Lessons:
         follows: bool [P, K], whether such a token exists and was sampled.
         hidden: [P, D] on the device, the hidden states from which the tokens were drawn.
         copied: bool [P], which of these have been copied on this rank.
-        seed: The seed of the order in which they are learned.
     """
 
     places: dict[int, tuple[np.ndarray, np.ndarray]]
@@ -77,12 +76,7 @@ class DraftHeadTraining:
     """A draft head with its optimizer.
 
     Args:
-        head: The draft head.
         settings: `draft_head`, the rest of the optimizer in `train`, and run.seed.
-
-    Attributes:
-        head: The draft head.
-        optimizer: The optimizer over its master weights.
     """
 
     def __init__(self, head: DraftHead, settings: Settings) -> None:
@@ -102,12 +96,7 @@ class DraftHeadTraining:
         head.round()
 
     def begin(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
-        """Choose the tokens to learn from.
-
-        Args:
-            step: The number of the step.
-            micro_batches: Those of the step's first update, on every rank all of them.
-        """
+        """Choose the tokens to learn from."""
         batches = {int(i): micro.batch for micro in micro_batches for i in micro.batch.sample_ids}
         # A sample's last token has nothing behind it.
         lengths = {
@@ -235,17 +224,7 @@ class DraftHeadTraining:
         return metrics | ({"draft_head/skipped_updates": float(skipped)} if skipped else {})
 
     def _forward_backward(self, lessons: _Lessons, which: np.ndarray, places: Tensor) -> Tensor:
-        """Run forward and backward of one update.
-
-        Args:
-            lessons: What is learned from.
-            which: int64 [N], the tokens of the update.
-            places: int64 [V], where among the known tokens each token of the vocabulary is.
-
-        Returns:
-            float32 [4]: the sum of cross entropies and how many they are; how many first guesses
-            were right, of how many.
-        """
+        """Run forward and backward of one update."""
         head, device = self.head, places.device
         weights = {n: m.to(head.weights[n].dtype) for n, m in head.masters.items()}
         tokens = upload(torch.from_numpy(lessons.tokens[which]), device)
@@ -302,11 +281,7 @@ class DraftHeadTraining:
         return masters | moments | numbers
 
     def shard_of(self, name: str) -> Shard | None:
-        """Return None: every rank has the whole head.
-
-        Args:
-            name: The name of a tensor.
-        """
+        """Return None: every rank has the whole head."""
         return None
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:

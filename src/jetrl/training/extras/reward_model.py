@@ -22,14 +22,8 @@ Pair = tuple[Sequence[int], Sequence[int]]
 class PairMinibatch:
     """The pairs of one update, in micro-batches that get smaller when memory runs out.
 
-    Args:
-        pairs: The pairs, in order.
-        size: How large a micro-batch may be, for the whole training.
-
     Attributes:
-        pairs: All pairs, in order.
         micro_batches: As many neighbouring pairs as have the size's tokens, or one longer pair.
-        num_tokens: Tokens of all pairs.
     """
 
     def __init__(self, pairs: Sequence[Pair], size: MicroBatchSize) -> None:
@@ -44,9 +38,6 @@ class PairMinibatch:
 
     def shrink(self, problem: str) -> None:
         """Halve the size of micro-batches, and divide the pairs again.
-
-        Args:
-            problem: One line of the allocator's message.
 
         Raises:
             OutOfMemoryStop: Each micro-batch is one pair.
@@ -65,16 +56,9 @@ class RewardTrainer:
     """Updates a scalar model on pairs of sequences, with an optimizer of its own.
 
     Args:
-        model: The model whose master weights are updated and rounded.
         settings: Learning rate, warm-up and schedule are those of `sft`, the rest of the
             optimizer and the size of micro-batches those of `train`.
         size: The size that the training has for micro-batches; by default a new one.
-
-    Attributes:
-        model: The model that is trained.
-        micro_batch_size: The size that the training has for micro-batches.
-        guard: Refuses updates that are not finite.
-        optimizer: The optimizer, whose state goes into checkpoints.
     """
 
     def __init__(

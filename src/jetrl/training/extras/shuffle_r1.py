@@ -26,8 +26,6 @@ class Pair(NamedTuple):
     """Two samples of a group, by number.
 
     Attributes:
-        best: The sample with the higher advantage.
-        worst: The sample with the lower advantage.
         weight: |A1| + |A2|, which the pair is drawn by.
     """
 
@@ -63,11 +61,6 @@ def contrast_pairs(
 
 def shuffled_minibatches(pairs: Sequence[Pair], num_minibatches: int, seed: int) -> list[list[int]]:
     """Return the samples of each update: its share of the pairs, drawn by weight.
-
-    Args:
-        pairs: The kept pairs of all groups.
-        num_minibatches: How many updates the step has.
-        seed: The seed of the draws.
 
     Returns:
         Sample numbers, ascending, of each minibatch; together they hold as many pairs as there are,

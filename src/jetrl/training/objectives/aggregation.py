@@ -20,13 +20,7 @@ from jetrl.settings.algorithms import Aggregation
 
 @dataclass(frozen=True)
 class UpdateSize:
-    """The size of one update, which its token weights depend on.
-
-    Attributes:
-        tokens: Trained tokens of the update.
-        sequences: Sequences with a trained token.
-        max_tokens: The longest completion that there can be.
-    """
+    """The size of one update, which its token weights depend on."""
 
     tokens: int
     sequences: int
@@ -43,7 +37,6 @@ def token_weights(
 
     Args:
         lengths: int64 [S], trained tokens of each sequence of a micro-batch.
-        size: The size of the whole update.
         aggregation: How the tokens are weighted.
         num_tokens: N, the sum of the lengths; without it the host waits for a GPU to add them.
     """

@@ -48,7 +48,6 @@ class Correction:
         name: One of `jetrl.settings.algorithms.CORRECTIONS`.
         level: Whether a ratio is that of a token, of a sequence or a sequence's geometric mean.
         low: The lower bound; 0 for a correction that has none.
-        high: The upper bound.
     """
 
     name: str
@@ -70,13 +69,6 @@ class Correction:
         )
 
     def __call__(self, tokens: Tokens, rollout_logprobs: torch.Tensor) -> CorrectionWeights:
-        """Return the weights of N tokens.
-
-        Args:
-            tokens: The tokens, with the trainer's log-probs before the step's first update as
-                `behavior_logprobs`.
-            rollout_logprobs: float32 [N], the sampler's log-probs.
-        """
         log_ratio = tokens.behavior_logprobs.detach() - rollout_logprobs
         if self.level == "sequence":
             log_ratio = tokens.sequence_sum(log_ratio)

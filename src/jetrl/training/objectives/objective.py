@@ -27,11 +27,7 @@ class Objective:
     """The function that a run optimizes: an algorithm with the values of all options.
 
     Attributes:
-        algorithm: The record of the algorithm.
         settings: The section `[algorithm]`.
-        max_tokens: rollout.max_tokens.
-        advantages: Makes the advantages of a step's rewards, with its options.
-        token_loss: Makes the loss of each token, with its options.
         aggregation: How the tokens of an update are weighted.
         correction: Weighs tokens against the mismatch between sampler and trainer; None for none.
     """
@@ -50,7 +46,6 @@ class Objective:
 
         Args:
             settings: The section `[algorithm]`.
-            max_tokens: rollout.max_tokens.
 
         Raises:
             UserError: A user's file that does not import, or options that its function lacks.
@@ -118,18 +113,7 @@ class Objective:
         rollout_logprobs: torch.Tensor,
         ref_logprobs: torch.Tensor | None = None,
     ) -> MicroBatchLoss:
-        """Return the loss of a micro-batch of N trained tokens: its share of the update's.
-
-        Args:
-            tokens: The tokens.
-            size: The size of the whole update.
-            rollout_logprobs: float32 [N], the sampler's log-probs.
-            ref_logprobs: float32 [N], the log-probs of the frozen reference; None without one.
-
-        Returns:
-            The loss; metrics policy/clip_fraction; policy/kl_ref (mean k3, nats a token) with a
-            reference; correction/* with a correction.
-        """
+        """Return the loss of a micro-batch of N trained tokens: its share of the update's."""
         share = 1.0 / size.tokens
         token_loss = self.token_loss(tokens)
         loss = token_loss.loss
@@ -153,16 +137,7 @@ class Objective:
 
 
 def _check_own_options(name: str, own: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Check that each of algorithm.options is an argument of the loss or of a user's estimator.
-
-    Args:
-        name: The algorithm's name in the settings, for messages.
-        own: algorithm.options.
-        algorithm: The record of the algorithm.
-
-    Raises:
-        UserError: An option that neither has.
-    """
+    """Check that each of algorithm.options is an argument of the loss or of a user's estimator."""
     loss, estimator = algorithm.loss, algorithm.advantages
     taking = [LOSSES[loss] if isinstance(loss, str) else loss]
     taking += [] if isinstance(estimator, str) else [estimator]
@@ -176,28 +151,12 @@ def _check_own_options(name: str, own: Mapping[str, Any], algorithm: Algorithm) 
 
 
 def _arguments(piece: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the options of one piece of an algorithm.
-
-    Args:
-        piece: A built-in piece, whose options are the fields of a record, or a user's function,
-            whose options are its arguments after the first.
-    """
+    """Return the options of one piece of an algorithm."""
     is_record = isinstance(piece, type)
     return list(inspect.signature(piece).parameters.values())[0 if is_record else 1 :]
 
 
 def _options(name: str, piece: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the options of one piece of an algorithm.
-
-    Args:
-        name: The algorithm's name in the settings, for messages.
-        piece: As `_arguments` takes it.
-        known: Values by name: the settings that the algorithm reads, and algorithm.options where
-            the piece gets them. Those that the piece does not have are left out.
-
-    Raises:
-        UserError: An option that the piece needs is missing.
-    """
     values = dict(known)
     if values.get("clip_high") is None and "clip" in values:
         values["clip_high"] = values["clip"]

@@ -106,11 +106,7 @@ class UsersLoss(UsersFunction):
     """A loss function of a user's file: a function of (Tokens, **options)."""
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        """Return the losses of the tokens.
-
-        Raises:
-            UserError: The function raised, or did not return a differentiable loss for each token.
-        """
+        """Return the losses of the tokens."""
         loss = self._call(tokens, "it")
         if isinstance(loss, torch.Tensor):
             loss = TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
@@ -132,11 +128,7 @@ class UsersEstimator(UsersFunction):
     """An advantage estimator of a user's file: a function of (StepRewards, **options)."""
 
     def __call__(self, step: StepRewards) -> Advantages:
-        """Return the advantages of a step.
-
-        Raises:
-            UserError: The function raised, or did not return a finite number for each token.
-        """
+        """Return the advantages of a step."""
         returned = self._call(step, "its advantages")
         lengths = [len(penalty) for penalty in step.penalties]
         whole = returned if isinstance(returned, Advantages) else Advantages(returned)
@@ -165,12 +157,7 @@ def _described(value: object) -> str:
 
 
 def _problem(per_sample: object, lengths: Sequence[int]) -> str:
-    """Return what is wrong with the advantages or returns of a user's estimator, or "".
-
-    Args:
-        per_sample: The numbers of each sample, as the estimator returned them.
-        lengths: Trained tokens of each sample.
-    """
+    """Return what is wrong with the advantages or returns of a user's estimator, or ""."""
     arrays = []
     if isinstance(per_sample, Sequence | np.ndarray):
         try:
