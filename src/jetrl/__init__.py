@@ -59,6 +59,9 @@ _RENAMED = {
     "jetrl.evaluate": "jetrl.rewards.evaluate",
     "jetrl.policy": "jetrl.models.policy",
     "jetrl.scalar_model": "jetrl.models.scalar_model",
+    "jetrl.tasks.arithmetic": "jetrl.tasks.toys",
+    "jetrl.tasks.checkers": "jetrl.tasks.answers",
+    "jetrl.tasks.gsm8k": "jetrl.tasks.questions",
 }
 
 

@@ -31,7 +31,7 @@ from jetrl.runs import RunDirectory
 from jetrl.session.building import build_policy
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.tasks import get_task
-from jetrl.tasks.benchmarks import SOURCES
+from jetrl.tasks.questions import SOURCES
 from jetrl.training import Checkpoints, Optimizer
 
 

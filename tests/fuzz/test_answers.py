@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from jetrl.tasks.answers import final_answer, gold_answer
-from jetrl.tasks.equality import same_value
+from jetrl.tasks.answers import final_answer, gold_answer, same_value
 from jetrl.tasks.sandbox.wire import WireError, WorkerReply, parse_reply, parse_started, reply_line
 
 TEXTS = [

@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 
-from jetrl.tasks.arithmetic import Arithmetic
+from jetrl.tasks.toys import Arithmetic
 from jetrl.types import Prompt
 
 CRASHES, HANGS = 1 / 600, 1 / 3000  # share of completions

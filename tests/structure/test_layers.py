@@ -3,7 +3,7 @@
     cli -> loop -> session -> {rewards, parity, compiling}
         -> {rollout, training, tasks, runs} -> memory -> models -> kernels -> precision
 
-and everyone may use types, presets, settings, errors, files, randomness, distributed and
+and everyone may use types, presets, settings, errors, files, limited, randomness, distributed and
 users_code. rollout and training never import each other; tasks and runs know neither the model nor
 torch.
 """
@@ -25,6 +25,7 @@ BASE = {
     "types",
     "errors",
     "files",
+    "limited",
     "presets",
     "randomness",
     "settings",
@@ -39,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
     "files": {"errors"},
+    "limited": set(),
     "presets": set(),
     "randomness": set(),
     "settings": {"errors", "presets"},
@@ -94,6 +96,7 @@ WITHOUT_TORCH = [
     "jetrl.types",
     "jetrl.errors",
     "jetrl.files",
+    "jetrl.limited",
     "jetrl.settings.loading",
     "jetrl.cli.main",
     "jetrl.rollout.scheduler",

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from jetrl.tasks import Scorer
-from jetrl.tasks.answers import final_answer, gold_answer
-from jetrl.tasks.checkers import check_math
-from jetrl.tasks.equality import same_value, without_doubled_brackets
+from jetrl.tasks.answers import (
+    check_math,
+    final_answer,
+    gold_answer,
+    same_value,
+    without_doubled_brackets,
+)
 from jetrl.types import Prompt
 
 FORMS = Path(__file__).with_name("answer_forms.jsonl")

@@ -5,7 +5,7 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.tasks import Scorer, get_task
-from jetrl.tasks.arithmetic import Arithmetic
+from jetrl.tasks.toys import Arithmetic
 from jetrl.types import Prompt
 
 

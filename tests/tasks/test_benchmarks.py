@@ -11,7 +11,7 @@ import pytest
 from jetrl.errors import UserError
 from jetrl.tasks import Scorer, get_task
 from jetrl.tasks.answers import answer_key
-from jetrl.tasks.benchmarks import SOURCES, benchmark_name, chosen_letter
+from jetrl.tasks.questions import SOURCES, benchmark_name, chosen_letter
 
 # A row of each set as the hub has it, the columns that are not read aside; and the right answer.
 ROWS: dict[str, tuple[dict[str, Any], str, str]] = {

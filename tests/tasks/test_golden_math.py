@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl.tasks.answers import gold_answer
-from jetrl.tasks.checkers import check_math
+from jetrl.tasks.answers import check_math, gold_answer
 
 CASES = [
     json.loads(line)

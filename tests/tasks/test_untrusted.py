@@ -149,7 +149,7 @@ def test_a_worker_needs_no_network(tmp_path):
     file = tmp_path / "offline.py"
     file.write_text(
         "import socket\n"
-        "from jetrl.tasks.gsm8k import Gsm8k\n"
+        "from jetrl.tasks.questions import Gsm8k\n"
         "def refuse(*_): raise OSError('no network')\n"
         "class Offline(Gsm8k):\n"
         "    def score(self, prompt, completion):\n"

@@ -229,7 +229,7 @@ def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
 
 def usual_tokens(task: str | None) -> int:
     """Return the tokens that a completion of a task may have where the user does not say."""
-    from jetrl.tasks.benchmarks import SOURCES, benchmark_name
+    from jetrl.tasks.questions import SOURCES, benchmark_name
 
     known = benchmark_name(task or "")
     return SOURCES[known].max_tokens if known else 1024

@@ -126,7 +126,7 @@ def _command(arguments: Sequence[str]) -> int:
         except SystemExit as end:
             if traceback.extract_tb(end.__traceback__)[-1].filename == argparse.__file__:
                 raise  # a command that parses more words itself
-            from jetrl.tasks.messages import describe_error
+            from jetrl.tasks.base import describe_error
 
             raise UserError(f"the command was left by sys.exit(): {describe_error(end)}") from end
     return code

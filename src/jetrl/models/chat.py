@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
+from jetrl.limited import LimitError
+from jetrl.models.chat_template import render_messages
 from jetrl.models.special_tokens import encode_hidden, has_special_tokens, hide_special_tokens
-from jetrl.models.template_process import TemplateError, render_messages
 from jetrl.models.tokenizer_files import encode
 from jetrl.types import Example, PlainText, Prompt, Turn
 
@@ -297,7 +298,7 @@ def _render(
     _check_messages(messages, where)
     try:
         return render_messages(tokenizer, messages, open_turn)
-    except TemplateError as error:
+    except LimitError as error:
         raise UserError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
 
 

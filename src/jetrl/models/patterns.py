@@ -1,39 +1,23 @@
 """Regular expressions from other people's files, matched in a process with limits.
 
-A pattern of a few characters can backtrack for years, and Python's `re` cannot be interrupted. So
-compiling and matching run in a child process with limits on CPU time and memory. It takes 20 ms.
+A pattern of a few characters can backtrack for years.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.files import printable, shown_value
+from jetrl.limited import LimitedProcess, LimitError
 
 LIMIT_S = 2  # CPU seconds for all patterns of a call
-_MOST_BYTES = 2**29
+_MEMORY_MIB = 512
 _MOST_CHARACTERS = 10_000
-
-_PROGRAM = """\
-import json, re, resource, sys
-seconds, size = map(int, sys.argv[1:3])
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-resource.setrlimit(resource.RLIMIT_AS, (size, size))
-how, patterns, names = json.load(sys.stdin)
-found = set()
-for pattern in patterns:
-    try:
-        match = getattr(re.compile(pattern), how)
-        found.update(name for name in names if match(name))
-    except Exception as error:
-        sys.exit(print(json.dumps([pattern, str(error) or type(error).__name__])))
-print(json.dumps([None, list(found)]))
-"""
 
 
 def matching(
@@ -62,13 +46,24 @@ def _found(
     """Return the wrong pattern, or None, and the matching names, or what is wrong."""
     if sum(map(len, patterns)) > _MOST_CHARACTERS:
         return patterns[0], f"with others it has more than {_MOST_CHARACTERS} characters"
-    child = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _PROGRAM, str(LIMIT_S), str(_MOST_BYTES)],
-        input=json.dumps([how, patterns, names]).encode(),
-        capture_output=True,
-        check=False,
-    )
-    if child.returncode:
-        return patterns[0], f"it takes more than {LIMIT_S} s of CPU time, or too much memory"
-    wrong, found = json.loads(child.stdout)
+    process = LimitedProcess("jetrl.models.patterns:match", LIMIT_S, _MEMORY_MIB)
+    try:
+        wrong, found = process.answer(json.dumps([how, patterns, names]).encode())
+    except LimitError as error:
+        return patterns[0], str(error)
+    finally:
+        process.close()
     return wrong, tuple(found) if wrong is None else printable(found)
+
+
+def match(request: Any) -> tuple[str | None, Any]:
+    """Match in the limited process: the wrong pattern and its error, or None and the names."""
+    how, patterns, names = request
+    found: set[str] = set()
+    for pattern in patterns:
+        try:
+            matches = getattr(re.compile(pattern), how)
+            found.update(name for name in names if matches(name))
+        except Exception as error:  # re raises several kinds for a pattern
+            return pattern, str(error) or type(error).__name__
+    return None, list(found)

@@ -1,9 +1,8 @@
 """Tasks: prompts to answer and scores for the answers."""
 
 from jetrl.tasks.base import ScoreError, Task, to_score
-from jetrl.tasks.registry import build_task, get_task
+from jetrl.tasks.registry import build_task, get_task, read_prompts
 from jetrl.tasks.sandbox.scorer import ScoredText, Scorer, StepAnswer
-from jetrl.tasks.single import read_prompts
 
 __all__ = [
     "ScoreError",

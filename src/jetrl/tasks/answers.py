@@ -1,17 +1,25 @@
 r"""Reading the answer that a text gives, and comparing it with the right one.
 
-The answer of a completion is the last of its marked answers, be it `#### 18` or `\boxed{18}`; if
-nothing is marked (and not `strict`), it is the last number of the text. A marked answer without a
-value is wrong; nothing else is tried. `gold_answer` reads the right answer by the same rules.
+The answer of a completion is its last marked answer, either `#### 18` or `\boxed{18}`; if nothing
+is marked (and not `strict`), it is the last number of the text. A marked answer without a value is
+wrong. `gold_answer` reads the right answer by the same rules. docs/tasks.md has the table of what
+is removed, compared and refused; the rule is that whatever is removed does not change the value: a
+unit after a number goes; a word before or between numbers, a function, a constant and a second
+value stay, and make the answer wrong.
 
-docs/tasks.md has the table of what is removed, compared and refused. One rule is behind it:
-whatever is removed does not change the value. So a unit behind one number goes (number_text.py); a
-word before or between numbers, a function, a constant and a second value stay, and make the answer
-wrong. equality.py decides whether two answers have the same value.
+math-verify compares values: numbers by 6 decimals, equations by the solutions that it finds. So it
+takes any two tiny numbers for equal, and any two equations without a solution. Its "yes" is taken
+back if two numbers differ by more than RELATIVE, or two equations differ in their sides and have no
+solution to compare. Its own time limits are off: they use signals, which give wrong answers in
+threads, and the scorer's processes have limits.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib
+import logging
 import re
 import unicodedata
 from collections import deque
@@ -19,20 +27,90 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from types import ModuleType
+from typing import Any
 
-from jetrl.tasks.equality import MAX_LENGTH, same_value
-from jetrl.tasks.number_text import (
-    MORE_FOLLOWS,
-    NUMBER,
-    PERCENT_FOLLOWS,
-    SCALE_FOLLOWS,
-    SCALES,
-    UNIT,
-    VARIABLE_FOLLOWS,
-    plain_number,
-    read_number,
-    without_percent,
+from jetrl.types import Score
+
+_DIGITS = r"(?:[0-9]{1,3}(?:(?:,[0-9]{2}){1,4},[0-9]{3}|(?:,[0-9]{3})+)(?![0-9])|[0-9]+)"
+_TIMES_TEN = r"[ ]?(?:\\times|\\cdot|[\u00d7\u00b7*x])[ ]{0,2}10[ ]?\^[ ]?"
+_POWER = (  # of ten, as in 1e6 and 1.6 \times 10^{-19}
+    r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z])"
+    rf"|{_TIMES_TEN}(?:[-+]?[0-9]{{1,2}}(?![0-9])|\{{[-+]?[0-9]{{1,2}}\}}|\([-+]?[0-9]{{1,2}}\)))"
 )
+SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALE_FOLLOWS = re.compile(rf"[ ]?({'|'.join(SCALES)})(?![A-Za-z])")
+_DECIMAL = rf"(?:(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+){_POWER}?)"
+_MIXED = r"[0-9]{1,9}[ ][0-9]{1,9}/[0-9]{1,9}(?![0-9/]|[.,][0-9])"  # 2 1/3
+# A sign belongs to a number unless it stands between two operands, as in 10-5 and x-5.
+NUMBER = re.compile(
+    rf"(?:(?<![\w).%])-[ ]?)?\$?[ ]?(?:(?<=\$)-)?(?:{_MIXED}|{_DECIMAL}(?:[ ]?/[ ]?{_DECIMAL})?)"
+)
+# Letters that stand for a variable where one follows a number: 18x, 3xy, 2ab. The others are units
+# (18 m, 18 g, 18 L), and so is every longer word without a value of its own.
+_VARIABLES = (
+    r"(?:[xyz]{1,3}|x[a-z]|[a-z][xy]|ab|abc|bc|ac|[abceijnpqrtuvw\u03c0\u03b8])(?![A-Za-z])"
+)
+_VALUE_WORDS = (
+    r"(?i:n?or|not|than|least|most|plus|minus|over|mod|squared|cubed|factorial|hal(?:f|ves)|"
+    r"thirds?|fourths?|fifths?|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|"
+    r"[a-z]+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred)"
+)
+UNIT = (
+    rf"(?!(?:(?:{_VARIABLES}|k\b)[ ]*)+(?:$|\^))(?!.*(?<![A-Za-z]){_VALUE_WORDS}(?![A-Za-z]))"
+    r"[A-Za-z][A-Za-z ./]*"
+)
+_DEGREES = r"(?:\u00b0|\\degree|\^(?:\\circ|\{\\circ\}))[ ]?[CFK]?"
+_ORDINAL = r"\^?\{?(?:st|nd|rd|th)\}?"
+# Chinese, Japanese and Korean words; not those that make another number of it: 5\u4e07 is 50,000.
+_EASTERN = (
+    r"(?:(?![\u3007\u4e00\u4e8c\u4e24\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u767e\u5343"
+    r"\u4e07\u842c\u4ebf\u5104\u5146\u534a\u500d\u5206\u4f59\u591a\u51e0\u6216\u548c\u81f3\u5230"
+    r"\u4ee5\u4e0d\ub9cc\uc5b5\ucc9c\ubc31])[\u3400-\u9fff\uac00-\ud7af]){1,4}"
+)
+_UNITS = (
+    rf"[ %]*(?:{_DEGREES}|{_ORDINAL}|{_EASTERN}"
+    rf"|(?:{UNIT}|(?:[kcm]?m|ft|in)(?=\^))(?:\^(?:[0-9]|\{{-?[0-9]\}}))?)?"
+)
+_ONE_NUMBER = re.compile(rf"({NUMBER.pattern}){_UNITS}")
+VARIABLE_FOLLOWS = re.compile(rf"{_VARIABLES}(?![\w\u00b7])")
+# Behind a number that is only the start of an answer: `18\pi`, `2^5`, `9+9`, `5, 6`, `5 or six`.
+MORE_FOLLOWS = re.compile(
+    r"!|[ ]?(?:\^(?!\{?\\circ)|\\(?!(?:text|mathrm|mbox|degree)(?![a-z]))[a-zA-Z]|\.[0-9])"
+    r"|[ ]*(?:[-+*/:;,\u00d7\u00f7]|and\b|to\b)[ ]*[($]*[-+]?\.?[0-9\\]|[ ]+[0-9]|.*\bn?or\b"
+)
+_PERCENT = r"(?:%|per[ ]?cent|pct)"
+PERCENT_FOLLOWS = re.compile(rf"[ *]*{_PERCENT}(?![A-Za-z])")
+_PERCENT_ENDS = re.compile(
+    rf"[ ]*(?:{_PERCENT}|\\(?:text|mathrm|textbf|mbox)\s*\{{[ ]*{_PERCENT}[ ]*\}})[ .]*$"
+)
+
+
+def read_number(text: str) -> str | None:
+    """Return the plain form of a text that is one number, with or without a unit; else None."""
+    match = _ONE_NUMBER.fullmatch(text)
+    return plain_number(match.group(1)) if match else None
+
+
+def plain_number(number: str) -> str:
+    """Return a number that `NUMBER` matched as digits alone: `-1200.5`, `7/3`, `0.0025`."""
+    mixed = re.fullmatch(rf"(-?)({_MIXED})", number.replace("$", "").strip())
+    if mixed:
+        whole, above, below = re.split("[ /]", mixed[2])
+        return f"{mixed[1]}{int(whole) * int(below) + int(above)}/{int(below)}"
+    number = re.sub(_TIMES_TEN, "e", number)
+    for character in "$, {}()":
+        number = number.replace(character, "")
+    if "e" in number.lower():  # written out, for what reads a product with e into it
+        number = "/".join(format(Decimal(part), "f") for part in number.split("/"))
+    return number
+
+
+def without_percent(text: str) -> tuple[str, bool]:
+    """Return a text without the percent sign or word at its end, and whether there was one."""
+    match = _PERCENT_ENDS.search(text)
+    return (text[: match.start()], True) if match else (text, False)
+
 
 # A number, LaTeX or a tuple follows; so `#### Step 2` and `#### (1) Add` are headings.
 _MARKER = re.compile(r"####[ \t*_]*(?=[-+$.0-9]|\\(?!text)[a-zA-Z{]|[(\[][-+$.0-9\\][^\n]{0,99},)")
@@ -179,6 +257,19 @@ def is_right(gold: str, answer: Answer) -> bool:
     if answer.percent and not percent:
         return same_value(number, _hundredth(answer.text))
     return False
+
+
+def check_math(gold: str, completion: str, strict: bool = False) -> Score:
+    """Return the score of a completion: 1 where its answer has the value of the right one.
+
+    Args:
+        strict: Whether only a marked answer counts.
+    """
+    answer = final_answer(completion, strict=strict)
+    if answer is None:
+        return Score(0.0, {"answered": 0.0})
+    right = is_right(gold_answer(gold), answer)
+    return Score(float(right), {"answered": float(answer.marked)})
 
 
 def _fraction(number: str) -> Fraction | None:
@@ -331,3 +422,197 @@ def _upright(words: re.Match[str]) -> str:
     r"""Return what `\mathrm{...}` and the like stand for: a letter, a number, or words."""
     word = words[1].strip()
     return word if len(word) == 1 or re.search("[0-9]", word) else rf"\text{{{words[1]}}}"
+
+
+# It warns that its time limits are off, once a process; that is what the scorer is for.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+MAX_LENGTH = 200  # characters of an answer; a longer one is not an answer
+MAX_DEPTH = 8  # brackets in brackets of an answer that is read as it is
+RELATIVE = 1e-3  # the most by which numbers that agree to 6 decimals may differ
+_BASE = re.compile(r"^[0-9A-Fa-f.]+_\{?([0-9]+)\}?$")  # 2516_8
+_CLOSING = {"(": ")", "{": "}"}
+_PRECISION = 30  # of the numbers of an expression
+# What sympy raises where it cannot do something.
+_NOT_POSSIBLE = (TypeError, ValueError, AttributeError, NotImplementedError, ArithmeticError)
+
+
+@functools.cache
+def load_math_verify() -> ModuleType:
+    """Import math-verify, which takes half a second, outside of the first score's limits."""
+    return importlib.import_module("math_verify")
+
+
+@functools.cache
+def _sympy() -> ModuleType:
+    return importlib.import_module("sympy")
+
+
+@functools.cache
+def _latex_config() -> Any:
+    """Return the settings with which math-verify removes no unit: a variable may look like one."""
+    config = load_math_verify().LatexExtractionConfig()
+    normalization = dataclasses.replace(config.normalization_config, units=False)
+    return dataclasses.replace(config, normalization_config=normalization)
+
+
+def same_value(gold: str, answer: str) -> bool:
+    """Return whether two answers have the same value."""
+    if not gold or not answer or len(answer) > MAX_LENGTH:
+        return False
+    if len({base[1] for text in (gold, answer) if (base := _BASE.search(text))}) > 1:
+        return False
+    sympy = _sympy()
+    sympy.core.random.seed(0)
+    golds, answers = (
+        _parse(without_doubled_brackets(gold)),
+        _parse(without_doubled_brackets(answer)),
+    )
+    if not _verify(golds, answers):
+        return bool(golds and answers) and _same_region(golds[0], answers[0])
+    if gold == answer or not (len(golds) == len(answers) == 2):
+        return True
+    return not _differ(golds[0], answers[0])
+
+
+def without_doubled_brackets(text: str) -> str:
+    """Return a deeply nested answer with one bracket in place of brackets right around brackets.
+
+    The time that LaTeX takes to be read grows several times over with each bracket in a bracket.
+    Answers of up to MAX_DEPTH are returned as they are.
+    """
+    plain = text.replace(r"\left", "").replace(r"\right", "")
+    closing_of: dict[int, int] = {}
+    open_at: list[int] = []
+    deepest = 0
+    for position, character in enumerate(plain):
+        if character in _CLOSING:
+            open_at.append(position)
+            deepest = max(deepest, len(open_at))
+        elif open_at and character == _CLOSING[plain[open_at[-1]]]:
+            closing_of[open_at.pop()] = position
+    if deepest <= MAX_DEPTH:
+        return text
+    doubled = {
+        position
+        for start, end in closing_of.items()
+        if plain[start + 1] == plain[start] and closing_of.get(start + 1) == end - 1
+        for position in (start, end)
+    }
+    return "".join(c for position, c in enumerate(plain) if position not in doubled)
+
+
+def _verify(golds: list[Any], answers: list[Any]) -> bool:
+    verify = load_math_verify().verify
+    return bool(verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def _parse(answer: str) -> list[Any]:
+    """Return what math-verify reads in an answer: [the expression, its text], or less."""
+    math_verify = load_math_verify()
+    config = math_verify.ExprExtractionConfig()
+    if not NUMBER.fullmatch(answer):
+        config, answer = _latex_config(), f"${answer}$"
+    parsed = list(math_verify.parse(answer, extraction_config=[config], parsing_timeout=None))
+    return [_named_functions(_as_numbers(parsed[0])), *parsed[1:]] if parsed else parsed
+
+
+def _named_functions(expression: Any) -> Any:
+    """Return an expression with a symbol for each value of an unknown function, such as f(2)."""
+    sympy = _sympy()
+    if not isinstance(expression, sympy.Basic):
+        return expression
+    unknown = sympy.core.function.AppliedUndef
+    if not isinstance(expression, sympy.Eq) or not isinstance(expression.lhs, unknown):
+        return expression
+    if expression.lhs.free_symbols:  # f(x) = x + 1
+        return expression
+    return sympy.Eq(sympy.Symbol(str(expression.lhs)), expression.rhs, evaluate=False)
+
+
+def _as_numbers(expression: Any) -> Any:
+    r"""Return the set of numbers that a membership or several inequalities describe.
+
+    `x \in [1, 2]` and `x < 1, x > 2` are such; every other expression is returned as it is.
+    """
+    sympy = _sympy()
+    if isinstance(expression, sympy.Eq) and isinstance(expression.rhs, sympy.Set):
+        return expression.rhs
+    inequality = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)
+    parts = expression.args if isinstance(expression, sympy.Set) else ()
+    if not parts or not all(isinstance(part, inequality) for part in parts):
+        return expression
+    try:
+        return sympy.Union(*[part.as_set() for part in parts])
+    except _NOT_POSSIBLE:
+        return expression
+
+
+def _same_region(gold: Any, answer: Any) -> bool:
+    """Return whether two inequalities of one variable hold for the same numbers: 2 > x, x < 2."""
+    sympy = _sympy()
+    order = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)
+    relation = (sympy.And, *order)
+    if not isinstance(gold, relation) or not isinstance(answer, relation):
+        return False
+    if gold.free_symbols != answer.free_symbols or len(gold.free_symbols) != 1:
+        return False
+    try:
+        return bool(gold.as_set() == answer.as_set())
+    except _NOT_POSSIBLE:
+        return False
+
+
+def _differ(gold: Any, answer: Any) -> bool:
+    """Return whether two expressions differ that math-verify takes for equal."""
+    sympy = _sympy()
+    ordered = (sympy.Tuple, sympy.MatrixBase, sympy.FiniteSet)
+    if isinstance(gold, ordered) and isinstance(answer, ordered):
+        pairs = zip(_parts(gold), _parts(answer), strict=False)
+        return any(_differ(one, other) for one, other in pairs)
+    if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
+        return _equations_differ(gold, answer)
+    one, other = _number(gold), _number(answer)
+    if one is None or other is None:
+        return False
+    return bool(abs(one - other) > RELATIVE * max(abs(one), abs(other)))
+
+
+def _parts(collection: Any) -> list[Any]:
+    """Return the members of a tuple, a matrix or a finite set; those of a set by their value."""
+    sympy = _sympy()
+    if isinstance(collection, sympy.MatrixBase):
+        return list(collection.flat())
+    if isinstance(collection, sympy.Tuple):
+        return list(collection.args)
+    numbers = [(_number(part), part) for part in collection.args]
+    if any(number is None or not number.is_real for number, _ in numbers):
+        return []
+    return [part for _, part in sorted(numbers, key=lambda pair: pair[0])]
+
+
+def _number(expression: Any) -> Any:
+    """Return the value of an expression without variables; None where it has none."""
+    sympy = _sympy()
+    if isinstance(expression, sympy.Eq):
+        expression = expression.rhs
+    if not isinstance(expression, sympy.Expr) or expression.free_symbols:
+        return None
+    try:
+        value = expression.doit().evalf(_PRECISION)
+    except _NOT_POSSIBLE:
+        return None
+    return value if value.is_number and value.is_finite and value.is_comparable else None
+
+
+def _equations_differ(gold: Any, answer: Any) -> bool:
+    """Return whether two equations differ, where no solution tells them apart."""
+    sympy = _sympy()
+    try:
+        solved = sympy.solve(gold, *gold.free_symbols) if gold.free_symbols else []
+        if solved:
+            return False
+        ratio = sympy.simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
+        return not (ratio.is_number and ratio.is_nonzero)
+    except _NOT_POSSIBLE:
+        return False

@@ -1,7 +1,17 @@
-"""Prompts from your own data: JSONL, Parquet, or whatever the `datasets` package loads.
+r"""Prompts from your own data: JSONL, Parquet, or whatever the `datasets` package loads.
 
 A row is an object with fields. The options name the fields of the prompt and of the answer, and a
-checker scores completions (checkers.py).
+checker scores completions:
+
+    math                math-verify on the answer that the completion marks, or on its last number
+                        (answers.py); `strict` takes marked answers only
+    exact               the whole completion, except for spaces around it
+    regex               the first group of the last match of `pattern`, except for spaces around it;
+                        if the prompt has no answer, whether there is a match
+    file.py:function    function(prompt, completion) of your file: a number or a Score
+
+The first three give 1 or 0. `math` and `regex` have a part `answered`: 1 if the completion has an
+answer in the expected form.
 """
 
 from __future__ import annotations
@@ -10,16 +20,16 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.tasks.answers import answer_key, gold_answer
-from jetrl.tasks.base import Task, to_stops
-from jetrl.tasks.checkers import get_checker
-from jetrl.tasks.messages import check_format, nearest, question_content
+from jetrl.tasks.answers import answer_key, check_math, gold_answer, load_math_verify
+from jetrl.tasks.base import Task, check_format, nearest, question_content, to_stops
 from jetrl.tasks.rows import Row, check_path, read_rows, splits_of, value_at
+from jetrl.tasks.user_files import load_function
 from jetrl.types import Prompt, Score
 
 # A field in a template. A dotted path begins with a letter: {0.5} is LaTeX.
@@ -260,3 +270,67 @@ def _message(item: object, field: str, where: str) -> Mapping[str, str]:
             "content, both text"
         )
     return dict(item)
+
+
+Checker = Callable[[Prompt, str], float | Score]
+NAMES = ("math", "exact", "regex")
+
+
+def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> Checker:
+    """Return the checker of a name.
+
+    Args:
+        name: `math`, `exact`, `regex` or `file.py:function`.
+        pattern: The regular expression of `regex`.
+        strict: Whether `math` takes marked answers only.
+
+    Raises:
+        UserError: There is no such checker, file or function, or the pattern is missing, is no
+            regular expression, or would not be used.
+    """
+    file, colon, function = name.rpartition(":")
+    if pattern is not None and name != "regex":
+        raise UserError("task.options.pattern: only the checker 'regex' has one")
+    if strict and name != "math":
+        raise UserError("task.options.strict: only the checker 'math' takes it")
+    if colon and file.endswith(".py"):
+        return load_function(Path(file), function)
+    if name == "math":
+        load_math_verify()
+        return lambda prompt, completion: check_math(prompt.answer or "", completion, strict)
+    if name == "exact":
+        return check_exact
+    if name == "regex":
+        return _regex(pattern)
+    raise UserError(
+        f"task.options.checker = {name!r}{nearest(name, list(NAMES))} (also possible: "
+        "file.py:function)"
+    )
+
+
+def check_exact(prompt: Prompt, completion: str) -> float:
+    """Return 1 for the prompt's answer and nothing else, otherwise 0."""
+    return float(completion.strip() == (prompt.answer or "").strip())
+
+
+def _regex(pattern: str | None) -> Checker:
+    if pattern is None:
+        raise UserError(
+            "task.options.pattern: the checker 'regex' needs one, such as '<answer>(.*?)</answer>'"
+        )
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UserError(
+            f"task.options.pattern = {pattern!r}: not a regular expression: {error}"
+        ) from None
+
+    def check(prompt: Prompt, completion: str) -> Score:
+        matches = list(compiled.finditer(completion))
+        if not matches:
+            return Score(0.0, {"answered": 0.0})
+        answer = matches[-1].group(1 if compiled.groups else 0) or ""
+        right = prompt.answer is None or answer.strip() == prompt.answer.strip()
+        return Score(float(right), {"answered": 1.0})
+
+    return check

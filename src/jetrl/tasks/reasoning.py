@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.tasks.base import Task
-from jetrl.tasks.messages import (
+from jetrl.tasks.base import (
+    Task,
     check_format,
     check_options,
     describe_error,

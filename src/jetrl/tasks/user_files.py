@@ -19,8 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.tasks.base import Task
-from jetrl.tasks.messages import nearest
+from jetrl.tasks.base import Task, nearest
 from jetrl.users_code import USERS_ERRORS, check_trusted
 
 _MODULES = "jetrl_user_task_"  # start of the names of users' modules in sys.modules

@@ -11,7 +11,6 @@ or prints can block this side, fill its memory or run code here (wire.py).
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -19,12 +18,12 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from multiprocessing.connection import wait
 
 from jetrl.errors import RunStopped, UserError
+from jetrl.limited import start
 from jetrl.tasks.sandbox.wire import (
     LineBuffer,
     WireError,
@@ -40,12 +39,7 @@ logger = logging.getLogger(__name__)
 START_LIMIT_S = 120.0  # importing a task's packages from a cold disk
 KEPT_OUTPUT = 100_000  # bytes: a traceback of many threads
 _READ = 2**16
-_PROGRAM = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv[2])
-from jetrl.tasks.sandbox.worker import main
-main(int(sys.argv[1]))
-"""
+_PROGRAM = "from jetrl.tasks.sandbox.worker import main\nmain(int(sys.argv[2]))"
 
 
 class WorkerProcess:
@@ -84,14 +78,14 @@ class WorkerProcess:
         os.set_blocking(self.output, False)
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
+            self._process = start(
+                _PROGRAM,
+                str(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
                 pass_fds=[theirs.fileno()],
                 env=environment,
-                start_new_session=True,
             )
         except OSError as error:
             self.connection.close()

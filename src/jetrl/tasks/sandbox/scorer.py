@@ -29,7 +29,7 @@ from typing import Any, Self
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.settings import TaskSettings
-from jetrl.tasks.messages import describe_error
+from jetrl.tasks.base import describe_error
 from jetrl.tasks.registry import get_task
 from jetrl.tasks.sandbox.process import WorkerProcess
 from jetrl.tasks.sandbox.wire import WorkerReply

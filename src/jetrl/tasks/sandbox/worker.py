@@ -32,12 +32,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.tasks.base import ScoreError, Task, to_reply, to_score
-from jetrl.tasks.messages import describe_error
+from jetrl.limited import limit_cpu, limit_memory
+from jetrl.tasks.base import ScoreError, Task, describe_error, to_reply, to_score
 from jetrl.tasks.registry import get_task
 from jetrl.tasks.sandbox.wire import (
     MAX_READABLE,
@@ -123,7 +122,7 @@ def main(descriptor: int) -> None:
         connection.sendall(started_line(f"task {setup.name}: {describe_error(error)}"))
         return
     if setup.memory_mib:
-        _limit_memory(setup.memory_mib * 2**20)
+        limit_memory(setup.memory_mib)
     connection.sendall(started_line())
     # Score chunk after chunk, each item under timers that end the process when they run out.
     while True:
@@ -134,31 +133,18 @@ def main(descriptor: int) -> None:
         for item in items:
             try:
                 faulthandler.dump_traceback_later(setup.clock_s, exit=True, file=STDERR)
-                signal.setitimer(signal.ITIMER_PROF, setup.timeout_s)
+                limit_cpu(setup.timeout_s)
             except RuntimeError as error:  # its thread: scores before have left too many
                 reply = WorkerReply(0.0, {}, f"no timer for the score: {error}", last=True)
             else:
                 reply = _score_pickled(task, item, setup.memory_mib)
             if os.getpid() != process:
                 os._exit(0)  # a fork that the score should have ended: the answer is the other's
-            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            limit_cpu(0.0)
             faulthandler.cancel_dump_traceback_later()
             connection.sendall(reply_line(reply._replace(chunk=chunk)))
             if reply.last:
                 return
-
-
-def _limit_memory(more: int) -> None:
-    """Let the process take `more` bytes of address space beyond its present size.
-
-    Address space is the one measure that Linux refuses at once and without killing anybody else.
-    """
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    limit = pages * resource.getpagesize() + more
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _score_pickled(task: Task, pickled: bytes, memory_mib: int) -> WorkerReply:

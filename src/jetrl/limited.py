@@ -1,0 +1,162 @@
+"""Child processes for code that may never end: limits on their CPU time and memory.
+
+A score, a chat template or a regular expression from elsewhere can run for years or fill the
+memory, and Python cannot interrupt it. Such code runs in a fresh interpreter (no fork, nothing of
+the program that started it) with a session of its own, which Ctrl-C does not reach. The system's
+timer ends the process; it counts CPU time, so a busy machine changes no verdict, and the process
+does not outlive its parent. The limit on address space is the one that Linux enforces at once,
+without killing anybody else.
+
+Scoring workers (tasks/sandbox) use the start and the limits with a protocol of their own;
+`LimitedProcess` answers one request after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+_MOST_ERROR = 1000  # characters
+_START = "import json, sys\nsys.path[:] = json.loads(sys.argv[1])\n"
+_SERVE = """\
+sys.modules["torch"] = None  # nothing here needs it, and transformers starts faster without
+from jetrl.limited import serve
+from {module} import {function}
+serve({function}, {limit_s}, {memory_mib})
+"""
+
+
+class LimitError(Exception):
+    """A limited process gave no answer; the message says why."""
+
+
+def start(program: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a program in a fresh interpreter; its arguments begin at `sys.argv[2]`."""
+    command = [sys.executable, "-P", "-c", _START + program, json.dumps(sys.path), *arguments]
+    return subprocess.Popen(command, start_new_session=True, **options)
+
+
+def limit_memory(mib: int) -> None:
+    """Let this process take so many MiB of address space beyond its current size."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + mib * 2**20
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def limit_cpu(seconds: float) -> None:
+    """End this process by SIGPROF after so much CPU time from now; 0: no limit."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+class LimitedProcess:
+    """A process that answers requests by a function, started again after a request ended it.
+
+    Args:
+        function: `module:name` of a function of a JSON value that returns one.
+        limit_s: Seconds of CPU time per request.
+    """
+
+    def __init__(self, function: str, limit_s: float, memory_mib: int) -> None:
+        module, _, name = function.partition(":")
+        self._program = _SERVE.format(
+            module=module, function=name, limit_s=float(limit_s), memory_mib=memory_mib
+        )
+        self._limit_s = limit_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def answer(self, request: bytes) -> Any:
+        """Return the function's value for a request, which is one line of JSON.
+
+        Raises:
+            LimitError: The function raised an error, took too much time or memory, or returned far
+                more than the request has.
+        """
+        most = 2**16 + 8 * len(request)
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(request + b"\n")
+                process.stdin.flush()
+                reply = _read_reply(process.stdout, most)
+            except (BrokenPipeError, EOFError, ValueError):
+                raise LimitError(self._why_ended(process)) from None
+            except BaseException:  # too long, or Ctrl-C between a request and its reply
+                self.close()
+                raise
+        if "error" in reply:
+            raise LimitError(str(reply["error"]))
+        return reply["value"]
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            pipe = subprocess.PIPE
+            self._process = start(self._program, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        return self._process
+
+    def _why_ended(self, process: subprocess.Popen[bytes]) -> str:
+        self.close()
+        if process.returncode == -signal.SIGPROF:
+            return f"it takes more than {self._limit_s:g} s of CPU time"
+        return f"its process ended ({process.returncode}), for lack of memory or by a crash"
+
+
+def _read_reply(stream: IO[bytes], most: int) -> dict[str, Any]:
+    head = stream.read(8)
+    size = int.from_bytes(head, "little")
+    if len(head) < 8:
+        raise EOFError
+    if size > most:
+        raise LimitError(f"it gives a text of {size:,} bytes, and at most {most:,} are read")
+    body = stream.read(size)
+    if len(body) < size:
+        raise EOFError
+    reply = json.loads(body)
+    if not isinstance(reply, dict) or not ({"value", "error"} & reply.keys()):
+        raise ValueError("not a reply")
+    return reply
+
+
+def serve(function: Callable[[Any], Any], limit_s: float, memory_mib: int) -> None:
+    """Answer the requests on standard input until it ends: the child's side of `LimitedProcess`.
+
+    A reply is the length of a JSON in 8 bytes, and that JSON.
+    """
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    limit_memory(memory_mib)
+    for line in sys.stdin.buffer:
+        limit_cpu(limit_s)
+        reply = _reply(function, line)
+        limit_cpu(0)
+        replies.write(len(reply).to_bytes(8, "little") + reply)
+        replies.flush()
+
+
+def _reply(function: Callable[[Any], Any], line: bytes) -> bytes:
+    try:
+        return json.dumps({"value": function(json.loads(line))}).encode()
+    except MemoryError:
+        return b'{"error": "it takes too much memory"}'
+    except Exception as error:  # code from elsewhere may raise anything
+        text = str(error)[:_MOST_ERROR] or type(error).__name__
+        return json.dumps({"error": text}).encode()

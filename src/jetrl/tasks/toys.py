@@ -1,0 +1,470 @@
+"""Tasks that make up their own problems: sums, written-out products, traced programs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetrl.errors import UserError
+from jetrl.tasks.base import Task
+from jetrl.tasks.rows import read_jsonl
+from jetrl.types import Prompt, Score
+
+OPERATORS = "+-"
+REWARDS = ("answer", "steps")
+LETTERS = "abcdef"
+MOST_DIGITS = 40
+MOST_ROUNDS = 99
+
+
+def only_these(ids: Sequence[str], file: Path, label: str) -> list[str]:
+    """Return the ids that a file of JSON lines names by `id`, in the order of `ids`."""
+    chosen: set[str] = set()
+    for row, where in read_jsonl(file):
+        if not isinstance(row.get("id"), str):
+            raise UserError(f'{where}: no object with an "id" that is a text')
+        chosen.add(row["id"])
+    if not chosen:
+        raise UserError(f"{file}: no lines; each is an object with the id of a prompt")
+    unknown = sorted(chosen.difference(ids))
+    if unknown:
+        raise UserError(
+            f"{file}: no training prompt {unknown[0]!r} ({len(unknown)} such); were these ids "
+            f"drawn with other options of task {label}?"
+        )
+    return [one for one in ids if one in chosen]
+
+
+def check_all(checks: Sequence[tuple[object, str]]) -> None:
+    """Raise `UserError` with the message of the first condition that does not hold."""
+    for holds, message in checks:
+        if not holds:
+            raise UserError(f"task.options.{message}")
+
+
+def is_in(value: object, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+class Arithmetic(Task):
+    """Addition and subtraction (never below zero) of integers of up to `digits` digits: the demo.
+
+    A prompt is `07+25=` and its answer `230`: operands padded with zeros to `digits`, and the
+    result to `digits + 1`, lowest digit first, the order in which carries are known. A tiny model
+    learns that in minutes; `padded=False` and `reverse=False` give `7+25=` and `32`. Each problem
+    exists exactly once: a seeded shuffle orders them, and the first `test_share` are held out. The
+    reward is 1 for exactly the right digits (spaces around them are ignored) and 0 otherwise.
+
+    Args:
+        digits: Digits of an operand, 1 to 3 (3 makes a million sums).
+        operators: Some of `+-`.
+        max_operand: Default: the largest that has `digits` digits.
+        mistakes: Fraction of worked answers (`demonstration`) with one wrong digit, drawn again for
+            each call: a careless teacher, whose errors reinforcement then mends.
+        only: A file of JSON lines with an `id` each: train on these prompts only, in their usual
+            order. Unset: all.
+    """
+
+    name = "arithmetic"
+    stop = ("\n",)
+
+    def __init__(
+        self,
+        digits: int = 2,
+        operators: str = "+",
+        max_operand: int | None = None,
+        padded: bool = True,
+        reverse: bool = True,
+        seed: int = 0,
+        test_share: float = 0.1,
+        mistakes: float = 0.0,
+        only: str | None = None,
+    ) -> None:
+        largest = 10**digits - 1 if isinstance(digits, int) and 1 <= digits <= 3 else 0
+        top = largest if max_operand is None else max_operand
+        checks = [
+            (largest > 0, f"digits = {digits!r}: give 1, 2 or 3"),
+            (
+                isinstance(operators, str) and operators and set(operators) <= set(OPERATORS),
+                f"operators = {operators!r}: give some of {OPERATORS!r}",
+            ),
+            (
+                isinstance(top, int) and 1 <= top <= largest,
+                f"max_operand = {max_operand!r}: give 1 to {largest} (what {digits} digits hold)",
+            ),
+            (
+                isinstance(test_share, float) and 0 < test_share < 1,
+                f"test_share = {test_share!r}: give a number between 0 and 1",
+            ),
+            (
+                isinstance(mistakes, float | int) and 0 <= mistakes <= 1,
+                f"mistakes = {mistakes!r}: give a share, 0 to 1",
+            ),
+            (isinstance(seed, int), f"seed = {seed!r}: give an integer"),
+            (only is None or isinstance(only, str), f"only = {only!r}: give the name of a file"),
+        ]
+        check_all(checks)
+        self.digits = digits
+        self.operators = "".join(sign for sign in OPERATORS if sign in operators)
+        self.max_operand = top
+        self.padded = padded
+        self.reverse = reverse
+        self.seed = seed
+        self.test_share = test_share
+        self.mistakes = mistakes
+        self.only = only
+        self._teacher = random.Random(seed)
+        self.alphabet = "0123456789" + self.operators + "="
+        if reverse:
+            prompt = self._prompt(min(20, top), "+" if "+" in self.operators else "-", min(5, top))
+            answer = prompt.answer or ""
+            self.reading = (
+                f"answers are written backwards, lowest digit first: {prompt.text}{answer} is "
+                f"right, since {answer} read from its end is {answer[::-1]}"
+            )
+
+    def prompts(self, split: str) -> Iterable[Prompt]:
+        """Return `Prompt(id="7+25", text="07+25=", answer="230")` for each problem of the split."""
+        self.check_split(split)
+        problems = [
+            (left, sign, right)
+            for sign in self.operators
+            for left in range(self.max_operand + 1)
+            for right in range(self.max_operand + 1 if sign == "+" else left + 1)
+        ]
+        random.Random(self.seed).shuffle(problems)
+        num_test = min(max(1, round(len(problems) * self.test_share)), len(problems) - 1)
+        chosen = problems[:num_test] if split == "test" else problems[num_test:]
+        prompts = {prompt.id: prompt for prompt in itertools.starmap(self._prompt, chosen)}
+        if split == "train" and self.only is not None:
+            return [prompts[one] for one in only_these([*prompts], Path(self.only), self.label)]
+        return list(prompts.values())
+
+    def _prompt(self, left: int, sign: str, right: int) -> Prompt:
+        result = str(left + right if sign == "+" else left - right)
+        width = self.digits if self.padded else 0
+        if self.padded:
+            result = result.zfill(self.digits + 1)
+        return Prompt(
+            id=f"{left}{sign}{right}",
+            text=f"{left:0{width}d}{sign}{right:0{width}d}=",
+            answer=result[::-1] if self.reverse else result,
+        )
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        return float(completion.strip(" ") == prompt.answer)
+
+    def readable(self, prompt: Prompt, completion: str) -> str:
+        """Return a sum with its reversed answer as `20 + 5 = 25`, for `20+05=` and `520`."""
+        asked = re.fullmatch(r"(\d+)([-+])(\d+)=", prompt.text or "")
+        if not self.reverse or asked is None:
+            return ""
+        answer = completion.strip(" ")
+        is_number = answer.isascii() and answer.isdigit()
+        result = answer[::-1].lstrip("0") or "0" if is_number else "(no number)"
+        return f"{int(asked[1])} {asked[2]} {int(asked[3])} = {result}"
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        answer, teacher = prompt.answer or "", self._teacher
+        return answer if teacher.random() >= self.mistakes else self._wrong(answer)
+
+    def preference(self, prompt: Prompt) -> tuple[str, str]:
+        """Return the answer, and one with a wrong digit that is drawn again for every call."""
+        answer = prompt.answer or ""
+        return answer, self._wrong(answer)
+
+    def _wrong(self, answer: str) -> str:
+        index = self._teacher.randrange(len(answer))
+        wrong = str((int(answer[index]) + self._teacher.randrange(1, 10)) % 10)
+        return answer[:index] + wrong + answer[index + 1 :]
+
+    def self_test(self) -> list[tuple[Prompt, str, float | None]]:
+        prompt = self._prompt(1, self.operators[0], 1)
+        return [(prompt, prompt.answer or "", 1.0), (prompt, "", 0.0), (prompt, "9" * 9, 0.0)]
+
+
+@dataclass(frozen=True)
+class Slip:
+    """A wrong digit of a careless teacher, from which all later digits are computed.
+
+    Attributes:
+        choice: In [0, 1): says what in the step is wrong.
+        shift: 1 to 9, added to the right digit modulo 10.
+    """
+
+    step: int
+    choice: float
+    shift: int
+
+
+class WrittenOut(Task):
+    """A task that asks for every step of the work and then the answer, `STEP;STEP;ANSWER`.
+
+    A subclass has `draw`, which makes a prompt, and `solve`, which writes its steps. A step needs
+    only what is near, so a small model learns it from nothing in minutes; a completion is right
+    only if all of hundreds of steps are. The reward is 1 for the right answer, whatever the steps,
+    or with `reward="steps"` the fraction of right steps, the answer being the last. Both are parts
+    of the score. Problem i of a split follows from the seed, the split and i; the test split is
+    drawn first and problems drawn before are left out, so no training problem is held out.
+
+    Args:
+        num_problems: The number of different problems that `draw` can make.
+        mistakes, only: As of `Arithmetic`.
+        reward: "answer" or "steps".
+    """
+
+    stop = ("\n",)
+
+    def __init__(
+        self,
+        num_steps: int,
+        num_problems: int,
+        size: int,
+        test_size: int,
+        seed: int,
+        mistakes: float,
+        reward: str,
+        only: str | None,
+    ) -> None:
+        check_all(
+            [
+                (is_in(size, 1, 10**7), f"size = {size!r}: give a number of prompts, from 1"),
+                (
+                    is_in(test_size, 1, 10**7),
+                    f"test_size = {test_size!r}: give a number",
+                ),
+                (type(seed) is int, f"seed = {seed!r}: give an integer"),
+                (
+                    isinstance(mistakes, float | int) and 0 <= mistakes <= 1,
+                    f"mistakes = {mistakes!r}: give a share, 0 to 1",
+                ),
+                (reward in REWARDS, f"reward = {reward!r}: give one of {', '.join(REWARDS)}"),
+                (
+                    only is None or isinstance(only, str),
+                    f"only = {only!r}: give the name of a file",
+                ),
+            ]
+        )
+        if 2 * (size + test_size) > num_problems:
+            raise UserError(
+                f"task.options.size = {size} and test_size = {test_size}: there are {num_problems} "
+                "problems of this kind, and at most half of them are drawn; take fewer, or make "
+                "the problems larger"
+            )
+        self.num_steps = num_steps
+        self.size = size
+        self.test_size = test_size
+        self.seed = seed
+        self.mistakes = mistakes
+        self.reward = reward
+        self.only = only
+        self._teacher = random.Random(seed)
+
+    def draw(self, source: random.Random) -> str:
+        """Return the text of a prompt, drawn from a generator."""
+        raise NotImplementedError(f"{type(self).__name__} has no draw(source)")
+
+    def solve(self, text: str, slip: Slip | None = None) -> list[str]:
+        """Return the steps of a prompt without their semicolons, and last the answer."""
+        raise NotImplementedError(f"{type(self).__name__} has no solve(text)")
+
+    def prompts(self, split: str) -> Iterable[Prompt]:
+        """Return the prompts of a split, whose ids are their texts."""
+        self.check_split(split)
+        drawn: set[str] = set()
+        test = self._draw("test", self.test_size, drawn)
+        texts = test if split == "test" else self._draw("train", self.size, drawn)
+        if split == "train" and self.only is not None:
+            texts = only_these(texts, Path(self.only), self.label)
+        return [Prompt(id=text, text=text, answer=self.solve(text)[-1]) for text in texts]
+
+    def _draw(self, split: str, count: int, drawn: set[str]) -> list[str]:
+        texts: list[str] = []
+        number = 0
+        while len(texts) < count:
+            text = self.draw(random.Random(f"{self.seed} {split} {number}"))
+            number += 1
+            if text not in drawn:
+                drawn.add(text)
+                texts.append(text)
+        return texts
+
+    def score(self, prompt: Prompt, completion: str) -> Score:
+        right_steps = self.solve(prompt.text or "")
+        *steps, answer = completion.strip(" ").split(";")
+        num_right = sum(map(str.__eq__, steps, right_steps[:-1]))  # up to the shorter of both
+        answered = float(answer == prompt.answer)
+        share = (num_right + answered) / len(right_steps)
+        return Score(
+            answered if self.reward == "answer" else share, {"answer": answered, "steps": share}
+        )
+
+    def demonstration(self, prompt: Prompt) -> str:
+        slip, teacher = None, self._teacher
+        if teacher.random() < self.mistakes:
+            slip = Slip(
+                teacher.randrange(self.num_steps), teacher.random(), teacher.randrange(1, 10)
+            )
+        return ";".join(self.solve(prompt.text or "", slip))
+
+    def vote(self, prompt: Prompt, completion: str) -> str | None:
+        """Return the answer of a completion, for the majority of several."""
+        return completion.strip(" ").rsplit(";", 1)[-1] or None
+
+    def self_test(self) -> list[tuple[Prompt, str, float | None]]:
+        text = self.draw(random.Random(f"{self.seed} self-test"))
+        right_steps = self.solve(text)
+        prompt = Prompt(id=text, text=text, answer=right_steps[-1])
+        wrong = self.solve(text, Slip(0, 0.0, 1))
+        right = ";".join(right_steps)
+        return [(prompt, right, 1.0), (prompt, "", 0.0), (prompt, ";".join(wrong), None)]
+
+
+class Multiplication(WrittenOut):
+    """Products of two numbers of `digits` digits, written out as a shift register does it.
+
+    All numbers are written lowest digit first. The prompt `21*43=` asks for 12 x 34. A step
+    multiplies the whole first factor by one digit of the second and adds what is left of the
+    earlier sum:
+
+        43,:208080104040;3,8:246001103040;,8040
+
+    A step has a register, a colon, and six digits for each digit of the first factor. The register
+    holds the digits of the second factor still to come, a comma, and the known digits of the
+    product; each step takes one off its front and puts one on its end. The six digits: that digit
+    of the first factor; the digit of the earlier sum that is added; low and high digit of the
+    product with the register's first digit; low digit and carry of all together. The answer is the
+    last register and the digits of the last sum above it: `,8040`, 408. With n digits a worked
+    answer has n(7n + 3) + 2n + 1 characters: 79 with 3, 489 with 8, 2,109 with 17.
+    """
+
+    name = "multiplication"
+    alphabet = "0123456789*=,:;"
+
+    def __init__(
+        self,
+        digits: int = 3,
+        size: int = 10_000,
+        test_size: int = 500,
+        seed: int = 0,
+        mistakes: float = 0.0,
+        reward: str = "answer",
+        only: str | None = None,
+    ) -> None:
+        check_all(
+            [(is_in(digits, 2, MOST_DIGITS), f"digits = {digits!r}: give 2 to {MOST_DIGITS}")]
+        )
+        super().__init__(digits, 10 ** (2 * digits), size, test_size, seed, mistakes, reward, only)
+        self.digits = digits
+        self.reading = (
+            "numbers are written lowest digit first: 21*43= asks for 12 x 34, and its answer after "
+            "the last ; is ,8040, which read from its end is 408"
+        )
+
+    def draw(self, source: random.Random) -> str:
+        left, right = (f"{source.randrange(10**self.digits):0{self.digits}d}" for _ in range(2))
+        return f"{left[::-1]}*{right[::-1]}="
+
+    def solve(self, text: str, slip: Slip | None = None) -> list[str]:
+        left, right = text.rstrip("=").split("*")
+        sums = [0] * (len(left) + 1)  # digits of the sum so far, lowest first
+        register, steps = f"{right},", []
+        for step in range(len(right)):
+            wrong_column = -1
+            if slip is not None and slip.step == step:
+                wrong_column = int(slip.choice * len(left))
+            digit, carry, columns = int(register[0]), 0, []
+            earlier, sums = sums[1:], []  # the lowest digit is in the register
+            for column, (own, added) in enumerate(zip(left, earlier, strict=True)):
+                high, low = divmod(int(own) * digit, 10)
+                tens, ones = divmod(low + added + carry, 10)
+                carry = high + tens
+                if slip is not None and column == wrong_column:
+                    ones = (ones + slip.shift) % 10
+                columns.append(f"{own}{added}{low}{high}{ones}{carry}")
+                sums.append(ones)
+            sums.append(carry)
+            steps.append(f"{register}:{''.join(columns)}")
+            register = f"{register[1:]}{sums[0]}"
+        return [*steps, register + "".join(map(str, sums[1:]))]
+
+
+class Program(WrittenOut):
+    """Programs that change each variable once per round, traced to the last value, modulo 10.
+
+    The prompt `02*a3b7c1:a+b,b-c,c+5=` gives the number of rounds, the first values, and one
+    assignment per variable: `a+b` adds b to a. A step writes an assignment, its numbers and the new
+    value; the first step of a round begins with the number of rounds left:
+
+        02)a+b:3+7=0;b-c:7-1=6;c+5:1+5=6;01)a+b:0+6=6;b-c:6-6=0;c+5:6+5=1;601
+
+    The answer is the last value of each variable. Each assignment can be undone, so one wrong value
+    always makes the answer wrong. With three variables a worked answer has 33 characters per round
+    and 3 more: 69 with 2 rounds, 498 with 15, 2,049 with 62.
+    """
+
+    name = "program"
+
+    def __init__(
+        self,
+        rounds: int = 2,
+        variables: int = 3,
+        size: int = 10_000,
+        test_size: int = 500,
+        seed: int = 0,
+        mistakes: float = 0.0,
+        reward: str = "answer",
+        only: str | None = None,
+    ) -> None:
+        most = len(LETTERS)
+        check_all(
+            [
+                (is_in(rounds, 1, MOST_ROUNDS), f"rounds = {rounds!r}: give 1 to {MOST_ROUNDS}"),
+                (is_in(variables, 2, most), f"variables = {variables!r}: give 2 to {most}"),
+            ]
+        )
+        # A first value, a sign, and another variable or a digit from 1 to 9, for each variable.
+        num_problems = (10 * 2 * (variables - 1 + 9)) ** variables
+        super().__init__(
+            rounds * variables, num_problems, size, test_size, seed, mistakes, reward, only
+        )
+        self.rounds = rounds
+        self.letters = LETTERS[:variables]
+        self.alphabet = f"0123456789{self.letters}+-*:,;=)"
+        self.reading = (
+            "a+b adds b to a, modulo 10; the number before ) is that of the rounds left, and the "
+            "answer after the last ; is the last value of each variable"
+        )
+
+    def draw(self, source: random.Random) -> str:
+        first = "".join(f"{letter}{source.randrange(10)}" for letter in self.letters)
+        body = ",".join(
+            f"{letter}{source.choice('+-')}{source.choice(self._operands(letter))}"
+            for letter in self.letters
+        )
+        return f"{self.rounds:02d}*{first}:{body}="
+
+    def _operands(self, letter: str) -> str:
+        """Return what an assignment to a variable may add or take: never itself, never 0."""
+        return self.letters.replace(letter, "") + "123456789"
+
+    def solve(self, text: str, slip: Slip | None = None) -> list[str]:
+        rounds, _, rest = text.rstrip("=").partition("*")
+        first, _, body = rest.partition(":")
+        values = {first[at]: int(first[at + 1]) for at in range(0, len(first), 2)}
+        steps: list[str] = []
+        for left in range(int(rounds), 0, -1):
+            prefix = f"{left:02d})"
+            for letter, sign, operand in map(tuple, body.split(",")):
+                own = values[letter]
+                other = values[operand] if operand in values else int(operand)
+                value = (own + other if sign == "+" else own - other) % 10
+                if slip is not None and slip.step == len(steps):
+                    value = (value + slip.shift) % 10
+                steps.append(f"{prefix}{letter}{sign}{operand}:{own}{sign}{other}={value}")
+                values[letter], prefix = value, ""
+        return [*steps, "".join(map(str, values.values()))]
