@@ -12,10 +12,10 @@ from torch import Tensor
 from jetrl.kernels.decode_state import DecodeState
 from jetrl.kernels.draft_state import MAX_DRAFT, UNKNOWN, Drafts
 from jetrl.models.draft_head import DraftHead
-from jetrl.rollout.batch_sizes import padded_batch
 from jetrl.rollout.draft_widths import DraftWidths, Width
 from jetrl.rollout.launched_step import to_device
 from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.sizes import padded_batch
 from jetrl.rollout.speculation import Speculation, Spent
 from jetrl.types import Completion
 

@@ -10,7 +10,7 @@ import sys
 import time
 
 from jetrl.distributed.world import world
-from jetrl.rollout.progress import Progress
+from jetrl.rollout.options import Progress
 
 _EVERY_S = 15.0
 _IMPORTED = time.perf_counter()

@@ -12,7 +12,7 @@ from benchmarks._timing import Row
 
 from jetrl.distributed.world import world
 from jetrl.models.policy import Policy
-from jetrl.rollout.progress import RolloutStats
+from jetrl.rollout.options import RolloutStats
 from jetrl.types import Completion, Sample
 
 Known = Callable[[Row], None]

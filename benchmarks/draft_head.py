@@ -32,7 +32,7 @@ from benchmarks.parity import make_policy
 from jetrl.kernels.decode_state import DecodeState
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
-from jetrl.rollout.head_drafts import HeadDrafts
+from jetrl.rollout.speculation import HeadDrafts
 from jetrl.settings.loading import Settings
 from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.micro_batches import MicroBatch

@@ -53,8 +53,7 @@ from jetrl.precision.linear import Linear
 from jetrl.precision.quantized_weight import operand_tensors
 from jetrl.rollout.decode_forward import padded_batch, padded_context
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.options import GenerateOptions
-from jetrl.rollout.progress import Progress
+from jetrl.rollout.options import GenerateOptions, Progress
 from jetrl.types import Completion, SamplingParams
 
 CHECKED_TOKENS = 20_000  # of the exactness check

@@ -48,8 +48,7 @@ from benchmarks.parity import make_policy
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.options import GenerateOptions
-from jetrl.rollout.progress import RolloutStats
+from jetrl.rollout.options import GenerateOptions, RolloutStats
 from jetrl.rollout.speculation import Spent
 from jetrl.types import Completion, SamplingParams
 

@@ -31,10 +31,10 @@ from torch import Tensor
 from jetrl.kernels.decode_state import DecodeState
 from jetrl.kernels.draft_state import FIRST_QUALITY, MAX_DRAFT, Drafts
 from jetrl.models.policy import Policy
-from jetrl.rollout.batch_sizes import padded_batch
 from jetrl.rollout.decode_forward import DecodeBuffers, ForwardSize, GraphForwards
 from jetrl.rollout.draft_widths import Width, choices
 from jetrl.rollout.kv_cache import PagedCache
+from jetrl.rollout.sizes import padded_batch
 from jetrl.rollout.speculation import Speculation
 
 _PAGE = 64

@@ -24,7 +24,7 @@ from jetrl.memory import device as device_memory
 from jetrl.memory.device import DeviceBytes
 from jetrl.models.families import ModelConfig
 from jetrl.models.shapes import SHAPES
-from jetrl.rollout.progress import RolloutStats
+from jetrl.rollout.options import RolloutStats
 from jetrl.training import pack
 from jetrl.training.trainer import TrainedStep
 from jetrl.types import Completion

@@ -16,7 +16,7 @@ from jetrl.distributed.flight_recorder import record_collectives
 from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import ONE_PROCESS, world
 from jetrl.errors import RanksDiffer, UserError
-from jetrl.rollout.progress import Progress
+from jetrl.rollout.options import Progress
 from jetrl.session.rank_progress import RankProgress
 
 

@@ -12,8 +12,7 @@ from small_models import config
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.models.tiny import character_tokenizer
 from jetrl.precision import PrecisionPlan
-from jetrl.rollout.multi_turn import EnvironmentReply
-from jetrl.rollout.options import GenerateOptions
+from jetrl.rollout.options import EnvironmentReply, GenerateOptions
 from jetrl.types import Completion, Turn
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,7 @@ import jetrl.rollout.prefill as runner
 from jetrl import Policy
 from jetrl.parity import locate, measure
 from jetrl.precision import PrecisionPlan
-from jetrl.rollout.kv_stores import KVStore
+from jetrl.rollout.paged_attention import KVStore
 
 PROMPTS = [[7] * 70, [3, 1, 4, 1, 5], [9]]
 Patch = pytest.MonkeyPatch

@@ -10,7 +10,7 @@ import pytest
 from jetrl.errors import UserError
 from jetrl.rewards.evaluate import _majorities
 from jetrl.rewards.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts
-from jetrl.rollout.progress import Progress
+from jetrl.rollout.options import Progress
 from jetrl.tasks import Scorer, get_task
 from jetrl.types import Completion, Prompt, SamplingParams, Score
 

@@ -143,7 +143,7 @@ class _HostEvent:
 
 
 def test_time_between_steps_is_idle_and_no_prefill(policy, monkeypatch):
-    monkeypatch.setattr("jetrl.rollout.generation.mark", _HostEvent)
+    monkeypatch.setattr("jetrl.rollout.engine.mark", _HostEvent)
     monkeypatch.setattr("jetrl.rollout.decode.mark", _HostEvent)
     engine = RolloutEngine(policy, page_size=4, max_prefill_tokens=8)
     params = replace(PARAMS, n=1, max_tokens=1)  # steps over prompts alone

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl.rollout.decode_forward import DecodeBuffers, EagerForwards, GraphForwards
+from jetrl.rollout.decode_forward import DecodeBuffers, EagerForwards, GraphForwards, GraphPool
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.graph_pool import GraphPool
 from jetrl.types import SamplingParams
 
 

@@ -16,9 +16,8 @@ from jetrl.models.draft_head import DraftHead, draft_head_shapes
 from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.head_drafts import HeadDrafts
-from jetrl.rollout.options import GenerateOptions
-from jetrl.rollout.partial import Partial
+from jetrl.rollout.options import GenerateOptions, Partial
+from jetrl.rollout.speculation import HeadDrafts
 from jetrl.types import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14]]

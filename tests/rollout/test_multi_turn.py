@@ -10,8 +10,7 @@ import torch
 
 from jetrl.errors import UserError
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.multi_turn import EnvironmentReply
-from jetrl.rollout.options import GenerateOptions
+from jetrl.rollout.options import EnvironmentReply, GenerateOptions
 from jetrl.types import SamplingParams
 
 PROMPTS = ["12+30=", "what is it?", "a", "the last of the four prompts"]

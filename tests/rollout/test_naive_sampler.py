@@ -17,8 +17,7 @@ import torch
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.draft_head import DraftHead
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.multi_turn import EnvironmentReply
-from jetrl.rollout.options import GenerateOptions
+from jetrl.rollout.options import EnvironmentReply, GenerateOptions
 from jetrl.types import SamplingParams
 
 PLANS = [

@@ -7,8 +7,7 @@ import torch
 
 from jetrl.errors import UserError
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.options import GenerateOptions
-from jetrl.rollout.partial import Partial
+from jetrl.rollout.options import GenerateOptions, Partial
 from jetrl.types import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14], [20], [40, 41, 42, 43]]

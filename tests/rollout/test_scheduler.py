@@ -368,7 +368,7 @@ def test_cancel_gives_back_all_pages():
 
 def test_it_needs_no_torch():
     code = (
-        "import sys, jetrl.rollout.scheduler, jetrl.rollout.progress; print('torch' in sys.modules)"
+        "import sys, jetrl.rollout.scheduler, jetrl.rollout.options; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

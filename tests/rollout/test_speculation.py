@@ -15,13 +15,10 @@ from tests.rollout.test_head_drafts import trained_head
 
 from jetrl.errors import UserError
 from jetrl.kernels.decode_verify import share_rows
-from jetrl.rollout.batch_sizes import padded_batch
-from jetrl.rollout.draft_widths import DraftWidths, Width, choices
-from jetrl.rollout.draft_worth import DraftWorth
+from jetrl.rollout.draft_widths import DraftWidths, DraftWorth, Width, choices
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.options import GenerateOptions
-from jetrl.rollout.partial import Partial
-from jetrl.rollout.progress import SpeculationStats
+from jetrl.rollout.options import GenerateOptions, Partial, SpeculationStats
+from jetrl.rollout.sizes import padded_batch
 from jetrl.rollout.speculation import Speculation
 from jetrl.runs.metrics import check_metrics
 from jetrl.session.step_metrics import speculation_metrics

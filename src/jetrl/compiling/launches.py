@@ -30,12 +30,12 @@ from jetrl.models.policy import Policy
 from jetrl.models.stems import Stems
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
-from jetrl.rollout.batch_sizes import padded_batch
 from jetrl.rollout.decode import MAX_REPEATS
 from jetrl.rollout.decode_forward import DecodeBuffers, ForwardSize, GraphForwards
 from jetrl.rollout.draft_widths import Width, choices
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.paged_attention import Span
+from jetrl.rollout.sizes import padded_batch
 from jetrl.rollout.speculation import Speculation
 
 CUDA = torch.device("cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetrl.errors import UserError
-from jetrl.rollout.multi_turn import EnvironmentReply
+from jetrl.rollout.options import EnvironmentReply
 from jetrl.tasks import Scorer, Task
 from jetrl.types import Prompt, Turn
 

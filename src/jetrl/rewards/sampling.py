@@ -23,8 +23,7 @@ from jetrl.models.chat import encode_prompt
 from jetrl.models.model import Model
 from jetrl.rewards.environment import TaskEnvironment
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
-from jetrl.rollout.options import GenerateOptions
-from jetrl.rollout.progress import Progress
+from jetrl.rollout.options import GenerateOptions, Progress
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
 from jetrl.tasks.base import to_stops

@@ -18,7 +18,6 @@ import torch
 from jetrl.kernels.decode_state import MAX_STOP_IDS, Drawn
 from jetrl.kernels.decode_verify import Verified
 from jetrl.models.policy import Policy
-from jetrl.rollout.batch_sizes import padded_batch
 from jetrl.rollout.decode_forward import (
     DecodeBuffers,
     EagerForwards,
@@ -28,9 +27,10 @@ from jetrl.rollout.decode_forward import (
 from jetrl.rollout.draft_widths import Width
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
-from jetrl.rollout.progress import SpeculationStats
+from jetrl.rollout.options import SpeculationStats
 from jetrl.rollout.scheduler import ScheduledStep
 from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.sizes import padded_batch
 from jetrl.rollout.speculation import Speculation
 from jetrl.types import SamplingParams
 

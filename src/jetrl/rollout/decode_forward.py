@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,12 +27,46 @@ from jetrl.kernels.logit_noise import with_noise
 from jetrl.kernels.sampling import sample
 from jetrl.memory.device import DeviceBytes
 from jetrl.models.policy import Policy
-from jetrl.rollout.batch_sizes import padded_batch, padded_context
 from jetrl.rollout.draft_widths import Width
-from jetrl.rollout.graph_pool import GraphPool
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.paged_attention import DecodeWork, Span
+from jetrl.rollout.sizes import padded_batch, padded_context
 from jetrl.rollout.speculation import Speculation
+
+
+class GraphPool:
+    """The graphs of one owner, and the memory that they work in, until `close` or until it is gone.
+
+    Attributes:
+        close: Waits for the device, resets all graphs, then gives the pool up; a second call does
+            nothing.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._pools = [torch.cuda.MemPool()]
+        self.close = weakref.finalize(self, _give_up, self._graphs, self._pools)
+
+    @property
+    def pool(self) -> torch.cuda.MemPool:
+        return self._pools[0]
+
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        self._graphs.append(torch.cuda.CUDAGraph())
+        return self._graphs[-1]
+
+
+def _give_up(graphs: list[torch.cuda.CUDAGraph], pools: list[torch.cuda.MemPool]) -> None:
+    """Wait for the device, reset all graphs, then give the pools up, and keep neither."""
+    # Graphs may still run where an error or Ctrl-C ended a call. Before torch gives their memory
+    # back it waits for the stream alone that they were captured in. Nothing can wait in a capture,
+    # where Python may collect an owner that has long ended.
+    if graphs and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+    while graphs:
+        graphs.pop().reset()
+    pools.clear()
+
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from jetrl.errors import UserError
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.rollout.kv_stores import stores
 from jetrl.rollout.launched_step import to_device
 from jetrl.rollout.paged_attention import (
     GPU_PAGE_SIZE,
@@ -30,6 +29,7 @@ from jetrl.rollout.paged_attention import (
     Span,
     gpu_work,
     parts_of,
+    stores,
 )
 
 if TYPE_CHECKING:

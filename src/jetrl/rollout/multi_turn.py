@@ -11,49 +11,12 @@ would write it, from the end of the model's own text (models/chat.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
-
 from jetrl.models.chat import ReplyError, decode, encode_reply
 from jetrl.models.policy import Policy
+from jetrl.rollout.options import Environment, EnvironmentReply
 from jetrl.rollout.scheduler import ScheduledStep, Scheduler
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.types import Completion, Reply, Turn
-
-
-class EnvironmentReply(NamedTuple):
-    """An environment's reply to the turn of a sequence.
-
-    Attributes:
-        sequence: The index of the sequence in the call of `generate`.
-        reply: The text or message; None ends the sequence.
-        failure: The reason why there is no reply, where the environment broke down; otherwise "".
-    """
-
-    sequence: int
-    reply: Reply | None
-    failure: str = ""
-
-
-class Environment(Protocol):
-    """The interface of an environment, which replies when a turn ends.
-
-    Sequences are named by their index in the call of `generate`: sample s of prompt p is p * n + s.
-
-    Attributes:
-        max_turns: The most turns of a completion, at least 1.
-    """
-
-    max_turns: int
-
-    def ask(self, sequence: int, turns: Sequence[Turn], completion: str) -> None:
-        """Begin to compute the reply to a turn."""
-
-    def answers(self, wait: bool) -> list[EnvironmentReply]:
-        """Return the replies that are ready; with `wait`, wait for at least one."""
-
-    def close(self) -> None:
-        """Drop all turns without a reply; called at the end of every call of `generate`."""
 
 
 class MultiTurn:

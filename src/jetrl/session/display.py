@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jetrl.rollout.progress import Progress
+from jetrl.rollout.options import Progress
 from jetrl.runs import Console
 from jetrl.types import StepStats
 

@@ -28,8 +28,7 @@ from jetrl.errors import UserError
 from jetrl.models.policy import Policy
 from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
-from jetrl.rollout.options import GenerateOptions
-from jetrl.rollout.partial import Partial
+from jetrl.rollout.options import GenerateOptions, Partial
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.settings.loading import Settings
 from jetrl.types import Completion, SamplingParams, Unfinished

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from jetrl.distributed.meeting import Meeting, meet
 from jetrl.distributed.world import world
-from jetrl.rollout.progress import Progress
+from jetrl.rollout.options import Progress
 
 EVERY_S = 1.0
 _NOTHING = (0, 0, 0)  # sequences done, all sequences, tokens

@@ -25,7 +25,7 @@ from jetrl.errors import MismatchError, RunStopped
 from jetrl.parity import located
 from jetrl.rewards.evaluate import Evaluation, evaluate
 from jetrl.rewards.sampling import Scoring, sample_prompts
-from jetrl.rollout.progress import Progress
+from jetrl.rollout.options import Progress
 from jetrl.runs import RunDirectory
 from jetrl.session.building import build_critic, build_draft_head, build_reference
 from jetrl.session.dynamic_sampling import refill

@@ -13,7 +13,7 @@ import numpy as np
 from jetrl.distributed.world import world
 from jetrl.kernels.draft_state import SOURCES
 from jetrl.rewards.evaluate import Evaluation
-from jetrl.rollout.progress import SpeculationStats
+from jetrl.rollout.options import SpeculationStats
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric
 from jetrl.types import Sample
 
