@@ -14,10 +14,10 @@ its own arguments. Results of one H200 are in benchmarks/results.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 
-from jetrl.cli.ranks import joined_on
-from jetrl.distributed.world import launched_size
+from jetrl.distributed.world import launched_size, started_by_torchrun
 from jetrl.errors import UserError
 
 HANDS_WORDS_ON = True
@@ -69,7 +69,11 @@ def run(args: argparse.Namespace) -> int:
     on_cpu = args.name in CPU_TOO and "--device cpu" in words
     if not on_cpu and not {"-h", "--help"} & set(args.arguments):
         _require_gpu()
-    with joined_on("cpu" if on_cpu else "cuda"):
+    with contextlib.ExitStack() as stack:
+        if started_by_torchrun():
+            from jetrl.session.ranks import joined_on
+
+            stack.enter_context(joined_on("cpu" if on_cpu else "cuda"))
         benchmark.main(args.arguments)
     return 0
 

@@ -405,7 +405,7 @@ def plot(results: Sequence[dict[str, Any]], out: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from jetrl.runs.plot_style import COLORS, STYLE
+    from jetrl.runs.plots import COLORS, STYLE
 
     own = [row for row in results if row["model"] == "Qwen3-8B"]
     loads = list(dict.fromkeys(row["load"] for row in own))

@@ -21,7 +21,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jetrl.runs.plot_style import COLORS, STYLE
+from jetrl.runs.plots import COLORS, STYLE
 
 PHASES = {
     "rollout": ("rollout", "blue"),

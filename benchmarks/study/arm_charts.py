@@ -20,7 +20,7 @@ from benchmarks.study.tables import accuracy_name
 from matplotlib.axes import Axes
 
 from jetrl.runs.format import percent
-from jetrl.runs.plot_style import COLORS, Chart
+from jetrl.runs.plots import COLORS, Chart
 
 ROW_INCHES = 0.3  # height of a row of the plots that have a row for each arm
 

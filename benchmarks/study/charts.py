@@ -21,7 +21,7 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import NullFormatter
 
 from jetrl.runs.format import percent
-from jetrl.runs.plot_style import COLORS, LINES, SIZE_INCHES, Chart, finish
+from jetrl.runs.plots import COLORS, LINES, SIZE_INCHES, Chart, finish
 
 MISMATCH = "mismatch/k3_kl"
 DASHES = ("-", "--", ":", "-.")

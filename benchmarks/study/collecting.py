@@ -14,8 +14,8 @@ from benchmarks.study.results import FINAL_EVALUATION, Curves, RunResult, rounde
 
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.history import values_of
-from jetrl.runs.jsonl import Record
 from jetrl.runs.metrics import is_eval_mean
+from jetrl.runs.storage import Record
 
 KEPT_METRICS = (
     "reward/mean",

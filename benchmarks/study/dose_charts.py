@@ -21,7 +21,7 @@ from benchmarks.study.results import RunResult
 from benchmarks.study.statistics import Interval, share_interval
 from matplotlib.axes import Axes
 
-from jetrl.runs.plot_style import COLORS, LINES, Chart
+from jetrl.runs.plots import COLORS, LINES, Chart
 
 _SEED: dict[str, Any] = {"alpha": 0.4, "markersize": 3}  # how a run is drawn beside a mean
 _MARKS = ("s", "^", "v", "P", "X", "*")

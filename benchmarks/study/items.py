@@ -13,10 +13,9 @@ from benchmarks.study.plan import PlannedRun, PlannedStart, recipe_of
 from benchmarks.study.results import End, Results
 
 from jetrl.errors import UserError
-from jetrl.runs.attempts import is_locked, run_state
+from jetrl.runs.attempts import is_locked, read_status, run_state
 from jetrl.runs.directory import settings_that_differ
 from jetrl.runs.format import clip
-from jetrl.runs.status import read_status
 from jetrl.settings.loading import Settings, load_config
 
 Stage = Literal["train", "evaluate", "collect", "done", "failed"]

@@ -21,8 +21,7 @@ from pydantic import Field, TypeAdapter
 from jetrl.errors import UserError
 from jetrl.files import Count, Finite, Seed, Stored, UnixTime, read_stored
 from jetrl.runs.attempts import read_attempts
-from jetrl.runs.jsonl import write_atomically
-from jetrl.runs.storing import storing
+from jetrl.runs.storage import storing, write_atomically
 
 
 class Request(Stored):

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from benchmarks.study.worker import order_of
 
-from jetrl.runs.storing import storing
+from jetrl.runs.storage import storing
 
 POLL_S = 0.1
 GRACE_S = 180.0  # for a checkpoint, after SIGTERM

@@ -27,10 +27,9 @@ from benchmarks.study.tables import (
 )
 
 from jetrl.runs.format import count, duration, percent, visible
-from jetrl.runs.jsonl import write_atomically
-from jetrl.runs.plot_style import Chart, to_png
-from jetrl.runs.report_page import Html, figures, folded, join, page, section, table, text, tile
-from jetrl.runs.storing import storing
+from jetrl.runs.plots import Chart, to_png
+from jetrl.runs.report import Html, figures, folded, join, page, section, table, text, tile
+from jetrl.runs.storage import storing, write_atomically
 
 
 @dataclass(frozen=True)

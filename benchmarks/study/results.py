@@ -20,9 +20,8 @@ from pydantic import Field, TypeAdapter
 from jetrl.errors import UserError
 from jetrl.files import Count, Seed, Step, Stored, read_stored
 from jetrl.runs.attempts import versions
-from jetrl.runs.jsonl import write_atomically
 from jetrl.runs.schemas import Name
-from jetrl.runs.storing import storing
+from jetrl.runs.storage import storing, write_atomically
 
 End = Literal["finished", "nonfinite"]
 """How a run ended: with its last step, or on a number that is NaN or infinite."""

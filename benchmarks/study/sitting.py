@@ -34,11 +34,9 @@ from benchmarks.study.results import FINAL_EVALUATION, Results
 
 from jetrl.errors import NonFiniteError, UserError
 from jetrl.files import read_stored
-from jetrl.runs.attempts import read_attempts
+from jetrl.runs.attempts import read_attempts, read_status
 from jetrl.runs.format import clip, duration
-from jetrl.runs.jsonl import write_atomically
-from jetrl.runs.status import read_status
-from jetrl.runs.storing import storing
+from jetrl.runs.storage import storing, write_atomically
 
 MOST_FAILURES = 2
 

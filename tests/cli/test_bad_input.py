@@ -64,11 +64,7 @@ SMALL += ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_spoilt_model_is_refused_before_a_run_is_made(
-    spoil: Callable[[Path], None],
-    message: str,
-    jetrl: Callable,
-    tiny_model: Path,
-    tmp_path: Path,
+    spoil: Callable[[Path], None], message: str, jetrl: Callable, tiny_model: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)

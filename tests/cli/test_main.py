@@ -146,11 +146,7 @@ def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_errors_become_messages_and_exit_codes(
-    error: BaseException,
-    code: int,
-    words: str,
-    jetrl: Callable,
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, code: int, words: str, jetrl: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(args: object) -> int:
         raise error

@@ -20,11 +20,13 @@ import torch
 
 import jetrl.loop
 import jetrl.parity
+import jetrl.precision
 from jetrl import train
-from jetrl.cli import checks
+from jetrl.cli import doctor, init
 from jetrl.cli import eval as eval_command
 from jetrl.cli.opening import find_model, open_policy
 from jetrl.errors import UserError
+from jetrl.models import families
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
@@ -48,6 +50,10 @@ def test_init_makes_a_model_of_the_asked_shape(jetrl: Callable, tmp_path: Path) 
     done = jetrl("init", out)
     assert done.code == 2
     assert str(out) in done.err
+
+
+def test_init_knows_every_family() -> None:
+    assert set(init.FAMILIES) == set(families.FAMILIES)
 
 
 def test_init_trains_a_bpe_tokenizer(jetrl: Callable, tmp_path: Path) -> None:
@@ -393,9 +399,9 @@ def test_what_is_no_model_is_refused_with_words(tmp_path: Path) -> None:
 def test_doctor_reports_every_check_with_a_next_step(
     jetrl: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "check_exactness", lambda: [checks.Finding("OK", "exact: x", "y")])
-    monkeypatch.setattr(checks, "check_answers", lambda: 1 / 0)
-    monkeypatch.setattr(checks, "OPTIONAL", {"no-such-package": "nothing"})
+    monkeypatch.setattr(doctor, "check_exactness", lambda: [doctor.Finding("OK", "exact: x", "y")])
+    monkeypatch.setattr(doctor, "check_answers", lambda: 1 / 0)
+    monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "nothing"})
     done = jetrl("doctor")
     assert done.code == 1  # a check that breaks is a FAIL, and the others still run
     assert "OK    python" in done.out
@@ -410,12 +416,12 @@ def test_doctor_reports_every_check_with_a_next_step(
 def test_doctor_gives_a_clear_error_as_it_is(
     jetrl: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse() -> list[checks.Check]:
+    def refuse() -> list[doctor.Finding]:
         raise UserError("no toolkit: set CUDA_HOME")
 
-    monkeypatch.setattr(checks, "check_exactness", refuse)
-    monkeypatch.setattr(checks, "CORE", ("math-verify",))
-    monkeypatch.setattr(checks, "installed", lambda name: None)
+    monkeypatch.setattr(doctor, "check_exactness", refuse)
+    monkeypatch.setattr(doctor, "CORE", ("math-verify",))
+    monkeypatch.setattr(doctor, "installed", lambda name: None)
     done = jetrl("doctor")
     assert done.code == 1
     assert "FAIL  exactness" in done.out
@@ -425,34 +431,29 @@ def test_doctor_gives_a_clear_error_as_it_is(
 
 
 def test_the_fp8_check_sees_a_wrong_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks.check_fp8_cast()[0].status == "OK"
-    monkeypatch.setattr(checks, "dequantize", lambda q: jetrl_precision_dequantize(q) * 1.0625)
-    assert checks.check_fp8_cast()[0].status == "FAIL"
-
-
-def jetrl_precision_dequantize(q: object) -> object:
-    from jetrl.precision import dequantize
-
-    return dequantize(q)
+    assert doctor.check_fp8_cast()[0].status == "OK"
+    dequantize = jetrl.precision.dequantize
+    monkeypatch.setattr(jetrl.precision, "dequantize", lambda q: dequantize(q) * 1.0625)
+    assert doctor.check_fp8_cast()[0].status == "FAIL"
 
 
 def test_the_exactness_and_answer_checks_pass_here() -> None:
-    assert {check.status for check in checks.check_exactness()} == {"OK"}
-    assert {check.status for check in checks.check_answers()} == {"OK"}
+    assert {check.status for check in doctor.check_exactness()} == {"OK"}
+    assert {check.status for check in doctor.check_answers()} == {"OK"}
 
 
 def test_low_disk_and_missing_packages_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "LOW_DISK_GIB", 1e9)
-    assert checks.check_disk(tmp_path).status == "WARN"
-    monkeypatch.setattr(checks, "NO_DISK_GIB", 1e9)
-    assert checks.check_disk(tmp_path).status == "FAIL"
+    monkeypatch.setattr(doctor, "LOW_DISK_GIB", 1e9)
+    assert doctor.check_disk(tmp_path).status == "WARN"
+    monkeypatch.setattr(doctor, "NO_DISK_GIB", 1e9)
+    assert doctor.check_disk(tmp_path).status == "FAIL"
     for version, status in (("3.6.0", "OK"), ("3.9.1", "OK"), ("3.10.0", "WARN"), (None, "OK")):
-        monkeypatch.setattr(checks, "installed", lambda _, found=version: found)
-        assert checks.check_triton().status == status
+        monkeypatch.setattr(doctor, "installed", lambda _, found=version: found)
+        assert doctor.check_triton().status == status
     monkeypatch.undo()
-    missing = checks.check_core("no-such-package")
+    missing = doctor.check_core("no-such-package")
     assert (missing.status, missing.next_step) == ("FAIL", "pip install no-such-package")
 
 

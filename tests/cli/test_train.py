@@ -243,7 +243,7 @@ def test_a_recipe_that_gives_a_resumed_run_other_settings_is_named_with_them(
     for command in ("train", "sft"):
         words = (command, "demo", *place, "eval.every=9", "sft.steps=1", "--resume")
         said = jetrl(*words).err
-        assert f"what demo gives otherwise is not used: train.lr = {lr} (the run: 0.25). To" in said
+        assert f"of demo are not used: train.lr = {lr} (the run: 0.25). To" in said
         assert str(tmp_path / "mine" / "config.toml") in said
     assert jetrl("train", *place, "--resume").err == ""
     assert jetrl("train", tmp_path / "mine" / "config.toml", "--resume").err == ""

@@ -124,15 +124,15 @@ def test_a_rank_beyond_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"train", "sft", "eval", "bench"}))
 def test_commands_of_one_process_are_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import jetrl.cli.ranks
+    from jetrl.session import last_words
 
     said: list[tuple[str, int]] = []
 
-    def end(words: str, code: int, printed: bool = False) -> None:
+    def end(words: str, code: int, *_: object) -> None:
         said.append((words, code))
         raise SystemExit(code)
 
-    monkeypatch.setattr(jetrl.cli.ranks, "end", end)
+    monkeypatch.setattr(last_words, "end", end)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     arguments = {

@@ -6,7 +6,7 @@ import pytest
 
 from jetrl.models.chat import encode_prompt
 from jetrl.models.tiny_tokenizers import character_tokenizer
-from jetrl.runs.jsonl import read_jsonl
+from jetrl.runs.storage import read_jsonl
 from jetrl.tasks import get_task
 from jetrl.types import Prompt
 

@@ -18,9 +18,8 @@ from jetrl import cli
 from jetrl.rollout.stopping import StopRules
 from jetrl.runs.console import Console
 from jetrl.runs.format import json_text, visible
-from jetrl.runs.report import _sample
-from jetrl.runs.report_page import folded, page, section, table, text
-from jetrl.runs.rollout_records import record_of
+from jetrl.runs.report import _sample, folded, page, section, table, text
+from jetrl.runs.schemas import record_of
 from jetrl.types import Completion, Prompt, Sample, Score, StepStats, Turn
 
 ALPHABET = (

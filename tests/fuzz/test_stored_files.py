@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jetrl.cli.run_checks import run_checks
+from jetrl.cli.doctor import run_checks
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, inverse_frequencies, parameter_shapes
@@ -35,8 +35,8 @@ from jetrl.models.nvfp4_files import left_in_16_bits
 from jetrl.models.peft import base_of, read_lora
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, compare_runs, comparison_rows, list_runs, runs_table, show_run
+from jetrl.runs.attempts import StatusFile, read_status
 from jetrl.runs.format import visible
-from jetrl.runs.status import StatusFile, read_status
 from jetrl.session.reproduction import _read_facts
 from jetrl.session.stored_states import check_extra
 from jetrl.settings.loading import load_config, to_toml

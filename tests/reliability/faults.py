@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jetrl.runs.directory
-import jetrl.runs.jsonl
+import jetrl.runs.storage
 import jetrl.session.session
 import jetrl.training.checkpoint
 
@@ -26,7 +26,7 @@ def die() -> None:
 
 def half_a_line(writer: Any, record: Any) -> None:
     """A metrics line of which the disk got the first half."""
-    data = jetrl.runs.jsonl._line(record).encode()
+    data = jetrl.runs.storage._line(record).encode()
     writer._file.write(data[: len(data) // 2])
 
 
@@ -57,8 +57,8 @@ POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
     "after a supervised update": ("jetrl.training.sft", "SftTrainer.step", AFTER),
     "before a rollouts file": ("jetrl.runs.directory", "write_jsonl", BEFORE),
     "after a rollouts file": ("jetrl.runs.directory", "write_jsonl", AFTER),
-    "in the middle of a metrics line": ("jetrl.runs.jsonl", "JsonlWriter.write", half_a_line),
-    "after a metrics line": ("jetrl.runs.jsonl", "JsonlWriter.write", AFTER),
+    "in the middle of a metrics line": ("jetrl.runs.storage", "JsonlWriter.write", half_a_line),
+    "after a metrics line": ("jetrl.runs.storage", "JsonlWriter.write", AFTER),
     "checkpoint, half a file": ("jetrl.training.checkpoint_writing", "write_tensors", half_a_file),
     "checkpoint, after a file": ("jetrl.training.checkpoint_writing", "write_tensors", AFTER),
     "checkpoint, before the manifest": ("jetrl.training.checkpoint_writing", "fingerprint", BEFORE),
@@ -97,7 +97,7 @@ ONCE = {
 }
 
 DISK_POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
-    "disk full in a metrics line": ("jetrl.runs.jsonl", "JsonlWriter.write", half_a_line),
+    "disk full in a metrics line": ("jetrl.runs.storage", "JsonlWriter.write", half_a_line),
     "disk full in a rollouts file": ("jetrl.runs.directory", "write_jsonl", BEFORE),
     "disk full in a checkpoint": (
         "jetrl.training.checkpoint_writing",

@@ -13,7 +13,7 @@ import pytest
 
 from jetrl.cli.main import main as jetrl
 from jetrl.runs import RunDirectory
-from jetrl.runs.status import StatusFile
+from jetrl.runs.attempts import StatusFile
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "OK  end  finished" in text
     assert "3 of 3 steps" in text
     assert "whole: 2, 3" in text
-    assert "to go on" not in text
+    assert "to continue" not in text
 
 
 def test_a_killed_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,8 +88,8 @@ def test_a_killed_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = doctor(run, capsys)
     assert code == 1
     assert "FAIL  end  killed in update of step 3, which began" in text
-    assert "whole: 2; 1 steps after it would be done again" in text
-    assert f"to go on  jetrl train {run}/config.toml --resume" in text
+    assert "whole: 2; a resume repeats 1 step" in text
+    assert f"to continue  jetrl train {run}/config.toml --resume" in text
     assert "out-of-memory killer" in text
 
 
@@ -100,7 +100,7 @@ def test_a_killed_training_of_a_reward_model(run: Path, capsys: pytest.CaptureFi
     start["command"] = "/bin/jetrl sft demo --task reward --out x"
     file.write_text(json.dumps(start) + "\n")
     _, text = doctor(run, capsys)
-    assert f"to go on  jetrl sft {run}/config.toml --task reward --resume" in text
+    assert f"to continue  jetrl sft {run}/config.toml --task reward --resume" in text
     assert "of 3 steps" not in text
 
 
@@ -108,7 +108,7 @@ def test_the_command_that_it_names_goes_on(run: Path, capsys: pytest.CaptureFixt
     shutil.rmtree(run / "checkpoints" / "step_000003")
     without_end(run)
     _, text = doctor(run, capsys)
-    words = text.split("to go on  jetrl ")[1].splitlines()[0].split()
+    words = text.split("to continue  jetrl ")[1].splitlines()[0].split()
     # The copy's settings name the folder that it was copied from.
     assert jetrl([*words, f"run.dir={run.parent}"]) == 0
     assert RunDirectory.open(run).state() == "finished"
@@ -142,7 +142,7 @@ def test_damaged_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert code == 1
     assert "FAIL  checkpoint 3" in text
     assert "bytes instead of" in text
-    assert "whole: 2; 1 steps" in text
+    assert "whole: 2; a resume repeats 1 step" in text
 
 
 @pytest.mark.parametrize("state", ["finished", "interrupted"])
@@ -166,7 +166,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_forgotten(
     assert len(list((run / "rollouts").iterdir())) == 3
     code, text = doctor(run, capsys)
     assert code == 1
-    assert "FAIL  checkpoints  none, where there has been one" in text
+    assert "FAIL  checkpoints  none left, although some were written" in text
 
 
 def test_a_hang_and_odd_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

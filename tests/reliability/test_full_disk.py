@@ -21,7 +21,7 @@ import pytest
 from jetrl import train
 from jetrl.cli.main import main
 from jetrl.errors import StorageError
-from jetrl.runs import RunDirectory, jsonl
+from jetrl.runs import RunDirectory, storage
 from jetrl.session import Session
 from jetrl.training import Checkpoints
 
@@ -140,7 +140,7 @@ def test_a_sentence_that_cannot_be_written(
             raise OSError(28, "No space left on device")
         write(path, text)
 
-    write = jsonl.write_atomically
+    write = storage.write_atomically
     monkeypatch.setattr("jetrl.runs.directory.write_atomically", full)
     with pytest.raises(StorageError, match=r"reading\.txt could not be written: No space"):
         train(small())

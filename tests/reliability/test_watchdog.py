@@ -15,7 +15,7 @@ import pytest
 
 from jetrl import train
 from jetrl.runs import RunDirectory
-from jetrl.runs.status import StatusFile, read_status
+from jetrl.runs.attempts import StatusFile, read_status
 from jetrl.session.watchdog import ExitTimer, Watchdog
 from jetrl.settings import WatchdogSettings
 

@@ -11,8 +11,8 @@ import pytest
 
 from jetrl.errors import RunStopped, StorageError, UserError
 from jetrl.runs import RunDirectory
-from jetrl.runs.rollout_records import sample_of
-from jetrl.runs.status import StatusFile
+from jetrl.runs.attempts import StatusFile
+from jetrl.runs.schemas import sample_of
 from jetrl.settings.loading import load_config
 from jetrl.types import StepStats
 
@@ -281,18 +281,10 @@ with run.attempt(["jetrl", "train"]):
 
 @pytest.mark.parametrize(
     "state, error",
-    [
-        ("interrupted", KeyboardInterrupt),
-        ("stopped", RunStopped),
-        ("failed", ZeroDivisionError),
-    ],
+    [("interrupted", KeyboardInterrupt), ("stopped", RunStopped), ("failed", ZeroDivisionError)],
 )
 def test_attempt_records_how_it_ended(create, state, error):
-    with (
-        create() as run,
-        pytest.raises(error),
-        run.attempt(["jetrl", "train"], {"device": "CPU"}),
-    ):
+    with create() as run, pytest.raises(error), run.attempt(["jetrl", "train"], {"device": "CPU"}):
         raise error("why")
     (attempt,) = run.attempts()
     assert run.state() == attempt.state == state
@@ -339,11 +331,7 @@ def test_log_takes_all_logging_and_gives_it_back(create):
 
 
 def test_log_has_the_traceback_of_a_failure(create):
-    with (
-        create() as run,
-        pytest.raises(ZeroDivisionError),
-        run.attempt(["jetrl"]),
-    ):
+    with create() as run, pytest.raises(ZeroDivisionError), run.attempt(["jetrl"]):
         _ = 1 / 0
     assert "Traceback" in run.log_file.read_text()
 

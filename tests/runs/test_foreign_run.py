@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from jetrl.cli.doctor import run_checks
 from jetrl.cli.main import main
-from jetrl.cli.run_checks import run_checks
 from jetrl.errors import UserError
 from jetrl.runs import (
     RunDirectory,
@@ -26,8 +26,7 @@ from jetrl.runs import (
 )
 from jetrl.runs.format import count, duration, number, percent, visible
 from jetrl.runs.history import mean
-from jetrl.runs.plot_style import to_svg
-from jetrl.runs.plots import charts_of
+from jetrl.runs.plots import charts_of, to_svg
 from jetrl.settings.loading import load_config
 from jetrl.types import StepStats
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jetrl.runs.learning import STEPS, Learning, problems
+from jetrl.runs.anomalies import STEPS, Learning, problems
 
 FINE = {
     "reward/mean": 0.4,

@@ -7,7 +7,7 @@ from rich.console import Console as RichConsole
 
 from jetrl.errors import UserError
 from jetrl.runs import list_runs, plot_runs, runs_table, show_run
-from jetrl.runs.plot_style import line
+from jetrl.runs.plots import line
 
 
 def test_listing_has_good_and_damaged_runs(make_run):
@@ -64,7 +64,7 @@ def test_plot_overlays_runs(make_run, tmp_path):
 
 
 def test_a_supervised_run_is_plotted_from_its_own_lines(make_run, tmp_path, monkeypatch):
-    import jetrl.runs.overview as module
+    import jetrl.runs.plots as module
 
     drawn, line = [], module.line
 

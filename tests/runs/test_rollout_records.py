@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from jetrl.runs.rollout_records import record_of, sample_of
+from jetrl.runs.schemas import record_of, sample_of
 from jetrl.types import Completion, Prompt, Sample, Score, Turn
 
 PLAIN = Completion((5, 6), (-0.1, -2.5e-7), "stop", "ab")

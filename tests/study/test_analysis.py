@@ -20,7 +20,7 @@ from benchmarks.study.tables import accuracy_tables, twin_table
 from matplotlib.figure import Figure
 
 from jetrl.errors import UserError
-from jetrl.runs.plot_style import SIZE_INCHES, STYLE
+from jetrl.runs.plots import SIZE_INCHES, STYLE
 
 
 def definition(**arms: dict[str, Any]) -> Definition:

@@ -170,7 +170,7 @@ def test_each_study_has_its_own_results_and_report(
     tiny_study: Path, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.study.report.to_png", lambda *_: None)
-    monkeypatch.setattr("jetrl.runs.report_page.to_svg", lambda _: "")
+    monkeypatch.setattr("jetrl.runs.report.to_svg", lambda _: "")
     done = (tiny_study.parent / "out" / "results.json").read_text()
     for name in ("one", "two"):
         (files / f"out-{name}").mkdir()

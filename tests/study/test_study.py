@@ -34,7 +34,7 @@ def copy(tiny_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     Its reports have no pictures, which take seconds.
     """
     monkeypatch.setattr("benchmarks.study.report.to_png", lambda *_: None)
-    monkeypatch.setattr("jetrl.runs.report_page.to_svg", lambda _: "")
+    monkeypatch.setattr("jetrl.runs.report.to_svg", lambda _: "")
     (tmp_path / "out").mkdir()
     for name in ("tiny.toml", "out/results.json"):
         text = (tiny_study.parent / name).read_text()
@@ -238,7 +238,7 @@ def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
     wild = "\ntrain.lr = 1e18\ntrain.grad_clip = 1e20\n[eval]"
     file.write_text(text.replace("\n[eval]", wild))
     monkeypatch.setattr("benchmarks.study.report.to_png", lambda *_: None)
-    monkeypatch.setattr("jetrl.runs.report_page.to_svg", lambda _: "")
+    monkeypatch.setattr("jetrl.runs.report.to_svg", lambda _: "")
     monkeypatch.setattr("benchmarks.study.processes.Pool", PoolInThisProcess)
     monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
     assert main(["study", str(file), "--only", "wild"]) == 0

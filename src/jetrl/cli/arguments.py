@@ -54,9 +54,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--plan",
-        choices=PLANS,
-        help="precision preset (default: the run's own, else unified)",
+        "--plan", choices=PLANS, help="precision preset (default: the run's own, else unified)"
     )
     parser.add_argument("--device", choices=DEVICES, default="auto", help="where to compute")
 

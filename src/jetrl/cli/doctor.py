@@ -1,46 +1,496 @@
-"""Find out what works on this machine, or what became of a run, and the next steps to take.
+"""Check this machine, or find out how a run ended and how to continue it.
 
 For example:
 
     jetrl doctor
     jetrl doctor --json        for a bug report
-    jetrl doctor runs/demo     how that run ended, what is whole, how it goes on
+    jetrl doctor runs/demo     how that run ended, which checkpoints are whole, how to resume it
+
+Each line is OK, WARN (worth a look) or FAIL (does not work as promised); next steps follow below.
+Nothing is written, so the run may be running. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import platform
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jetrl.cli.arguments import print_json, table
+from jetrl.errors import UserError
+
+if TYPE_CHECKING:
+    from jetrl.runs import Attempt, RunDirectory
+    from jetrl.runs.attempts import Status
+
+Severity = Literal["OK", "WARN", "FAIL"]
+
+CORE = ("transformers", "safetensors", "numpy", "pydantic", "rich", "matplotlib", "math-verify")
+OPTIONAL = {
+    "datasets": "data sets by name: pip install 'jetrl[data]'",
+    "reasoning-gym": "tasks of reasoning-gym: pip install 'jetrl[reasoning-gym]'",
+    "sgl-deep-gemm": "faster decode on a GPU: pip install 'jetrl[deep-gemm]'",
+    "cuda-bindings": "KV pages on a GPU; it comes with a CUDA build of torch",
+    "wandb": "tracking: pip install wandb",
+    "trackio": "tracking: pip install trackio",
+    "tensorboard": "tracking: pip install tensorboard",
+}
+# The kernels compile with these and those between (tests/kernels/test_triton.py).
+FIRST_TRITON, LAST_TRITON = "3.6", "3.9"
+LOW_DISK_GIB, NO_DISK_GIB = 10.0, 1.0
+_RECORDED = re.compile(r"collectives_rank_\d+\.json|nccl_timeout_rank_\d+")
+
+
+class Finding(NamedTuple):
+    """The result of one check, which is one line of the output."""
+
+    status: Severity
+    name: str
+    detail: str
+    next_step: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", nargs="?", metavar="RUN", help="a run's name or directory (default: this machine)"
     )
-    parser.add_argument("--dir", default="runs", help="folder that holds run directories")
-    parser.add_argument("--json", action="store_true", help="a JSON list of the checks")
+    parser.add_argument("--dir", default="runs", help="the folder with the run directories")
+    parser.add_argument("--json", action="store_true", help="print the checks as a JSON list")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.run is None:
-        from jetrl.cli.checks import all_checks
+    from jetrl.cli.runs import find_run
+    from jetrl.runs.format import visible
 
-        findings = all_checks()
-    else:
-        from jetrl.cli.run_checks import run_checks
-        from jetrl.cli.runs import find_run
-
-        findings = run_checks(find_run(args.run, Path(args.dir)))
+    findings = all_checks() if args.run is None else run_checks(find_run(args.run, Path(args.dir)))
     if args.json:
         print_json([finding._asdict() for finding in findings])
     else:
-        from jetrl.runs.format import visible
-
         lines = [table([finding[:3] for finding in findings])]
         steps = [f"  {each.name}: {each.next_step}" for each in findings if each.next_step]
         if steps:
             lines += ["", "next steps:", *steps]
-        print(visible("\n".join(lines), newlines=True))  # a run's end may quote what a model wrote
+        print(visible("\n".join(lines), newlines=True))  # a run's end may quote a model's text
     return 1 if any(finding.status == "FAIL" for finding in findings) else 0
+
+
+def all_checks() -> list[Finding]:
+    """Return the findings about this machine, in the order of the output."""
+    findings = [
+        check_python(),
+        check_torch(),
+        check_device(),
+        *(check_core(name) for name in CORE),
+        check_triton(),
+        *(check_optional(name, use) for name, use in OPTIONAL.items()),
+        check_disk(Path.cwd()),
+    ]
+    self_checks = {"FP8 cast": check_fp8_cast, "exactness": check_exactness}
+    if installed("math-verify"):
+        self_checks["math-verify"] = check_answers
+    for name, self_check in self_checks.items():
+        findings += guarded(name, self_check)
+    return findings
+
+
+def guarded(name: str, self_check: Callable[[], list[Finding]]) -> list[Finding]:
+    """Return the findings of a check; a check that raises is a FAIL."""
+    try:
+        return self_check()
+    except UserError as error:  # its message says what to do
+        return [Finding("FAIL", name, str(error))]
+    except Exception as error:  # the other checks still run
+        detail = f"{type(error).__name__}: {error}"
+        return [Finding("FAIL", name, detail, "please report this with `jetrl doctor --json`")]
+
+
+def check_python() -> Finding:
+    version = platform.python_version()
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return Finding("OK", "python", f"{version}, {platform.platform()}")
+    return Finding("WARN", "python", version, "use Python 3.11 to 3.13: jetrl is tested on these")
+
+
+def check_torch() -> Finding:
+    import torch
+
+    version = torch.__version__
+    if _minor(version) >= (2, 11):
+        return Finding("OK", "torch", f"{version}, {torch.get_num_threads()} threads")
+    return Finding("FAIL", "torch", version, "pip install 'torch>=2.11'")
+
+
+def check_device() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        detail = "no GPU: CPU references, enough for the demo, the tests and tiny models"
+        return Finding("OK", "device", detail)
+    major, minor = torch.cuda.get_device_capability()
+    detail = f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}"
+    if (major, minor) != (9, 0):
+        step = "jetrl supports Hopper GPUs (H100, H200: sm_90); on others set run.device=cpu"
+        return Finding("WARN", "device", detail, step)
+    gemm = "DeepGEMM and cuBLAS" if importlib.util.find_spec("deep_gemm") else "cuBLAS"
+    return Finding("OK", "device", f"{detail}; FP8 GEMM: {gemm}, and Triton for few rows")
+
+
+def check_core(name: str) -> Finding:
+    version = installed(name)
+    if version is None:
+        return Finding("FAIL", name, "not installed", f"pip install {name}")
+    return Finding("OK", name, version)
+
+
+def check_optional(name: str, use: str) -> Finding:
+    return Finding("OK", name, installed(name) or f"not installed (optional; for {use})")
+
+
+def check_triton() -> Finding:
+    version = installed("triton")
+    if version is None or _minor(FIRST_TRITON) <= _minor(version) <= _minor(LAST_TRITON):
+        return check_optional("triton", "GPU kernels; it comes with a CUDA build of torch")
+    step = (
+        f"the GPU kernels need Triton {FIRST_TRITON} (torch 2.11) to {LAST_TRITON} (torch 2.15): "
+        "install one of these versions of torch"
+    )
+    return Finding("WARN", "triton", version, step)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def installed(name: str) -> str | None:
+    """Return the version of a distribution; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free / 2**30
+    detail = f"{free:.1f} GiB free in {folder}"
+    step = (
+        "a checkpoint takes 12 bytes per parameter (weights and optimizer states), 7 with "
+        "train.optimizer_states=compact: free some space, or set run.dir"
+    )
+    if free < LOW_DISK_GIB:
+        return Finding("FAIL" if free < NO_DISK_GIB else "WARN", "disk", detail, step)
+    return Finding("OK", "disk", detail)
+
+
+def e4m3_values() -> list[float]:
+    """Return the 127 finite non-negative E4M3 values, from the definition of the format."""
+    # 4 bits of exponent with bias 7, 3 of mantissa; exponent 0 is subnormal, all ones is NaN.
+    codes = ((code >> 3, code & 7) for code in range(0x7F))
+    return [
+        mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        for exponent, mantissa in codes
+    ]
+
+
+def check_fp8_cast() -> list[Finding]:
+    """Check that the quantizer keeps E4M3 values and rounds ties to the even code."""
+    import torch
+
+    from jetrl.precision import dequantize, quantize
+
+    # The largest value is in each group, so the scale is 1 and only the cast is tested.
+    values = e4m3_values()
+    exact = torch.tensor([[*values, -values[-1]]])
+    halfway = [(low + high) / 2 for low, high in itertools.pairwise(values)]
+    even = [values[code + code % 2] for code in range(len(halfway))]
+    rounded = torch.tensor([[*halfway, values[-1], -values[-1]]])
+    expected = torch.tensor([[*even, values[-1], -values[-1]]])
+    wrong = int((dequantize(quantize(exact)) != exact).sum())
+    wrong += int((dequantize(quantize(rounded)) != expected).sum())
+    if wrong:
+        step = "this torch rounds E4M3 differently, so results are not exact: use another version"
+        return [Finding("FAIL", "FP8 cast", f"{wrong} of 256 values wrong", step)]
+    return [Finding("OK", "FP8 cast", "256 values: exact, ties to even")]
+
+
+def check_exactness() -> list[Finding]:
+    """Check that no operation's result for a row depends on the rest of the batch."""
+    import torch
+
+    from jetrl.parity import check_policy, said_when_slow, self_check
+
+    properties = [("exact", checked) for checked in self_check()]
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        from jetrl.models.policy import Policy
+        from jetrl.models.shapes import SHAPES
+        from jetrl.precision import PrecisionPlan
+
+        # At a real model's shapes too, as a run does when it starts.
+        shape = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 2}
+        with said_when_slow():
+            properties += [("exact on the GPU", checked) for checked in self_check("cuda")]
+            policy = Policy.from_config(shape, PrecisionPlan.preset("unified"), 0, "cuda")
+            shapes = "exact at qwen3-0.6b's shapes"
+            properties += [(shapes, checked) for checked in check_policy(policy)]
+    step = "runs with an exact plan will stop: please report this with `jetrl doctor --json`"
+    return [
+        Finding("OK", f"{where}: {checked.operation}", checked.detail)
+        if checked.ok
+        else Finding("FAIL", f"{where}: {checked.operation}", checked.detail, step)
+        for where, checked in properties
+    ]
+
+
+def check_answers() -> list[Finding]:
+    """Check that a scoring process starts and judges known answers correctly."""
+    from jetrl.tasks import Scorer
+
+    with Scorer("gsm8k", path="openai/gsm8k", workers=1):  # the name alone reads no data
+        return [Finding("OK", "math-verify", "a scoring process judges known answers correctly")]
+
+
+def run_checks(path: Path) -> list[Finding]:
+    """Return the findings about a run directory, in the order of the output.
+
+    Raises:
+        UserError: The path is not a run directory.
+    """
+    from jetrl.runs import RunDirectory
+
+    run = RunDirectory.open(path)
+    checks: dict[str, Callable[[RunDirectory], list[Finding]]] = {
+        "end": lambda run: [check_end(run)],
+        "progress": lambda run: [check_progress(run)],
+        "checkpoints": check_checkpoints,
+        "hang": check_hang,
+        "ranks": check_ranks,
+        "numbers": check_numbers,
+        "not finite": check_nonfinite,
+        "disk": lambda _: [check_disk(path)],
+        "to continue": how_to_continue,
+    }
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            findings += check(run)
+        except UserError as error:  # a damaged file hides none of the other findings
+            findings.append(Finding("FAIL", name, str(error), "repair or delete that file or line"))
+    return findings
+
+
+def check_end(run: RunDirectory) -> Finding:
+    """Return how the last attempt ended, and in which phase."""
+    from jetrl.runs.attempts import read_status
+    from jetrl.runs.format import duration
+
+    attempts = run.attempts()
+    if not attempts:
+        step = "start it again: the name is still free"
+        return Finding("WARN", "end", "killed before the run began", step)
+    last, status, state = attempts[-1], read_status(run.path), run.state()
+    count = f"attempt {len(attempts)}, started {_date(last.started)}"
+    where = _where(status, last)
+    if state == "running":
+        return Finding("OK", "end", f"running: {where}; {count}")
+    if state == "finished":
+        return Finding("OK", "end", f"finished {_date(last.ended)}; {count}")
+    if last.ended is None:
+        step = (
+            "the process could not say why: look for a closed terminal (nohup and tmux keep a run "
+            "alive), SIGKILL from outside, the out-of-memory killer (dmesg), a power cut"
+        )
+        return Finding("FAIL", "end", f"killed {where}; {count}", step)
+    took = duration(last.ended - last.started)
+    level: Severity = "FAIL" if state == "failed" else "WARN"
+    detail = f"{state} after {took}, {where}: {last.reason}; {count}"
+    step = "log.txt has the traceback" if state == "failed" and "hang" not in last.reason else ""
+    return Finding(level, "end", detail, step)
+
+
+def check_progress(run: RunDirectory) -> Finding:
+    from jetrl.runs.format import duration
+
+    total = run.config().get("loop", {}).get("steps", "?")
+    try:
+        history = run.history()
+    except UserError as error:
+        return Finding("FAIL", "progress", str(error), "repair or delete that line")
+    facts = [f"{history.num_sft_steps} supervised updates"] if history.num_sft_steps else []
+    if _command(run) == "train":
+        facts.append(f"{max(history.last_step, 0)} of {total} steps")
+    reward = history.reward
+    if reward is not None:
+        facts.append(f"reward {reward.first:.3f} to {reward.last:.3f}")
+    facts.append(f"{duration(history.elapsed_s)} in total")
+    return Finding("OK", "progress", ", ".join(facts))
+
+
+def check_checkpoints(run: RunDirectory) -> list[Finding]:
+    """Return which checkpoints are whole or damaged, and how many steps a resume would repeat."""
+    from jetrl.training import Checkpoints
+
+    damaged: list[Finding] = []
+    whole: list[str] = []
+    for name, folder in (("", run.checkpoints_dir), ("sft ", run.checkpoints_dir / "sft")):
+        checkpoints = Checkpoints(folder)
+        for step in checkpoints.steps():
+            try:
+                Checkpoints.check(checkpoints.path(step))
+            except UserError as error:
+                advice = "a resume skips it; delete it, or restore it from a copy"
+                damaged.append(Finding("FAIL", f"checkpoint {name}{step}", str(error), advice))
+            else:
+                whole.append(f"{name}{step}")
+    if not whole:
+        if damaged:
+            return [*damaged, Finding("FAIL", "checkpoints", "all are damaged")]
+        if run.had_checkpoint(int(run.config().get("checkpoint", {}).get("every", 0))):
+            gone = "none left, although some were written"
+            return [Finding("FAIL", "checkpoints", gone, "restore one from a copy")]
+        return [Finding("WARN", "checkpoints", "none yet", "a resume starts from the beginning")]
+    last = whole[-1]
+    steps = run.metrics("rl")
+    ahead = (steps[-1]["step"] if steps else 0) - int(last) if last.isdigit() else 0
+    again = f"; a resume repeats {ahead} step{'s' * (ahead > 1)}" if ahead > 0 else ""
+    return [*damaged, Finding("OK", "checkpoints", f"whole: {', '.join(whole)}{again}")]
+
+
+def check_hang(run: RunDirectory) -> list[Finding]:
+    """Return the last hang that hang.txt reports, if any."""
+    from jetrl.files import read_bytes
+
+    try:
+        text = read_bytes(run.path / "hang.txt").decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    if not text.strip():
+        return []
+    headers = re.findall(r"(?m)^==== (.*)$", text)
+    frames = re.findall(
+        r'(?m)^  File "(.+)", line (\d+) in (.+)$', text.rpartition("most recent")[2]
+    )
+    where = ""
+    if frames:
+        file, line, function = frames[0]
+        where = f"; the main thread was in {function} ({file}, line {line})"
+    last = headers[-1] if headers else "faulthandler wrote it: the interpreter's lock was held"
+    step = "hang.txt has the stacks, the sequences and the memory; watchdog.* sets the limits"
+    return [Finding("WARN", "hang", f"{last}{where}", step)]
+
+
+def check_ranks(run: RunDirectory) -> list[Finding]:
+    """Return where each rank was if one of them ended the last attempt, and their records."""
+    from jetrl.files import checked, read_bytes
+    from jetrl.runs.schemas import BOARD
+
+    folder, attempts = run.path / "ranks", run.attempts()
+    try:
+        text = read_bytes(folder / "board.json")
+    except FileNotFoundError:
+        return []
+    try:
+        record = checked(BOARD, json.loads(text), str(folder / "board.json"))
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{folder / 'board.json'}: {error}") from None
+    if not attempts or record.time < attempts[-1].started:  # it is from an earlier attempt
+        return []
+    findings = [Finding("WARN", "ranks", record.words)]
+    counts = [line.collectives for line in record.ranks]
+    for line in record.ranks:
+        detail = f"{line.place}; {line.collectives} collectives begun"
+        if line.collectives == min(counts) < max(counts):
+            detail += ", the fewest: others waited for it"
+        findings.append(Finding("OK", f"rank {line.rank}", f"{detail}; process {line.pid}"))
+    files = sorted(file.name for file in folder.glob("*") if _RECORDED.fullmatch(file.name))
+    if files:
+        step = (
+            "these are the last collectives of each rank; torch's torchfrtrace reads "
+            "nccl_timeout_* (only open files you trust with it)"
+        )
+        findings.append(Finding("OK", "collectives", f"{folder}: {', '.join(files)}", step))
+    return findings
+
+
+def check_numbers(run: RunDirectory) -> list[Finding]:
+    """Return a finding for each number that should be 0 over the run and is not."""
+    from jetrl.precision.plan import PrecisionPlan
+
+    skipped, operation = "were not finite and were skipped", "log.txt names operation and layer"
+    warnings = {
+        "policy/skipped_updates": (f"updates {skipped}", operation),
+        "critic/skipped_updates": (f"updates of the critic {skipped}", operation),
+        "reward_model/skipped_updates": (
+            f"updates of the reward model {skipped}",
+            "log.txt names the parameters",
+        ),
+        "reward/failures": (
+            "completions could not be judged and got reward 0",
+            "log.txt has the reason for the first one of each step",
+        ),
+    }
+    lines = run.metrics()
+    totals = {
+        name: sum(float(line.get(name, 0)) for line in lines)
+        for name in ("mismatch/num_different", *warnings)
+    }
+    findings = [
+        Finding("WARN", name, f"{totals[name]:g} {words}", step)
+        for name, (words, step) in warnings.items()
+        if totals[name]
+    ]
+    different = totals["mismatch/num_different"]
+    if different and PrecisionPlan.from_dict(run.plan(), str(run.path / "plan.json")).exact:
+        detail = f"{different:g} tokens differ between sampler and trainer"
+        findings.insert(0, Finding("FAIL", "mismatch/num_different", detail))
+    return findings
+
+
+def check_nonfinite(run: RunDirectory) -> list[Finding]:
+    """Return the stored updates that were not finite, and the command that replays the last."""
+    folders = sorted((run.path / "nonfinite").glob("*step_*"))
+    if not folders:
+        return []
+    again = shlex.join(["jetrl", "replay", str(folders[-1])])
+    names = ", ".join(folder.name for folder in folders)
+    return [Finding("WARN", "not finite", f"kept for replay: {names}", again)]
+
+
+def how_to_continue(run: RunDirectory) -> list[Finding]:
+    """Return the command that resumes the run, unless it is running or finished."""
+    if run.state() in ("running", "finished"):
+        return []
+    command, *options = _command(run).split()
+    again = shlex.join(["jetrl", command, str(run.path / "config.toml"), *options, "--resume"])
+    return [Finding("OK", "to continue", again)]
+
+
+def _command(run: RunDirectory) -> str:
+    """Return the command that started the run: train, sft, or sft --task reward."""
+    attempts = run.attempts()
+    text = attempts[-1].command if attempts else ""
+    if "sft" not in text.split()[:3]:
+        return "train"
+    return "sft --task reward" if re.search("--task[ =]reward", text) else "sft"
+
+
+def _where(status: Status | None, attempt: Attempt) -> str:
+    """Return the phase and step that an attempt is in, or was in when it ended."""
+    if status is None or status.time < attempt.started:  # no phase has been written
+        return "while the run was opened"
+    step = f"step {status.step}" if status.step else "the time before step 1"
+    phase = f"in {status.phase} of {step}" if status.phase else f"between phases of {step}"
+    return f"{phase}, which began {_date(status.time)}" if status.phase else phase
+
+
+def _date(seconds: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import argparse
 
+# As jetrl.models.families has them, without importing transformers for --help.
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "phi3")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from jetrl.models.families import FAMILIES
-
     parser.add_argument("out", metavar="OUT", help="the directory to write")
-    parser.add_argument(
-        "--family",
-        choices=tuple(FAMILIES),
-        default="qwen3",
-        help="shape of the decoder",
-    )
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="shape of the decoder")
     sizes = parser.add_argument_group(
         "sizes", "FP8 layers take multiples of 128: hidden, heads x head_dim, intermediate"
     )

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from jetrl.cli import ranks
 from jetrl.cli.arguments import HelpFormatter, Parser, tell
+from jetrl.distributed.console import be_silent, exit_now
 from jetrl.distributed.world import launched_rank, launched_size
 from jetrl.errors import RunStopped, Terminated, UserError, ending, is_of_disk
 from jetrl.memory.cpu import keep_freed
@@ -60,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     several = launched_size() > 1
     cause: BaseException
     if several and launched_rank() > 0:
-        ranks.be_silent()
+        be_silent()
     try:
         code = _command(arguments)
         if several and code:
-            ranks.exit_now(code)
+            exit_now(code)
         sys.stdout.flush()  # here, where its errors are caught, and not when Python ends
         return code
     except (UserError, RunStopped, KeyboardInterrupt, Terminated) as error:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except SystemExit as end:
         if several and end.code:  # wrong words; argparse has said so
-            ranks.end("", 2, printed=True)
+            _end_rank("", 2, printed=True)
         raise
     except Exception as error:
         if not several and not is_of_disk(error):
@@ -83,13 +83,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, code = ending(cause)
     words = shown(words)
     if several:
-        ranks.end(words, code, cause)
+        _end_rank(words, code, cause)
     tell(words)
     try:
         sys.stdout.flush()
     except OSError:  # it goes to a full disk
         _drop_output()
     return code
+
+
+def _end_rank(
+    words: str, code: int, error: BaseException | None = None, printed: bool = False
+) -> NoReturn:
+    """End this rank, and the others with it, after an error."""
+    from jetrl.session import last_words
+
+    last_words.end(words, code, error, printed)
 
 
 def _open_closed_streams() -> None:

@@ -17,12 +17,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.presets import DEFAULT_PRESET
 from jetrl.runs import RunDirectory
-from jetrl.session.building import (
-    build_policy,
-    choose_device,
-    limit_threads,
-    policy_of_masters,
-)
+from jetrl.session.building import build_policy, choose_device, limit_threads, policy_of_masters
 from jetrl.settings.loading import load_config
 from jetrl.training import Checkpoints
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table
-from jetrl.cli.ranks import goes_on, joined
 from jetrl.cli.train import (
     add_dry_run_argument,
     add_recipe_arguments,
@@ -26,6 +25,8 @@ from jetrl.cli.train import (
     closing_lines,
     dry_run,
     exit_code,
+    goes_on,
+    joined,
     planned_gpus,
     prompt_lines,
     recipe_settings,

@@ -17,17 +17,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jetrl.cli.arguments import table, tell
-from jetrl.cli.ranks import goes_on, joined
-from jetrl.cli.resumed import unused_of_recipe
 from jetrl.distributed.world import launched_rank, launched_size, started_by_torchrun
 from jetrl.errors import Terminated, TimeLimitReached, UserError
 from jetrl.users_code import files_named, trust_only
@@ -42,6 +41,9 @@ RUNS_ON_RANKS = True
 DEFAULT_RECIPE = "demo"
 _GIB_OF_CUDA = 1.25  # of a GPU's memory by its name: the driver's and a context's, about
 _MEANING = 58  # column where a setting's meaning starts
+_MOST_CHARACTERS, _MOST_OF_A_VALUE = 800, 40  # of the sentence about a recipe's unused settings
+_FIRST = ("task.name", "model.path")  # say most about another recipe
+_PLACE = ("run.name", "run.dir")  # say which run, and not what it does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -214,6 +216,60 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(result)
 
 
+@contextlib.contextmanager
+def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
+    """Join the processes that torchrun started for a run, within the block.
+
+    Raises:
+        UserError: The ranks were started differently, or settings need one process.
+    """
+    if not started_by_torchrun():
+        yield
+        return
+    from jetrl.session import ranks
+
+    with ranks.joined(settings, resume):
+        yield
+
+
+def goes_on(settings: Settings) -> bool:
+    """Return whether torchrun restarts the ranks of a run that it began (--max-restarts).
+
+    Raises:
+        Terminated, TimeLimitReached: The run was not lost, but asked to stop.
+    """
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
+        return False
+    from jetrl.session import ranks
+
+    return ranks.goes_on(settings)
+
+
+def unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path) -> str:
+    """Return a sentence about the recipe's settings that a resumed run does not use, or ""."""
+    from jetrl.runs.directory import settings_that_differ
+    from jetrl.runs.format import clip, visible
+    from jetrl.settings.loading import toml_value
+
+    def word(value: Any) -> str:
+        return "unset" if value is None else clip(toml_value(value), _MOST_OF_A_VALUE)
+
+    recipes, runs = (settings.model_dump(mode="json") for settings in (given, own))
+    differing = settings_that_differ(recipes, runs)
+    keys = [key for key in differing if key not in _PLACE]
+    unused = [
+        f"{key} = {word(differing[key][0])} (the run: {word(differing[key][1])})"
+        for key in sorted(keys, key=lambda key: key not in _FIRST)
+    ]
+    if not unused:
+        return ""
+    shown = visible(clip(", ".join(unused), _MOST_CHARACTERS))
+    return (
+        f"--resume continues with the run's own settings ({config}); these settings of {recipe} "
+        f"are not used: {shown}. To change a setting of the run, add KEY=VALUE"
+    )
+
+
 def exit_code(result: RunResult) -> int:
     """Return the time limit's exit code where the limit ended the run, otherwise 0."""
     return TimeLimitReached.exit_code if result.stopped else 0
@@ -314,10 +370,7 @@ def sample_command(model: Path, settings: Settings) -> str:
 
 
 def dry_run(
-    settings: Settings,
-    pairs: bool = False,
-    gpus: PlannedGPUs = PlannedGPUs(),
-    resume: bool = False,
+    settings: Settings, pairs: bool = False, gpus: PlannedGPUs = PlannedGPUs(), resume: bool = False
 ) -> Iterator[str]:
     """Yield settings (TOML) and precision plan, check the run, and yield its memory plan.
 

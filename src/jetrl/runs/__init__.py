@@ -1,13 +1,20 @@
 """The records of a run and its displays: directory, metrics, console, report, trackers."""
 
+from jetrl.runs.anomalies import Learning, problems
 from jetrl.runs.attempts import Attempt
-from jetrl.runs.compare import bits_in_words, compare_runs, comparison_rows
 from jetrl.runs.console import Console
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.history import summary_of
-from jetrl.runs.learning import Learning, problems
 from jetrl.runs.metrics import eval_metric, reproducible
-from jetrl.runs.overview import list_runs, plot_runs, runs_table, show_run
+from jetrl.runs.overview import (
+    bits_in_words,
+    compare_runs,
+    comparison_rows,
+    list_runs,
+    runs_table,
+    show_run,
+)
+from jetrl.runs.plots import plot_runs
 from jetrl.runs.report import write_report
 from jetrl.runs.trackers import check_trackers, open_trackers
 

@@ -25,16 +25,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
-from jetrl.runs.format import (
-    clip,
-    count,
-    duration,
-    metric_value,
-    number,
-    percent,
-    spread,
-    visible,
-)
+from jetrl.runs.format import clip, count, duration, metric_value, number, percent, spread, visible
 from jetrl.runs.metrics import is_eval_mean
 from jetrl.types import Sample, StepStats
 

@@ -34,18 +34,25 @@ from jetrl.files import checked, read_stored, read_text
 from jetrl.presets import PRESETS
 from jetrl.runs.attempts import Attempt, RunLock, attempt_logged, read_attempts, run_state
 from jetrl.runs.history import RunHistory, history_of, in_phase, phase_of
-from jetrl.runs.jsonl import (
+from jetrl.runs.metrics import check_metrics
+from jetrl.runs.schemas import (
+    ATTEMPT_LINE,
+    METRICS_LINE,
+    PLAN,
+    ROLLOUT_LINE,
+    RUN_CONFIG,
+    Phase,
+    record_of,
+)
+from jetrl.runs.storage import (
     JsonlWriter,
     Record,
     read_jsonl,
     repair_jsonl,
+    storing,
     write_atomically,
     write_jsonl,
 )
-from jetrl.runs.metrics import check_metrics
-from jetrl.runs.rollout_records import record_of
-from jetrl.runs.schemas import ATTEMPT_LINE, METRICS_LINE, PLAN, ROLLOUT_LINE, RUN_CONFIG, Phase
-from jetrl.runs.storing import storing
 from jetrl.settings.loading import Settings, to_toml
 from jetrl.types import Sample, StepStats
 

@@ -25,7 +25,7 @@ from typing import Any
 from jetrl.distributed.world import World, world
 from jetrl.runs.attempts import Attempt, end_of_attempt, logging_to, versions
 from jetrl.runs.directory import Phase, RunDirectory
-from jetrl.runs.storing import storing
+from jetrl.runs.storage import storing
 from jetrl.settings.loading import Settings
 from jetrl.types import Sample, StepStats
 

@@ -8,6 +8,7 @@ import re
 import time
 import unicodedata
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -108,3 +109,12 @@ def spread(items: Sequence[Item], num: int) -> list[Item]:
     if len(items) <= num:
         return list(items)
     return [items[round(k * (len(items) - 1) / max(num - 1, 1))] for k in range(num)]
+
+
+def labels(paths: Sequence[str | Path]) -> list[str]:
+    """Return the names of runs beside each other: paths where two names are the same."""
+    names = [Path(path).name for path in paths]
+    return [
+        name if names.count(name) == 1 else str(path)
+        for name, path in zip(names, paths, strict=True)
+    ]

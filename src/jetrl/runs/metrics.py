@@ -12,9 +12,34 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from jetrl.runs.metric import Metric
-from jetrl.runs.speculation_metrics import SPECULATION
+FREE = r"[^/<>\s]+"
+"""The pattern of <task> and <name>: a path component without blanks or angle brackets."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that a run may write.
+
+    Attributes:
+        measured: Whether the metric is a time, a speed or memory, which depend on the machine. All
+            others are the same, bit for bit, when a run is repeated on the CPU.
+        known_as: The metric's name in other systems, by system.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    measured: bool = False
+    known_as: Mapping[str, str] = field(default_factory=dict)
+
+    def matches(self, name: str) -> bool:
+        """Return whether a name is this metric's, or one of its family."""
+        if "<" not in self.name:
+            return name == self.name
+        pattern = re.sub(r"<\w+>", lambda _: FREE, self.name)
+        return re.fullmatch(pattern, name) is not None
 
 
 def _timing(phase: str, meaning: str, **known_as: str) -> Metric:
@@ -88,7 +113,64 @@ METRICS: tuple[Metric, ...] = (
         "of the trained tokens, those drawn by the policy of an earlier step; mismatch/* leaves "
         "them out. Only where there are any",
     ),
-    *SPECULATION,
+    Metric(
+        "speculation/tokens_per_forward",
+        "tokens",
+        "tokens that a sequence drew in a forward of decode, since the step before, evaluations "
+        "included; this and the other speculation/* only where rollout.speculation is not off",
+        measured=True,
+    ),
+    Metric(
+        "speculation/verify_share",
+        "share",
+        "of the time of decode, that of forwards that verified drafts",
+        measured=True,
+    ),
+    Metric(
+        "speculation/acceptance_self",
+        "share",
+        "of the drafted tokens that came from the sequence's own text and were verified, those "
+        "that were drawn. Only where there are any, as the next three",
+        measured=True,
+    ),
+    Metric(
+        "speculation/acceptance_siblings",
+        "share",
+        "the same of drafts from other running completions of the prompt",
+        measured=True,
+    ),
+    Metric(
+        "speculation/acceptance_earlier",
+        "share",
+        "the same of drafts from completions of the prompt that had ended, of this step and of "
+        "earlier steps and evaluations",
+        measured=True,
+    ),
+    Metric(
+        "speculation/acceptance_head",
+        "share",
+        "the same of guesses of the draft head",
+        measured=True,
+    ),
+    Metric(
+        "draft_head/loss",
+        "nats",
+        "cross entropy of the draft head's guesses over the tokens that it knows, mean over "
+        "guesses and the step's updates, before each; this and the next two where "
+        "rollout.speculation is head or auto",
+    ),
+    Metric(
+        "draft_head/accuracy",
+        "share",
+        "of the tokens that it learned from, those whose next token it guessed first",
+    ),
+    Metric(
+        "draft_head/skipped_updates",
+        "count",
+        "its updates with a gradient that was not finite, which were left out; absent where none "
+        "was",
+    ),
+    _timing("draft_head", "of the update, the training of the draft head"),
     Metric(
         "noise/sigma",
         "deviation",

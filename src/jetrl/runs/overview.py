@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
 from rich.table import Table
 from rich.text import Text
 
 from jetrl.errors import UserError
-from jetrl.runs.directory import RunDirectory
-from jetrl.runs.format import clip, count, date, duration, metric_value, number, visible
-from jetrl.runs.history import RunHistory, in_phase
-from jetrl.runs.jsonl import Record
-from jetrl.runs.metrics import find_metric, is_eval_mean
-from jetrl.runs.plot_style import COLORS, LINES, STYLE, finish, line, series
-
-DEFAULT_METRICS = (
-    "reward/mean",
-    "eval",
-    "response_length/mean",
-    "policy/entropy",
-    "mismatch/mean_abs_logprob_diff",
-    "timing/step_s",
-)
-SUPERVISED_METRICS = (
-    "sft/loss",
-    "reward_model/accuracy",
-    "reward_model/eval_accuracy",
-    "sft/grad_norm",
-)
-PANEL_INCHES = (5.2, 2.9)
+from jetrl.runs.attempts import read_status
+from jetrl.runs.directory import RunDirectory, settings_that_differ
+from jetrl.runs.format import clip, count, date, duration, labels, metric_value, number, visible
+from jetrl.runs.history import RunHistory, history_of, mean, phase_of, values_of
+from jetrl.runs.metrics import find_metric, reproducible
+from jetrl.runs.storage import Record
+from jetrl.settings.loading import as_override
 
 
 @dataclass(frozen=True)
@@ -104,18 +89,22 @@ def show_run(path: str | Path) -> str:
         UserError: The path is no run directory, or the run is damaged.
     """
     run = RunDirectory.open(path)
-    history, config, plan = run.history(), run.config(), run.plan()
+    history, config, plan, state = run.history(), run.config(), run.plan(), run.state()
     attempts = run.attempts()
     reason = attempts[-1].reason if attempts else ""
     rows = [
         ("run", str(run.path)),
-        ("state", f"{run.state()} ({reason})" if reason else run.state()),
+        ("state", f"{state} ({reason})" if reason else state),
         ("started", date(history.started)),
         ("wall time", f"{duration(history.elapsed_s)} in {count(len(attempts))} attempt(s)"),
         ("task", str(config.get("task", {}).get("name", ""))),
         ("precision", str(plan.get("name", ""))),
         ("steps", count(history.num_steps)),
     ]
+    status = read_status(run.path)
+    if state == "running" and status is not None and status.phase:
+        since = duration(max(0.0, time.time() - status.time))
+        rows.append(("now", f"{status.phase} of step {status.step} for {since}"))
     if history.num_sft_steps:
         rows.append(("supervised steps", count(history.num_sft_steps)))
     for change in ((history.reward,) if history.reward else ()) + history.evals:
@@ -138,64 +127,6 @@ def show_run(path: str | Path) -> str:
     return "\n".join(f"{label:<{width}}  {value}" for label, value in shown)
 
 
-def plot_runs(
-    paths: Sequence[str | Path], metrics: Sequence[str] = (), out_png: str | Path = "runs.png"
-) -> Path:
-    """Draw metrics of several runs over each other, a panel for each metric, as a PNG.
-
-    Args:
-        metrics: Names of metrics, or `eval` for the mean of every evaluated task; default: the
-            usual ones that any of the runs has.
-
-    Raises:
-        UserError: A path is no run directory, no run has a metric, or the file cannot be written.
-    """
-    runs = {
-        label: RunDirectory.open(path).metrics()
-        for label, path in zip(labels(paths), paths, strict=True)
-    }
-    in_rl = any(in_phase(records, "rl") for records in runs.values())
-    usual = DEFAULT_METRICS if in_rl else SUPERVISED_METRICS
-    names = _chosen(metrics or usual, runs, strict=bool(metrics))
-    # A panel for each metric, with a line for each run.
-    num_columns = 1 if len(names) == 1 else 2
-    num_rows = math.ceil(len(names) / num_columns)
-    width, height = PANEL_INCHES
-    with mpl.rc_context(STYLE):
-        figure = Figure(
-            figsize=(width * num_columns, height * num_rows + 0.4), layout="constrained"
-        )
-        grid = figure.subplots(num_rows, num_columns, squeeze=False)
-        for axes in grid.flat[len(names) :]:
-            axes.set_visible(False)
-        for name, axes in zip(names, grid.flat, strict=False):
-            for number_of_run, (label, records) in enumerate(runs.items()):
-                color = COLORS[LINES[number_of_run % len(LINES)]]
-                line(axes, *series(_phase_of(records, name), name), clip(visible(label), 60), color)
-            metric = find_metric(name)
-            finish(axes, metric.unit if metric else "")
-            axes.set_title(clip(visible(name), 60), loc="left", fontsize=10, fontweight="bold")
-        handles, texts = grid.flat[0].get_legend_handles_labels()
-        figure.legend(handles, texts, loc="outside upper left", ncols=4)
-        out = Path(out_png)
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(out, format="png", dpi=150, facecolor="white")
-        except OSError as error:
-            why = error.strerror or error
-            raise UserError(f"{out}: cannot be written: {why}; --out names another file") from None
-    return out
-
-
-def labels(paths: Sequence[str | Path]) -> list[str]:
-    """Return the names of runs beside each other: paths where two names are the same."""
-    names = [Path(path).name for path in paths]
-    return [
-        name if names.count(name) == 1 else str(path)
-        for name, path in zip(names, paths, strict=True)
-    ]
-
-
 def _row(path: Path) -> RunRow:
     try:
         run = RunDirectory.open(path)
@@ -205,28 +136,210 @@ def _row(path: Path) -> RunRow:
         return RunRow(path.name, path, "damaged", RunHistory(), problem=str(error))
 
 
-def _chosen(metrics: Sequence[str], runs: dict[str, list[Record]], strict: bool) -> list[str]:
-    present = {name for records in runs.values() for record in records for name in record}
-    names: list[str] = []
-    for name in metrics:
-        matches = sorted(filter(is_eval_mean, present)) if name == "eval" else {name} & present
-        if strict and not matches:
-            known = ", ".join(sorted(n for n in present if find_metric(n)))
-            raise UserError(f"metric {name}: none of these runs has it; they have {known}")
-        names += matches
-    if not names:
-        raise UserError("nothing to plot: these runs have no finished step")
-    return names
-
-
-def _phase_of(records: list[Record], name: str) -> list[Record]:
-    """Return the RL lines, or the supervised ones where no RL line has the metric."""
-    rl = in_phase(records, "rl")
-    return rl if any(name in record for record in rl) else in_phase(records, "sft")
-
-
 def mismatch_text(num_different: int | None, num_tokens: int | None) -> str:
     """Return how many of the compared tokens differ between sampler and trainer, or ""."""
     if num_different is None:
         return ""
     return count(num_different) + (f" of {count(num_tokens)}" if num_tokens is not None else "")
+
+
+# Means over the last tenth of the steps, and medians of all.
+_REACHED = ("reward/mean", "response_length/mean", "policy/entropy")
+_MEDIANS = (
+    *("timing/step_s", "timing/rollout_s", "timing/update_s"),
+    *("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s"),
+)
+_OWN = ("run.name", "run.dir")  # settings that differ between any two runs
+_NAMED = 4  # metrics that a text names, of the first step that differs
+
+Line = tuple[str, int]  # phase and step: a line of metrics.jsonl
+
+
+@dataclass(frozen=True)
+class RunBeside:
+    """A run beside the first run.
+
+    Attributes:
+        elapsed_s: Seconds of wall time over all attempts.
+        num_tokens: Tokens whose log-probs of sampler and trainer were compared; None if none were.
+        num_different: Compared tokens whose log-probs differ; None if none were compared.
+        same_lines: Number of common lines, from the first on, with the same bits but for times,
+            speeds and memory.
+        differs_at: The common line after these; None if there is none.
+    """
+
+    name: str
+    path: Path
+    state: str
+    preset: str
+    num_steps: int
+    elapsed_s: float
+    num_tokens: int | None
+    num_different: int | None
+    reached: Mapping[str, float]
+    settings: Mapping[str, tuple[Any, Any]]
+    common_lines: int
+    same_lines: int
+    differs_at: Line | None
+    different: Mapping[str, tuple[float | None, float | None]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    common_steps: int
+    runs: tuple[RunBeside, ...]
+
+    @property
+    def same(self) -> bool:
+        """Return whether every run has all lines of the first, with the same bits."""
+        first = self.runs[0].common_lines
+        return all(r.same_lines == r.common_lines == first for r in self.runs)
+
+
+def compare_runs(paths: Sequence[str | Path]) -> Comparison:
+    """Compare runs with the first one, from their files alone.
+
+    Raises:
+        UserError: There are fewer than two runs, or one is no run directory or is damaged.
+    """
+    if len(paths) < 2:
+        raise UserError("a comparison needs two runs or more")
+    runs = [RunDirectory.open(path) for path in paths]
+    lines = [{_line(r): r for r in run.metrics()} for run in runs]
+    common = sorted(set.intersection(*({s for p, s in own if p == "rl"} for own in lines)))
+    names, config = labels([run.path for run in runs]), runs[0].config()
+    beside = tuple(
+        _beside(name, run, own, lines[0], settings_that_differ(config, run.config()), common)
+        for name, run, own in zip(names, runs, lines, strict=True)
+    )
+    return Comparison(sum(step > 0 for step in common), beside)
+
+
+def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return the comparison as rows of text, with a column for each run."""
+    runs, first = comparison.runs, comparison.runs[0]
+    rows = [
+        ("", *(run.name for run in runs)),
+        ("state", *(run.state for run in runs)),
+        ("precision", *(run.preset for run in runs)),
+        ("steps", *(count(run.num_steps) for run in runs)),
+        ("wall time", *(duration(run.elapsed_s) for run in runs)),
+        ("tokens different", *(mismatch_text(r.num_different, r.num_tokens) for r in runs)),
+    ]
+    for name in dict.fromkeys(name for run in runs for name in run.reached):
+        cells = (_reached(name, run.reached, first.reached, run is first) for run in runs)
+        rows.append((name, *cells))
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        base = next(run.settings[key][0] for run in runs if key in run.settings)
+        rows.append((key, *(_setting(run.settings.get(key, (base, base))[1]) for run in runs)))
+    return rows
+
+
+def bits_in_words(run: RunBeside, first: RunBeside) -> str:
+    """Return a sentence that says up to which line a run has the bits of the first."""
+    if run.differs_at is None:
+        return (
+            f"{run.name}: the bits of {first.name} in all {count(run.common_lines)} lines of "
+            "metrics.jsonl that both have, but for times, speeds and memory"
+        )
+    phase, step = run.differs_at
+    named = [
+        f"{name} {_exactly(ours)}, not {_exactly(theirs)}"
+        for name, (theirs, ours) in list(run.different.items())[:_NAMED]
+    ]
+    more = len(run.different) - len(named)
+    where = f"{'supervised ' if phase == 'sft' else ''}step {step}"
+    return (
+        f"{run.name}: the bits of {first.name} in {count(run.same_lines)} lines of metrics.jsonl; "
+        f"at {where} {'; '.join(named)}" + (f"; and {more} more" if more else "")
+    )
+
+
+def _beside(
+    name: str,
+    run: RunDirectory,
+    lines: Mapping[Line, Record],
+    first_lines: Mapping[Line, Record],
+    settings: Mapping[str, tuple[Any, Any]],
+    common: Sequence[int],
+) -> RunBeside:
+    history = history_of(list(lines.values()), run.attempts())
+    common_lines = [line for line in first_lines if line in lines]
+    same, at, different = 0, None, {}
+    for line in common_lines:
+        different = _different(first_lines[line], lines[line])
+        if different:
+            at = line
+            break
+        same += 1
+    return RunBeside(
+        name=name,
+        path=run.path,
+        state=run.state(),
+        preset=str(run.plan().get("name", "")),
+        num_steps=history.num_steps,
+        elapsed_s=history.elapsed_s,
+        num_tokens=history.num_tokens,
+        num_different=history.num_different,
+        reached=_reached_by([lines["rl", step] for step in common]),
+        settings={key: pair for key, pair in settings.items() if key not in _OWN},
+        common_lines=len(common_lines),
+        same_lines=same,
+        differs_at=at,
+        different=different,
+    )
+
+
+def _line(record: Record) -> Line:
+    return phase_of(record), int(record["step"])
+
+
+def _different(first: Record, other: Record) -> dict[str, tuple[float | None, float | None]]:
+    """Return the metrics that have other bits; a NaN has the bits of every NaN."""
+    ours, theirs = reproducible(other), reproducible(first)
+    return {
+        name: (theirs.get(name), ours.get(name))
+        for name in {**theirs, **ours}
+        if repr(theirs.get(name)) != repr(ours.get(name))
+    }
+
+
+def _reached_by(records: Sequence[Record]) -> dict[str, float]:
+    """Return a run's values by metric."""
+    reached: dict[str, float] = {}
+
+    def add(
+        names: Sequence[str], over: Sequence[Record], reduce: Callable[[list[float]], float]
+    ) -> None:
+        for name in names:
+            if values := values_of(over, name):
+                reached[name] = reduce(values)
+
+    add(_REACHED, records[-max(1, len(records) // 10) :], mean)
+    reached.update({change.name: change.last for change in history_of(records).evals})
+    add(_MEDIANS, records, statistics.median)
+    add(("memory/peak_gib",), records, max)
+    return reached
+
+
+def _reached(
+    name: str, own: Mapping[str, float], first: Mapping[str, float], is_first: bool
+) -> str:
+    if name not in own:
+        return ""
+    value, metric, is_time = own[name], find_metric(name), name.startswith("timing/")
+    text = duration(value) if is_time else metric_value(name, value)
+    if is_first or metric is None or not metric.measured or not first.get(name) or not value:
+        return text
+    if name.startswith("memory/"):
+        return f"{text} ({number(value / first[name])} of the first)"
+    faster = first[name] / value if is_time else value / first[name]
+    return f"{text} ({number(faster)} times as fast)"
+
+
+def _setting(value: Any) -> str:
+    return "unset" if value is None else as_override(value)
+
+
+def _exactly(value: float | None) -> str:
+    return "nothing" if value is None else repr(value)

@@ -1,7 +1,7 @@
 """Experiment trackers by name: wandb, trackio, tensorboard.
 
-All are optional packages. A missing package or a failing login is an error at the start. Later a
-tracker never stops a run: the first failure is logged, and the metrics are in metrics.jsonl anyway.
+All are optional packages. A missing package or a failed login is an error at the start. Later, a
+tracker never stops a run: its first failure is logged, and metrics.jsonl has the metrics anyway.
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from jetrl.errors import UserError
 
 log = logging.getLogger("jetrl.runs.trackers")
 
+Send = Callable[[int, Mapping[str, float]], object]
 
-class Tracker(Protocol):
-    """A service or file that metrics are sent to."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take a step's metrics."""
+class Tracker(NamedTuple):
+    """The calls of a tracker: a step's metrics, the summary after the last step, and the end."""
 
-    def summarize(self, step: int, summary: Mapping[str, float]) -> None:
-        """Take the run in a few numbers, named `summary/...`, after its last step."""
-
-    def close(self) -> None:
-        """Finish; called once."""
+    log: Send
+    summarize: Send
+    close: Callable[[], object]
 
 
 class Trackers:
@@ -49,13 +46,13 @@ class Trackers:
                 tracker.log(step, metrics)
 
     def close(self, summary: Callable[[], Mapping[str, float]] | None = None) -> None:
-        """Finish every tracker, with a summary of the run if given; more than one call is fine."""
+        """Close every tracker, after sending the run's summary if given; may be called twice."""
         for name, tracker in self._trackers.items():
             if summary is not None:
                 with self._reporting(name, "could not take the summary"):
                     values = {f"summary/{name}": value for name, value in summary().items()}
                     tracker.summarize(self._last_step, values)
-            with self._reporting(name, "could not be finished"):
+            with self._reporting(name, "could not be closed"):
                 tracker.close()
         self._trackers = {}
 
@@ -69,7 +66,7 @@ class Trackers:
                 return
             self._failed.add(name)
             log.warning(
-                "tracker %s %s (%s: %s); further failures of it are not logged, and the metrics "
+                "tracker %s %s (%s: %s); its further failures are not logged, and the metrics "
                 "are in metrics.jsonl",
                 name,
                 failure,
@@ -84,18 +81,17 @@ def open_trackers(
     """Start the trackers of settings.trackers.
 
     Args:
-        run_path: The run directory; its name is the run's, and the trackers' own files go under it.
+        run_path: The run directory; its name is the run's, and trackers keep their files in it.
 
     Raises:
-        UserError: A package is missing (with the command that installs it), a tracker cannot start
-            (no login, no network), or a name is unknown.
+        UserError: A name is unknown, its package is missing, or the tracker cannot start.
     """
     opened: dict[str, Tracker] = {}
     try:
         for name in names:
             if name not in _OPENERS:
                 raise UserError(f"trackers.names: {name!r} is none of {', '.join(_OPENERS)}")
-            opened[name] = _start(name, (project, run_path, dict(config)))
+            opened[name] = _start(name, project, run_path, dict(config))
     except UserError:
         Trackers(opened).close()
         raise
@@ -113,88 +109,67 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(_OPENERS[name][0])
     except ImportError as error:
         raise UserError(
-            f"trackers.names: {name} is not installed ({error}); pip install {name}, or leave it "
-            "out"
+            f"trackers.names: {name} is not installed ({error}): pip install {name}, or remove it "
+            "from the list"
         ) from None
 
 
-def _start(name: str, arguments: tuple[Any, ...]) -> Tracker:
+def _start(name: str, project: str, path: Path, config: dict[str, Any]) -> Tracker:
     module = _module(name)
     try:
-        return _OPENERS[name][1](module, *arguments)
+        return _OPENERS[name][1](module, project, path, config)
     except Exception as error:
         raise UserError(
             f"trackers.names: {name} could not start ({type(error).__name__}: {error}); "
-            "see its documentation for login and offline use, or leave it out"
+            "see its documentation for login and offline use, or remove it from the list"
         ) from error
 
 
-class _Wandb:
-    def __init__(self, wandb: ModuleType, project: str, path: Path, config: dict[str, Any]) -> None:
-        # An id of its own, kept with the run: a resumed run goes on with its curves, and a name
-        # used again elsewhere gets new ones.
-        id_file = path / "wandb_id.txt"
-        if not id_file.is_file():
-            id_file.write_text(secrets.token_hex(8))
-        self._run = wandb.init(
-            project=project,
-            name=path.name,
-            id=id_file.read_text().strip(),
-            resume="allow",
-            dir=path,
-            config=config,
-        )
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Not wandb's own step, which may only grow: warm-up and RL each count from one, and a
-        # resumed run repeats the steps after its checkpoint.
-        self._run.log({**metrics, "step": step})
-
-    def summarize(self, step: int, summary: Mapping[str, float]) -> None:
-        self._run.summary.update(summary)
-
-    def close(self) -> None:
-        self._run.finish()
+def _wandb(wandb: ModuleType, project: str, path: Path, config: dict[str, Any]) -> Tracker:
+    # The id is kept with the run: a resumed run continues its curves, and another run of the same
+    # name gets new ones.
+    id_file = path / "wandb_id.txt"
+    if not id_file.is_file():
+        id_file.write_text(secrets.token_hex(8))
+    run = wandb.init(
+        project=project,
+        name=path.name,
+        id=id_file.read_text().strip(),
+        resume="allow",
+        dir=path,
+        config=config,
+    )
+    run.define_metric("*", step_metric="step")
+    # Not wandb's own step, which may only grow: warm-up and RL each count from one, and a resumed
+    # run repeats the steps after its checkpoint.
+    return Tracker(
+        lambda step, metrics: run.log({**metrics, "step": step}),
+        lambda step, summary: run.summary.update(summary),
+        run.finish,
+    )
 
 
-class _Trackio:
-    def __init__(
-        self, trackio: ModuleType, project: str, path: Path, config: dict[str, Any]
-    ) -> None:
-        self._trackio = trackio
-        trackio.init(project=project, name=path.name, resume="allow", config=config)
+def _trackio(trackio: ModuleType, project: str, path: Path, config: dict[str, Any]) -> Tracker:
+    def send(step: int, metrics: Mapping[str, float]) -> None:
+        trackio.log(dict(metrics), step=step)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._trackio.log(dict(metrics), step=step)
-
-    def summarize(self, step: int, summary: Mapping[str, float]) -> None:
-        self.log(step, summary)
-
-    def close(self) -> None:
-        self._trackio.finish()
+    trackio.init(project=project, name=path.name, resume="allow", config=config)
+    return Tracker(send, send, trackio.finish)
 
 
-class _TensorBoard:
-    def __init__(
-        self, summary: ModuleType, project: str, path: Path, config: dict[str, Any]
-    ) -> None:
-        self._writer = summary.Writer(str(path / "tensorboard"))
+def _tensorboard(summary: ModuleType, project: str, path: Path, config: dict[str, Any]) -> Tracker:
+    writer = summary.Writer(str(path / "tensorboard"))
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def send(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def summarize(self, step: int, summary: Mapping[str, float]) -> None:
-        self.log(step, summary)
-
-    def close(self) -> None:
-        self._writer.close()
+    return Tracker(send, send, writer.close)
 
 
 _OPENERS: dict[str, tuple[str, Callable[..., Tracker]]] = {
-    "wandb": ("wandb", _Wandb),
-    "trackio": ("trackio", _Trackio),
-    "tensorboard": ("tensorboard.summary", _TensorBoard),
+    "wandb": ("wandb", _wandb),
+    "trackio": ("trackio", _trackio),
+    "tensorboard": ("tensorboard.summary", _tensorboard),
 }

@@ -36,7 +36,7 @@ from jetrl.memory.cpu import available_bytes
 from jetrl.models.hf_files import sync
 from jetrl.models.model import Model
 from jetrl.runs import RunDirectory
-from jetrl.runs.storing import storing
+from jetrl.runs.storage import storing
 from jetrl.session.stored_states import NAMES, check_extra
 from jetrl.settings.loading import Settings
 from jetrl.training import Checkpoints, Optimizer, Trainer

@@ -1,6 +1,6 @@
 """The ranks that torchrun has started, joined around a run.
 
-The command line joins them around its commands (cli/ranks.py). `jetrl.train`, called in a user's
+The command line joins them around its commands (cli/train.py). `jetrl.train`, called in a user's
 own script, joins them by itself, and ends the script's processes as the command would.
 """
 

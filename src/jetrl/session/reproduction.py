@@ -32,8 +32,8 @@ from jetrl.files import Count, Seed, Step, Stored, checked, read_json, read_stor
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.directory import RunDirectory
-from jetrl.runs.jsonl import write_atomically, write_jsonl
-from jetrl.runs.rollout_records import record_of
+from jetrl.runs.schemas import record_of
+from jetrl.runs.storage import write_atomically, write_jsonl
 from jetrl.session.building import build_critic, policy_of_masters
 from jetrl.session.stored_micro_batches import read_micro_batches
 from jetrl.settings.loading import Settings, load_config, to_toml

@@ -25,9 +25,9 @@ from jetrl.errors import (
     ending,
 )
 from jetrl.runs import open_trackers, summary_of, write_report
+from jetrl.runs.attempts import StatusFile
 from jetrl.runs.follower import FOLDER, open_run_directory
-from jetrl.runs.status import StatusFile
-from jetrl.runs.storing import storing
+from jetrl.runs.storage import storing
 from jetrl.runs.trackers import Trackers
 from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.session.display import Display, SilentDisplay

@@ -40,7 +40,7 @@ from jetrl.memory.device import beside_tensors
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.sequence import RunningSequence
-from jetrl.runs.storing import storing
+from jetrl.runs.storage import storing
 from jetrl.settings import WatchdogSettings
 
 logger = logging.getLogger(__name__)

@@ -7,15 +7,17 @@ broken line anywhere else is damage, and is refused by file and line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from jetrl.errors import UserError
+from jetrl.errors import StorageError, UserError
 from jetrl.files import checked, open_regular
 
 Record = dict[str, Any]
@@ -134,3 +136,23 @@ class JsonlWriter:
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False, separators=(", ", ": ")) + "\n"
+
+
+@contextlib.contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn an OSError of writing `path` into a StorageError that names a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path} could not be written: {error.strerror or error} ({free_space(path.parent)}). "
+            "What was written before is whole; free some space and go on with --resume"
+        ) from None
+
+
+def free_space(folder: Path) -> str:
+    """Return words for the free space on the disk of a folder."""
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free there"
+    except OSError:
+        return "the free space there cannot be read"
