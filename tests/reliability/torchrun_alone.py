@@ -30,7 +30,7 @@ from kill_and_resume import SMALL
 
 from jetrl.cli.main import main as command
 from jetrl.distributed import process_group
-from jetrl.runs.status import read_status
+from jetrl.runs.attempts import read_status
 from jetrl.training import Checkpoints
 
 STEPS = 12
