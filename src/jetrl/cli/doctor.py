@@ -389,7 +389,7 @@ def check_hang(run: RunDirectory) -> list[Finding]:
 
 
 def check_ranks(run: RunDirectory) -> list[Finding]:
-    """Return where each rank was if one of them ended the last attempt, and their records."""
+    """Return where each rank was when one rank ended the last attempt, and the records kept."""
     from jetrl.files import checked, read_bytes
     from jetrl.runs.schemas import BOARD
 

@@ -258,7 +258,7 @@ def write_report(run_path: str | Path) -> Path:
 
 
 def report_page(run_path: str | Path) -> str:
-    """Return the report of a run as it is now, as HTML.
+    """Return the current report of a run, as HTML.
 
     Raises:
         UserError: The path is no run directory, or its metrics are damaged.
