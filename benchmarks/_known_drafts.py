@@ -9,8 +9,7 @@ import torch
 from benchmarks._timing import Row
 from torch import Tensor
 
-from jetrl.kernels.decode_state import DecodeState
-from jetrl.kernels.draft_state import MAX_DRAFT, UNKNOWN, Drafts
+from jetrl.kernels.decode_state import MAX_DRAFT, UNKNOWN, DecodeState, Drafts
 from jetrl.models.draft_head import DraftHead
 from jetrl.rollout.draft_widths import DraftWidths, Width
 from jetrl.rollout.launched_step import to_device

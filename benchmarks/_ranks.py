@@ -21,7 +21,7 @@ from torch import Tensor
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import world
 from jetrl.models.policy import Policy
-from jetrl.precision import ordered_gradients
+from jetrl.precision import gradients as ordered_gradients
 from jetrl.training import Trainer
 
 _AT_ONCE = 2**24  # elements

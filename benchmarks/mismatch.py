@@ -31,7 +31,7 @@ from jetrl.errors import UserError
 from jetrl.models.policy import Policy
 from jetrl.parity import measure
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.deviation import SamplerDeviation
+from jetrl.precision.plan import SamplerDeviation
 from jetrl.presets import LinearFormat
 
 _TEMPERATURE = 0.6

@@ -26,8 +26,7 @@ from jetrl.precision.hopper.gemm import fp8_matmul_hopper
 from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper, nvfp4_matmul_hopper, widened_hopper
 from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
 from jetrl.precision.hopper.quantize import quantize_rows, quantize_weight
-from jetrl.precision.nvfp4 import quantize_nvfp4
-from jetrl.precision.nvfp4_layout import hopper_order, parts_of
+from jetrl.precision.nvfp4 import hopper_order, parts_of, quantize_nvfp4
 
 _MORE_THAN_CACHED = 2**28  # bytes; the L2 cache has 50 MB
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 4096)

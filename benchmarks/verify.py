@@ -28,8 +28,7 @@ from benchmarks.parity import make_policy
 from benchmarks.rollout import kind_of
 from torch import Tensor
 
-from jetrl.kernels.decode_state import DecodeState
-from jetrl.kernels.draft_state import FIRST_QUALITY, MAX_DRAFT, Drafts
+from jetrl.kernels.decode_state import FIRST_QUALITY, MAX_DRAFT, DecodeState, Drafts
 from jetrl.models.policy import Policy
 from jetrl.rollout.decode_forward import DecodeBuffers, ForwardSize, GraphForwards
 from jetrl.rollout.draft_widths import Width, choices

@@ -13,7 +13,7 @@ from tests.distributed.tiny_policy import digest_of, random_samples
 from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.world import world
 from jetrl.models.policy import Policy
-from jetrl.precision import PrecisionPlan, ordered_gradients
+from jetrl.precision import PrecisionPlan, gradients
 from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, Trainer
 from jetrl.types import Example
@@ -57,7 +57,7 @@ def _train(
     at_once: int = 2**29,
 ) -> Any:
     """Return digests and metrics of supervised and reinforcement updates of a tiny policy."""
-    ordered_gradients._AT_ONCE = at_once
+    gradients._AT_ONCE = at_once
     plan = PrecisionPlan.preset(preset).replace(**options)
     vocabulary = 384 if plan.lm_head == "fp8" else CONFIG["vocab_size"]  # FP8 has whole blocks
     config = {**CONFIG, "tie_word_embeddings": tied, "vocab_size": vocabulary}

@@ -93,8 +93,11 @@ ROWS = [1, 8, 16, 17, 63, 64, 65, 129, 256, 1000]
 @pytest.mark.parametrize("columns", [4096, 12288, 896])
 def test_few_rows_have_the_sums_of_many(rank: int, columns: int) -> None:
     """The product with A in one launch against programs of whole rows, eagerly and replayed."""
-    from jetrl.precision.hopper.adapter import project_down_whole
-    from jetrl.precision.hopper.adapter_rows import project_down_quantize, project_down_rows
+    from jetrl.precision.hopper.adapter import (
+        project_down_quantize,
+        project_down_rows,
+        project_down_whole,
+    )
     from jetrl.precision.hopper.quantize import quantize_rows
 
     w = weight(rank, columns, ((0, 64), (64, 64)), 128)
@@ -182,8 +185,7 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(linear: str, rank: int) 
 @pytest.mark.parametrize("width", [1536, 12288])
 def test_swiglus_backward_in_one_pass_has_the_bits_of_three(width: int, scales: str) -> None:
     """SwiGLU's backward and forward and the quantization of the gradient, each with its bits."""
-    from jetrl.kernels.swiglu_adapter_hopper import swiglu_backward_values_
-    from jetrl.kernels.swiglu_hopper import swiglu_backward, swiglu_forward
+    from jetrl.kernels.swiglu_hopper import swiglu_backward, swiglu_backward_values_, swiglu_forward
     from jetrl.precision.hopper.quantize import quantize_rows
 
     for rows in ROWS:

@@ -10,9 +10,8 @@ import torch
 from small_models import config
 
 from jetrl import Policy, RolloutEngine, SamplingParams
-from jetrl.kernels.decode_state import DecodeState
+from jetrl.kernels.decode_state import HEAD, DecodeState, DraftText
 from jetrl.kernels.draft import propose, remember
-from jetrl.kernels.draft_state import HEAD, DraftText
 from jetrl.models.draft_head import DraftHead
 from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan

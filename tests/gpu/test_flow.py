@@ -134,9 +134,8 @@ class AttentionKernels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, tiles: Any, plan: PrecisionPlan) -> torch.Tensor:
-        from jetrl.kernels.attention.forward import attend_tiles
+        from jetrl.kernels.attention.forward import attend_tiles, stage_keys
         from jetrl.kernels.attention.layout import KeyValueCodes
-        from jetrl.kernels.attention.stage import stage_keys
 
         stored = quantize_keys_and_values(k, v, plan.kv, plan.scales)
         (k_codes, k_scales), (v_codes, v_scales) = stored

@@ -24,13 +24,16 @@ from jetrl.parity import measure, random_prompts
 from jetrl.parity.checks import check_policy, failures
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import (
+    WIDENED_FACTOR,
     NVFP4Tensor,
+    RowFactors,
     dequantize_nvfp4,
+    hopper_order,
+    parts_of,
     quantize_nvfp4,
     stacked_nvfp4,
     widened,
 )
-from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, RowFactors, hopper_order, parts_of
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 from jetrl.settings import Settings
 
@@ -177,8 +180,11 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(
 
     At every number of rows that may be fused, eagerly, and replayed behind a kernel that writes X.
     """
-    from jetrl.precision.hopper.adapter import project_down_whole, project_up_hopper
-    from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
+    from jetrl.precision.hopper.adapter import (
+        AdapterOperands,
+        project_down_whole,
+        project_up_hopper,
+    )
     from jetrl.precision.hopper.adapter_linear import nvfp4_adapted_matmul
     from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
 

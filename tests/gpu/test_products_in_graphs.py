@@ -14,8 +14,7 @@ import torch
 from adapted_linears import LINEARS, activations_of, weight
 
 from jetrl.precision.adapter import AdapterWeight
-from jetrl.precision.nvfp4 import quantize_nvfp4
-from jetrl.precision.nvfp4_layout import HopperNVFP4, hopper_order
+from jetrl.precision.nvfp4 import HopperNVFP4, hopper_order, quantize_nvfp4
 from jetrl.precision.quantize import QTensor
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch
 from tests.distributed.runs import results
 
 from jetrl.distributed.shards import shard_of
-from jetrl.kernels.block_norm import block_squares
+from jetrl.kernels.norm import block_squares
 from jetrl.precision.gradients import matmul_product, rows_added
 from jetrl.runs import RunDirectory
 

@@ -9,7 +9,7 @@ from jetrl.kernels.sampling import _keep_most_probable, sample
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-kernels = pytest.importorskip("jetrl.kernels.draw_hopper")
+kernels = pytest.importorskip("jetrl.kernels.sampling_hopper")
 
 pytestmark = pytest.mark.gpu
 

@@ -13,13 +13,18 @@ from tests.kernels.interpreted_verify import overruns
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
-from jetrl.kernels.attention.layout import KeyValueCodes
-from jetrl.kernels.attention.queries import SequenceQueries
+from jetrl.kernels.attention.layout import KeyValueCodes, SequenceQueries
 from jetrl.kernels.attention.reference import quantize_kv
-from jetrl.kernels.decode_state import DecodeState
-from jetrl.kernels.decode_verify import Verified, take_verified, verify_inputs
+from jetrl.kernels.decode import Verified, take_verified, verify_inputs
+from jetrl.kernels.decode_state import (
+    MAX_DRAFT,
+    ORDERS,
+    QUALITY_ONE,
+    UNKNOWN,
+    DecodeState,
+    DraftText,
+)
 from jetrl.kernels.draft import ngram_entry, propose, remember
-from jetrl.kernels.draft_state import MAX_DRAFT, ORDERS, QUALITY_ONE, UNKNOWN, DraftText
 from jetrl.models.draft_head import DraftHead
 from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan

@@ -80,10 +80,9 @@ def test_attention_has_the_bits_of_whole_sequences(
     sequences give one sum each, rounded to BF16: 2**-8 of the largest, as often as there are some.
     """
     import jetrl.kernels.attention.backward as module
-    from jetrl.kernels.attention.forward import attend_tiles
+    from jetrl.kernels.attention.forward import attend_tiles, stage_keys
     from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
     from jetrl.kernels.attention.reference import quantize_keys_and_values
-    from jetrl.kernels.attention.stage import stage_keys
 
     w = whole()
     g = torch.Generator("cuda").manual_seed(0)

@@ -229,12 +229,10 @@ def decode(shape: str, plan: str, rank: int = 0) -> None:
 def speculation() -> None:
     """Drafts, their verification, and attention of several queries a sequence."""
     from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
-    from jetrl.kernels.attention.layout import KeyValueCodes, stored_dtype
-    from jetrl.kernels.attention.queries import SequenceQueries
-    from jetrl.kernels.decode_state import DecodeState
-    from jetrl.kernels.decode_verify import Verified, take_verified, verify_inputs
+    from jetrl.kernels.attention.layout import KeyValueCodes, SequenceQueries, stored_dtype
+    from jetrl.kernels.decode import Verified, take_verified, verify_inputs
+    from jetrl.kernels.decode_state import DecodeState, DraftText
     from jetrl.kernels.draft import propose
-    from jetrl.kernels.draft_state import DraftText
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
@@ -296,7 +294,7 @@ def other_options() -> None:
     from jetrl.models.policy import Policy
     from jetrl.models.shapes import SHAPES
     from jetrl.precision import PrecisionPlan
-    from jetrl.precision.deviation import SamplerDeviation
+    from jetrl.precision.plan import SamplerDeviation
 
     policy_of("qwen3-0.6b", "jet")  # which also lets a meta device pass
     config = ModelConfig.from_hf({**SHAPES["qwen3-0.6b"], "num_hidden_layers": 2})
@@ -336,7 +334,7 @@ def optimizer() -> None:
     """An update of the master weights, with moments of few bits."""
     from jetrl.kernels.adamw import adamw_
     from jetrl.kernels.adamw_scalars import adamw_scalars
-    from jetrl.kernels.block_norm import block_squares
+    from jetrl.kernels.norm import block_squares
 
     master = torch.empty(512, 512, device=META)
     states = [torch.empty(512, 512, dtype=kind, device=META) for kind in (torch.uint8, torch.int16)]
@@ -423,7 +421,7 @@ def small_operations() -> None:
 
 def nvfp4_weight_of(n: int, k: int, by_row: bool = False) -> Any:
     """Return an NVFP4 weight [n, k] without contents, with one scale or with scales of rows."""
-    from jetrl.precision.nvfp4_layout import HopperNVFP4, RowFactors
+    from jetrl.precision.nvfp4 import HopperNVFP4, RowFactors
 
     codes = torch.empty(n // 2 * k // 128, 32, dtype=torch.int32, device=META)
     scales = torch.empty(n // 32, k // 2, dtype=torch.int32, device=META)
@@ -484,11 +482,16 @@ def adapters_on_nvfp4() -> None:
 
 def nvfp4_shared_memory() -> None:
     """Compare the shared memory that is counted for cuts of NVFP4 products with Triton's."""
-    from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
-    from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_kernel, nvfp4_rows_matmul
-    from jetrl.precision.hopper.nvfp4_tiles import shared_bytes, tiles_beside, tiles_for
-    from jetrl.precision.hopper.stages import TRITONS_OWN
-    from jetrl.precision.nvfp4_layout import parts_of
+    from jetrl.precision.hopper.adapter import AdapterOperands
+    from jetrl.precision.hopper.launch import TRITONS_OWN
+    from jetrl.precision.hopper.nvfp4_rows import (
+        nvfp4_rows_kernel,
+        nvfp4_rows_matmul,
+        shared_bytes,
+        tiles_beside,
+        tiles_for,
+    )
+    from jetrl.precision.nvfp4 import parts_of
 
     for rank, rows, n, k in (
         (0, 8, 5120, 25600), (64, 16, 4096, 12288), (0, 64, 24576, 4096), (32, 128, 6144, 4096),
@@ -511,13 +514,13 @@ def lanes_of_rows() -> None:
 
     The first size of a vocabulary is a multiple of 16, which Triton is told, the second is not.
     """
-    from jetrl.kernels import draw_hopper, logprob_hopper
+    from jetrl.kernels import logprob_hopper, sampling_hopper
     from jetrl.kernels.sampling import sample
 
     trainer, *samplers = (
         logprob_hopper._forward_kernel,
-        draw_hopper._sample_lanes_kernel,
-        draw_hopper._sample_draw_kernel,
+        sampling_hopper._sample_lanes_kernel,
+        sampling_hopper._sample_draw_kernel,
     )
     for vocabulary in (4096, 1000):
         logits = torch.empty(8, vocabulary, device=META)

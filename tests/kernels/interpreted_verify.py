@@ -15,9 +15,8 @@ from unittest import mock
 
 import torch
 
-from jetrl.kernels import decode_verify, decode_verify_hopper, draft, draft_hopper
-from jetrl.kernels.decode_state import DecodeState
-from jetrl.kernels.draft_state import LAG, MAX_DRAFT, QUALITY_ONE, DraftText
+from jetrl.kernels import decode, decode_hopper, draft
+from jetrl.kernels.decode_state import LAG, MAX_DRAFT, QUALITY_ONE, DecodeState, DraftText
 
 CPU = torch.device("cpu")
 LENGTH, VOCABULARY = 60, 6
@@ -73,13 +72,13 @@ def differences(case: tuple[int, int, int]) -> tuple[list[str], int]:
                 found.append(f"{case} {type(ours).__name__}.{field.name}")
 
     expected = draft.propose(text, state, rows)
-    drafts = draft_hopper.propose(text, state, rows)
+    drafts = decode_hopper.propose(text, state, rows)
     used = torch.arange(MAX_DRAFT) < expected.counts[:, None]
     drafts.tokens[~used] = expected.tokens.int()[~used]  # What lies past an end is not used.
     compare(dataclasses.replace(expected, tokens=expected.tokens.int()), drafts)
     sizes = (rows, 64, width, size)
-    inputs = decode_verify.verify_inputs(state, text, drafts, *sizes)
-    theirs = decode_verify_hopper.verify_inputs(state, text, drafts, *sizes)
+    inputs = decode.verify_inputs(state, text, drafts, *sizes)
+    theirs = decode_hopper.verify_inputs(state, text, drafts, *sizes)
     theirs.first[inputs.queries == 0] = inputs.first[inputs.queries == 0]  # Of no row.
     compare(inputs, theirs)
     # Draws that are often what the draft says, and some without a finite softmax.
@@ -89,9 +88,9 @@ def differences(case: tuple[int, int, int]) -> tuple[list[str], int]:
     logprobs, lse = torch.randn(2, size, generator=random)
     lse[torch.rand(size, generator=random) < 0.05] = float("nan")
     results = []
-    for take in (decode_verify.take_verified, decode_verify_hopper.take_verified):
+    for take in (decode.take_verified, decode_hopper.take_verified):
         own = cloned(state), cloned(text)
-        out = decode_verify.Verified(
+        out = decode.Verified(
             torch.full((3, count * width + 5), 9, dtype=torch.int32),
             torch.full((3, count * width + 5), 9.0),
             torch.full((3, count + 2), 9, dtype=torch.int32),
@@ -125,12 +124,12 @@ def overruns(device: torch.device) -> list[str]:
         state.active.fill_(1)
         rows = torch.randperm(count, generator=random)
         few = draft.propose(text, state, rows[:size])
-        expected = decode_verify.verify_inputs(state, text, few, rows[:size], 64, width, size)
+        expected = decode.verify_inputs(state, text, few, rows[:size], 64, width, size)
         state, text, rows = cloned(state, device), cloned(text, device), rows.to(device)
         drafts = draft.propose(text, state, rows)
         with mock.patch.object(torch, "empty", empty):
             sizes = (rows, 64, width, size)
-            inputs = decode_verify_hopper.verify_inputs(state, text, drafts, *sizes)
+            inputs = decode_hopper.verify_inputs(state, text, drafts, *sizes)
         for field in dataclasses.fields(inputs):
             ours, theirs = getattr(inputs, field.name).cpu(), getattr(expected, field.name)
             beyond = field.name == "queries" and bool(ours[size:].any())
@@ -144,9 +143,9 @@ def overruns(device: torch.device) -> list[str]:
                 (count, torch.int32),
             )
         ]
-        out = decode_verify.Verified(*lines, torch.full((1,), 3, dtype=torch.int32, device=device))
+        out = decode.Verified(*lines, torch.full((1,), 3, dtype=torch.int32, device=device))
         drawn = torch.zeros(size, device=device)
-        decode_verify_hopper.take_verified(
+        decode_hopper.take_verified(
             state, text, drafts, inputs, rows, drawn.long(), drawn, drawn, out, width
         )
         found += [f"{case} a line of {line.dtype}" for line in lines if (line != CANARY).any()]

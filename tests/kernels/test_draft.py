@@ -11,10 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetrl.kernels.decode_state import BROKEN, NOT_DRAWN, DecodeState
-from jetrl.kernels.decode_verify import Verified, take_verified, verify_inputs
+from jetrl.kernels.decode import Verified, take_verified, verify_inputs
+from jetrl.kernels.decode_state import (
+    BROKEN,
+    LAG,
+    MAX_DRAFT,
+    NOT_DRAWN,
+    SOURCES,
+    UNKNOWN,
+    DecodeState,
+    Drafts,
+    DraftText,
+)
 from jetrl.kernels.draft import extend, propose, remember
-from jetrl.kernels.draft_state import LAG, MAX_DRAFT, SOURCES, UNKNOWN, Drafts, DraftText
 
 CPU = torch.device("cpu")
 SLOTS, WIDTH = 3, 40

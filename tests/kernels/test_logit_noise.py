@@ -7,8 +7,13 @@ import math
 import numpy as np
 import torch
 
-from jetrl.kernels.logit_noise import NOISE_COUNTER, _philox_words, normal_noise, with_noise
-from jetrl.kernels.sampling import random_bits
+from jetrl.kernels.sampling import (
+    NOISE_COUNTER,
+    _philox_words,
+    normal_noise,
+    random_bits,
+    with_noise,
+)
 
 KEYS = torch.tensor([0, 5, 2**52 + 17, -1])
 

@@ -20,7 +20,7 @@ from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.norm import RMSNorm
 from jetrl.models.policy import Policy
 from jetrl.models.shapes import SHAPES
-from jetrl.precision import ordered_gradients
+from jetrl.precision import gradients as ordered_gradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import load_config

@@ -18,7 +18,7 @@ from jetrl.memory.plan import memory_plan
 from jetrl.models.families import ModelConfig
 from jetrl.models.shapes import SHAPES
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.nvfp4_layout import HopperNVFP4, RowFactors
+from jetrl.precision.nvfp4 import HopperNVFP4, RowFactors
 from jetrl.settings.loading import load_config
 
 pytest.importorskip("triton", reason="it is there on Linux alone")

@@ -237,7 +237,7 @@ def test_contexts_are_staged_where_prompts_go_on(where: str) -> None:
 
 @pytest.mark.parametrize("kv", ["fp8", "int8", "bf16"])
 def test_staged_keys_take_what_is_counted(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = pytest.importorskip("jetrl.kernels.attention.stage", exc_type=ImportError)
+    stage = pytest.importorskip("jetrl.kernels.attention.forward", exc_type=ImportError)
     monkeypatch.setattr(stage, "stage_keys_kernel", defaultdict(lambda: lambda *a, **k: None))
     config, plan = ModelConfig.from_hf(CONFIG), PrecisionPlan.preset("unified").replace(kv=kv)
     dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "bf16": torch.bfloat16}[kv]

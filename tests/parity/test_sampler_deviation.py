@@ -12,11 +12,10 @@ import torch
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import UserError
 from jetrl.kernels.attention.reference import attend_dense, quantize_kv
-from jetrl.kernels.logit_noise import normal_noise
-from jetrl.kernels.sampling import random_bits
+from jetrl.kernels.sampling import normal_noise, random_bits
 from jetrl.parity import measure
 from jetrl.precision import PrecisionPlan, dequantize, quantize
-from jetrl.precision.deviation import SamplerDeviation
+from jetrl.precision.plan import SamplerDeviation
 from jetrl.precision.quantized_weight import FP8Weight
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.runs.schemas import PLAN

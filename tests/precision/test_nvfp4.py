@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from jetrl.precision.nvfp4 import (
+    WIDENED_FACTOR,
     NVFP4Tensor,
+    RowFactors,
     dequantize_nvfp4,
     e2m1_codes,
+    hopper_order,
+    parts_of,
     quantize_nvfp4,
     stacked_nvfp4,
     unpacked_codes,
     widened,
 )
-from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, RowFactors, hopper_order, parts_of
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

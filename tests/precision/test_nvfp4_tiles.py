@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 
 from jetrl.models.shapes import SHAPES, linear_shapes
-from jetrl.precision.nvfp4_layout import FEW_ROWS, parts_of
+from jetrl.precision.nvfp4 import FEW_ROWS, parts_of
 
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
-from jetrl.precision.hopper.adapter_epilogue import MOST_RANKS
-from jetrl.precision.hopper.nvfp4_tiles import Tiles, shared_bytes, tiles_beside, tiles_for
-from jetrl.precision.hopper.stages import SHARED_MEMORY
+from jetrl.precision.hopper.adapter import MOST_RANKS
+from jetrl.precision.hopper.launch import SHARED_MEMORY
+from jetrl.precision.hopper.nvfp4_rows import Tiles, shared_bytes, tiles_beside, tiles_for
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jetrl.precision.hopper.stages import (
+pytest.importorskip("triton", reason="it is there on Linux alone")
+
+from jetrl.precision.hopper.launch import (
     SHARED_MEMORY,
     TRITONS_OWN,
     fitting_stages,

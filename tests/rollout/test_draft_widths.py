@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.kernels.decode_verify import share_rows
-from jetrl.kernels.draft_state import FIRST_QUALITY, MAX_DRAFT, QUALITY_ONE, QUALITY_SHIFT
+from jetrl.kernels.decode import share_rows
+from jetrl.kernels.decode_state import FIRST_QUALITY, MAX_DRAFT, QUALITY_ONE, QUALITY_SHIFT
 from jetrl.rollout.draft_widths import DraftWidths, Width, choices
 
 FORWARDS, STEPS = 8, 60

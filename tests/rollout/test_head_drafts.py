@@ -10,8 +10,7 @@ import torch
 from tests.rollout.conftest import TINY
 
 from jetrl.errors import UserError
-from jetrl.kernels.decode_state import DecodeState
-from jetrl.kernels.draft_state import HEAD, SOURCES, UNKNOWN, Drafts
+from jetrl.kernels.decode_state import HEAD, SOURCES, UNKNOWN, DecodeState, Drafts
 from jetrl.models.draft_head import DraftHead, draft_head_shapes
 from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan

@@ -14,7 +14,7 @@ import torch
 from tests.rollout.test_head_drafts import trained_head
 
 from jetrl.errors import UserError
-from jetrl.kernels.decode_verify import share_rows
+from jetrl.kernels.decode import share_rows
 from jetrl.rollout.draft_widths import DraftWidths, DraftWorth, Width, choices
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions, Partial, SpeculationStats

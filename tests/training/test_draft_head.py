@@ -10,7 +10,7 @@ import torch
 from one_layer import config
 
 from jetrl.errors import OutOfMemoryStop, UserError
-from jetrl.kernels.draft_state import HEAD
+from jetrl.kernels.decode_state import HEAD
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan

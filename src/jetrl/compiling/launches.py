@@ -22,7 +22,7 @@ import torch
 
 from jetrl.kernels.adamw import adamw_
 from jetrl.kernels.adamw_scalars import adamw_scalars
-from jetrl.kernels.block_norm import block_squares
+from jetrl.kernels.norm import block_squares
 from jetrl.kernels.sampling import sample
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig, parameter_shapes

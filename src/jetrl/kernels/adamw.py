@@ -1,22 +1,19 @@
-"""AdamW in one pass, with both moments in three bytes a parameter.
+"""AdamW in one pass, with both moments in three bytes per parameter.
 
     ratio  uint8   c: the first moment is  +-(c / 255)**2 * bound * root,  bound = sup |m| / sqrt(v)
     root   int16   sqrt(v): 6 bits of exponent, 9 of mantissa, and in the highest bit the sign of m
 
-No groups and no scales: m is bounded by sqrt(v) (Cauchy-Schwarz), so its own element's root scales
-it. Rounding a state at every step goes wrong in two ways, and both are met here:
+There are no groups: m is bounded by sqrt(v) (Cauchy-Schwarz), so each element's root scales it.
+Rounding a state at every step goes wrong in two ways:
 
-* An error of m goes on to move the weight, at beta1 = 0.9 by nine times what it moved it in its
-  own step, and the errors of all steps add up as a random walk. What an error is going to add is
-  known, so it is taken out of the master at once (`carry`): the sum of all updates is AdamW's, and
-  a weight is off by the last rounding alone. (For a constant sqrt(v) that is exact: heavy ball's
-  auxiliary sequence W - carry * m / sqrt(v) moves as if m had never been rounded.)
-* sqrt(v) moves by a part of 1 - beta2 a step, half a unit of its last place or less where beta2
-  = 0.999: rounded to nearest it would stand still. A dither in [0, 1) units is added before the
-  last bits are cut: a Weyl sequence of element and step, so drifts of any size are followed, and a
-  resumed run makes the same bits.
+* An error of m keeps moving the weight, at beta1 = 0.9 by nine times its own step, and the errors
+of   all steps add up as a random walk. That future sum is known, so it is taken out of the master
+at   once (`carry`): the sum of all updates is AdamW's, and a weight is off by the last rounding
+only. * sqrt(v) moves by a fraction 1 - beta2 per step, at most half a unit of its last place at
+beta2 = 0.999: rounded to nearest it would stand still. A dither in [0, 1) units is added before
+the last bits are cut, a Weyl sequence of element and step, so a resumed run has the same bits.
 
-Measured beside other formats: docs/optimizer.md.
+Compared with other formats: docs/optimizer.md.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from jetrl.kernels.adamw_scalars import (
     ROOT_SHIFT,
     AdamWScalars,
 )
-from jetrl.precision.hopper.checks import check_tensor
+from jetrl.precision.hopper.launch import check_tensor
 
 _BLOCK, _WARPS = 1024, 8  # four elements a thread: each access is one vector
 _CONSTANTS = {

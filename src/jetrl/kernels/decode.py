@@ -1,29 +1,47 @@
 """The steps of decode between two forwards, on the device: no token passes through Python.
 
-A running sequence has a slot (`kernels.decode_state`). Row r of a forward is the sequence in slot
-rows[r]; a row whose slot is not active takes part with length 0 and changes nothing. One forward is
+A running sequence has a slot. Row r of a forward is the sequence in slot rows[r]; a row whose slot
+is not active takes part with length 0 and changes nothing. One forward of plain decode is
 
     inputs = next_inputs(state, rows, page_size)            what the model, cache and sampler read
     tokens, logprobs, lse = ...                             the model and the draw
     take_draws(state, rows, tokens, logprobs, lse, out)     the next token, or the sequence's end
 
-and each step reads nothing that is not on the device, so that it can be a CUDA graph.
+With speculation a forward takes up to Q queries per sequence, its last token and a draft, and draws
+at every position with that position's own random bits (`verify_inputs`, `take_verified`). The draws
+count up to the first that differs from the draft. It counts too, since its logits were right. So
+the sequence has the bits of plain decode, whatever the draft says.
 
-When a sequence ends is decided by `rollout.stopping`, on the host, which sees the tokens some
-forwards later. `take_draws` is the device's form of that rule, so that a sequence that has ended is
-not computed further: it ends one with a stop id and at its limit, as the host does, and where the
-logits are broken, for which the host stops the run. Stop strings and stop ids beyond MAX_STOP_IDS
-are the host's alone: the device goes on, and the host drops what lies past the end.
+All inputs are on the device, so each step can be in a CUDA graph. `rollout.stopping` decides on the
+host when a sequence ends, some forwards later. The device ends it at a stop id, at its limit and at
+broken logits; stop strings and stop ids beyond MAX_STOP_IDS are left to the host.
 
-Legend: S slots, W pages a table, B rows, K forwards that a `Drawn` holds.
+Legend: as in `kernels.decode_state`, with Q queries per sequence at most.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from jetrl.kernels.decode_state import BROKEN, NOT_DRAWN, DecodeInputs, DecodeState, Drawn
+from jetrl.kernels.decode_state import (
+    BROKEN,
+    COST_FACTOR,
+    COST_TOP,
+    NOT_DRAWN,
+    QUALITY_ONE,
+    QUALITY_SHIFT,
+    REACH_BITS,
+    DecodeInputs,
+    DecodeState,
+    Drafts,
+    DraftText,
+    Drawn,
+    VerifyInputs,
+)
+from jetrl.kernels.draft import extend
 from jetrl.kernels.sampling import random_bits
 
 
@@ -88,3 +106,180 @@ def take_draws(
     stopped = torch.isin(drawn, state.stops[1 : 1 + int(state.stops[0])])
     runs_on = finite[active] & ~stopped & (state.position[live] < state.limit[live])
     state.active[live] = runs_on.int()
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The draws of up to K forwards that verified drafts, which the host reads together.
+
+    A forward writes the first B * Q, or B, entries of its line.
+
+    Attributes:
+        tokens: int32 [K, at least B * Q], token ids, Q of each sequence: those that count, then
+            NOT_DRAWN; BROKEN for a draw whose logits have no finite softmax.
+        logprobs: float32, of the same shape.
+        offers: int32 [K, at least B], of each sequence
+            drafted + 8 * source + 32 * hit + 64 * offered: the drafted tokens that were verified,
+            the draft's index in SOURCES, whether its first token was drawn, and whether there was
+            a draft, verified or not.
+        count: int32 [1], the number of forwards taken in so far: the line that the next one writes.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    offers: Tensor
+    count: Tensor
+
+
+def verify_inputs(
+    state: DecodeState,
+    draft_text: DraftText,
+    drafts: Drafts,
+    rows: Tensor,
+    page_size: int,
+    width: int,
+    size: int,
+) -> VerifyInputs:
+    """Return what the next forward of some sequences reads: last tokens, and drafts behind them.
+
+    A draft is cut to the width, to the sequence's last position and to its share of the rows.
+
+    Args:
+        draft_text: the text, by whose `quality` rows are shared.
+        rows: int64 [B], the slot of each sequence.
+        width: the most queries of a sequence, Q, at most MAX_QUERIES.
+        size: the rows of the forward, R: B to B * Q of them, and B where Q is 1.
+
+    Raises:
+        ValueError: another number of rows.
+    """
+    if not len(rows) <= size <= len(rows) * width:
+        raise ValueError(f"{size} rows for {len(rows)} sequences of 1 to {width} queries")
+    if rows.is_cuda:
+        from jetrl.kernels.decode_hopper import verify_inputs as verify_inputs_hopper
+
+        return verify_inputs_hopper(state, draft_text, drafts, rows, page_size, width, size)
+    active = state.active[rows] > 0
+    position = torch.where(active, state.position[rows], 0).long()
+    # The query of position p draws the token of position p + 1, which may be the limit at most.
+    wanted = torch.minimum(drafts.counts, state.limit[rows] - 1 - position).clamp(0, width - 1)
+    wanted = torch.where(active, wanted, 0).int()
+    extra = size - int(active.sum())
+    drafted = share_rows(wanted, draft_text.quality[rows], extra, int(position.sum()))
+    queries = torch.where(active, 1 + drafted, 0)
+    first = queries.cumsum(0) - queries if width > 1 else torch.arange(len(rows))
+    # Query by query, and from there to rows.
+    ahead = torch.arange(width)
+    used = ahead < queries[:, None]
+    places = (first[:, None] + ahead)[used]
+    positions = (position[:, None] + ahead)[used]
+    tokens = torch.cat([state.token[rows][:, None], drafts.tokens[:, : width - 1]], dim=1)[used]
+    slot = rows[:, None].expand_as(used)[used]
+    page = state.tables[slot, positions // page_size].long()
+    seeds = state.seed.expand(len(slot)).numpy()
+    bits = random_bits(seeds, state.key[slot].numpy(), (positions + 1).numpy())
+    lengths = torch.where(active, position + queries, 0).int()
+
+    def by_row(values: Tensor, padding: int) -> Tensor:
+        return torch.full((size,), padding, dtype=values.dtype).index_put((places,), values)
+
+    return VerifyInputs(
+        token_ids=by_row(tokens.long(), 0),
+        positions=by_row(positions, 0),
+        slots=by_row(page * page_size + positions % page_size, -1),
+        bits=by_row(torch.from_numpy(bits), -1),
+        keys=by_row(lengths[:, None].expand_as(used)[used], 0),
+        lengths=lengths,
+        queries=queries.int(),
+        first=first.int(),
+    )
+
+
+def share_rows(wanted: Tensor, quality: Tensor, extra: int, turn: int) -> Tensor:
+    """Return the number of tokens of each sequence's draft that a forward verifies, int32 [B].
+
+    The j-th token of a draft is right with a chance of about s^j, where s is the sequence's share
+    of right drafts, and the tokens with the highest chances are taken: floor(x / cost) of each
+    sequence, where x is the same for all, the largest for which there are rows. What is left goes
+    to sequences that come next, beginning at another one each time.
+
+    Args:
+        wanted: int32 [B], the tokens of each draft that could be verified.
+        quality: int32 [B], of `DraftText`, for each sequence.
+        extra: the rows for tokens of drafts.
+        turn: any number, by which the rows that are left go round.
+    """
+    cost = COST_FACTOR * (COST_TOP - quality)
+    reach = 0
+    for bit in reversed(range(REACH_BITS)):
+        if int(torch.minimum(wanted, (reach + 2**bit) // cost).sum()) <= extra:
+            reach += 2**bit
+    drafted = torch.minimum(wanted, reach // cost)
+    following = torch.minimum(wanted, (reach + 1) // cost) > drafted
+    if reach == 2**REACH_BITS - 1:
+        return drafted  # What comes next is too unlikely.
+    order = (following.cumsum(0) - 1 + turn) % following.sum().clamp(min=1)
+    return drafted + (following & (order < extra - drafted.sum()))
+
+
+def take_verified(
+    state: DecodeState,
+    draft_text: DraftText,
+    drafts: Drafts,
+    inputs: VerifyInputs,
+    rows: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    lse: Tensor,
+    out: Verified,
+    width: int,
+) -> None:
+    """Record the draws of a forward that count, and move each sequence on by as many or end it.
+
+    Args:
+        state: the running sequences, changed in place.
+        draft_text: the text, which grows by the draws, and the quality of drafts.
+        rows: int64 [B], the slot of each sequence.
+        tokens: int64 [R], the tokens drawn.
+        logprobs: float32 [R], their log-probs.
+        lse: float32 [R], the log-sum-exp of each draw's logits, not finite where there was no
+            draw.
+    """
+    if rows.is_cuda:
+        from jetrl.kernels.decode_hopper import take_verified as take_verified_hopper
+
+        on_device = (tokens, logprobs, lse)
+        take_verified_hopper(state, draft_text, drafts, inputs, rows, *on_device, out, width)
+        return
+    batch = len(rows)
+    position, ahead = state.position[rows].long(), torch.arange(width)
+    # From rows to the queries of each sequence; those that do not count read any row.
+    places = (inputs.first[:, None] + ahead).clamp(max=len(tokens) - 1)
+    drawn, finite = tokens[places].int(), torch.isfinite(lse[places])
+    # Which draws end the sequence; and up to which one all tokens before it were drawn.
+    ends = torch.isin(drawn, state.stops[1 : 1 + int(state.stops[0])]) | ~finite
+    ends |= position[:, None] + 1 + ahead >= state.limit[rows][:, None]
+    guesses = torch.nn.functional.pad(drafts.tokens, (0, 1), value=NOT_DRAWN)[:, :width]
+    goes_on = (drawn == guesses) & ~ends & (ahead + 1 < inputs.queries[:, None])
+    counts = 1 + goes_on.int().cumprod(1).sum(1)
+    counts = torch.where(inputs.queries > 0, counts, 0)
+    # For the host.
+    at, taken = int(out.count), ahead < counts[:, None]
+    out.tokens[at, : batch * width] = torch.where(
+        taken, torch.where(finite, drawn, BROKEN), NOT_DRAWN
+    ).flatten()
+    out.logprobs[at, : batch * width] = torch.where(taken, logprobs[places], 0.0).flatten()
+    hit = (drawn[:, 0] == drafts.tokens[:, 0]) & (drafts.counts > 0)
+    offer = inputs.queries - 1 + 8 * drafts.sources + 32 * hit + 64 * (drafts.counts > 0)
+    out.offers[at, :batch] = torch.where(counts > 0, offer, 0).int()
+    out.count.add_(1)
+    # The sequences: their text, their last tokens, whether they go on, and how good drafts are.
+    live = counts > 0
+    slots, last = rows[live], (counts[live] - 1)[:, None]
+    extend(draft_text, rows[live], position[live], drawn[live].long(), counts[live])
+    state.token[slots] = drawn[live].gather(1, last).squeeze(1)
+    state.position[slots] += counts[live].int()
+    state.active[slots] = (~ends[live].gather(1, last).squeeze(1)).int()
+    before = draft_text.quality[slots]
+    after = before + ((QUALITY_ONE * hit[live] - before) >> QUALITY_SHIFT)
+    draft_text.quality[slots] = torch.where(drafts.counts[live] > 0, after, before).int()

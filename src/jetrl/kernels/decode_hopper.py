@@ -1,15 +1,16 @@
-"""`kernels.decode` on Hopper: a kernel before a forward and one after its draws, a lane a row.
+"""`kernels.decode` and `kernels.draft` on Hopper: a kernel before a forward, one after its draws.
 
-Both are latency: few loads, each waiting for the one before. The first cuts the rows into programs
-of 128 lanes; the second is one program for all rows, since it moves the counter of forwards on. The
-random bits are Philox 4x32-10 of the same seed, key and counter as `kernels.sampling.random_bits`,
-and the same bits.
+They are bound by latency: few loads, each waiting for the one before. A lane has a row of plain
+decode, or a sequence where drafts are verified. A kernel is one program if it moves the counter of
+forwards on, or shares rows among sequences. Random bits are those of `kernels.sampling`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (a Triton function may annotate nothing but its compile-time constants)
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,12 +19,28 @@ from torch import Tensor
 
 from jetrl.kernels.decode_state import (
     BROKEN,
+    COST_FACTOR,
+    COST_TOP,
+    HASH_FACTOR,
+    HASH_SHIFT,
+    LAG,
+    MAX_DRAFT,
     MAX_ROWS,
     NOT_DRAWN,
+    ORDERS,
+    QUALITY_ONE,
+    QUALITY_SHIFT,
+    REACH_BITS,
     DecodeInputs,
     DecodeState,
+    Drafts,
+    DraftText,
     Drawn,
+    VerifyInputs,
 )
+
+if TYPE_CHECKING:
+    from jetrl.kernels.decode import Verified
 
 
 @triton.jit
@@ -184,3 +201,451 @@ def check_rows(rows: Tensor) -> int:
             f"rows: contiguous int64 [1 to {MAX_ROWS}], not {rows.dtype} {list(rows.shape)}"
         )
     return count
+
+
+_LANES = 32  # rows of a program: a warp's, so that many programs wait side by side
+
+
+@triton.jit
+def ngram_entry(
+    text_ptr, group, last, mask, entries,
+    ORDER: tl.constexpr, HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Return the entry of a table for the n-gram that ends at a place, as `draft.ngram_entry`.
+
+    Args:
+        text_ptr: int32 [N], the text.
+        group: int64 [LANES], the prompts' keys.
+        last: int64 [LANES], the place of each n-gram's last token.
+        HASH_FACTOR: of `decode_state`.
+        HASH_SHIFT: of `decode_state`.
+    """
+    hashed = group
+    for back in tl.static_range(ORDER):
+        token = tl.load(text_ptr + last - back, mask=mask, other=0).to(tl.int64)
+        hashed = (hashed ^ token) * tl.full([], HASH_FACTOR, tl.int64)
+        hashed = hashed ^ (hashed >> 32)
+    return (hashed >> HASH_SHIFT) & (entries - 1)
+
+
+@triton.jit
+def _look_up(
+    text_ptr, table_ptr, group, end, position, active, entries,
+    ORDER: tl.constexpr, HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Return where the last ORDER tokens of a sequence stood before, and whether they did.
+
+    Args:
+        text_ptr: int32 [N], the text.
+        table_ptr: int32 [entries], the table of n-grams of this order.
+        group: int64 [LANES], the prompts' keys.
+        end: int64 [LANES], the place of each sequence's last token.
+        position: int32 [LANES], its position.
+        ORDER: tokens of an n-gram.
+        HASH_FACTOR, HASH_SHIFT: of `decode_state`.
+    """
+    enough = active & (position >= ORDER - 1)
+    entry = ngram_entry(text_ptr, group, end, enough, entries, ORDER, HASH_FACTOR, HASH_SHIFT)
+    place = tl.load(table_ptr + entry, mask=enough, other=-1).to(tl.int64)
+    # What stands there must still be the n-gram: places are written again, hashes collide.
+    same = enough & (place >= ORDER - 1) & (place != end)
+    for back in tl.static_range(ORDER):
+        there = tl.load(text_ptr + place - back, mask=same, other=-1)
+        own = tl.load(text_ptr + end - back, mask=same, other=-2)
+        same = same & (there == own)
+    return place, same
+
+
+@triton.jit(do_not_specialize=["count", "size", "width", "slots", "entries"])
+def _propose_kernel(
+    text_ptr, tables_ptr, group_ptr, position_ptr, active_ptr, rows_ptr,
+    tokens_ptr, counts_ptr, sources_ptr,
+    count, size, width, slots, entries,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, MAX_DRAFT: tl.constexpr, FIRST_ONLY: tl.constexpr,
+    HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Look up a draft for each row.
+
+    Args:
+        text_ptr, tables_ptr, group_ptr: of `DraftText`, read.
+        position_ptr, active_ptr: of `DecodeState`, read.
+        rows_ptr: int64 [count], the slot of each row.
+        tokens_ptr, counts_ptr, sources_ptr: of `Drafts`, written.
+        size: tokens of the text, N.
+        width: tokens of a slot's row of the text.
+        entries: entries of a table.
+        FIRST, SECOND: the lengths of n-grams.
+        FIRST_ONLY: whether n-grams of the second length lead to no draft.
+        HASH_FACTOR, HASH_SHIFT: of `decode_state`.
+    """
+    row = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    mask = row < count
+    slot = tl.load(rows_ptr + row, mask=mask, other=0)
+    active = mask & (tl.load(active_ptr + slot, mask=mask, other=0) > 0)
+    position = tl.load(position_ptr + slot, mask=active, other=0)
+    group = tl.load(group_ptr + slot, mask=active, other=0)
+    end = slot * width + position
+
+    # Both tables at once, so that their loads wait side by side; the longer n-gram goes first.
+    long_place, long_same = _look_up(
+        text_ptr, tables_ptr, group, end, position, active, entries, FIRST, HASH_FACTOR, HASH_SHIFT
+    )
+    place = long_place
+    alive = long_same
+    if not FIRST_ONLY:
+        short_place, short_same = _look_up(
+            text_ptr, tables_ptr + entries, group, end, position, active, entries,
+            SECOND, HASH_FACTOR, HASH_SHIFT,
+        )  # fmt: skip
+        place = tl.where(long_same, long_place, short_place)
+        alive = long_same | short_same
+
+    # What followed there, up to the first place that holds no token.
+    length = tl.zeros([LANES], tl.int32)
+    source = tl.where(place >= slots * width, 2, tl.where(place // width == slot, 0, 1))
+    tl.store(sources_ptr + row, tl.where(alive, source, 0).to(tl.int32), mask=mask)
+    for i in tl.static_range(MAX_DRAFT):
+        at = place + 1 + i
+        token = tl.load(text_ptr + at, mask=alive & (at < size), other=-1)
+        alive = alive & (token >= 0)
+        length += alive.to(tl.int32)
+        tl.store(tokens_ptr + row * MAX_DRAFT + i, token, mask=mask)
+    tl.store(counts_ptr + row, length, mask=mask)
+
+
+def propose(
+    draft_text: DraftText, state: DecodeState, rows: Tensor, longest_only: bool = False
+) -> Drafts:
+    """Return what `kernels.draft.propose` returns, on Hopper.
+
+    Args:
+        rows: int64 [B], the slot of each row.
+        longest_only: whether only the longest n-grams lead to a draft.
+    """
+    count = check_rows(rows)
+    tokens = torch.empty(count, MAX_DRAFT, dtype=torch.int32, device=rows.device)
+    counts, sources = torch.empty(2, count, dtype=torch.int32, device=rows.device).unbind(0)
+    _propose_kernel[(triton.cdiv(count, _LANES),)](
+        draft_text.text, draft_text.tables, draft_text.group, state.position, state.active, rows,
+        tokens, counts, sources,
+        count, len(draft_text.text), draft_text.width, draft_text.slots,
+        draft_text.tables.shape[1], *ORDERS, MAX_DRAFT, longest_only,
+        HASH_FACTOR, HASH_SHIFT, _LANES, num_warps=1,
+    )  # fmt: skip
+    return Drafts(tokens, counts, sources)
+
+
+_FORMS = (32, 256, 1024)  # of the kernels' forms; beyond, MAX_ROWS
+
+
+@triton.jit
+def _shared_rows(
+    wanted, quality, extra, turn,
+    COST_FACTOR: tl.constexpr, COST_TOP: tl.constexpr, REACH_BITS: tl.constexpr,
+):  # fmt: skip
+    """Return the tokens of each draft that a forward verifies, as `decode.share_rows`.
+
+    Args:
+        wanted: int32 [LANES], the tokens of each draft that could be verified.
+        quality: int32 [LANES], of `DraftText`.
+        extra: the rows for tokens of drafts.
+        turn: any number, by which the rows that are left go round.
+        COST_FACTOR, COST_TOP, REACH_BITS: of `decode_state`.
+    """
+    # The largest reach for which there are rows, bit by bit from the highest; a loop that is not
+    # unrolled, since each of its divisions is compiled for seconds.
+    cost = COST_FACTOR * (COST_TOP - quality)
+    reach = 0
+    for i in range(REACH_BITS):
+        tried = reach + (1 << (REACH_BITS - 1 - i))
+        reach = tl.where(tl.sum(tl.minimum(wanted, tried // cost)) <= extra, tried, reach)
+    drafted = tl.minimum(wanted, reach // cost)
+    following = tl.minimum(wanted, (reach + 1) // cost) > drafted
+    following = following & (reach < (1 << REACH_BITS) - 1)
+    count = following.to(tl.int32)
+    order = (tl.cumsum(count) - 1 + turn) % tl.maximum(tl.sum(count), 1)
+    return drafted + (following & (order < extra - tl.sum(drafted))).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["count", "size", "pages", "width"])
+def _verify_inputs_kernel(
+    token_ptr, position_ptr, limit_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr, quality_ptr,
+    draft_ptr, counts_ptr, rows_ptr,
+    token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, keys_ptr, lengths_ptr, queries_ptr,
+    first_ptr, count, size, pages, width,
+    PAGE: tl.constexpr, MAX_DRAFT: tl.constexpr, COST_FACTOR: tl.constexpr,
+    COST_TOP: tl.constexpr, REACH_BITS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Gather the inputs of one forward of decode from its sequences' slots and their drafts.
+
+    Args:
+        token_ptr, position_ptr, limit_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr: of
+            `DecodeState`, read.
+        quality_ptr: of `DraftText`, read.
+        draft_ptr, counts_ptr: of `Drafts`, read.
+        rows_ptr: int64 [count], the slot of each sequence.
+        token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, keys_ptr, lengths_ptr, queries_ptr,
+            first_ptr: of `VerifyInputs`, written.
+        MAX_DRAFT: tokens of a draft at most.
+        COST_FACTOR, COST_TOP, REACH_BITS: of `decode_state`.
+    """
+    row = tl.arange(0, LANES)  # a single program: rows are shared among all sequences
+    mask = row < count
+    slot = tl.load(rows_ptr + row, mask=mask, other=0)
+    active = mask & (tl.load(active_ptr + slot, mask=mask, other=0) > 0)
+    position = tl.load(position_ptr + slot, mask=active, other=0)
+    queries = active.to(tl.int32)
+    first = row
+    if width > 1:
+        # The query of position p draws the token of position p + 1, the limit's at most.
+        most = tl.load(limit_ptr + slot, mask=active, other=0) - 1 - position
+        wanted = tl.minimum(tl.load(counts_ptr + row, mask=active, other=0), most)
+        wanted = tl.minimum(tl.maximum(wanted, 0), width - 1)
+        quality = tl.load(quality_ptr + slot, mask=active, other=0)
+        extra = size - tl.sum(queries)
+        turn = tl.sum(position)
+        queries += _shared_rows(wanted, quality, extra, turn, COST_FACTOR, COST_TOP, REACH_BITS)
+        queries = tl.where(active, queries, 0)
+        first = tl.cumsum(queries) - queries
+    # A sequence beyond the rows draws nothing: no row lies behind the buffers.
+    queries = tl.where(first + queries <= size, queries, 0)
+    length = tl.where(queries > 0, position + queries, 0)
+    tl.store(queries_ptr + row, queries, mask=mask)
+    tl.store(lengths_ptr + row, length, mask=mask)
+    tl.store(first_ptr + row, first, mask=mask)
+
+    key = tl.load(key_ptr + slot, mask=active, other=0)
+    seed = tl.load(seed_ptr) + tl.zeros([LANES], tl.int64)
+    last = tl.load(token_ptr + slot, mask=active, other=0)
+    # A loop by a number of the launch, since what is unrolled is compiled for seconds.
+    for j in range(width):
+        used = j < queries
+        at = tl.where(used, position + j, 0)
+        guess = tl.load(draft_ptr + row * MAX_DRAFT + (j - 1), mask=used & (j > 0), other=0)
+        token = tl.where(j > 0, guess, last)
+        page = tl.load(tables_ptr + slot * pages + at // PAGE, mask=used, other=0)
+        place = page.to(tl.int64) * PAGE + at % PAGE
+        bits = random_bits(seed, key, at.to(tl.int64) + 1)
+        # Of one query each, the row of a sequence that is not active is padding where it lies.
+        out = first + j
+        written = (used | (mask & (width == 1))) & (out < size)
+        tl.store(token_ids_ptr + out, tl.where(used, token, 0).to(tl.int64), mask=written)
+        tl.store(positions_ptr + out, at.to(tl.int64), mask=written)
+        tl.store(slots_ptr + out, tl.where(used, place, -1), mask=written)
+        tl.store(bits_ptr + out, tl.where(used, bits, -1), mask=written)
+        tl.store(keys_ptr + out, length, mask=written)
+
+    if width > 1:
+        # Every row is written, since the buffers are new: those behind the last as padding.
+        zero = tl.zeros([LANES], tl.int64)
+        for start in range(tl.sum(queries), size, LANES):
+            left = start + tl.arange(0, LANES)
+            padding = left < size
+            tl.store(token_ids_ptr + left, zero, mask=padding)
+            tl.store(positions_ptr + left, zero, mask=padding)
+            tl.store(slots_ptr + left, zero - 1, mask=padding)
+            tl.store(bits_ptr + left, zero - 1, mask=padding)
+            tl.store(keys_ptr + left, zero.to(tl.int32), mask=padding)
+
+
+@triton.jit
+def _learn(
+    text_ptr, tables_ptr, group, base, end, known, entries, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Enter the n-grams that end at a position of each sequence into the tables.
+
+    Args:
+        text_ptr, tables_ptr: of `DraftText`.
+        group: int64 [LANES], the prompts' keys.
+        base: int64 [LANES], the place of each sequence's first token.
+        end: int32 [LANES], the position at which the n-grams end.
+        entries: the entries of a table.
+        FIRST, SECOND: the lengths of n-grams.
+        HASH_FACTOR, HASH_SHIFT: of `decode_state`.
+    """
+    last = base + end
+    ok = known & (end >= FIRST - 1)
+    entry = ngram_entry(text_ptr, group, last, ok, entries, FIRST, HASH_FACTOR, HASH_SHIFT)
+    tl.store(tables_ptr + entry, last.to(tl.int32), mask=ok)
+    ok = known & (end >= SECOND - 1)
+    entry = ngram_entry(text_ptr, group, last, ok, entries, SECOND, HASH_FACTOR, HASH_SHIFT)
+    tl.store(tables_ptr + entries + entry, last.to(tl.int32), mask=ok)
+
+
+@triton.jit(
+    do_not_specialize=["count", "out_width", "offers_width", "text_width", "entries", "width"]
+)
+def _take_verified_kernel(
+    token_ptr, position_ptr, limit_ptr, active_ptr, stops_ptr,
+    text_ptr, tables_ptr, group_ptr, quality_ptr,
+    draft_ptr, counts_ptr, sources_ptr, queries_ptr, first_ptr, rows_ptr,
+    tokens_ptr, logprobs_ptr, lse_ptr,
+    out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr,
+    count, lines, out_width, offers_width, text_width, entries, width,
+    MAX_DRAFT: tl.constexpr, QUALITY_ONE: tl.constexpr, QUALITY_SHIFT: tl.constexpr,
+    LAG: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, HASH_FACTOR: tl.constexpr,
+    HASH_SHIFT: tl.constexpr, NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Take in one forward's draws: write those that count, move each sequence on or end it.
+
+    Args:
+        token_ptr, position_ptr, active_ptr: of `DecodeState`, read and written.
+        limit_ptr, stops_ptr: of `DecodeState`, read.
+        text_ptr, tables_ptr, quality_ptr: of `DraftText`, read and written.
+        group_ptr: of `DraftText`, read.
+        draft_ptr, counts_ptr, sources_ptr: of `Drafts`, read.
+        queries_ptr, first_ptr: of `VerifyInputs`, read.
+        rows_ptr: int64 [count], the slot of each sequence.
+        tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [rows of the forward], what
+            `sample` gave.
+        out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr: of `Verified`; line
+            `out_count` is written, if there is one.
+        lines: lines of the draws and of the offers.
+        out_width, offers_width: entries of a line of the draws and of the offers.
+        text_width: tokens of a slot's row of the text.
+        entries: entries of a table of n-grams.
+        MAX_DRAFT: tokens of a draft at most.
+        QUALITY_ONE, QUALITY_SHIFT: of `decode_state`.
+        LAG: tokens that follow an n-gram before it enters the table, at least width.
+        FIRST, SECOND: the lengths of n-grams.
+        HASH_FACTOR, HASH_SHIFT: of `decode_state`.
+        NOT_DRAWN, BROKEN: of `decode_state`, what stands for no token.
+    """
+    row = tl.arange(0, LANES)  # a single program: it moves the counter on
+    mask = row < count
+    slot = tl.load(rows_ptr + row, mask=mask, other=0)
+    queries = tl.load(queries_ptr + row, mask=mask, other=0)
+    first = tl.load(first_ptr + row, mask=mask, other=0)
+    active = queries > 0
+    position = tl.load(position_ptr + slot, mask=active, other=0)
+    limit = tl.load(limit_ptr + slot, mask=active, other=0)
+    base = slot * text_width
+    group = tl.load(group_ptr + slot, mask=active, other=0)
+    offered = tl.load(counts_ptr + row, mask=active, other=0) > 0
+    at = tl.load(out_count_ptr)
+    kept = mask & (at < lines)
+    num_stops = tl.load(stops_ptr)
+
+    # Draw by draw, as long as each is what the draft said and ends nothing.
+    alive = active
+    taken = tl.zeros([LANES], tl.int32)
+    last_token = tl.zeros([LANES], tl.int32)
+    runs_on = active
+    hit = active & offered
+    for j in range(width):
+        place = row * width + j
+        token = tl.load(tokens_ptr + first + j, mask=alive, other=0).to(tl.int32)
+        logprob = tl.load(logprobs_ptr + first + j, mask=alive, other=0.0)
+        lse = tl.load(lse_ptr + first + j, mask=alive, other=0.0)
+        finite = tl.abs(lse) < float("inf")
+        written = tl.where(alive, tl.where(finite, token, BROKEN), NOT_DRAWN)
+        tl.store(out_tokens_ptr + at * out_width + place, written, mask=kept)
+        tl.store(out_logprobs_ptr + at * out_width + place, logprob, mask=kept)
+        tl.store(text_ptr + base + position + 1 + j, token, mask=alive)
+
+        # The end of a sequence, by the rule of `rollout.stopping` as far as the device knows it.
+        goes_on = finite & (position + 1 + j < limit)
+        for i in range(0, num_stops):
+            goes_on = goes_on & (token != tl.load(stops_ptr + 1 + i))
+        taken += alive.to(tl.int32)
+        last_token = tl.where(alive, token, last_token)
+        runs_on = tl.where(alive, goes_on, runs_on)
+        # The n-gram that ends LAG tokens before: its tokens were written by earlier forwards.
+        end = position + 1 + j - LAG
+        _learn(
+            text_ptr, tables_ptr, group, base, end, alive, entries, FIRST, SECOND,
+            HASH_FACTOR, HASH_SHIFT,
+        )  # fmt: skip
+        drafted = alive & (j < MAX_DRAFT)
+        guess = tl.load(draft_ptr + row * MAX_DRAFT + j, mask=drafted, other=NOT_DRAWN)
+        same = token == guess
+        hit = hit & (same | (j > 0))
+        alive = alive & goes_on & same & (j + 1 < queries)
+
+    tl.store(token_ptr + slot, last_token, mask=active)
+    tl.store(position_ptr + slot, position + taken, mask=active)
+    tl.store(active_ptr + slot, runs_on.to(tl.int32), mask=active)
+    source = tl.load(sources_ptr + row, mask=active, other=0)
+    # The fields of `Verified.offers`.
+    offer = queries - 1 + 8 * source + 32 * hit.to(tl.int32) + 64 * offered.to(tl.int32)
+    tl.store(out_offers_ptr + at * offers_width + row, tl.where(active, offer, 0), mask=kept)
+
+    # How good the drafts are: a mean that forgets 2**-QUALITY_SHIFT of itself with each draft.
+    before = tl.load(quality_ptr + slot, mask=active, other=0)
+    after = before + ((QUALITY_ONE * hit.to(tl.int32) - before) >> QUALITY_SHIFT)
+    tl.store(quality_ptr + slot, after, mask=active & offered)
+
+    tl.debug_barrier()  # every lane has read the counter
+    tl.store(out_count_ptr, at + 1)
+
+
+def verify_inputs(
+    state: DecodeState,
+    draft_text: DraftText,
+    drafts: Drafts,
+    rows: Tensor,
+    page_size: int,
+    width: int,
+    size: int,
+) -> VerifyInputs:
+    """Return what `kernels.decode.verify_inputs` returns, on Hopper.
+
+    Args:
+        draft_text: the text, whose `quality` is read.
+        rows: int64 [B], the slot of each sequence.
+    """
+    count = check_rows(rows)
+    wide = torch.empty(4, size, dtype=torch.int64, device=rows.device)
+    keys = torch.empty(size, dtype=torch.int32, device=rows.device)
+    each = torch.empty(3, count, dtype=torch.int32, device=rows.device)
+    token_ids, positions, slots, bits = wide.unbind(0)
+    lengths, queries, first = each.unbind(0)
+    _verify_inputs_kernel[(1,)](
+        state.token, state.position, state.limit, state.key, state.active, state.tables,
+        state.seed, draft_text.quality, drafts.tokens, drafts.counts, rows,
+        token_ids, positions, slots, bits, keys, lengths, queries, first,
+        count, size, state.tables.shape[1], width, page_size, MAX_DRAFT,
+        COST_FACTOR, COST_TOP, REACH_BITS, _lanes(count), num_warps=4,
+    )  # fmt: skip
+    return VerifyInputs(token_ids, positions, slots, bits, keys, lengths, queries, first)
+
+
+def take_verified(
+    state: DecodeState,
+    draft_text: DraftText,
+    drafts: Drafts,
+    inputs: VerifyInputs,
+    rows: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    lse: Tensor,
+    out: Verified,
+    width: int,
+) -> None:
+    """Do what `kernels.decode.take_verified` does, on Hopper.
+
+    Args:
+        state: the running sequences, changed in place.
+        draft_text: the text and the quality of drafts, changed in place.
+        rows: int64 [B], the slot of each sequence.
+        tokens: int64 [R], the tokens drawn.
+        logprobs: float32 [R], their log-probs.
+        lse: float32 [R], not finite where there was no draw.
+    """
+    count = check_rows(rows)
+    _take_verified_kernel[(1,)](
+        state.token, state.position, state.limit, state.active, state.stops,
+        draft_text.text, draft_text.tables, draft_text.group, draft_text.quality,
+        drafts.tokens, drafts.counts, drafts.sources, inputs.queries, inputs.first, rows,
+        tokens, logprobs, lse, out.tokens, out.logprobs, out.offers, out.count,
+        count, *out.tokens.shape, out.offers.shape[1], draft_text.width,
+        draft_text.tables.shape[1], width, MAX_DRAFT, QUALITY_ONE, QUALITY_SHIFT, LAG, *ORDERS,
+        HASH_FACTOR, HASH_SHIFT, NOT_DRAWN, BROKEN, _lanes(count), num_warps=4,
+    )  # fmt: skip
+
+
+def _lanes(count: int) -> int:
+    """Return the lanes of a kernel for so many sequences: of few sizes, each is compiled."""
+    return next((lanes for lanes in _FORMS if count <= lanes), MAX_ROWS)

@@ -1,11 +1,16 @@
-"""The records of decode on the device: the running sequences, one forward's inputs, its draws.
+"""The records of decode on the device: sequences, a forward's inputs and draws, and drafts.
 
-`kernels.decode` (the reference) and `kernels.decode_hopper` (its Hopper form) read and write them.
-The device keeps what decides when a sequence ends, so that no forward waits for the host: the stop
-token ids and each sequence's last position. That is the device's form of the rule in
-`rollout.stopping`; stop strings, which need the text, and turns of an environment are the host's.
+The device keeps what decides when a sequence ends, so no forward waits for the host: the stop token
+ids and each sequence's last position. `rollout.stopping` has the whole rule.
 
-Legend: S slots, W pages a table, B rows of a forward, K forwards whose draws a `Drawn` holds.
+A draft guesses a sequence's next tokens: an n-gram table leads from its last tokens to a place in
+earlier text with the same tokens, and the draft is what followed there. A draft can only change how
+many tokens a forward brings. A stale table, a race of two writers or another prompt's text costs
+speed and no bit. The text is one line of token ids: a row of `width` tokens per slot, then the
+archive, completions one after the other, each followed by UNKNOWN.
+
+Legend: S slots, W pages per table, B sequences of a forward, R its rows, K forwards whose draws a
+`Drawn` holds, N tokens of all text, E entries of a table.
 """
 
 from __future__ import annotations
@@ -99,3 +104,132 @@ class Drawn:
     tokens: Tensor
     logprobs: Tensor
     count: Tensor
+
+
+MAX_DRAFT = 7  # tokens of a draft at most: a forward verifies up to 8 tokens of a sequence
+MAX_QUERIES = MAX_DRAFT + 1
+# How good a sequence's drafts are: 256 times the share of them whose first token was right, a mean
+# that forgets an eighth with each draft. Sequences begin as if three in four were right.
+QUALITY_ONE, QUALITY_SHIFT, FIRST_QUALITY = 256, 3, 192
+# A forward has a number of rows for drafts, which go to the tokens that are most likely right. A
+# sequence has floor(x / cost) of them, where x is one number for all sequences and the cost grows
+# with the share of drafts that are wrong: 16 for the best, 528 for the worst. So x, at most
+# 2**REACH_BITS - 1, says how unlikely a token may be; a sequence whose drafts are wrong gets 3.
+COST_FACTOR, COST_TOP, REACH_BITS = 2, 264, 11
+# The lengths of n-grams, in the order in which they are looked up: longer ones are better guesses.
+ORDERS = (3, 2)
+# An n-gram enters the table when so many tokens behind it are known. So a sequence does not find
+# its own end, and a forward, which adds at most as many tokens, hashes none that it has just drawn.
+LAG = MAX_QUERIES
+UNKNOWN = -1  # in the text: no token; in a table: no place
+# An n-gram's hash: products by an odd number near 2**64 divided by the golden ratio, as a signed
+# integer. The lowest bits of a product depend on few bits of its factors.
+HASH_FACTOR = -7046029254386353131
+HASH_SHIFT = 20
+# Where a draft came from: the sequence's own text, that of another running sequence with the same
+# prompt, a completion of the same prompt that had ended, or the draft head (`models.draft_head`).
+SOURCES = ("self", "siblings", "earlier", "head")
+HEAD = SOURCES.index("head")
+
+
+@dataclass(frozen=True)
+class DraftText:
+    """The text that drafts are taken from, with the n-gram tables that lead into it.
+
+    Attributes:
+        text: int32 [N], token ids or UNKNOWN: the rows of the slots, then the archive.
+        tables: int32 [number of ORDERS, E], for the hash of a group and its n-gram the place in
+            `text` of the n-gram's last token; E is a power of two.
+        group: int64 [S], the key of the prompt of each slot's sequence: drafts come from sequences
+            of the same prompt.
+        quality: int32 [S], how often the first tokens of a sequence's last drafts were right, from
+            0 to QUALITY_ONE, by which sequences share the rows of a forward.
+        width: tokens of a slot's row.
+    """
+
+    text: Tensor
+    tables: Tensor
+    group: Tensor
+    quality: Tensor
+    width: int
+
+    @staticmethod
+    def empty(
+        slots: int, width: int, archive: int, entries: int, device: torch.device
+    ) -> DraftText:
+        """Return a text without tokens.
+
+        Args:
+            width: the most tokens of a sequence.
+        """
+        assert entries & (entries - 1) == 0, f"{entries} entries are no power of two"
+        # One place more: the last token of a row is UNKNOWN, which ends a draft before the next
+        # row, as the first place of the archive ends that of the last one.
+        size = slots * (width + 1) + 1 + archive
+
+        def filled(*shape: int, value: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        return DraftText(
+            text=filled(size, value=UNKNOWN),
+            tables=filled(len(ORDERS), entries, value=UNKNOWN),
+            group=filled(slots, value=0, dtype=torch.int64),
+            quality=filled(slots, value=FIRST_QUALITY),
+            width=width + 1,
+        )
+
+    @property
+    def slots(self) -> int:
+        """The number of slots, S."""
+        return len(self.group)
+
+    @property
+    def archive_start(self) -> int:
+        """The place of the archive's first token in `text`."""
+        return self.slots * self.width + 1
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """A draft for each sequence of a forward.
+
+    Attributes:
+        tokens: int32 [B, MAX_DRAFT], token ids; what lies past a draft's end is not used.
+        counts: int32 [B], the tokens of each draft, 0 for none.
+        sources: int32 [B], the index of the draft's source in SOURCES.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    sources: Tensor
+
+
+@dataclass(frozen=True)
+class VerifyInputs:
+    """The inputs of model, cache and sampler in a forward that verifies drafts.
+
+    An active sequence has 1 to Q queries, one row after the other: its last token, and tokens of
+    its draft. The rows of the next active sequence follow. What is left of the R rows is padding,
+    with slot -1 and bits -1: it takes part in every kernel and changes nothing. Where Q is 1 each
+    sequence has a row, and that of one that is not active is padding.
+
+    Attributes:
+        token_ids: int64 [R].
+        positions: int64 [R].
+        slots: int64 [R], where in the cache the keys and values go: page * page_size + offset.
+        bits: int64 [R], the random bits of each position's draw.
+        keys: int32 [R], the number of keys that the last query of the row's sequence sees; 0 for
+            padding.
+        lengths: int32 [B], the same of each sequence; 0 where not active.
+        queries: int32 [B], the number of its queries, from 0 to Q.
+        first: int32 [B], the row of its first query.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    bits: Tensor
+    keys: Tensor
+    lengths: Tensor
+    queries: Tensor
+    first: Tensor

@@ -1,16 +1,14 @@
 """Drafts from text: what followed the last tokens of a sequence where they stood before.
 
-A sequence's last three tokens, or else its last two, are looked up in a table of n-grams of the
-same prompt: its own text, that of the prompt's other samples, and completions of earlier calls. The
-draft is what followed there. Three steps keep that up, all on the device:
+The last three tokens, or else two, are looked up in a table of n-grams of the same prompt: the
+sequence's own text, that of the prompt's other samples, and completions of earlier calls.
 
     drafts = propose(draft_text, state, rows)         before a forward
-    extend(draft_text, ...)                           with the draws of a forward (decode_verify)
+    extend(draft_text, ...)                           with the draws of a forward
     remember(draft_text, places, tokens, groups)      with text that the host brings
 
-No step needs to be exact, since every token of a draft is drawn anew (`kernels.decode_verify`).
-
-Legend: as of `draft_state`.
+No step needs to be exact, since every token of a draft is drawn again (`kernels.decode`).
+Legend: as in `kernels.decode_state`.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetrl.kernels.decode_state import DecodeState
-from jetrl.kernels.draft_state import (
+from jetrl.kernels.decode_state import (
     HASH_FACTOR,
     HASH_SHIFT,
     LAG,
     MAX_DRAFT,
     ORDERS,
     UNKNOWN,
+    DecodeState,
     Drafts,
     DraftText,
 )
@@ -41,7 +39,7 @@ def propose(
         longest_only: whether only the longest n-grams lead to a draft.
     """
     if rows.is_cuda:
-        from jetrl.kernels.draft_hopper import propose as propose_hopper
+        from jetrl.kernels.decode_hopper import propose as propose_hopper
 
         return propose_hopper(draft_text, state, rows, longest_only)
     text, width = draft_text.text, draft_text.width

@@ -1,19 +1,15 @@
-"""Log-probs of chosen tokens on Hopper, from logits or straight from hidden states.
+"""`kernels.logprob` on Hopper, from logits or straight from hidden states.
 
-    z = logits / temperature,  m = max z,  lse = log(sum exp(z - m)),  logp = (z[chosen] - m) - lse
+One program per row reads its logits once. Each lane keeps its running (max, and sums of e, e * z
+and e * z^2) over its quadruples of neighboring columns; lanes are combined at the end. BLOCK and
+the number of warps are pinned, so a row's bits depend on that row only, and the sampler, whose
+programs share the lanes of a row (`sampling_hopper`), gets the trainer's log-probs bit for bit.
+exp is the hardware's exp2 (relative error near 2**-22).
 
-One program a row reads its logits once. Each lane keeps its own running (max, and sums of e, e * z
-and e * z^2) over its quadruples of neighbouring columns; lanes are combined at the end. BLOCK and
-the number of warps are pinned, so a row's bits depend on that row alone, and the sampler, where
-several programs have the lanes and the same function combines them (`kernels.draw_hopper`), gets
-the trainer's log-probs bit for bit. exp is the hardware's exp2 (relative error near 2**-22); the
-sum of 151936 of them is within 1e-6 of the reference's exact one.
-
-`lm_head_logprobs` never holds more float32 logits than one chunk of rows. Forward makes a chunk's
-logits and reduces them; for backward it turns them into the gradient of each row's log-prob, in
-BF16, while they are there. Backward has two GEMMs then, on rows that the incoming gradient scales.
-With `recompute` nothing is kept, and backward makes the logits again: a third GEMM. Chunks change
-no bit of a row either (`bf16_matmul_hopper`).
+`lm_head_logprobs` never holds float32 logits of more than one chunk of rows. Forward reduces a
+chunk's logits and, for backward, turns them into the gradient of each row's log-prob in BF16. Two
+GEMMs follow in backward. With `recompute` nothing is kept, and backward makes the logits again: a
+third GEMM. Chunks change no bit of a row.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -31,8 +27,8 @@ from torch import Tensor
 from jetrl.kernels.exponential_hopper import LOG2_E
 from jetrl.kernels.logit_chunks import rows_at_once
 from jetrl.precision.gradients import Gradients
-from jetrl.precision.hopper.checks import check_matrix, check_tensor
 from jetrl.precision.hopper.gemm import bf16_matmul_hopper
+from jetrl.precision.hopper.launch import check_matrix, check_tensor
 
 # Pinned: the bits of every log-prob depend on both.
 BLOCK = 4096

@@ -1,8 +1,13 @@
-"""RMSNorm: y = x / sqrt(mean(x**2) + eps) * weight, row by row, rounded once to x's dtype.
+"""RMSNorm, and the sums of squares that a gradient norm is made of.
 
-The sum of squares is exact (`precision.exact`), so a row's bits do not depend on the order in which
-a device adds, nor on the other rows. Source: Zhang and Sennrich, Root Mean Square Layer
-Normalization (arXiv 1910.07467).
+    y = x / sqrt(mean(x**2) + eps) * weight      row by row, rounded once to x's dtype
+
+RMSNorm's sum of squares is exact (`precision.exact`), so a row has the same bits on every device
+and in every batch. Source: Zhang and Sennrich, Root Mean Square Layer Normalization
+(arXiv 1910.07467).
+
+`block_squares` sums blocks of 128 rows. Each sum depends on its block only, so gradients that are
+divided among ranks in whole blocks have the norm that one process finds, bit for bit.
 """
 
 from __future__ import annotations
@@ -60,3 +65,24 @@ class _RMSNorm(torch.autograd.Function):
         dx = inverse_rms * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
         dw = (dy * normed).flatten(0, -2).sum(0)
         return dx.to(x.dtype), dw.to(weight.dtype), None
+
+
+BLOCK_ROWS = 128
+
+
+def block_squares(x: Tensor) -> Tensor:
+    """Return sums of squares of each block of 128 rows, [ceil(N / 128), P] with P parts a block.
+
+    The parts are float64 and one a block on a CPU, float32 and more on a GPU.
+
+    Args:
+        x: float32 [N, K], or any other shape, which is one block.
+    """
+    if x.dim() != 2:
+        x = x.reshape(1, -1)
+    if x.is_cuda:
+        from jetrl.kernels.norm_hopper import block_squares as block_squares_hopper
+
+        return block_squares_hopper(x)
+    sums = [block.double().square().sum() for block in x.split(BLOCK_ROWS) if len(block)]
+    return torch.stack(sums)[:, None] if sums else x.new_empty((0, 1), dtype=torch.float64)

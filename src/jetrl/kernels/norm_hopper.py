@@ -1,14 +1,13 @@
-"""RMSNorm on Hopper, fused with the residual add before it and the quantization after it.
+"""`kernels.norm` on Hopper: RMSNorm fused with the residual add before it and the codes after it.
 
-The bits of `kernels.norm.rms_norm_ref` and `precision.quantize`: the sum of squares is exact there
-(a 19-bit grid below the row's maximum), and exact here too, as integers: adding 1.5 * 2**23 to
-x * 2**(19 - e) rounds to that very grid and leaves the integer in the low bits of the float, and
-the squares add in int64. So no reduction order exists to depend on, and a row is independent of the
-others whatever the tiling. The rest is the reference's IEEE operations, with fusion switched off.
+The bits are those of `rms_norm_ref` and `precision.quantize`. The reference's sum of squares is
+exact on a 19-bit grid below the row's maximum. It is exact here too, as integers: adding
+1.5 * 2**23 to x * 2**(19 - e) rounds to that grid and leaves the integer in the low bits of the
+float, and the squares add in int64. The rest is IEEE operations with fusion switched off.
 
-Forward (one kernel, a program a row): reads x and delta, writes their sum and the codes; the same
-for sampling and for training, which also keeps the row's inverse rms. In backward a tile kernel
-makes the 128 x 128 groups that WGrad reads from the sum and the inverse rms, which are kept anyway.
+Forward is one kernel with a program per row, for sampling and training. It writes the sum of x and
+delta, the codes, and in training the row's inverse rms. In backward a tile kernel makes WGrad's
+128 x 128 groups from the saved sum and inverse rms.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -27,8 +26,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.checks import check_matrix, check_tensor
-from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
+from jetrl.precision.hopper.launch import (
+    OVERLAPPED,
+    check_matrix,
+    check_tensor,
+    let_next_start,
+    wait_for_previous,
+)
 from jetrl.precision.hopper.quantize import (
     abs_bits,
     round_to_bfloat16,
@@ -461,3 +465,51 @@ def _check(name: str, x: Tensor, weight: Tensor, other: Tensor | None) -> None:
     check_tensor(name, "weight", weight, torch.bfloat16, x.shape[1:])
     if other is not None:
         check_tensor(name, "the tensor that is added", other, torch.bfloat16, x.shape)
+
+
+_BLOCK_ROWS = 128
+_PIECES = 32  # programs a block of rows: four blocks of rows alone would leave most of a GPU idle
+_BLOCK = 2048  # elements of a program at one time
+
+
+@triton.jit
+def _squares_kernel(x_ptr, sums_ptr, num_elements, block_elements, PIECES: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """Write the sum of squares of every PIECES-th part of one block of rows.
+
+    Args:
+        x_ptr: float32 [num_elements], read.
+        sums_ptr: float32 [blocks, PIECES], written.
+        block_elements: of a block of rows; the last block may be smaller.
+        PIECES, BLOCK: programs a block of rows, and elements of a program at one time.
+    """
+    block, piece = tl.program_id(0), tl.program_id(1)
+    first = block.to(tl.int64) * block_elements
+    end = tl.minimum(first + block_elements, num_elements)
+    # Which elements a program adds, and in which order, depends on the shape of a block alone.
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(piece * BLOCK, block_elements, PIECES * BLOCK):
+        places = first + start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + places, mask=places < end, other=0.0)
+        squares += x * x
+    tl.store(sums_ptr + block * PIECES + piece, tl.sum(squares, axis=0))
+
+
+def block_squares(x: Tensor) -> Tensor:
+    """Return sums of squares of each block of 128 rows, float32 [ceil(N / 128), 32].
+
+    Args:
+        x: float32 [N, K] contiguous.
+
+    Raises:
+        ValueError: another dtype or layout.
+    """
+    check_tensor("block_squares", "x", x, torch.float32, x.shape)
+    blocks = cdiv(len(x), _BLOCK_ROWS)
+    sums = torch.empty(blocks, _PIECES, dtype=torch.float32, device=x.device)
+    if x.numel():
+        block_elements = min(len(x), _BLOCK_ROWS) * x.shape[1]
+        _squares_kernel[(blocks, _PIECES)](
+            x, sums, x.numel(), block_elements, _PIECES, _BLOCK, num_warps=8
+        )
+    return sums

@@ -1,18 +1,15 @@
 """From a layer's qkv to attention on Hopper: QK norm, rotary embedding, quantized keys and values.
 
-A program takes eight or 16 heads of a token. Together they read its row of qkv once, and write the
-rotated queries and, at the token's slot, its keys and values as the cache stores them: FP8 or INT8
-codes with one scale for each head, or BF16. The slots of sampling are places in the pages; of
-training, 0..T-1 of a dense array: the same kernel makes the same bytes for both. The bits are the
-reference's throughout (`rms_norm`, `rotary`, `quantize_kv`): exact integer sums of squares, IEEE
-operations, no fusion.
+A program takes 8 or 16 heads of a token. It reads their row of qkv once and writes the rotated
+queries and, at the token's slot, keys and values as the cache stores them: FP8 or INT8 codes with
+one scale per head, or BF16. Slots are places in the pages when sampling, and 0..T-1 of a dense
+array when training: the same kernel makes the same bytes. The bits are those of the references
+(`rms_norm`, `rotary`, `quantize_kv`).
 
 The kernels are bound by memory if a value costs few instructions, so the layout is explicit
-(Gluon): a head is handled as two halves, the pairs that the rotation mixes, and lies in four lanes
-of a warp, or where tokens are few in 16, so that sums over a head are two shuffles and no warp
-waits for another. A load or a store of a warp touches whole sectors of 32 bytes. Of many tokens a
-program takes 16 heads, all of them asked for at once (one H200, 2026-11-21, 16384 tokens of
-Qwen3-8B: 109 microseconds, and 121 with eight heads, whether with 64, 72 or 80 registers).
+(Gluon): a head lies as two halves, the pairs that the rotation mixes, in four lanes of a warp, or
+16 when tokens are few, so sums over a head are two shuffles (16,384 tokens of Qwen3-8B on one H200:
+109 microseconds with 16 heads per program, 121 with eight).
 
 Pages: codes [pages, page_size, G, D], scales [pages, page_size, G]; a slot is page * page_size +
 the place in the page.
@@ -35,9 +32,9 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.kernels.attention.layout import CODES, stored_dtype
 from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.checks import check_matrix
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
+    check_matrix,
     gluon_let_next_start,
     gluon_wait_for_previous,
 )

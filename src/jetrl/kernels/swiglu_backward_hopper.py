@@ -1,17 +1,16 @@
 """SwiGLU's backward on Hopper, written as the GEMMs around it read it.
 
 One pass makes the gradient of gate_up in both groupings (1 x 128 for DGrad, 128 x 1 for WGrad), and
-y once more in 128 x 128 groups for WGrad of `down`: forward keeps nothing of y.
+y again in 128 x 128 groups for WGrad of `down`: forward keeps nothing of y.
 
-A tile of 128 tokens and 128 columns is read once: dy, gate and up, from which a thread has three
-results for each of its places. Groups of 128 tokens, of 128 columns and of the whole tile need all
-of them before the first code is written, so registers are what decides: 16 warps hold a tile, where
-eight would spill, and one program a multiprocessor goes through its tiles while bulk copies bring
-the next two into shared memory. Other forms, and their times, are in docs/notes-gemm.md.
+A tile of 128 tokens and 128 columns is read once. From dy, gate and up a thread has three results
+per place. Groups along tokens, along columns and of the whole tile need all of them before the
+first code is written, so registers decide: 16 warps hold a tile, where eight would spill. One
+program per SM goes through its tiles while bulk copies bring the next two into shared memory.
+docs/notes-gemm.md has other forms and their times.
 
-Maxima meet in shared memory: every warp leaves those of its 32 x 32 places, after one barrier a
-thread makes the scale and the multiplier of one group, and after another all of them quantize.
-The operations are those of `swiglu_hopper`, with fused multiply-adds switched off.
+Maxima meet in shared memory: every warp leaves those of its 32 x 32 places, one thread per group
+makes scale and multiplier, and all quantize. The operations are those of `swiglu_hopper`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

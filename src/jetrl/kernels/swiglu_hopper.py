@@ -1,13 +1,17 @@
-"""SwiGLU on Hopper, fused with the quantization after it; its backward in BF16.
+"""SwiGLU on Hopper, fused with the quantization after it, and its backward in BF16.
 
     y = g * (1 / (1 + exp2(-g * log2 e))) * u    float32, rounded once to bfloat16
 
-One program makes some rows of 128 columns; forward is the same for sampling and training. Backward
-in BF16 is here, backward with quantization in `swiglu_backward_hopper`. The bytes are those of the
-inputs and of the results; nothing in between is written. exp2 and the reciprocal are the hardware's
-(relative errors near 2**-22 and 2**-23), so y may differ from the reference by a unit of bfloat16,
-rarely. What must agree, the sampler's y and the trainer's, does: every kernel here does these
-operations in this order, with fused multiply-adds switched off.
+One program makes some rows of 128 columns, for sampling and training alike. exp2 and the reciprocal
+are the hardware's (relative errors near 2**-22 and 2**-23), so y may rarely differ from the
+reference by a unit of bfloat16. The sampler's y and the trainer's agree: every kernel here does the
+same operations in this order, without fused multiply-adds.
+
+`swiglu_backward_values_` is the backward between adapters. From one reading of dy and x it makes y,
+for the gradient of the next adapter's A, and dx in BF16 and as codes, for the adapters and the
+frozen base before it. `swiglu_backward_hopper` has the backward with quantization.
+
+Legend: T tokens, F features of y.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,8 +27,13 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.exponential_hopper import sigmoid
-from jetrl.precision.hopper.checks import check_matrix, check_tensor
-from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
+from jetrl.precision.hopper.launch import (
+    OVERLAPPED,
+    check_matrix,
+    check_tensor,
+    let_next_start,
+    wait_for_previous,
+)
 from jetrl.precision.hopper.quantize import (
     load_tile,
     round_to_bfloat16,
@@ -32,7 +41,7 @@ from jetrl.precision.hopper.quantize import (
     rule,
     store_row_groups,
 )
-from jetrl.precision.layout import empty_row_groups
+from jetrl.precision.layout import cdiv, empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, QTensor
 
@@ -247,3 +256,78 @@ def check_backward(name: str, dy: Tensor, gate_up: Tensor) -> None:
         ValueError: other shapes, dtypes or layouts.
     """
     check_tensor(name, "dy", dy, torch.bfloat16, _check(name, gate_up))
+
+
+_VALUES_ROWS = 16  # of a tile: three results for each place are many registers
+
+
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
+def swiglu_backward_values_kernel(
+    dy_ptr, x_ptr, dx_ptr, codes_ptr, scales_ptr, num_rows, width, scale_stride, column_blocks,
+    ROWS: tl.constexpr,
+    MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    """Make the gradients of ROWS rows of 128 columns of the gate and of up, and y again.
+
+    Args:
+        dy_ptr: bfloat16 [num_rows, width], read, and then overwritten with y.
+        x_ptr: bfloat16 [num_rows, 2 * width], the gate's columns first.
+        dx_ptr: bfloat16 [num_rows, 2 * width], written.
+        codes_ptr: FP8 [num_rows, 2 * width], written.
+        scales_ptr: float32, one line of rows for each 128 columns, written.
+        width: a multiple of 128.
+        column_blocks: width / 128.
+        ROWS: rows of a program. No bit depends on it.
+        MAXIMUM: as of `precision.hopper.quantize.rule`.
+        FLOOR_BITS: as of `precision.hopper.quantize.rule`.
+        POW2: as of `precision.hopper.quantize.rule`.
+    """
+    block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+    rows = block * ROWS + tl.arange(0, ROWS)
+    dy = load_tile(dy_ptr, rows, column, num_rows, width, width)
+    gate = load_tile(x_ptr, rows, column, num_rows, width, 2 * width)
+    up = load_tile(x_ptr + width, rows, column, num_rows, width, 2 * width)
+    share = sigmoid(gate)
+    silu = gate * share
+    store_values(dy_ptr, silu * up, rows, column, num_rows, width)
+    # silu(g) = g * s with s = sigmoid(g), so d silu / dg = s + g * s * (1 - s).
+    dgate = round_to_bfloat16(dy * up * (share + silu * (1.0 - share)))
+    dup = round_to_bfloat16(dy * silu)
+    store_values(dx_ptr, dgate, rows, column, num_rows, 2 * width)
+    store_row_groups(
+        dgate, rows, column, num_rows, 2 * width, codes_ptr, scales_ptr, scale_stride,
+        MAXIMUM, FLOOR_BITS, POW2,
+    )  # fmt: skip
+    store_values(dx_ptr, dup, rows, column_blocks + column, num_rows, 2 * width)
+    store_row_groups(
+        dup, rows, column_blocks + column, num_rows, 2 * width, codes_ptr, scales_ptr,
+        scale_stride, MAXIMUM, FLOOR_BITS, POW2,
+    )  # fmt: skip
+
+
+def swiglu_backward_values_(
+    dy: Tensor, gate_up: Tensor, scales: str = "fp32"
+) -> tuple[QTensor, Tensor]:
+    """Return the gradient of gate_up as codes and as values, and leave swiglu(gate_up) in dy.
+
+    Args:
+        dy: bfloat16 [T, F] contiguous, the gradient of the result, which the result itself takes
+            the place of.
+        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first.
+        scales: "fp32" or "pow2", the quantizer's scales.
+
+    Returns:
+        1 x 128 groups of [T, 2F], and bfloat16 [T, 2F].
+    """
+    check_backward("swiglu_backward_values_", dy, gate_up)
+    num_rows, width = dy.shape
+    rows = empty_row_groups(num_rows, 2 * width, FORMATS["e4m3"][0], dy.device)
+    dx = torch.empty_like(gate_up)
+    column_blocks = width // FP8_BLOCK
+    if num_rows:
+        swiglu_backward_values_kernel[(cdiv(num_rows, _VALUES_ROWS) * column_blocks,)](
+            dy, gate_up, dx, rows.codes, rows.scales, num_rows, width, rows.scales.stride(1),
+            column_blocks, _VALUES_ROWS, **rule("e4m3", scales),
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return rows, dx

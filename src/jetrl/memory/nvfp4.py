@@ -12,7 +12,7 @@ from __future__ import annotations
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.hf_names import stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
-from jetrl.precision.nvfp4_layout import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
+from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import PrecisionPlan
 
 

@@ -2,7 +2,7 @@
 
 On one GPU that is lm_head's alone, which backward makes in chunks and adds to the sum when it is
 complete. In a run on several GPUs a linear's product is made whole by each of them, sent by rows to
-the GPUs that own these rows, and received from all (`precision.ordered_gradients`). A product in
+the GPUs that own these rows, and received from all (`precision.gradients`). A product in
 flight takes its own bytes, and as many for what is received: the own rows of every GPU's product.
 A large product travels in slices. The latest products and slices are in flight together, so
 lm_head's, the largest by far, is still held while the MLP of the last layer makes its own.
@@ -17,7 +17,7 @@ from jetrl.models.adapter import LoRA
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.precision.plan import PrecisionPlan
 
-# As of precision.ordered_gradients: bytes that travel at one time, and how many times together,
+# As of precision.gradients: bytes that travel at one time, and how many times together,
 # the one that has just begun among them.
 _AT_ONCE, _TOGETHER = 2**29, 4
 

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.backward import attention_backward
-from jetrl.kernels.attention.cudnn import attend_equal_lengths, attend_equal_lengths_backward
-from jetrl.kernels.attention.forward import attend_tiles
-from jetrl.kernels.attention.hopper import stored_values
+from jetrl.kernels.attention.forward import attend_tiles, stage_keys
+from jetrl.kernels.attention.hopper import (
+    attend_equal_lengths,
+    attend_equal_lengths_backward,
+    stored_values,
+)
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
-from jetrl.kernels.attention.stage import stage_keys
 from jetrl.kernels.rotary_backward_hopper import qk_norm_rotary_backward
 from jetrl.kernels.rotary_hopper import dense_cache, qk_norm_rotary_cache
 from jetrl.models.rotary import Rotary

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.norm_hopper import rms_norm_backward, rms_norm_forward, rms_norm_quantize
-from jetrl.kernels.swiglu_adapter_hopper import swiglu_backward_values_
 from jetrl.kernels.swiglu_hopper import (
     swiglu_backward,
+    swiglu_backward_values_,
     swiglu_forward,
     swiglu_quantize_with_values,
 )

@@ -35,9 +35,8 @@ from jetrl.models.adapter import Adapter, adapter_names
 from jetrl.models.coded_weights import codes_of, left_wide
 from jetrl.models.norm import RMSNorm
 from jetrl.precision.adapter import AdapterWeight
-from jetrl.precision.gradients import Gradients
+from jetrl.precision.gradients import Gradients, OrderedGradients
 from jetrl.precision.linear import Linear
-from jetrl.precision.ordered_gradients import OrderedGradients
 from jetrl.precision.plan import LinearFormat, PrecisionPlan, Side
 from jetrl.precision.quantized_weight import QuantizedWeight
 

@@ -1,25 +1,36 @@
 """The sink that backward adds the gradients of master weights to.
 
-A product of FP8 codes arrives as the BF16 that it is and is added to an FP32 sum; other products
-are summed in FP32. Sums grow in the order of arrival, so the order of the micro-batches and layers
-decides their bits. Of a matrix as large as the vocabulary, which tied embeddings use twice, there
-is never more than the one sum: autograd would make a gradient of the same size for each use.
+A product of FP8 codes arrives in BF16 and is added to an FP32 sum; other products are summed in
+FP32. Sums grow in the order of arrival, so the order of micro-batches and layers decides their
+bits. A matrix as large as the vocabulary, which tied embeddings use twice, has one sum: autograd
+would make a gradient of that size per use. Norms and biases are left to autograd.
 
-Norms and biases are vectors, and autograd's own sums serve them.
+`OrderedGradients` serves several processes, with the bits of one. Rank r trains every `size`-th
+micro-batch. A product travels to the ranks that own the rows of the master weight, and each adds
+the products of a round to its rows in the order of the micro-batches:
 
-An update tells the sink where its micro-batches begin and end. Within one, the products of the
-output head, of which there is one for every chunk of rows, are summed apart, so that a micro-batch
-has one product of each matrix, whichever process makes that product: `OrderedGradients`
-(ordered_gradients.py) is the sink of a run of several processes.
+    backward of this rank's micro-batch      product of a linear, complete
+        exchange                             own rows of every rank's product arrive
+        add_products                         sum of own rows + product of rank 0 + of rank 1 + ...
+
+Ranks call collectives in one order, that of backward; a rank without a micro-batch takes part with
+nothing. The embedding's gradient travels as tokens and BF16 rows. Vectors, and matrices of less
+than one block of rows, are whole on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from jetrl.distributed.collectives import Work, exchange, gather_equal
+from jetrl.distributed.shards import Shard
+from jetrl.distributed.world import World
 from jetrl.precision.quantize import QTensor, dequantize
 
 
@@ -189,3 +200,343 @@ def rows_added(total: Tensor | None, rows: Tensor, values: Tensor, own: range) -
         return total.index_put_((places,), added, accumulate=True)
     dense = torch.ops.aten.embedding_dense_backward(added, places, len(own), -1, False)
     return total.add_(dense)
+
+
+_AT_ONCE = 2**29  # bytes of a product that travel at one time
+_IN_FLIGHT = 3  # products that travel, or are added, while backward makes the next ones
+
+
+@dataclass
+class _Stage:
+    """A collective of every round, for the products of a linear layer or the embedding's rows.
+
+    Attributes:
+        master: The master weight, of own rows where it is divided.
+        shard: The division of its rows; None where every rank has all of them.
+        dtype: The dtype of the products; None of the embedding's rows.
+        before: The stage of the products of the same master weight, after which the rows of each
+            micro-batch are added, as of a tied head.
+        made: What backward has made of this rank's micro-batch: a product, or rows and values.
+        received: The own rows of all ranks' products, which wait for the embedding's rows.
+    """
+
+    master: Tensor
+    shard: Shard | None
+    dtype: torch.dtype | None
+    before: _Stage | None = None
+    made: tuple[Tensor, ...] | None = None
+    received: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole master weight."""
+        rows = len(self.master) if self.shard is None else self.shard.num_rows
+        return (rows, *self.master.shape[1:])
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * (self.dtype or torch.bfloat16).itemsize
+
+    @property
+    def own(self) -> range:
+        """The rows of the whole matrix that this rank sums."""
+        if self.shard is None:
+            return range(len(self.master))
+        return range(self.shard.own_rows.start, self.shard.own_rows.stop)
+
+
+@dataclass
+class _Travelling:
+    """Tensors that another stream still reads, and the event after which it does not."""
+
+    tensors: list[Tensor]
+    added: torch.cuda.Event
+
+
+class OrderedGradients(Gradients):
+    """The gradient sums of own rows, over all micro-batches of all ranks in order.
+
+    Args:
+        masters: The master weights by name, of own rows where they are divided.
+        shards: The division of the rows of those that are divided, by name.
+    """
+
+    def __init__(
+        self, world: World, masters: Mapping[str, nn.Parameter], shards: Mapping[str, Shard]
+    ) -> None:
+        super().__init__()
+        self._world, self._masters = world, masters
+        self._shards: dict[Tensor, Shard] = {masters[name]: shard for name, shard in shards.items()}
+        self._stages: deque[_Stage] = deque()  # in the order of backward
+        self._totals: dict[Tensor, Tensor] = {}
+        self._begun: set[tuple[Tensor, int]] = set()  # master weight and first row of sums
+        self._whole: list[nn.Parameter] = []  # whose gradients autograd makes
+        self._whole_total: Tensor | None = None  # of all of these, end to end
+        self._num_tokens: Sequence[int] = ()  # of the micro-batch of each rank that has one
+        self._own = False  # whether this rank has one
+        self._sent = 0  # how many stages of the round have travelled
+        self._filling: _Stage | None = None  # whose product backward may add to
+        self._travelling: deque[_Travelling] = deque()
+        self._stream: torch.cuda.Stream | None = None
+
+    def expect(self, master: Tensor, dtype: torch.dtype | None) -> None:
+        """Announce gradients of a master weight, which make a stage of every round.
+
+        Args:
+            dtype: The dtype of a micro-batch's product; None for the rows of an embedding.
+        """
+        stage = _Stage(master, self._shards.get(master), dtype)
+        for other in self._stages:
+            if other.master is master and other.dtype is None:
+                other.before = stage
+        self._stages.appendleft(stage)
+
+    def sum_chunks(self, master: Tensor) -> None:
+        """Sum the products of a master weight within each micro-batch; here this is always done."""
+
+    # What an update tells
+
+    def begin_update(self) -> None:
+        self._totals.clear()
+        self._begun.clear()
+        self._travelling.clear()
+        self._whole_total = None
+        expected = {stage.master for stage in self._stages}
+        self._whole = [master for master in self._masters.values() if master not in expected]
+        for stage in self._stages:
+            stage.made = stage.received = None
+
+    def begin_micro_batch(self, num_tokens: Sequence[int], own: bool = True) -> None:
+        """Begin a round: the backward of a micro-batch of each rank.
+
+        Args:
+            num_tokens: The tokens of the micro-batch of each rank that has one, from rank 0 on.
+        """
+        self._num_tokens, self._own, self._sent, self._filling = num_tokens, own, 0, None
+
+    def end_micro_batch(self, failed: bool = False) -> None:
+        """End a round: what has not travelled so far does now."""
+        self._filling = None
+        for stage in list(self._stages)[self._sent :]:
+            if self._own and stage.made is None:
+                assert failed, "backward gave no gradient of a master weight"
+                stage.made = self._unused(stage)
+        self._send_ready(all_stages=True)
+        self._add_whole()
+
+    def end_update(self) -> None:
+        """End the gradients of an update: `.grad` of every master weight is complete."""
+        while self._travelling:
+            self._await_oldest()
+        for master, total in self._totals.items():
+            master.grad = total
+        self._totals.clear()  # the optimizer's to keep, and to forget before the next rollout
+        if self._whole_total is not None:
+            sizes = [master.numel() for master in self._whole]
+            for master, part in zip(self._whole, self._whole_total.split(sizes), strict=True):
+                master.grad = part.view_as(master)
+
+    # What backward adds
+
+    def add(self, master: Tensor, product: Tensor) -> None:
+        """Add a gradient that is there in BF16; chunks of one product are summed in FP32.
+
+        Args:
+            master: The master weight [N, K].
+            product: bfloat16 [N, K].
+        """
+        stage = self._stage(master)
+        chunks = self._chunks(stage)
+        if stage.dtype == torch.float32:
+            product = product.float() if chunks is None else chunks.add_(product)
+        self._made(stage, product)
+
+    def add_matmul(self, master: Tensor, dy: Tensor, x: QTensor | Tensor) -> None:
+        """Add dy^T x, with FP32 sums.
+
+        Args:
+            master: The master weight [N, K].
+            dy: bfloat16 [T, N].
+            x: bfloat16 [T, K], or codes, whose tokens may be padded up to whole groups.
+        """
+        stage = self._stage(master)
+        self._made(stage, matmul_product(dy, x, self._chunks(stage)))
+
+    def add_rows(self, master: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Add the gradients of some rows.
+
+        Args:
+            master: The master weight [V, D].
+            rows: int64 [T], the row of each gradient.
+            values: bfloat16 [T, D].
+        """
+        self._made(self._stage(master, rows=True), rows, values)
+
+    def buffer(self, master: Tensor) -> tuple[Tensor, None]:
+        """Return float32 zeros of the whole master weight's shape to add to in place."""
+        stage = self._stage(master)
+        product = self._chunks(stage)
+        if product is None:
+            product = torch.zeros(stage.shape, dtype=torch.float32, device=master.device)
+        self._made(stage, product)
+        return product, None
+
+    def _stage(self, master: Tensor, rows: bool = False) -> _Stage:
+        """Return the stage of a master weight's products, or of its rows."""
+        return next(s for s in self._stages if s.master is master and (s.dtype is None) == rows)
+
+    def _chunks(self, stage: _Stage) -> Tensor | None:
+        """Return the product that backward has begun of a stage, None where this is the first."""
+        return stage.made[0] if self._filling is stage and stage.made is not None else None
+
+    def _made(self, stage: _Stage, *tensors: Tensor) -> None:
+        """Take what backward has made; an FP32 product waits, since more chunks may come."""
+        for hook in (stage.master._backward_hooks or {}).values():
+            hook(tensors[-1])
+        stage.made = tensors
+        self._filling = stage if stage.dtype == torch.float32 else None
+        self._send_ready()
+
+    # The way of the products
+
+    def _send_ready(self, all_stages: bool = False) -> None:
+        """Send what is ready, in the order of the stages; or all that is left of the round."""
+        stages = list(self._stages)
+        while self._sent < len(stages):
+            stage = stages[self._sent]
+            if not all_stages and (stage.made is None or stage is self._filling):
+                return
+            self._sent += 1
+            self._send(stage)
+
+    def _send(self, stage: _Stage) -> None:
+        """Let what the ranks have made of one stage travel, and add what arrives to own rows."""
+        made, stage.made = stage.made, None
+        if stage.dtype is None:
+            self._send_rows(stage, made)
+            return
+        product = None if made is None else made[0].contiguous()
+        if stage.shard is None:
+            self._gather_product(stage, product)
+        elif any(other.before is stage for other in self._stages):
+            # The embedding's rows are added in between, when they have come too.
+            (rows,) = stage.shard.slices(stage.shard.size * stage.shard.num_rows)
+            stage.received, work = self._exchange(stage, product, rows)
+            if work is not None:
+                work.wait()
+        else:
+            for pieces in stage.shard.slices(max(1, _AT_ONCE // stage.row_bytes)):
+                self._exchange_and_add(stage, product, pieces)
+
+    def _gather_product(self, stage: _Stage, product: Tensor | None) -> None:
+        """Give every rank the products of all, and add them: of a matrix that is not divided."""
+        if product is None:
+            assert stage.dtype is not None, "the embedding's rows have a way of their own"
+            product = torch.zeros(stage.shape, dtype=stage.dtype, device=stage.master.device)
+        received = gather_equal(product)[: len(self._num_tokens)]
+        if any(other.before is stage for other in self._stages):
+            stage.received = received
+        else:
+            self._totals[stage.master] = _summed(self._totals.get(stage.master), received)
+
+    def _exchange(
+        self, stage: _Stage, product: Tensor | None, rows: Sequence[slice]
+    ) -> tuple[Tensor, Work | None]:
+        """Send some rows of a product to their owners."""
+        own = rows[self._world.rank]
+        shape = (len(self._num_tokens), own.stop - own.start, *stage.shape[1:])
+        received = torch.empty(shape, dtype=stage.dtype, device=stage.master.device)
+        pieces = None if product is None else [product[piece] for piece in rows]
+        return received, exchange(pieces, received)
+
+    def _exchange_and_add(
+        self, stage: _Stage, product: Tensor | None, rows: Sequence[slice]
+    ) -> None:
+        """Exchange some rows of a product as `_exchange` does, and add them to the sum."""
+        assert stage.shard is not None, "the rows of a matrix that is divided"
+        received, work = self._exchange(stage, product, rows)
+        own, first = rows[self._world.rank], stage.shard.first_row
+        begun = stage.master in self._totals and (stage.master, own.start) in self._begun
+        if stage.master not in self._totals:
+            # Made on this stream, so that its memory serves other phases too.
+            self._totals[stage.master] = torch.empty_like(stage.master, dtype=torch.float32)
+        self._begun.add((stage.master, own.start))
+        total = self._totals[stage.master][own.start - first : own.stop - first]
+        if work is None:
+            _summed(total, received, begun)
+            return
+        # The sums are made on a stream of their own, beside the backward of the next layers.
+        with torch.cuda.stream(self._side_stream(stage.master.device)):
+            work.wait()
+            _summed(total, received, begun)
+            added = torch.cuda.Event()
+            added.record()
+        sent = [] if product is None else [product]
+        self._travelling.append(_Travelling([received, total, *sent], added))
+        while len(self._travelling) > _IN_FLIGHT:
+            self._await_oldest()
+
+    def _send_rows(self, stage: _Stage, made: tuple[Tensor, ...] | None) -> None:
+        """Give every rank the embedding's rows of all, and add those that this rank owns."""
+        counts, device = self._num_tokens, stage.master.device
+        rows = torch.zeros(max(counts), dtype=torch.int64, device=device)
+        values = torch.zeros((max(counts), stage.shape[1]), dtype=torch.bfloat16, device=device)
+        if made is not None:
+            rows[: len(made[0])], values[: len(made[1])] = made
+        all_rows, all_values = gather_equal(rows), gather_equal(values)
+        before, received = stage.before, None
+        if before is not None:
+            received, before.received = before.received, None
+        total = self._totals.get(stage.master)
+        for rank, count in enumerate(counts):
+            if received is not None:
+                total = _summed(total, received[rank : rank + 1])
+            total = rows_added(total, all_rows[rank, :count], all_values[rank, :count], stage.own)
+        assert total is not None, "a round has a micro-batch"
+        self._totals[stage.master] = total
+
+    def _add_whole(self) -> None:
+        """Add the gradients that autograd made of this round: of vectors, whole on every rank."""
+        if not self._whole:
+            return
+        device = self._whole[0].device
+        flat = torch.zeros(sum(p.numel() for p in self._whole), device=device)
+        gradients = [p.grad for p in self._whole if p.grad is not None]
+        if len(gradients) == len(self._whole):
+            torch.cat([gradient.flatten() for gradient in gradients], out=flat)
+        for master in self._whole:
+            master.grad = None
+        gathered = gather_equal(flat)[: len(self._num_tokens)]
+        self._whole_total = _summed(self._whole_total, gathered)
+
+    def _unused(self, stage: _Stage) -> tuple[Tensor, ...]:
+        """Return what travels in place of a product that was not made; the update begins again."""
+        device = stage.master.device
+        if stage.dtype is not None:
+            return (torch.zeros(stage.shape, dtype=stage.dtype, device=device),)
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return none, torch.zeros((0, stage.shape[1]), dtype=torch.bfloat16, device=device)
+
+    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    def _await_oldest(self) -> None:
+        """Let the present stream wait for the oldest sum, so that its tensors can be used again."""
+        torch.cuda.current_stream().wait_event(self._travelling.popleft().added)
+
+
+def _summed(total: Tensor | None, products: Tensor, begun: bool = True) -> Tensor:
+    """Return total + products[0] + products[1] + ..., each sum rounded to float32."""
+    if products.is_cuda:
+        from jetrl.precision.hopper.add import add_products
+
+        return add_products(products, total, begun)
+    begun = begun and total is not None
+    if total is None:
+        total = torch.empty_like(products[0], dtype=torch.float32)
+    for product in products:
+        total = total.add_(product) if begun else total.copy_(product)
+        begun = True
+    return total

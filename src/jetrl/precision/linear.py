@@ -1,13 +1,11 @@
 """The linear layer: a quantized weight, and three GEMMs around it in the plan's formats.
 
 Forward in FP8 quantizes X in groups of 1 x 128 and multiplies by the FP8 weight. Backward quantizes
-dY both ways, for DGrad and for WGrad, and X once more, from the same BF16 values: in groups of
-128 x 128, as the right operand of any product here is. So a linear keeps nothing that its input's
-maker does not keep anyway. Gradients leave as BF16 (dX), and by the model's `Gradients`, which sums
-those of a master weight in FP32 (dW). The quantizers are passed straight through.
-
-A layer may have a low-rank adapter (`precision.adapter`), which reads X before it is quantized. Its
-weight is then frozen, and gets no WGrad.
+dY both ways, for DGrad and WGrad, and X again from the same BF16 values, in groups of 128 x 128. So
+a linear saves nothing beyond its input. Gradients leave as BF16 (dX), and by the model's
+`Gradients`, which sums those of a master weight in FP32 (dW). Quantizers pass gradients straight
+through. A layer may have a low-rank adapter (`precision.adapter`), which reads X before it is
+quantized; its weight is then frozen and gets no WGrad.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -29,7 +27,7 @@ from jetrl.precision.adapter import (
 )
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.gradients import Gradients
-from jetrl.precision.nvfp4_layout import HopperNVFP4
+from jetrl.precision.nvfp4 import HopperNVFP4
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
 from jetrl.precision.quantize import QTensor, dequantize, quantize
@@ -361,8 +359,8 @@ def _adapted_linear(
     """Return what `adapted_fprop` returns, of values."""
     if not isinstance(weight, FP8Weight):
         return adapted_fprop(x, x, weight, plan, bias, adapter)
+    from jetrl.precision.hopper.adapter import MOST_ROWS
     from jetrl.precision.hopper.adapter_linear import quantized_adapted_matmul
-    from jetrl.precision.hopper.adapter_rows import MOST_ROWS
 
     if bias is None and len(x) < MOST_ROWS:
         return quantized_adapted_matmul(x, weight.direct, adapter, plan.scales)

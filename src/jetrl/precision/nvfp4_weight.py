@@ -3,13 +3,11 @@
     FProp   Y [T, N]  = X  [T, K] @ W [N, K]^T      X is BF16
     DGrad   dX [T, K] = dY [T, N] @ W [N, K]        dY is BF16
 
-W is widened to BF16, which is exact (`precision.nvfp4`), and the float32 sum is multiplied by the
-matrix's scale and rounded once. Where W is stacked of matrices with scales of their own, a sum of
-FProp is multiplied by the scale of its row of W, and DGrad adds the products of the matrices.
-
-The sums of FProp have the order of `gemm.bf16_matmul`, in parts of K where a weight has few rows
-(`nvfp4_layout.parts_of`), at any number of rows of X; those of DGrad may have any order, since
-gradients need no agreement of bits. There is no WGrad: a weight in NVFP4 is never trained.
+W is widened to BF16, exactly, and the float32 sum is multiplied by the matrix's scale and rounded
+once. If W is stacked of matrices with scales of their own, FProp multiplies by the scale of each
+row of W, and DGrad adds the products of the matrices. FProp's sums have the order of
+`gemm.bf16_matmul`, in parts of K if a weight has few rows (`nvfp4.parts_of`); those of DGrad may
+have any. There is no WGrad: a weight in NVFP4 is never trained.
 """
 
 from __future__ import annotations
@@ -22,8 +20,14 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.exact import exact_matmul
-from jetrl.precision.nvfp4 import NVFP4Tensor, quantize_nvfp4, widened
-from jetrl.precision.nvfp4_layout import HopperNVFP4, RowFactors, hopper_order
+from jetrl.precision.nvfp4 import (
+    HopperNVFP4,
+    NVFP4Tensor,
+    RowFactors,
+    hopper_order,
+    quantize_nvfp4,
+    widened,
+)
 
 
 @dataclass(frozen=True)

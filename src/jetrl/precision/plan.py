@@ -1,10 +1,13 @@
 """The precision plan: one frozen object that says what is FP8, for both sides of the flow.
 
 A format is chosen by the role of an operand (a linear layer of the rollout, a key, a gradient),
-never by a module's name. The sampler and the trainer are handed the same plan; where the plan
-gives both the same formats it promises that they agree bit for bit (`exact`), and a run that does
-not is stopped. The presets are data (`jetrl.presets`), and a plan's name is for people: what a
-plan does is decided by its fields.
+never by a module's name. The sampler and the trainer get the same plan. If it gives both the same
+formats it promises that they agree bit for bit (`exact`), and a run that does not is stopped. The
+presets are data (`jetrl.presets`), and a plan's name is for people.
+
+Other systems sample with one engine and train with another, and the two differ a little. A plan
+whose `SamplerDeviation` is not empty does so by a known amount, for comparisons, and promises no
+equal bits.
 """
 
 from __future__ import annotations
@@ -18,8 +21,6 @@ from pydantic import TypeAdapter
 
 from jetrl.errors import UserError
 from jetrl.files import checked, shown_value
-from jetrl.precision.deviation import NO_DEVIATION, SamplerDeviation
-from jetrl.precision.plan_description import described
 from jetrl.presets import (
     PRESET_DEVIATIONS,
     PRESETS,
@@ -29,8 +30,58 @@ from jetrl.presets import (
     LinearFormat,
     ScaleRule,
     is_fp8,
+    key_and_value_formats,
 )
 from jetrl.settings import PrecisionSettings, SamplerDeviationSettings
+
+
+@dataclass(frozen=True)
+class SamplerDeviation:
+    """The settings of the sampler alone; by default it computes what the trainer does.
+
+    Attributes:
+        linears: The format of the sampler's linear layers; None: the plan's.
+        weights_through_bf16: Whether the sampler's FP8 codes are made of master weights that were
+            rounded to BF16 first, as where weights travel to another engine in BF16.
+        bf16_layers: The decoder layers, from 0, whose linears are BF16 on the sampler's side.
+        scales: The rule of the sampler's scales, of weights, activations, keys and values; None:
+            the plan's.
+        kv: The sampler's keys and values; None: the plan's.
+        attention_split: The keys after which the sampler's attention begins a new sum; None: the
+            sums are the trainer's. On a CPU the sums of a split are float32 sums in the library's
+            order, where the trainer's are exact.
+        lm_head: The format of the sampler's output projection; None: the plan's.
+    """
+
+    linears: LinearFormat | None = None
+    weights_through_bf16: bool = False
+    bf16_layers: tuple[int, ...] = ()
+    scales: ScaleRule | None = None
+    kv: KVFormat | None = None
+    attention_split: int | None = None
+    lm_head: Format | None = None
+    logit_noise: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that are set, by name, as lists and plain values."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in fields.items()
+            if value != defaults[name]
+        }
+
+    def describe(self) -> str:
+        """Return the fields that are set, as text for people."""
+        return ", ".join(
+            f"{name} = {' '.join(map(str, value)) if isinstance(value, list) else value}"
+            for name, value in self.to_dict().items()
+        )
+
+
+NO_DEVIATION = SamplerDeviation()
+
 
 __all__ = [
     "FP8_BLOCK",
@@ -301,3 +352,37 @@ class PrecisionPlan:
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of (role, format) for people: what is printed before a run."""
         return described(self)
+
+
+def described(plan: PrecisionPlan) -> list[tuple[str, str]]:
+    """Return rows of (role, format) for people: what is printed before a run."""
+    fp8 = f"FP8 e4m3, {plan.scales} scales"
+    int8 = f"INT8, {plan.scales} scales"
+    names = {"fp8": fp8, "int8": int8, "bf16": "BF16", "fp32": "FP32"}
+    keys, values = (names[format] for format in key_and_value_formats(plan.kv))
+    gradient = "BF16" if plan.grad_output == "bf16" else f"FP8 {plan.grad_output}"
+    rollout, training = names[plan.rollout_linear], names[plan.train_linear]
+    if plan.base == "nvfp4":
+        rollout = training = "NVFP4 weights, frozen; BF16 activations"
+    elif plan.train_linear == "fp8":
+        training += f" (FProp, DGrad, WGrad; output gradients {gradient})"
+    rows = [
+        ("rollout linears", rollout),
+        ("training linears", training),
+        ("keys and values, both sides", keys if keys == values else f"{keys}; {values}"),
+        ("embeddings, norms, residual", names[plan.rest]),
+        ("lm_head, both sides", names[plan.lm_head]),
+        ("master weights", "FP32"),
+    ]
+    if plan.first_layers_bf16 or plan.last_layers_bf16:
+        kept = f"first {plan.first_layers_bf16}, last {plan.last_layers_bf16}"
+        rows.insert(2, ("layers kept in BF16, both sides", kept))
+    if plan.wgrad_input != "128x128":
+        rows.append(("X into WGrad", f"{plan.wgrad_input} along tokens"))
+    if plan.pinned_sums is not None:
+        order = "one order, whatever the batch" if plan.pinned_sums else "the library's order"
+        rows.append(("sums", order))
+    if plan.deviation:
+        rows.append(("sampler alone, otherwise", plan.deviation))
+    promise = "bit for bit equal (checked every step)" if plan.exact else "not promised (measured)"
+    return [*rows, ("sampler and trainer log-probs", promise)]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from jetrl.kernels.decode import Verified
 from jetrl.kernels.decode_state import MAX_STOP_IDS, Drawn
-from jetrl.kernels.decode_verify import Verified
 from jetrl.models.policy import Policy
 from jetrl.rollout.decode_forward import (
     DecodeBuffers,

@@ -18,13 +18,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.queries import SequenceQueries
-from jetrl.kernels.decode import next_inputs, take_draws
-from jetrl.kernels.decode_state import DecodeInputs, DecodeState, Drawn
-from jetrl.kernels.decode_verify import Verified, take_verified, verify_inputs
-from jetrl.kernels.draft_state import MAX_DRAFT, MAX_QUERIES, Drafts, VerifyInputs
-from jetrl.kernels.logit_noise import with_noise
-from jetrl.kernels.sampling import sample
+from jetrl.kernels.attention.layout import SequenceQueries
+from jetrl.kernels.decode import Verified, next_inputs, take_draws, take_verified, verify_inputs
+from jetrl.kernels.decode_state import (
+    MAX_DRAFT,
+    MAX_QUERIES,
+    DecodeInputs,
+    DecodeState,
+    Drafts,
+    Drawn,
+    VerifyInputs,
+)
+from jetrl.kernels.sampling import sample, with_noise
 from jetrl.memory.device import DeviceBytes
 from jetrl.models.policy import Policy
 from jetrl.rollout.draft_widths import Width

@@ -22,8 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.layout import CODES, KeyValueCodes, QueryTiles, stored_dtype
-from jetrl.kernels.attention.queries import SequenceQueries
+from jetrl.kernels.attention.layout import (
+    CODES,
+    KeyValueCodes,
+    QueryTiles,
+    SequenceQueries,
+    stored_dtype,
+)
 from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values, stored_values
 from jetrl.models.rotary import Rotary
 from jetrl.precision.plan import PrecisionPlan

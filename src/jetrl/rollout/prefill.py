@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.decode_state import BROKEN
-from jetrl.kernels.logit_noise import with_noise
-from jetrl.kernels.sampling import random_bits, sample
+from jetrl.kernels.sampling import random_bits, sample, with_noise
 from jetrl.models.policy import Policy
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.launched_step import to_device

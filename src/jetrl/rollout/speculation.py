@@ -28,9 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from jetrl.kernels.decode_state import DecodeState
-from jetrl.kernels.draft import propose, remember
-from jetrl.kernels.draft_state import (
+from jetrl.kernels.decode_state import (
     FIRST_QUALITY,
     HEAD,
     LAG,
@@ -38,10 +36,12 @@ from jetrl.kernels.draft_state import (
     MAX_QUERIES,
     SOURCES,
     UNKNOWN,
+    DecodeState,
     Drafts,
     DraftText,
     VerifyInputs,
 )
+from jetrl.kernels.draft import propose, remember
 from jetrl.memory.drafts import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.models.draft_head import DraftHead
 from jetrl.rollout.draft_widths import DraftWidths, Width

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jetrl.distributed.world import world
-from jetrl.kernels.draft_state import SOURCES
+from jetrl.kernels.decode_state import SOURCES
 from jetrl.rewards.evaluate import Evaluation
 from jetrl.rollout.options import SpeculationStats
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jetrl.distributed.collectives import gather_equal
 from jetrl.distributed.shards import BLOCK_ROWS, Shard
-from jetrl.kernels.block_norm import block_squares
+from jetrl.kernels.norm import block_squares
 
 
 def gradient_norm(gradients: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Tensor:

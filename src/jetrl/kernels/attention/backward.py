@@ -1,20 +1,19 @@
 """Gradients of packed causal attention, from the forward's output and log-sum-exp.
 
-Needs no agreement of bits with any other kernel, so it uses the fast matrix instructions (wgmma,
-BF16) and recomputes the weights P from the log-sum-exp:
+Backward need not agree in bits with other kernels, so it uses wgmma in BF16 and recomputes the
+weights P from the log-sum-exp:
 
     dV = P^T dO        dP = dO V^T        dS = P * (dP - delta)        delta = sum_d O * dO
     dQ = scale * dS K                     dK = scale * dS^T Q
 
 Key and value codes are exact in BF16; their scales multiply the float32 scores, dP and dS. One
-kernel owns blocks of keys (dK, dV, over all query heads of the group) and writes dS, in BF16 as it
-multiplies it; another owns blocks of queries and multiplies dS by the keys
-(`attention.backward_dq`). The keys of a stem, with which several sequences begin, are seen by the
-queries of all of these, whose sums are added in the order of `QueryTiles.branches`, in one program
-or in several parts (`attention.backward_parts`). Where dS would take too much memory (one sequence
-of some 20,000 tokens), another kernel computes P and dS once more
-(`attention.backward_dq_recomputed`): 7 products for 5. Every sum has one order, so the gradients
-are deterministic.
+kernel owns blocks of keys (dK and dV, over all query heads of the group) and stores dS in BF16;
+another owns blocks of queries and multiplies dS by the keys (`backward_dq`). If dS would take too
+much memory (one sequence of some 20,000 tokens), P and dS are computed again: 7 products for 5.
+
+All branches of a stem see its keys. If these are many, several programs share their queries
+(`backward_lists`) and leave float32 sums, which are added in the order of the parts. So every sum
+has one order, which follows from the lengths in the batch, and gradients are deterministic.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -30,13 +29,84 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from jetrl.kernels.attention.backward_dq import dq_of_stored, scaled_keys
-from jetrl.kernels.attention.backward_dq_recomputed import recomputed_dq
+from jetrl.kernels.attention.backward_dq import dq_of_stored, recomputed_dq, scaled_keys
 from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, DS_TILE_BYTES, STORED_DS_BYTES
-from jetrl.kernels.attention.backward_parts import add_parts, part_bytes
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, check_queries
 from jetrl.kernels.exponential_hopper import LOG2_E
 from jetrl.precision.layout import cdiv, round_up
+
+_ROWS = 16  # keys of a program: 16 KB of each part with 128 channels
+
+
+def part_bytes(head_dim: int) -> int:
+    """Return the bytes of the sums of dK and dV of one part of a key-value head."""
+    return 2 * BACKWARD_KEYS * head_dim * 4
+
+
+@triton.jit(do_not_specialize=["first_group", "num_groups"])
+def add_parts_kernel(
+    sums_ptr,
+    dk_ptr,
+    dv_ptr,
+    divided_ptr,
+    scale,
+    first_group,
+    num_groups,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write dK and dV of ROWS keys of a block of keys whose queries are divided into parts.
+
+    Args:
+        sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], dK before dV.
+        dk_ptr: bfloat16 [T, G, D], written.
+        divided_ptr: int32 [., 3], `QueryTiles.divided_key_tiles`.
+        scale: 1 / sqrt(D).
+    """
+    group_here = tl.program_id(0) % num_groups
+    record = divided_ptr + tl.program_id(0) // num_groups * 3
+    row0, place, parts = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    within = row[:, None] * D + tl.arange(0, D)[None, :]
+    dk = tl.zeros([ROWS, D], tl.float32)
+    dv = tl.zeros([ROWS, D], tl.float32)
+    for part in range(0, parts):
+        first = ((place + part).to(tl.int64) * num_groups + group_here) * (2 * BLOCK_N * D)
+        dk += tl.load(sums_ptr + first + within)
+        dv += tl.load(sums_ptr + first + BLOCK_N * D + within)
+    # All keys of a stem's blocks are valid.
+    key = (row0 + row).to(tl.int64)
+    at = key[:, None] * (G * D) + (first_group + group_here) * D + tl.arange(0, D)[None, :]
+    tl.store(dk_ptr + at, (dk * scale).to(tl.bfloat16))
+    tl.store(dv_ptr + at, dv.to(tl.bfloat16))
+
+
+def add_parts(
+    sums: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    tiles: QueryTiles,
+    scale: float,
+    first_group: int,
+    num_groups: int,
+) -> None:
+    """Write dK and dV of the divided blocks of keys of some neighbouring key-value heads.
+
+    Args:
+        sums: float32 [num_parts * num_groups * 2 * 128 * D], of the kernel of dK and dV.
+        dk: bfloat16 [T, G, D], written.
+        scale: 1 / sqrt(D).
+    """
+    groups, head_dim = dk.shape[1:]
+    grid = (num_groups * len(tiles.divided_key_tiles), BACKWARD_KEYS // _ROWS)
+    add_parts_kernel[grid](
+        sums, dk, dv, tiles.divided_key_tiles, scale, first_group, num_groups, groups, head_dim,
+        BACKWARD_KEYS, _ROWS,
+        num_warps=4,
+    )  # fmt: skip
+
 
 _STEP = 64  # rows of the inner loops
 

@@ -1,13 +1,11 @@
-"""The lists of work of attention's backward: blocks of keys with their queries, and the other way.
+"""The work lists of attention's backward: blocks of keys with their queries, and the reverse.
 
 A program of the kernel of dK and dV has a block of 128 keys and goes through all blocks of 64
-queries that see them. The keys of a stem are seen by the queries of all its branches, so a program
-would take as much longer as there are branches, and some few would still run when all others have
-ended. So the queries of a stem's block of keys are divided into parts where they have more blocks
-than the longest sequence: the first part has the stem's own queries and as many branches as make it
-no longer than that sequence, each later one the branches that follow. A part has a program and
-float32 sums of its own, which are added in the order of the parts (`attention.backward_parts`). How
-they are divided follows from the lengths in the batch alone.
+queries that see them. All branches of a stem see its keys, so its programs would run long after the
+others. If they have more blocks of queries than the longest sequence, they are divided into parts,
+each with a program and float32 sums of its own: the first has the stem's own queries and as many
+branches as fit, each later one the branches that follow. The division follows from the lengths in
+the batch only.
 """
 
 from __future__ import annotations

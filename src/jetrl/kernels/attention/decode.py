@@ -1,32 +1,20 @@
 """Attention of one new token per sequence over pages of keys and values (decode).
 
-Memory-bound: a token's key and value, FP8 or INT8 codes, are read once, 2 * (D + 4) bytes for each
-key-value head. One warp owns (sequence, key-value head, split): the pages of the split stream
-through shared memory, and each page is one block of `attention.core`. Several such warps share a
-multiprocessor, so that there are always loads in flight: two pages of each, one of them multiplied.
-In a captured graph the first pages are asked for while the kernel in front, which writes the newest
-key and value, still runs (`launch_hopper`). A second kernel folds the splits of long contexts in
-order (`attention.combine`).
+Memory-bound: codes of keys and values are read once, 2 * (D + 4) bytes per token and key-value
+head. One warp owns (sequence, key-value head, split). It streams the split's pages through shared
+memory, and each page is one block of `attention.core`. Several warps share an SM, so loads are
+always in flight. In a captured graph the first pages are requested while the previous kernel, which
+writes the newest key and value, still runs. A second kernel folds the splits of long contexts.
 
-Everything is turned: scores are [keys, queries] = K Q^T and outputs [channels, queries] = V^T E, so
-the query heads of a group are the 8 columns of a tensor-core instruction (16 for larger groups) and
-not its 16 rows, most of which would be padding. A product does not know which operand is left.
+Everything is transposed: scores are [keys, queries] = K Q^T and outputs [channels, queries] =
+V^T E. So the query heads of a group are the 8 columns of a tensor-core instruction (16 for larger
+groups), and not its 16 rows, most of them padding. Keys are read as the words of the tensor core's
+operand layout, which permutes head_dim (`channel_of_slot`). Values are read 16 bytes at a time, and
+the accumulator's rows are named accordingly when they are stored.
 
-Codes are widened in registers. Keys are read as the words the tensor core's operand layout
-asks for, which permutes head_dim (`channel_of_slot`). Values are read 16 bytes at a time, so that a
-thread holds neighbouring channels of a key; which channels share a tensor-core tile does not matter
-to a sum over keys, so the accumulator's rows are simply named differently when they are stored.
-
-A sequence may have several queries, its newest tokens, when a draft is verified: each
-sequence another number (`SequenceQueries`). A warp then has as many of them as fill 16 columns
-(`TILE`). Each sees the keys up to its own, so a page is read once for all. The sequence's splits
-are those of its last query: for a query that sees no key of the last split, that split leaves the
-empty state, which changes no bit when it is folded. A sequence without queries has no
-row. So where all of a forward is padding, no warp waits for the kernel in front: the kernels behind
-run too early, and nothing of theirs is used.
-
-With head_dim 128 a head's output is one 1 x 128 group of the output projection's input:
-`attend_decode_quantized` writes the codes and scales that `quantize_rows` would make of the rows.
+When drafts are verified a sequence has several queries (`SequenceQueries`). A warp then has as many
+as fill 16 columns (`TILE`), and each sees the keys up to its own. The splits are those of the last
+query: one without keys for a query leaves the empty state, which changes no bit when folded.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -40,22 +28,102 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from jetrl.kernels.attention.combine import combine_kernel
-from jetrl.kernels.attention.core import SPLIT_KEYS, score_scale
-from jetrl.kernels.attention.decode_store import context_of_tile, store_split
-from jetrl.kernels.attention.layout import BLOCK_KEYS, KeyValueCodes, check_queries
-from jetrl.kernels.attention.pages import Pages, attend_page, load_page, load_queries
-from jetrl.kernels.attention.queries import SequenceQueries
-from jetrl.precision.hopper import gluon_names
-from jetrl.precision.hopper.launch import (
-    OVERLAPPED,
-    gluon_let_next_start,
-    gluon_wait_for_previous,
+from jetrl.kernels.attention.core import SPLIT_KEYS, fold_weights, inverse, normalize, score_scale
+from jetrl.kernels.attention.layout import BLOCK_KEYS, KeyValueCodes, SequenceQueries, check_queries
+from jetrl.kernels.attention.pages import (
+    Pages,
+    attend_page,
+    context_of_tile,
+    load_page,
+    load_queries,
+    store_split,
 )
+from jetrl.precision.hopper import gluon_names, tile
+from jetrl.precision.hopper.launch import OVERLAPPED, gluon_let_next_start, gluon_wait_for_previous
 from jetrl.precision.hopper.quantize import quantize_rows
 from jetrl.precision.layout import empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+
+
+@gluon.jit(do_not_specialize=["scale_stride", "max_splits"])
+def combine_kernel(
+    part_ptr,
+    state_ptr,
+    keys_ptr,
+    o_ptr,
+    scales_ptr,
+    scale_stride,
+    max_splits,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    SPLIT_LENGTH: gl.constexpr,
+    SCALED: gl.constexpr,
+    CHUNK: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    """Fold the splits of one head of one row in order, by one warp.
+
+    Rows are sequences, or their queries where they have several. All queries of a sequence left as
+    many splits as its last one has: for a query that sees fewer, empty ones, which change no bit.
+
+    Args:
+        part_ptr: float32 [R, max_splits, H, D], the splits' accumulators.
+        state_ptr: float32 [R, max_splits, H, 2], the splits' maxima and sums.
+        keys_ptr: int32 [R], keys of the context that each row belongs to; 0 for padding.
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], written.
+        scales_ptr: float32 [H, scale_stride], written with QUANTIZE.
+        scale_stride: from one head's line of scales to the next.
+        SCALED: whether keys and values are codes with scales.
+        QUANTIZE: whether the output is a row of 1 x 128 groups.
+        POW2: whether scales are rounded up to a power of two.
+    """
+    # Neighbouring channels in a lane: 16 bytes of a float32 row with head_dim 128.
+    layout: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
+    head = gl.program_id(0)
+    row = gl.program_id(1)
+    gluon_let_next_start()
+    gluon_wait_for_previous()
+    length = gl.load(keys_ptr + row)
+    num_splits = (length + SPLIT_LENGTH - 1) // SPLIT_LENGTH
+    # Decode finished the contexts of one split, and those too long for its launch (as NaN).
+    if (num_splits > 1) & (num_splits <= max_splits):
+        # Every lane keeps the row's maximum and sum, which saves handing the weights round.
+        d = gl.arange(0, D, layout)
+        zero = gl.zeros([D], gl.int32, layout)
+        big_m = gl.full([D], float("-inf"), gl.float32, layout)
+        big_total = gl.zeros([D], gl.float32, layout)
+        out = gl.zeros([D], gl.float32, layout)
+        for start in range(0, num_splits, CHUNK):
+            # All loads of a chunk before the first fold: a fold waits for the one before it, and
+            # the latency of memory would add to each.
+            accs = ()
+            ms = ()
+            totals = ()
+            for i in gl.static_range(CHUNK):
+                line = (row.to(gl.int64) * max_splits + start + i) * H + head
+                ok = (zero + (start + i)) < num_splits
+                state = state_ptr + line * 2 + zero
+                accs += (gl.load(part_ptr + line * D + d, mask=ok, other=0.0),)  # type: ignore[assignment]
+                ms += (gl.load(state, mask=ok, other=float("-inf")),)  # type: ignore[assignment]
+                totals += (gl.load(state + 1, mask=ok, other=0.0),)  # type: ignore[assignment]
+            for i in gl.static_range(CHUNK):
+                # Splits past the last are empty states: folding them changes nothing.
+                big_m, big_total, u, w = fold_weights(big_m, big_total, ms[i], totals[i])
+                out = gl.fma(accs[i], w, out * u)
+        # Rounded to BF16 before the codes are made, as the quantizer would read the row; the group
+        # of 128 is the head (QUANTIZE is set with head_dim 128 only).
+        o = normalize(out, inverse(big_total), SCALED).to(gl.bfloat16).to(gl.float32)
+        if QUANTIZE:
+            amax = gl.zeros([D], gl.float32, layout) + tile.largest(o, 0)
+            scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+            o = o * multiplier
+            gl.store(scales_ptr + head.to(gl.int64) * scale_stride + row + d, scale, mask=d == 0)
+        places = o_ptr + (row.to(gl.int64) * H + head) * D + d
+        gl.store(places, o.to(o_ptr.dtype.element_ty))
 
 
 @gluon.jit

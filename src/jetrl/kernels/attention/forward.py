@@ -1,23 +1,24 @@
-"""Attention of many queries a sequence: training forward and chunked prefill.
+"""Attention of many queries per sequence: training forward and chunked prefill.
 
-Bound by the tensor cores, with the softmax close behind. Keys and values come staged
-(`attention.stage`). A program takes 192 queries of one head: three warpgroups of 64 rows, and a
-warp that loads blocks of keys and values by the bulk copy engine, five in shared memory. The
-warpgroups share the blocks and nothing else, so that one multiplies while another is in its
-softmax (`attention.blocks`). Outputs leave in BF16, or as the codes that an FP8 linear reads.
+First, one pass over keys and values per layer (`stage_keys`) widens them to the tensor core's
+operand, aligns each sequence to blocks of 64, padded with zeros, and computes the keys' factors
+(`attention.core`). Packed sequences, coded pages and BF16 pages look the same from then on.
 
-One program a multiprocessor takes tiles until none is left, longest first, in a snake: the
-loading warp is at the next tile while the others store this one. The state of finished splits
-(`attention.core`) waits in global memory, one float32 row a query: keeping it in registers would
-leave no room for the third warpgroup.
-
-What was tried and is slower, or wrong, is in docs/notes-attention.md.
+The forward is bound by the tensor cores, with the softmax close behind. A program takes 192 queries
+of one head: three warpgroups of 64 rows, and a warp that loads blocks of keys and values by bulk
+copies, five in shared memory. The warpgroups share only these blocks, so one multiplies while
+another is in its softmax (`attention.blocks`). One program per SM takes tiles until none is left,
+longest first. The state of finished splits waits in global memory, one float32 row per query: in
+registers it would leave no room for the third warpgroup. docs/notes-attention.md has what was
+tried and is slower or wrong.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (a Triton function may annotate nothing but its compile-time constants)
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,16 +39,24 @@ from jetrl.kernels.attention.blocks import (
 )
 from jetrl.kernels.attention.core import (
     SPLIT_KEYS,
+    channel_of_slot,
     fold_weights,
     inverse,
+    key_factors,
     log_sum_exp,
     normalize,
     query_codes,
     score_scale,
     slots_of_channels,
+    widen_codes,
 )
-from jetrl.kernels.attention.layout import BLOCK_KEYS, TILE_ROWS, QueryTiles, check_queries
-from jetrl.kernels.attention.stage import StagedKeys
+from jetrl.kernels.attention.layout import (
+    BLOCK_KEYS,
+    TILE_ROWS,
+    KeyValueCodes,
+    QueryTiles,
+    check_queries,
+)
 from jetrl.precision.hopper import gluon_names
 from jetrl.precision.hopper import tile as tile_rules
 from jetrl.precision.hopper.launch import multiprocessors
@@ -55,6 +64,121 @@ from jetrl.precision.hopper.quantize import quantize_rows
 from jetrl.precision.layout import empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+
+
+@gluon.jit(do_not_specialize=["num_blocks"])
+def stage_keys_kernel(
+    k_ptr,
+    v_ptr,
+    ks_ptr,
+    vs_ptr,
+    blocks_ptr,
+    kv_out,
+    f_out,
+    num_blocks,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SCALED: gl.constexpr,
+    SCORE_SCALE: gl.constexpr,
+):
+    """Stage one block of 64 keys and values of one key-value head, and the keys' factors.
+
+    Args:
+        k_ptr: FP8, int8 or bfloat16 [rows, G, D], a packed batch or pages.
+        ks_ptr: float32 [rows, G], the keys' scales, read with SCALED.
+        vs_ptr: float32 [rows, G], the values' scales, read with SCALED.
+        blocks_ptr: int32 [num_blocks, 2], `QueryTiles.key_blocks`.
+        kv_out: float16, or bfloat16 without scales, [G, num_blocks, 2, BLOCK_N, D], written.
+        f_out: float32 [G, num_blocks, 4, BLOCK_N], rows 0 to 2 written with SCALED.
+        SCALED: whether keys and values are codes with scales.
+        SCORE_SCALE: `attention.core.score_scale`.
+    """
+    # A thread holds 8 channels of a key: 16 bytes as they are written.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+
+    # The head is the fastest index of the programs, as it is of the rows that they read; what they
+    # write has all blocks of a head together, so that a forward tile reads one run of memory.
+    group = gl.program_id(0) % G
+    block = gl.program_id(0) // G
+    row0 = gl.load(blocks_ptr + block * 2).to(gl.int64)
+    valid = gl.load(blocks_ptr + block * 2 + 1)
+    out_block = group.to(gl.int64) * num_blocks + block
+    n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    d = gl.arange(0, D, gl.SliceLayout(0, layout))
+
+    # Keys past the context become zeros, whatever their page holds: the forward masks their scores,
+    # but a NaN among the values would pass through a weight of zero.
+    ok = (n < valid)[:, None]
+    source = row0 * (G * D) + group * D + (n * (G * D))[:, None]
+    k_out = kv_out + out_block * (2 * BLOCK_N * D) + n[:, None] * D + d[None, :]
+    v_out = k_out + BLOCK_N * D
+    v = gl.load(v_ptr + source + d[None, :], mask=ok, other=0.0)
+    if SCALED:
+        # Codes are exact in FP16. Keys change the order of their channels on the way, to the
+        # one in which decode's tensor-core instructions add them.
+        k = gl.load(k_ptr + source + channel_of_slot(d)[None, :], mask=ok, other=0.0)
+        # A scale of 1 for keys past the context: zero would have factors that are not finite.
+        key = gl.arange(0, BLOCK_N, line)
+        ks = gl.load(ks_ptr + (row0 + key) * G + group, mask=key < valid, other=1.0)
+        vs = gl.load(vs_ptr + (row0 + key) * G + group, mask=key < valid, other=1.0)
+        a, b, c = key_factors(ks, vs, SCORE_SCALE)
+        f = f_out + out_block * (4 * BLOCK_N) + key
+        gl.store(f, a)
+        gl.store(f + BLOCK_N, b)
+        gl.store(f + 2 * BLOCK_N, c)
+        gl.store(k_out, widen_codes(k))
+        gl.store(v_out, widen_codes(v))
+    else:
+        # BF16 keys are read in order by decode, too.
+        gl.store(k_out, gl.load(k_ptr + source + d[None, :], mask=ok, other=0.0))
+        gl.store(v_out, v)
+
+
+@dataclass(frozen=True)
+class StagedKeys:
+    """The keys and values of a batch as the forward kernel reads them, made by `stage_keys`.
+
+    Attributes:
+        kv: float16 (bfloat16 without scales) [G * num_blocks * 128, D]: of each block the 64 keys,
+            then the 64 values.
+        factors: float32 [G * num_blocks * 4, 64]: of each block the lines a, b, c of
+            `attention.core` and one unused; unset without scales.
+        num_blocks: blocks of 64 keys, of all sequences.
+    """
+
+    kv: Tensor
+    factors: Tensor
+    num_blocks: int
+    codes: KeyValueCodes
+
+
+def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
+    """Return the keys and values that `tiles` names, widened and lined up in blocks of 64.
+
+    Args:
+        codes: a packed batch [T, G, D], or pages [P, 64, G, D].
+
+    Raises:
+        ValueError: pages of another size than 64 tokens.
+    """
+    if codes.k.ndim == 4 and codes.k.shape[1] != BLOCK_KEYS:
+        raise ValueError(f"pages of {BLOCK_KEYS} tokens expected, got k {list(codes.k.shape)}")
+    groups, head_dim, num_blocks = codes.num_heads, codes.head_dim, len(tiles.key_blocks)
+    dtype = torch.float16 if codes.scaled else torch.bfloat16
+    rows = groups * num_blocks
+    kv = codes.k.new_empty(rows * 2 * BLOCK_KEYS, head_dim, dtype=dtype)
+    factors = codes.k.new_empty(rows * 4 if codes.scaled else 4, BLOCK_KEYS, dtype=torch.float32)
+    # A kernel takes no None: where there are no scales it is handed a tensor that it does not read.
+    k_scales, v_scales = (factors if s is None else s for s in (codes.k_scales, codes.v_scales))
+    stage_keys_kernel[(rows,)](
+        codes.k, codes.v, k_scales, v_scales, tiles.key_blocks, kv, factors, num_blocks,
+        groups, head_dim, BLOCK_KEYS, codes.scaled, score_scale(head_dim, codes.scaled),
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return StagedKeys(kv, factors, num_blocks, codes)
+
 
 _STAGES = 5  # blocks in shared memory, 33 KB each with coded keys: as many as fit
 # The order in which wgmma reads its operands from shared memory and the bulk copy writes them.

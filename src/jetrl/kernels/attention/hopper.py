@@ -1,33 +1,40 @@
 """Attention on Hopper: one schedule of keys for decode, prefill and training, to the bit.
 
-For any token, these give the same output bits, whatever else is in the batch:
+A token has the same output bits from each of these, whatever else is in the batch:
 
-    attend_decode(q_BHD, pages, block_tables, lengths, max_length)      one new token a sequence
+    attend_decode(q_BHD, pages, block_tables, lengths, max_length)      one new token per sequence
     attend_decode_quantized(...)                                        the same, as FP8 rows
     attend_prefill(q_THD, pages, tiles)                                 chunks, shared prefixes
     attend_prefill_quantized(...)                                       the same, as FP8 rows
     attend_tiles(q_THD, stage_keys(codes, tiles), tiles)                training
 
-`attention.core` says why, and pins what it takes: blocks of 64 keys from the sequence's first
-token, splits every 1024 keys folded in order, tensor cores that add 16 products at a time with FP16
-operands (BF16 without scales), and one order of head_dim. The backward (`attention.backward`) needs
-no agreement of bits with anything; it is deterministic. `models.layer_hopper` joins the two for
-training.
+`attention.core` says why. The CPU reference has other bits: its sums are exact.
+
+`attend_equal_lengths` is BF16 attention by cuDNN, for plans that promise no bits: the fastest on
+Hopper. It takes sequences of one length. (The packed form rebuilds its plan per call, 50 ms of the
+host in torch 2.11.) cuDNN sums the gradient of queries by atomic additions, even in deterministic
+mode, so no exact plan uses it.
 
 Shapes: T tokens, B sequences, H query heads, G key-value heads, D head_dim (64 or 128), H / G at
-most 16, pages of 64 tokens. The CPU reference in `attention` has other bits: its sums are exact.
+most 16, pages of 64 tokens.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.core import SPLIT_KEYS
 from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
-from jetrl.kernels.attention.forward import attend_tiles, attend_tiles_quantized
+from jetrl.kernels.attention.forward import (
+    StagedKeys,
+    attend_tiles,
+    attend_tiles_quantized,
+    stage_keys,
+)
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
-from jetrl.kernels.attention.stage import StagedKeys, stage_keys
 from jetrl.precision.quantize import QTensor
 
 __all__ = [
@@ -101,3 +108,58 @@ def stored_values(codes: KeyValueCodes, slots: Tensor | None = None) -> Tensor:
         return values.flatten(1)
 
     return torch.cat([wide(codes.k, codes.k_scales), wide(codes.v, codes.v_scales)], dim=1)
+
+
+_aten = torch.ops.aten
+
+
+def attend_equal_lengths(
+    q: Tensor, k: Tensor, v: Tensor, length: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the causal attention of sequences of one length, and what its backward needs.
+
+    Args:
+        q: bfloat16 [T, H, D], sequences packed end to end.
+        k: bfloat16 [T, G, D].
+        v: bfloat16 [T, G, D].
+
+    Returns:
+        The output, like q; then the log-sum-exp and the seed and offset of cuDNN's dropout (none is
+        applied), which `attend_equal_lengths_backward` takes.
+    """
+    dense = (_dense(x, length) for x in (q, k, v))
+    o, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
+        *dense, None, True, 0.0, True, False
+    )
+    return _packed(o), lse, seed, offset
+
+
+def attend_equal_lengths_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, rest: tuple[Any, ...], length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, each like its tensor.
+
+    Args:
+        do: bfloat16 [T, H, D], the gradient of the output.
+        q: bfloat16 [T, H, D].
+        k: bfloat16 [T, G, D].
+        v: bfloat16 [T, G, D].
+        o: bfloat16 [T, H, D], the output of the forward.
+    """
+    lse, seed, offset = rest
+    do, q, k, v, o = (_dense(x, length) for x in (do, q, k, v, o))
+    grads = _aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse, seed, offset, None, None, None, length, length, 0.0, True
+    )
+    dq, dk, dv = (_packed(x) for x in grads)
+    return dq, dk, dv
+
+
+def _dense(x: Tensor, length: int) -> Tensor:
+    """Return packed rows [T, H, D] as sequences [B, H, S, D], in the same memory."""
+    return x.view(-1, length, *x.shape[1:]).transpose(1, 2)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Return sequences [B, H, S, D] as contiguous packed rows [T, H, D]."""
+    return x.transpose(1, 2).flatten(0, 1).contiguous()

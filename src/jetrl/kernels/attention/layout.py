@@ -1,8 +1,8 @@
 """The inputs of the GPU attention kernels: stored keys and values, and lists of work.
 
 `KeyValueCodes` names keys and values as they are stored, packed or in pages. `QueryTiles` cuts the
-queries of a forward into tiles and names the blocks of keys they see; it is made once for a batch,
-on the CPU, from plain integers, and serves every layer.
+queries of a forward into tiles and names the blocks of keys they see; it is made once per batch, on
+the CPU, and serves every layer. `SequenceQueries` names the rows of sequences with several queries.
 
 Shapes: T tokens, H query heads, G key-value heads, D head_dim, P pages.
 """
@@ -306,3 +306,35 @@ def _build(
         num_queries=row,
         longest=max(context_lengths, default=0),
     )
+
+
+@dataclass(frozen=True)
+class SequenceQueries:
+    """The places of the queries of B sequences among the R rows of a forward of decode.
+
+    A sequence's queries are rows side by side, and its last query is at its last key. A row that
+    no sequence has is padding.
+
+    Attributes:
+        counts: int32 [B], the queries of each sequence, 0 to `most`.
+        first: int32 [B], the row of its first query.
+        keys: int32 [R], the keys that the last query of the row's sequence sees; 0 for padding.
+    """
+
+    counts: Tensor
+    first: Tensor
+    keys: Tensor
+    most: int
+
+    def check(self, batch: int, rows: int) -> None:
+        """Raise ValueError unless the tensors are int32 and of the shapes of a forward."""
+        for name, x, shape in (
+            ("counts", self.counts, (batch,)),
+            ("first", self.first, (batch,)),
+            ("keys", self.keys, (rows,)),
+        ):
+            if x.dtype != torch.int32 or x.shape != shape:
+                raise ValueError(
+                    f"{name} of queries: int32 {list(shape)} expected, got {x.dtype} "
+                    f"{list(x.shape)}"
+                )

@@ -1,14 +1,18 @@
 """The adapter's two products on Hopper (`precision.adapter`), with the same bits in any batch.
 
-The sum of a product's row over K has one order: chunks of 512 along K, each a chain of tensor-core
-products from zero, are added in float32 from the first to the last. A program of many rows makes
-all chunks, one after the other. Few rows would leave most multiprocessors idle that way: there
-each chunk has a program of its own (`precision.hopper.adapter_rows`), and the sums are added in the
-same order. So the number of rows changes no bit.
+The product with A sums over K in chunks of 512, each a chain of tensor-core products from zero,
+added in float32 from the first to the last. With many rows one program makes all chunks. With few
+rows each chunk has a program, and the last to arrive adds the sums in that order and rounds once.
 
-The product with B, whose sum is over the rank, adds its result to the layer's product in place: the
-rounded product d and y are added and rounded as bfloat16 tensors would be. A GEMM of few rows does
-so before it writes y (`precision.hopper.adapter_epilogue`).
+Decode waits for that product before every linear layer, so latency counts. In a captured graph A is
+read before the previous kernel has ended. The next kernel may start at once: when it has waited for
+this kernel it has waited for the previous one too. With `SIGNAL` it need not wait to read what the
+previous one wrote: a word says when it can. Programs of the first ranks quantize x if needed.
+
+The product with B sums over the rank, one chain from zero, 16 at a time. y and u B^T are each
+rounded to bfloat16, then their sum is. A GEMM of few rows does so before its store:
+there y's tile is in registers, and a warp of its own has copied B, and u when it is there.
+mma.sync has the bits of wgmma (tests/gpu/test_tensor_cores.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,15 +20,446 @@ so before it writes y (`precision.hopper.adapter_epilogue`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetrl.precision.hopper.adapter_rows import CHUNK, MOST_ROWS, project_down_rows
-from jetrl.precision.hopper.checks import check_matrix, check_tensor
-from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
-from jetrl.precision.layout import cdiv
+from jetrl.precision.hopper import gluon_names, tile
+from jetrl.precision.hopper.launch import (
+    OVERLAPPED,
+    check_matrix,
+    check_tensor,
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+    let_next_start,
+    wait_for_previous,
+)
+from jetrl.precision.hopper.quantize import tile_rule
+from jetrl.precision.layout import cdiv, empty_row_groups
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import FORMATS, QTensor
+
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+MOST_RANKS = 64  # of a part: what fits beside the GEMM's stages
+
+
+@dataclass(frozen=True)
+class AdapterOperands:
+    """The adapter's product with A and its B, whose product is added to a layer's.
+
+    Attributes:
+        u: bfloat16 [T, P * R], the product with A of every part.
+        up: bfloat16 [N, R], s B.
+        columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1.
+        ready: int32 [1], nonzero when what the kernel in front of u's wrote can be read
+            (`adapter.ready_word`); None: wait for u instead.
+    """
+
+    u: Tensor
+    up: Tensor
+    columns: Tensor
+    ready: Tensor | None = None
+
+    def check(self, rows: int, n: int) -> None:
+        """Raise ValueError for tensors that do not fit a product [rows, n]."""
+        check_tensor("adapter", "u", self.u, torch.bfloat16, (rows, self.u.shape[1]))
+        check_tensor("adapter", "B", self.up, torch.bfloat16, (n, self.up.shape[1]))
+        check_tensor("adapter", "columns", self.columns, torch.int32, (-(-n // 64),))
+        if self.up.shape[1] % 16:
+            raise ValueError(f"adapter: B has columns in multiples of 16, not {self.up.shape[1]}")
+
+    def descriptors(self, box: int, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Return what describes u and B for bulk copies.
+
+        Args:
+            box: Rows of u that are copied at once.
+            block_n: Rows of B that are copied at once.
+        """
+        (rows, width), (n, rank) = self.u.shape, self.up.shape
+        return (
+            TensorDescriptor(self.u, [rows, width], [self.u.stride(0), 1], [box, 16], LAYOUT),
+            TensorDescriptor(self.up, [n, rank], [rank, 1], [block_n, 16], LAYOUT),
+        )
+
+
+@gluon.jit
+def wait_for_rows(ready_ptr, SIGNALLED: gl.constexpr):
+    """Wait until X can be read.
+
+    A word from the product with A orders the bulk copies behind it too, which are not ordinary
+    reads.
+
+    Args:
+        ready_ptr: int32, with SIGNALLED nonzero as soon as X can be read
+            (`adapter.down_rows_kernel`).
+        SIGNALLED: whether a word says so; otherwise X can be read when the kernel in front has
+            ended.
+    """
+    if SIGNALLED:
+        gl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred none;
+            .reg .b32 word;
+            again:
+            ld.acquire.gpu.global.b32 word, [$1];
+            setp.eq.b32 none, word, 0;
+            @none bra again;
+            fence.proxy.async.global;
+            mov.b32 $0, word;
+            }
+            """,
+            "=r,l", [ready_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        gluon_wait_for_previous()
+
+
+@gluon.jit
+def load_beside(
+    u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N, early,
+    PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr, RANK: gl.constexpr,
+):  # fmt: skip
+    """Do a warp's work beside the GEMM: copy B's tiles, wait for u's kernel, and copy u's tiles.
+
+    Args:
+        u_desc: bfloat16 [M, P * R], u in boxes of [BOX_M, 16].
+        b_desc: bfloat16 [N, RANK], B in boxes of [BLOCK_N, 16].
+        columns_ptr: int32 [N / 64 rounded up], the first column of u for each 64 rows of B, or -1.
+        u_smem: where tiles of u go: RANK / 16 for each part.
+        m0: the program's first row of u.
+        n0: the program's first row of B; a part lies within 64 that begin at a multiple of 64.
+        early: 1 where B may be read before the kernel in front has ended.
+        BOX_M: rows of u that are copied.
+        BLOCK_N: columns of a tile of y.
+        RANK: columns of B, a multiple of 16.
+    """
+    STEPS: gl.constexpr = RANK // 16
+    if early == 0:
+        gluon_wait_for_previous()
+    bar = beside.index(0)
+    mbarrier.expect(bar, PARTS * STEPS * (u_desc.block_type.nbytes + b_desc.block_type.nbytes))
+    for part in gl.static_range(PARTS):
+        for i in gl.static_range(STEPS):
+            place = b_smem.index(part * STEPS + i)
+            gluon_names.tma_load(b_desc, [n0 + part * BLOCK_N, i * 16], bar, place)
+    firsts = first_columns(columns_ptr, n0, N, PARTS, BLOCK_N)
+    gluon_wait_for_previous()
+    for part in gl.static_range(PARTS):
+        first = gl.maximum(firsts[part], 0)
+        for i in gl.static_range(STEPS):
+            place = u_smem.index(part * STEPS + i).slice(0, BOX_M, 0)
+            gluon_names.tma_load(u_desc, [m0, first + i * 16], bar, place)
+
+
+@gluon.jit
+def first_columns(columns_ptr, n0, N, PARTS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return the first column of u for each of PARTS tiles of BLOCK_N columns of y, or -1.
+
+    Args:
+        columns_ptr: int32 [N / 64 rounded up], as of `load_beside`.
+        n0: the first tile's first column.
+        N: columns of y; past them there is no tile, and what is returned for one does not count.
+    """
+    firsts = ()
+    for part in gl.static_range(PARTS):
+        first = gl.load(columns_ptr + gl.minimum(n0 + part * BLOCK_N, N - 1) // 64)
+        firsts += (first,)  # type: ignore[assignment]
+    return firsts
+
+
+@gluon.jit
+def with_adapter(total, u_smem, b_smem, first, part: gl.constexpr, STEPS: gl.constexpr):
+    """Return a tile of the layer's product with the adapter's added, bfloat16 like total.
+
+    Args:
+        total: float32 [BLOCK_M, BLOCK_N], the layer's product, in a layout of wgmma.
+        u_smem: tiles of u, as of `load_beside`.
+        first: the first column of u for this tile, or -1 where nothing is added.
+    """
+    BLOCK_M: gl.constexpr = total.shape[0]
+    BLOCK_N: gl.constexpr = total.shape[1]
+    product: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=total.type.layout.warps_per_cta, instr_shape=[16, 8]
+    )
+    added = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, product)
+    for i in gl.static_range(STEPS):
+        u = u_smem.index(part * STEPS + i).load(gl.DotOperandLayout(0, product, 2))
+        b = b_smem.index(part * STEPS + i).permute((1, 0)).load(gl.DotOperandLayout(1, product, 2))
+        added = mma_v2(u, b, added)
+    added = gl.convert_layout(added, total.type.layout, assert_trivial=True).to(gl.bfloat16)
+    y = total.to(gl.bfloat16)
+    both = (y.to(gl.float32) + added.to(gl.float32)).to(gl.bfloat16)
+    return gl.where(first >= 0, both, y)
+
+
+CHUNK = 512  # along K; pinned, since the bits depend on it
+MOST_ROWS = 4096  # fewer than these
+_FEW_ROWS = 256  # up to here a program has 16 rows
+_RANKS = 32  # rows of A that a program has
+DOWN_PROGRAM_REGISTERS = 128 * 64  # of a program of 16 rows, at most: 128 threads of 64
+
+
+@gluon.jit
+def _copy_tile(
+    smem, ptr, first_row, num_rows, first_column, num_columns, stride, loads: gl.constexpr
+):
+    """Start copying a tile of a matrix to shared memory, with zeros where it has none.
+
+    Args:
+        smem: bfloat16 [rows, columns].
+        ptr: the matrix, bfloat16, 16 bytes of whose rows are copied at once.
+    """
+    ROWS: gl.constexpr = smem.shape[0]
+    COLUMNS: gl.constexpr = smem.shape[1]
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, loads))
+    columns = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, loads))
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    places = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    gluon_names.async_load(smem, places, mask=inside)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _write_word(ptr, value: gl.constexpr, mine, PUBLISH: gl.constexpr):
+    """Write a word by the program's first thread.
+
+    Args:
+        ptr: int32.
+        PUBLISH: whether who reads the word sees all that this thread has seen written; otherwise
+            the word itself is seen by all before the thread goes on.
+    """
+    before: gl.constexpr = "@one fence.acq_rel.gpu;" if PUBLISH else ""
+    behind: gl.constexpr = "" if PUBLISH else "@one fence.acq_rel.gpu;"
+    write: gl.constexpr = (
+        "{ .reg .pred one; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 one, thread, $3;"
+        + before
+        + "@one st.relaxed.gpu.global.b32 [$1], $2;"
+        + behind
+        + "mov.b32 $0, 0; }"
+    )
+    thread = gl.where(mine, 0, 4096)
+    gl.inline_asm_elementwise(
+        write, "=r,l,r,r", [ptr.to(gl.int64), value, thread], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _store_codes(
+    smem, codes_ptr, scales_ptr, scale_stride, first_row, num_rows, first_column, num_columns, mine,
+    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Quantize a tile in shared memory as 1 x 128 groups.
+
+    Args:
+        smem: bfloat16 [rows, columns], zeros where the matrix has nothing.
+        codes_ptr: FP8 [num_rows, num_columns], written.
+        scales_ptr: float32, one line of rows for each 128 columns, scale_stride apart, written.
+        num_columns: of the matrix, a multiple of 128.
+        MAXIMUM: as of `tile.scale_and_multiplier`.
+        FLOOR: as of `tile.scale_and_multiplier`.
+        POW2: as of `tile.scale_and_multiplier`.
+    """
+    ROWS: gl.constexpr = smem.shape[0]
+    COLUMNS: gl.constexpr = smem.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = first_column + gl.arange(0, 128, gl.SliceLayout(0, layout))
+    places = rows.to(gl.int64)[:, None] * num_columns + columns[None, :]
+    if mine:
+        for start in gl.static_range(0, COLUMNS, 128):
+            column = first_column + start
+            mask = (rows < num_rows) & (column < num_columns)
+            values = smem.slice(start, 128, 1).load(layout).to(gl.float32)
+            amax = tile.largest(values, 1)
+            scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+            codes = (values * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
+            gl.store(codes_ptr + (places + start), codes, mask=mask[:, None])
+            gl.store(scales_ptr + (column // 128 * scale_stride + rows), scale, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "scale_stride", "early"])
+def down_rows_kernel(
+    x_ptr, a_ptr, sums_ptr, out_ptr, arrived_ptr, ready_ptr, codes_ptr, scales_ptr, num_rows,
+    num_columns, rank, x_stride, scale_stride, chunks, early, SIGNAL: gl.constexpr,
+    CHUNK: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr, QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Multiply ROWS rows of x by RANKS rows of A over one chunk of K; the last program adds up.
+
+    Args:
+        x_ptr: bfloat16 [num_rows, num_columns], rows x_stride apart.
+        a_ptr: bfloat16 [rank, num_columns].
+        sums_ptr: float32 [chunks, num_rows, rank], written.
+        out_ptr: bfloat16 [num_rows, rank], written.
+        arrived_ptr: int32, zero for each tile of the result, and zero again when the kernel ends.
+        ready_ptr: int32, with SIGNAL 0 before the kernel behind starts, and 1 from when what the
+            kernel in front wrote can be read.
+        codes_ptr: FP8 [num_rows, num_columns], x's codes, written with QUANTIZE.
+        scales_ptr: float32, their scales, as of `_store_codes`.
+        early: 1 where A may be read before the kernel in front has ended.
+        ROWS: 16 or 64.
+        RANKS: 16 or 32.
+        QUANTIZE: whether x is quantized, by the programs of the first ranks.
+        MAXIMUM: as of `tile.scale_and_multiplier`.
+        FLOOR: as of `tile.scale_and_multiplier`.
+        POW2: as of `tile.scale_and_multiplier`.
+    """
+    loads: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[ROWS // 16, 64 // ROWS], instr_shape=[16, 8]
+    )
+    row0, rank0 = gl.program_id(0) * ROWS, gl.program_id(1) * RANKS
+    chunk = gl.program_id(2)
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [ROWS, CHUNK], shared)
+    a_smem = gl.allocate_shared_memory(gl.bfloat16, [RANKS, CHUNK], shared)
+    tells = (gl.program_id(0) == 0) & (gl.program_id(1) == 0) & (chunk == 0)
+    if SIGNAL:
+        _write_word(ready_ptr, 0, tells, False)
+        gluon_names.barrier()  # no thread lets the kernel behind start before that
+    gluon_let_next_start()
+    if early == 0:
+        gluon_wait_for_previous()
+    _copy_tile(a_smem, a_ptr, rank0, rank, chunk * CHUNK, num_columns, num_columns, loads)
+    gluon_wait_for_previous()
+    if SIGNAL:
+        _write_word(ready_ptr, 1, tells, True)  # in front of copies, which its fence would wait for
+    _copy_tile(x_smem, x_ptr, row0, num_rows, chunk * CHUNK, num_columns, x_stride, loads)
+    async_copy.wait_group(0)
+    gluon_names.barrier()
+
+    # The chunk's chain: 16 products at a time, in the order of K.
+    total = gl.zeros([ROWS, RANKS], gl.float32, mma)
+    for column in gl.static_range(0, CHUNK, 64):
+        x = x_smem.slice(column, 64, 1).load(gl.DotOperandLayout(0, mma, 2))
+        a = a_smem.slice(column, 64, 1).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+        total = mma_v2(x, a, total)
+    rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, mma))
+    ranks = rank0 + gl.arange(0, RANKS, gl.SliceLayout(0, mma))
+    mask = (rows < num_rows)[:, None] & (ranks < rank)[None, :]
+    places = rows[:, None] * rank + ranks[None, :]
+    size = num_rows * rank
+    gl.store(sums_ptr + chunk * size + places, total, mask=mask)
+    if QUANTIZE:
+        _store_codes(
+            x_smem, codes_ptr, scales_ptr, scale_stride, row0, num_rows, chunk * CHUNK,
+            num_columns, gl.program_id(1) == 0, MAXIMUM, FLOOR, POW2,
+        )  # fmt: skip
+
+    # Every thread has stored before one of them counts the program, which releases the stores of
+    # all; who counts last acquires those of the other programs.
+    gluon_names.barrier()
+    counter = arrived_ptr + (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1))
+    before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if before == chunks - 1:
+        total = gl.zeros([ROWS, RANKS], gl.float32, mma)
+        for first in range(0, chunks, 8):
+            # Eight loads are under way at once; past the last chunk there is nothing to add.
+            parts = ()
+            for i in gl.static_range(8):
+                part = gl.load(
+                    sums_ptr + (first + i) * size + places, mask=mask & (first + i < chunks),
+                    other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                parts += (part,)  # type: ignore[assignment]
+            for i in gl.static_range(8):
+                total += parts[i]
+        gl.store(out_ptr + places, total.to(gl.bfloat16), mask=mask)
+        gl.store(counter, 0)  # for the next product
+
+
+def ready_word(arrived: Tensor) -> Tensor:
+    """Return the word that says when what stands before the product with A can be read, int32 [1].
+
+    Args:
+        arrived: int32, as of `project_down_rows`.
+    """
+    return arrived[-1:]
+
+
+def down_program_bytes(rows: int) -> int:
+    """Return the bytes of shared memory of a program of the product with A."""
+    return (_tile_rows(rows) + _RANKS) * CHUNK * 2
+
+
+def project_down_rows(x: Tensor, down: Tensor, arrived: Tensor, signal: bool = False) -> Tensor:
+    """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`, of few rows.
+
+    Captured in a graph, the kernel must not directly follow the one that writes A. The kernel
+    behind may start before the one in front has ended: it may then read what neither writes, and
+    once it has waited it may read what both wrote.
+
+    Args:
+        x: bfloat16 [T, K], its rows contiguous, T below `MOST_ROWS` and K a multiple of 16.
+        down: bfloat16 [R, K], A.
+        arrived: int32 zeros [256 * (R / 16) + 1], a counter for each 16 rows of x and of A, and the
+            word of `ready_word`; no two products that run at once share it.
+        signal: whether `ready_word` tells the kernel behind when it may read what the kernel in
+            front wrote.
+    """
+    return _launch(x, down, arrived, signal, None, "fp32")
+
+
+def project_down_quantize(
+    x: Tensor, down: Tensor, arrived: Tensor, scales: str = "fp32"
+) -> tuple[Tensor, QTensor]:
+    """Return what `project_down_rows` returns, and x in 1 x 128 groups, from one pass.
+
+    Args:
+        x: as of `project_down_rows`, K a multiple of 128.
+        down: as of `project_down_rows`.
+        arrived: as of `project_down_rows`.
+        scales: "fp32" or "pow2", the quantizer's scales.
+    """
+    rows = empty_row_groups(x.shape[0], x.shape[1], FORMATS["e4m3"][0], x.device)
+    return _launch(x, down, arrived, False, rows, scales), rows
+
+
+def _tile_rows(rows: int) -> int:
+    """Return the rows of a program: few where there are multiprocessors for more programs."""
+    return 16 if rows <= _FEW_ROWS else 64
+
+
+def _launch(
+    x: Tensor, down: Tensor, arrived: Tensor, signal: bool, codes: QTensor | None, scales: str
+) -> Tensor:
+    """Launch down_rows_kernel over rows, ranks and chunks; x stands in for codes that are not."""
+    check_matrix("project_down", x, (torch.bfloat16,))
+    (num_rows, num_columns), rank = x.shape, len(down)
+    check_tensor("project_down", "A", down, torch.bfloat16, (rank, num_columns))
+    counters = MOST_ROWS // 16 * rank // 16
+    check_tensor("project_down", "arrived", arrived, torch.int32, (counters + 1,))
+    multiple = 16 if codes is None else FP8_BLOCK
+    if num_rows >= MOST_ROWS or num_columns % multiple or x.stride(0) % 16:
+        raise ValueError(
+            f"project_down: fewer than {MOST_ROWS} rows and K a multiple of {multiple}, not "
+            f"{list(x.shape)} with strides {list(x.stride())}"
+        )
+    out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
+    if not num_rows:
+        return out
+    chunks, ranks, rows = cdiv(num_columns, CHUNK), min(_RANKS, rank), _tile_rows(num_rows)
+    sums = torch.empty(chunks, num_rows, rank, dtype=torch.float32, device=x.device)
+    constants = tile_rule("e4m3", scales)
+    down_rows_kernel[(cdiv(num_rows, rows), cdiv(rank, ranks), chunks)](
+        x, down, sums, out, arrived, ready_word(arrived), x if codes is None else codes.codes,
+        x if codes is None else codes.scales, num_rows, num_columns, rank, x.stride(0),
+        0 if codes is None else codes.scales.stride(1), chunks,
+        int(torch.cuda.is_current_stream_capturing()), signal, CHUNK, rows, ranks,
+        codes is not None, constants["MAXIMUM"], constants["FLOOR"], constants["POW2"],
+        num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
+    )  # fmt: skip
+    return out
+
 
 _BF16 = (torch.bfloat16,)
 # Pinned: the bits of every product depend on these.
@@ -133,7 +568,7 @@ def project_down_hopper(x: Tensor, down: Tensor, arrived: Tensor) -> Tensor:
     Args:
         x: bfloat16 [T, K], its rows contiguous.
         down: bfloat16 [R, K], A.
-        arrived: int32, as of `adapter_rows.project_down_rows`, which takes fewer rows.
+        arrived: int32, as of `adapter.project_down_rows`, which takes fewer rows.
     """
     return (
         project_down_rows(x, down, arrived) if len(x) < MOST_ROWS else project_down_whole(x, down)

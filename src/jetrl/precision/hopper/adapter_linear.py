@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.adapter import AdapterWeight
-from jetrl.precision.hopper.adapter import project_down_hopper, project_up_hopper
-from jetrl.precision.hopper.adapter_epilogue import MOST_RANKS, AdapterOperands
-from jetrl.precision.hopper.adapter_rows import (
+from jetrl.precision.hopper.adapter import (
+    MOST_RANKS,
+    AdapterOperands,
+    project_down_hopper,
     project_down_quantize,
     project_down_rows,
+    project_up_hopper,
     ready_word,
 )
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper, row_operand
-from jetrl.precision.hopper.gemm_rows import rows_matmul
-from jetrl.precision.hopper.gemm_tiles import tiles_beside
+from jetrl.precision.hopper.gemm_rows import rows_matmul, tiles_beside
 from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
-from jetrl.precision.nvfp4_layout import HopperNVFP4
+from jetrl.precision.nvfp4 import HopperNVFP4
 from jetrl.precision.quantize import QTensor
 
 Form = Literal["fused", "passes"]
@@ -72,7 +73,7 @@ def quantized_adapted_matmul(
     """Return quantize(x) @ b^T with the adapter's product added, and the product with A.
 
     Args:
-        x: bfloat16 [T, K], its rows contiguous, of fewer than `adapter_rows.MOST_ROWS` rows.
+        x: bfloat16 [T, K], its rows contiguous, of fewer than `adapter.MOST_ROWS` rows.
         b: 128 x 128 groups [N, K].
         scales: "fp32" or "pow2", the quantizer's scales.
         form: as of `adapted_matmul`.

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.precision.hopper.checks import check_tensor
+from jetrl.precision.hopper.launch import check_tensor
 from jetrl.precision.layout import cdiv
 
 _BLOCK = 4096  # elements of a program: 16 a thread

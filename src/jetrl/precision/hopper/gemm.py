@@ -1,15 +1,14 @@
-"""The one GEMM on Hopper: `precision.gemm`'s functions on cuBLAS, DeepGEMM and a kernel of ours.
+"""`precision.gemm` on Hopper: cuBLAS, DeepGEMM and a kernel of ours, with the same bits.
 
-All follow the canonical order (for each 128 of K: the tensor core from zero, then one
-float32 multiply-add with the two scales, K blocks in order). They give the same bits, and a row the
-same bits at any number of rows; tests/gpu/test_gemm.py holds them to it. The one exception known is
-a cuBLAS choice of split K at few rows, so rows are padded to 64 and to a multiple of 4.
+All follow the canonical order (for each 128 of K the tensor core from zero, then one float32
+multiply-add with the two scales, K blocks in order), at any number of rows
+(tests/gpu/test_gemm.py). The one known exception is cuBLAS's choice of split K at few rows, so rows
+are padded to 64 and to a multiple of 4.
 
-cuBLAS is `torch.nn.functional.scaled_mm` (torch >= 2.11). DeepGEMM, where its package is installed,
-is faster and takes what has BF16 results; its kernels compile on first use.
-`precision.hopper.gemm_rows` is faster still at the rows of a decode step: 64, and 128 where the
-weight is wide (DeepGEMM 0.1.4 needs 88 microseconds for 96 to 128 rows by 24576 x 4096, and 44 for
-256).
+cuBLAS is `torch.nn.functional.scaled_mm` (torch >= 2.11). DeepGEMM, if installed, is faster and
+takes products with BF16 results; its kernels compile on first use. `gemm_rows` is faster still at a
+decode step's rows: 64, and 128 if the weight is wide (DeepGEMM 0.1.4 takes 88 microseconds for 96
+to 128 rows by 24576 x 4096, and 44 for 256).
 """
 
 from __future__ import annotations

@@ -1,33 +1,27 @@
 """The FP8 GEMM of few rows on Hopper: decode, where a weight is read for at most 128 rows.
 
-The bits of the libraries (`precision.hopper.gemm`): for each 128 of K the tensor core from zero
-(four wgmma of 64 rows, 32 deep), then one float32 multiply-add with the product of the two scales,
-K blocks in order. How the weight is cut into tiles changes no bit.
+It has the bits of the libraries (`precision.hopper.gemm`): for each 128 of K the tensor core from
+zero, then one float32 multiply-add with the product of the two scales, K blocks in order. How the
+weight is cut into tiles changes no bit; docs/notes-gemm.md has the cuts that were measured.
 
-All that counts is to keep reading: a program takes 16 to 192 rows of the weight over the whole of
-K, one warp asks for tiles by bulk copy into up to 16 stages of shared memory, and four or eight
-warps multiply (`precision.hopper.gemm_loads`, `precision.hopper.gemm_tiles`). In a captured graph
-the first tiles of the weight are asked for before the kernel in front has ended
-(`precision.hopper.launch`). Rows of X past the last need not be read: what lies in their place in
-shared memory makes rows of the result that are not written.
-
-A stage holds one block of 128 along K: X's codes and scales, and PARTS tiles of the weight's codes.
+Speed is continuous reading: a program takes 16 to 192 rows of the weight over the whole of K. One
+warp requests tiles by bulk copy into up to 16 stages, and four or eight warps multiply. In a
+captured graph the first tiles of the weight are requested before the previous kernel has ended. A
+stage holds one block of 128 along K: X's codes and scales, and PARTS tiles of the weight's codes.
 Stages form ROUNDS groups of GROUP blocks. A group has two barriers: `arrived`, when its bytes have
-come, and `left`, when the multiplying warps have read them. Barriers are of groups and not of
-blocks because the tensor cores drain at the end of each (0.07 microseconds a group; the tiles that
-were tried, and their times, are in docs/notes-gemm.md).
+come, and `left`, when they have been read. Groups, since the tensor cores drain at each barrier.
 
-An adapter's product with B joins before the store (`precision.hopper.adapter_epilogue`). Its u is
-what the kernel directly in front makes (`precision.hopper.adapter_rows`), while this one reads its
-weight and multiplies: that kernel says by a word in memory when X can be read, so that only the
-last step waits for u. It needs room on the multiprocessors beside this one's programs, so such a
-product has fewer stages.
+An adapter's product with B joins before the store (`hopper.adapter`). The previous kernel makes its
+u meanwhile and signals by a word when X can be read, so only the last step waits for u. Its
+programs need room on the same SMs, so such a product has fewer stages.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (a Triton function may annotate nothing but its compile-time constants)
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,18 +36,193 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.precision.hopper import gluon_names
-from jetrl.precision.hopper.adapter_epilogue import (
+from jetrl.precision.hopper.adapter import (
     AdapterOperands,
+    down_program_bytes,
     first_columns,
     load_beside,
+    wait_for_rows,
     with_adapter,
 )
-from jetrl.precision.hopper.gemm_loads import load_operands
-from jetrl.precision.hopper.gemm_tiles import Tiles, tiles_beside, tiles_for
-from jetrl.precision.hopper.launch import OVERLAPPED, gluon_wait_for_previous
+from jetrl.precision.hopper.launch import (
+    BARRIER,
+    MULTIPROCESSORS,
+    OVERLAPPED,
+    fitting_stages,
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+    room_beside,
+)
 from jetrl.precision.layout import cdiv
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The cut of a product into programs and stages.
+
+    Attributes:
+        block_m: rows of X that a program has: 64 or 128.
+        block_n: rows of such a tile.
+        group: blocks of 128 along K that share a pair of barriers.
+    """
+
+    block_m: int
+    parts: int
+    block_n: int
+    rounds: int
+    group: int
+
+
+def tiles_for(rows: int, n: int) -> Tiles:
+    """Return the cut of a product with a weight of n rows.
+
+    All programs are resident at once, one a multiprocessor or, where tiles are small, two: that
+    matters more than equal shares (docs/notes-gemm.md).
+    """
+    if rows > 64:
+        for tiles in (Tiles(128, 1, 32, 5, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 7, 1)):
+            if cdiv(n, tiles.parts * tiles.block_n) <= MULTIPROCESSORS:
+                return tiles
+        return Tiles(128, 3, 64, 5, 1)
+    if n <= 16 * MULTIPROCESSORS:
+        return Tiles(64, 1, 16, 4, 4)
+    if n <= 32 * MULTIPROCESSORS:
+        return Tiles(64, 1, 32, 4, 4)
+    if n <= 64 * MULTIPROCESSORS:
+        return Tiles(64, 1, 32, 4, 2)
+    if n <= 128 * MULTIPROCESSORS:
+        return Tiles(64, 1, 64, 3, 2)
+    if n <= 192 * MULTIPROCESSORS:
+        return Tiles(64, 3, 64, 6, 1)
+    return Tiles(64, 2, 64, 4, 1)
+
+
+def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
+    """Return the cut of a product to which an adapter's is added; None where a library is faster.
+
+    It leaves room for the tiles of u and B, and for a program of the product with A, which runs on
+    the same multiprocessor meanwhile. Up to 256 rows are cut where all programs run at once.
+    """
+    tiles = tiles_for(rows, n)
+    if rows > 128:
+        if rows > 256 or n > 48 * MULTIPROCESSORS:
+            return None
+        tiles = Tiles(128, 1, 64, 4, 2) if n <= 32 * MULTIPROCESSORS else Tiles(128, 3, 32, 7, 1)
+    block = (tiles.block_m + tiles.parts * tiles.block_n) * 128 + tiles.block_m * 4
+    adapter = tiles.parts * (tiles.block_m + tiles.block_n) * rank * 2 + BARRIER
+    room = room_beside(down_program_bytes(rows))
+    stage = tiles.group * block + 2 * BARRIER
+    return replace(tiles, rounds=fitting_stages(tiles.rounds, stage, adapter, room))
+
+
+@gluon.jit
+def _load_weights(
+    w_desc, w_smem, arrived, group, n0, COUNT: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_BYTES: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of the weight's codes for COUNT blocks of a group, from its first block on.
+
+    The barrier is told of all bytes of these blocks, X's too, which `_load_rows` asks for.
+    """
+    bar = arrived.index(group % ROUNDS)
+    mbarrier.expect(bar, COUNT * BLOCK_BYTES)
+    for i in gl.static_range(COUNT):
+        stage = (group % ROUNDS) * GROUP + i
+        for part in gl.static_range(PARTS):
+            gluon_names.tma_load(
+                w_desc, [n0 + part * BLOCK_N, (group * GROUP + i) * 128], bar,
+                w_smem.index(stage * PARTS + part),
+            )  # fmt: skip
+
+
+@gluon.jit
+def _load_rows(
+    x_desc, s_desc, x_smem, s_smem, arrived, group, m0, COUNT: gl.constexpr,
+    BOX_M: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of X's codes and scales for COUNT blocks of a group.
+
+    Of codes BOX_M rows are copied: a box that reaches past the end of the array is slow.
+    """
+    bar = arrived.index(group % ROUNDS)
+    for i in gl.static_range(COUNT):
+        k = group * GROUP + i
+        stage = (group % ROUNDS) * GROUP + i
+        rows = x_smem.index(stage).slice(0, BOX_M, 0)
+        gluon_names.tma_load(x_desc, [m0, k * 128], bar, rows)
+        gluon_names.tma_load(s_desc, [k, m0], bar, s_smem.index(stage))
+
+
+@gluon.jit
+def load_operands(
+    x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, ready_ptr, m0, n0, early,
+    KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr, GROUP: gl.constexpr, SIGNALLED: gl.constexpr,
+):  # fmt: skip
+    """Do the loading warp's work: keep every stage that is free asked for.
+
+    Args:
+        x_desc: FP8 [M padded, K], boxes of [BOX_M, 128].
+        s_desc: float32 [K / 128, M padded], X's scales, boxes of [1, BLOCK_M].
+        w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
+        x_smem: FP8 [stages, BLOCK_M, 128] in shared memory.
+        s_smem: float32 [stages, 1, BLOCK_M] in shared memory.
+        w_smem: FP8 [stages * PARTS, BLOCK_N, 128] in shared memory.
+        arrived: a barrier for each group, for its bytes.
+        ready_ptr: int32, says when X can be read, with SIGNALLED.
+        m0: the program's first row of X.
+        n0: the program's first row of the weight.
+        early: whether weights are asked for while the kernel in front still runs; outside of a
+            captured graph that may be the one that writes them.
+        KB: blocks of 128 along K.
+        PARTS: as of `gemm_rows.Tiles`.
+        BOX_M: rows of X that are copied.
+        BLOCK_N: as of `gemm_rows.Tiles`.
+        ROUNDS: as of `gemm_rows.Tiles`.
+        GROUP: as of `gemm_rows.Tiles`.
+        SIGNALLED: as of `gemm_rows.rows_gemm_kernel`.
+    """
+    BLOCK_BYTES: gl.constexpr = (
+        x_desc.block_type.nbytes + s_desc.block_type.nbytes + PARTS * w_desc.block_type.nbytes
+    )
+    GROUPS: gl.constexpr = KB // GROUP
+    AHEAD: gl.constexpr = ROUNDS if ROUNDS < GROUPS else GROUPS
+    # All stages are free at first. The weights of the first groups do not depend on the kernel in
+    # front; X, which that writes, does.
+    if early == 0:
+        gluon_wait_for_previous()
+    for group in range(AHEAD):
+        _load_weights(
+            w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
+        )
+    wait_for_rows(ready_ptr, SIGNALLED)
+    gluon_let_next_start()
+    for group in range(AHEAD):
+        _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
+    # From then on a group's stages are asked for again once the multiplying warps have left them.
+    # The phase of a barrier flips each time round.
+    for group in range(AHEAD, GROUPS):
+        mbarrier.wait(left.index(group % ROUNDS), ((group // ROUNDS) & 1) ^ 1)
+        _load_weights(
+            w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
+        )
+        _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
+    # What is left of K is a smaller group.
+    if KB % GROUP:
+        mbarrier.wait(
+            left.index(GROUPS % ROUNDS), ((GROUPS // ROUNDS) & 1) ^ 1, pred=GROUPS >= ROUNDS
+        )
+        _load_weights(
+            w_desc, w_smem, arrived, GROUPS, n0, KB % GROUP, PARTS, BLOCK_N, ROUNDS, GROUP,
+            BLOCK_BYTES,
+        )  # fmt: skip
+        _load_rows(
+            x_desc, s_desc, x_smem, s_smem, arrived, GROUPS, m0, KB % GROUP, BOX_M, ROUNDS, GROUP
+        )
+
 
 _CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -122,7 +291,7 @@ def _multiply(
     """Do the multiplying warps' work: all of K for the program's tiles, then their store.
 
     Args:
-        x_smem, s_smem, w_smem, arrived, left, m0, n0, early, KB: as of `gemm_loads.load_operands`.
+        x_smem, s_smem, w_smem, arrived, left, m0, n0, early, KB: as of `gemm_rows.load_operands`.
         ws_ptr, ws_stride: the weight's scales, as of `_multiply_group`.
         y_ptr: bfloat16 [M, N], written.
         columns_ptr, u_smem, b_smem, beside, RANK: the adapter, as of `load_beside`.
@@ -178,11 +347,11 @@ def rows_gemm_kernel(
         x_desc: FP8 [M padded, K], boxes of [BOX_M, 128].
         s_desc: float32 [K / 128, M padded], X's scales, boxes of [1, BLOCK_M].
         w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
-        u_desc: with RANK the adapter's product with A, as of `adapter_epilogue.load_beside`.
+        u_desc: with RANK the adapter's product with A, as of `adapter.load_beside`.
         ws_ptr: float32 [N / 128, K / 128], the weight's scales.
         y_ptr: bfloat16 [M, N], written.
         columns_ptr: int32, the first columns of u, likewise.
-        ready_ptr: int32, as of `adapter_epilogue.wait_for_rows`, read with SIGNALLED.
+        ready_ptr: int32, as of `adapter.wait_for_rows`, read with SIGNALLED.
         ws_stride: from one line of the weight's scales to the next.
         early: 1 where the weight may be read before the kernel in front has ended.
         KB: blocks of 128 along K.

@@ -1,14 +1,13 @@
-"""Overlapped launches (programmatic dependent launch): a kernel starts while the one before ends.
+"""Checks of tensors, room in shared memory, and overlap of launches, for all Hopper kernels.
 
-Decode is a chain of kernels of a few microseconds, and a launch costs one of them. A kernel that is
-launched with `OVERLAPPED` may start as soon as every program of the one before has called
-`let_next_start`, or ended. Most call it at once, and the product of a linear layer when its X can
-be read: so the kernels behind are there when it ends, and the next product has begun to copy its
-weight. All a kernel may do before it calls `wait_for_previous` is set itself up and read what no
-kernel of the forward writes that lets others start: weights, page tables, old pages. Since every
-kernel waits before it ends, one that has waited sees what all before it wrote.
-
-Without the launch attribute, or behind a kernel that never calls it, both are no-operations.
+Overlap (programmatic dependent launch) lets a kernel start while the one before ends. Decode is a
+chain of kernels of a few microseconds, and a launch costs one of them. A kernel launched with
+`OVERLAPPED` may start once every program of the one before has called `let_next_start` or ended.
+Most call it at once; the product of a linear layer calls it when its X can be read, so the next
+product can begin to copy its weight. Before `wait_for_previous` a kernel may only set itself up and
+read what no kernel of the forward writes: weights, page tables, old pages. Since every kernel waits
+before it ends, one that has waited sees all earlier writes. Without the launch attribute, both are
+no-operations.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,11 +16,89 @@ Without the launch attribute, or behind a kernel that never calls it, both are n
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
+
+
+def check_matrix(operation: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Check that x is a CUDA matrix whose rows are contiguous; the rows may lie apart.
+
+    Raises:
+        ValueError: x is none.
+    """
+    if not x.is_cuda or x.dim() != 2 or x.dtype not in dtypes or x.stride(1) != 1:
+        raise ValueError(
+            f"{operation}: a CUDA matrix of {', '.join(map(str, dtypes))} with contiguous rows, "
+            f"not {x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
+        )
+
+
+def check_tensor(
+    operation: str, name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int]
+) -> None:
+    """Check that x is a contiguous CUDA tensor of one dtype and shape.
+
+    Raises:
+        ValueError: x is none.
+    """
+    fits = x.is_cuda and x.dtype == dtype and tuple(x.shape) == tuple(shape)
+    if not fits or not x.is_contiguous():
+        raise ValueError(
+            f"{operation}: {name} is {_short(dtype)} {list(shape)}, contiguous and on the GPU, not "
+            f"{_short(x.dtype)} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have
+TRITONS_OWN = 512  # bytes, at most, of what Triton keeps there itself: arguments of warps, padding
+BARRIER = 8  # bytes
+_OF_SYSTEM = 1024  # bytes that the system has beside each program's
+_FEWEST = 2
+
+
+def program_bytes(stages: int, stage: int, beside: int) -> int:
+    """Return the most bytes of shared memory that a program takes; what Triton adds may be less.
+
+    Args:
+        stage: Bytes of a stage of all rings, its barriers among them.
+        beside: Bytes of all else, such as the tiles of an adapter.
+    """
+    return stages * stage + beside + TRITONS_OWN
+
+
+def fitting_stages(fastest: int, stage: int, beside: int, room: int) -> int:
+    """Return how many stages a program has: as many as were fastest, or as fit, but at least 2.
+
+    Args:
+        stage: As of `program_bytes`.
+        beside: As of `program_bytes`.
+        room: Bytes of shared memory that the program may take.
+    """
+    stages = fastest
+    while stages > _FEWEST and program_bytes(stages, stage, beside) > room:
+        stages -= 1
+    return stages
+
+
+def room_beside(other: int, programs: int = 1) -> int:
+    """Return the bytes of each of some programs on a multiprocessor that has another one as well.
+
+    Args:
+        other: Bytes of shared memory of the other program.
+        programs: How many programs share what it leaves.
+    """
+    multiprocessor = SHARED_MEMORY + _OF_SYSTEM
+    return (multiprocessor - other - _OF_SYSTEM) // programs - _OF_SYSTEM
+
 
 OVERLAPPED = {"launch_pdl": True}
 MULTIPROCESSORS = 132  # of an H100 or H200 in an SXM socket, for which products are cut into tiles

@@ -1,16 +1,13 @@
-"""Products with an NVFP4 weight on Hopper: `precision.nvfp4_weight`'s functions.
+"""`precision.nvfp4_weight` on Hopper.
 
 Few rows read the codes themselves (`nvfp4_rows`). Many rows are multiplied by cuBLAS, which reads
-the weight widened to BF16: the widened values are exact, so this is the same product, and cuBLAS
-adds in the same order (tests/gpu/test_nvfp4.py). The widened weight is made for one product and
-dropped: kept, it would take 3.6 times the memory of the codes.
+the weight widened to BF16, exactly, and adds in the same order (tests/gpu/test_nvfp4.py). The
+widened weight is dropped after the product: kept, it would take 3.6 times the memory of the codes.
 
-Sums are multiplied by the matrix's scale before they are rounded, which is cuBLAS's alpha. Where K
-has several parts (`nvfp4_layout.parts_of`), cuBLAS makes the float32 sums of each part, which are
-added in order and then multiplied and rounded, for at most `ROWS_AT_ONCE` rows at a time.
-
-Where a weight is stacked of matrices with scales of their own, the float32 sums are made in the
-same way and multiplied by the scale of each row; DGrad adds the products of the matrices.
+Sums are multiplied by the matrix's scale before they are rounded (cuBLAS's alpha). If K has several
+parts (`nvfp4.parts_of`), their float32 sums are added in order, then multiplied and rounded, for at
+most `ROWS_AT_ONCE` rows at a time. Stacked matrices have a scale per row; DGrad adds their
+products.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,8 +20,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.precision.hopper.checks import check_matrix
 from jetrl.precision.hopper.gemm import pinned_bf16_reductions
+from jetrl.precision.hopper.launch import check_matrix
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
 from jetrl.precision.hopper.nvfp4_unpack import (
     CODE_WORDS,
@@ -34,7 +31,7 @@ from jetrl.precision.hopper.nvfp4_unpack import (
     unpack_step,
 )
 from jetrl.precision.layout import cdiv
-from jetrl.precision.nvfp4_layout import (
+from jetrl.precision.nvfp4 import (
     BLOCK,
     FEW_ROWS,
     ROWS_AT_ONCE,

@@ -1,35 +1,28 @@
-"""The GEMM of few rows by an NVFP4 weight on Hopper: decode, where 4.5 bits a value are read.
+"""The GEMM of few rows by an NVFP4 weight on Hopper: decode, where 4.5 bits per value are read.
 
 A program takes 32 or 64 rows of the weight over the whole of K, and all rows of X up to BLOCK_M. It
-computes the transpose of a tile of Y: the weight is the left operand and is unpacked to BF16 in the
-registers from which the tensor core reads it (`nvfp4_unpack`), X the right one. So the instruction
-has no more columns than there are rows of X. Up to 16 rows that is mma.sync, since a wgmma takes
-some 30 cycles however few its columns are; from then on wgmma, which reads X in shared memory.
+computes the transpose of a tile of Y: the weight is the left operand, unpacked to BF16 in the
+registers from which the tensor core reads it (`nvfp4_unpack`). Up to 16 rows the instruction is
+mma.sync, since a wgmma takes some 30 cycles however few its columns; beyond, wgmma.
 
-The sum of an element goes along K in order, 16 products at a time, in one float32 accumulator for
-each part of K (`nvfp4_layout.parts_of`). Parts are added in order, and their sum is multiplied once
-by the matrix's scale: the order of cuBLAS's BF16 products of parts without split K, by which many
-rows are multiplied (`precision.hopper.nvfp4`). Neither the instruction nor the tile nor the place
-of an operand, left or right, changes a bit.
+An element's sum goes along K in order, 16 products at a time, in one float32 accumulator per part
+of K (`nvfp4.parts_of`). Parts are added in order and multiplied once by the matrix's scale, as
+cuBLAS does for many rows (`hopper.nvfp4`). Instruction, tile and side of an operand change no bit.
+A product waits some 33 cycles for the previous one in its chain, so up to 16 rows four warps make
+two parts in turn, and four parts have eight warps.
 
-A product waits some 33 cycles for the one before it in its chain, and a multiprocessor has few
-warps where the weight has few rows. So up to 16 rows four warps make two parts in turn, and four
-parts have eight warps. Otherwise four warps make one part after the other.
-
-Two more warps copy tiles of the weight and of X into rings of ROUNDS stages, one ring for each four
-warps (`nvfp4_loads`). A stage is GROUP blocks of 128 along K, of parts made in turn as many of
-each. In the last one K may end: what is copied of X from there on is zeros.
-
-An adapter's product with B joins before the store (`nvfp4_epilogue`), as in the FP8 GEMM of few
-rows (`gemm_rows`): its u is what the kernel directly in front makes, while this one reads its
-weight and multiplies, and a word in memory says when X can be read. A warp of its own copies tiles
-of u and B.
+Two more warps copy the weight and X into rings of ROUNDS stages, one ring per four warps. A stage
+is GROUP blocks of 128 along K; what is copied of X past K is zeros. No kernel writes a frozen
+weight, so its first stages are requested before the previous kernel has ended. An adapter joins
+before the store, as in `gemm_rows`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (a Triton function may annotate nothing but its compile-time constants)
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,11 +38,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.precision.hopper import gluon_names
-from jetrl.precision.hopper.adapter_epilogue import AdapterOperands, load_beside
-from jetrl.precision.hopper.launch import OVERLAPPED
-from jetrl.precision.hopper.nvfp4_epilogue import store_product
-from jetrl.precision.hopper.nvfp4_loads import load_rows, load_weight
-from jetrl.precision.hopper.nvfp4_tiles import Tiles, tiles_beside, tiles_for
+from jetrl.precision.hopper.adapter import (
+    DOWN_PROGRAM_REGISTERS,
+    AdapterOperands,
+    down_program_bytes,
+    load_beside,
+    wait_for_rows,
+)
+from jetrl.precision.hopper.launch import (
+    BARRIER,
+    MULTIPROCESSORS,
+    OVERLAPPED,
+    SHARED_MEMORY,
+    fitting_stages,
+    gluon_let_next_start,
+    program_bytes,
+    room_beside,
+)
 from jetrl.precision.hopper.nvfp4_unpack import (
     CODE_WORDS,
     SCALE_LINE,
@@ -58,7 +63,282 @@ from jetrl.precision.hopper.nvfp4_unpack import (
     unpack_step,
 )
 from jetrl.precision.layout import cdiv
-from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4, RowFactors, parts_of
+from jetrl.precision.nvfp4 import BLOCK, UNIT, HopperNVFP4, RowFactors, parts_of
+
+MOST_ROWS = 128  # of a program
+_REGISTERS = 65536  # of a multiprocessor
+_UNIT_BYTES = 2048 + 256  # of the codes and scales of 32 rows and 128 columns
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The cut of a product into programs and stages.
+
+    Attributes:
+        units: units of 32 rows of the weight that a program has: 1 or 2.
+        group: blocks of 128 along K of a stage: 1 or 2, or 4 where parts are made side by side.
+        together: whether the parts of K are made side by side; up to 16 rows of X.
+        sides: how many times so many units a program has, each by four warps that read the same X;
+            1 where parts are made side by side.
+    """
+
+    units: int
+    group: int
+    rounds: int
+    registers: int
+    together: bool = False
+    sides: int = 1
+
+    def rings(self, parts: int) -> int:
+        """Return how many rings of stages a program has, of a sum in so many parts of K."""
+        return cdiv(parts, 2) if self.together else 1
+
+    def chains(self, parts: int) -> int:
+        """Return how many parts of K a ring makes in turn, of so many."""
+        return min(parts, 2) if self.together else 1
+
+    def block_rows(self, rows: int) -> int:
+        """Return the rows of X that a program has, of so many."""
+        return min(MOST_ROWS, max(8, 1 << (rows - 1).bit_length()))
+
+
+def shared_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> int:
+    """Return the most bytes of shared memory that a program of a cut takes.
+
+    Args:
+        rank: Columns of an adapter's B; 0 without an adapter.
+    """
+    return program_bytes(tiles.rounds, *_stage_and_beside(tiles, rows, parts, rank))
+
+
+def _stage_and_beside(tiles: Tiles, rows: int, parts: int, rank: int) -> tuple[int, int]:
+    """Return the bytes of a stage of all rings, and of the sums and the adapter beside the stages.
+
+    Args:
+        rank: Columns of an adapter's B, or 0.
+    """
+    rings, block_m, units = tiles.rings(parts), tiles.block_rows(rows), tiles.sides * tiles.units
+    stage = tiles.group * (block_m * BLOCK * 2 + units * _UNIT_BYTES) + 2 * BARRIER
+    sums = tiles.chains(parts) * 64 * block_m * 4 + BARRIER if rings > 1 else 0
+    adapter = rank * 2 * (tiles.sides * block_m + units * UNIT) + BARRIER if rank else 0
+    return rings * stage, sums + adapter
+
+
+def tiles_for(rows: int, n: int, parts: int) -> Tiles:
+    """Return the cut of a product of some rows of X with a weight of n rows."""
+    return _with_stages_in(SHARED_MEMORY, _measured_cut(rows, n, parts), rows, parts, 0)
+
+
+def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -> Tiles:
+    """Return a cut whose stages, at least 2, fit in the given bytes of shared memory.
+
+    Args:
+        rank: Columns of an adapter's B, or 0.
+    """
+    sizes = _stage_and_beside(tiles, rows, parts, rank)
+    return replace(tiles, rounds=fitting_stages(tiles.rounds, *sizes, room))
+
+
+def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
+    """Return the cut that was fastest at the shapes of the models that were measured.
+
+    Where 64 rows of the weight a program would leave multiprocessors idle, a program has 32. wgmma
+    takes as long for 32 as for 64, so two such programs a multiprocessor are too many there. With
+    some dozens of rows reading X takes longer than reading the weight, so a program has 192 rows of
+    a wide weight where all programs run at once.
+
+    Where there is no more than one program for each multiprocessor, its stages take more than half
+    of the shared memory: or else two programs were put on one, and others had none (26 microseconds
+    in place of 20, with an adapter, for 8 rows and a weight of 4,096 x 12,288).
+    """
+    narrow, wide = n <= 32 * MULTIPROCESSORS, n > 64 * MULTIPROCESSORS
+    if rows <= 16 and parts > 1:
+        if not narrow and parts == 2:
+            return Tiles(2, 4, 5, 112, True) if rows <= 8 else Tiles(2, 4, 4, 80, True)
+        if not narrow:
+            return Tiles(2, 2, 9 if rows <= 8 else 7, 80, True)
+        if parts == 2:
+            return Tiles(1, 4, 7 if rows <= 8 else 5, 80, True)
+        return Tiles(1, 4, 4 if rows <= 8 else 3, 80, True)
+    if wide and 16 < rows <= 64 and n <= 192 * MULTIPROCESSORS:
+        return Tiles(2, 1, 6, 112, sides=3)
+    if rows <= 32:
+        units = 1 if narrow or (rows <= 16 and not wide) else 2
+        rounds = 6 if narrow else 4 if wide else 5
+        return Tiles(units, 2, rounds, 80 if rows <= 16 or narrow else 112)
+    if rows <= 64:
+        return Tiles(1, 2, 4, 128) if narrow else Tiles(2, 1 if wide else 2, 4, 128)
+    return Tiles(2, 1, 3, 128) if wide or rows > 128 else Tiles(2, 2, 3, 168)
+
+
+def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
+    """Return the cut of a product to which an adapter's is added.
+
+    It leaves room on each multiprocessor for the tiles of u and B, and for a program of the product
+    with A, which runs there meanwhile, so that all programs run at once that would without it.
+    """
+    tiles = _measured_cut(rows, n, parts)
+    threads = 128 * (tiles.rings(parts) * tiles.sides + 1)
+    programs = cdiv(rows, tiles.block_rows(rows)) * cdiv(n, UNIT * tiles.units * tiles.sides)
+    # Programs of a multiprocessor: no more than there are, nor than its registers are enough for.
+    programs = min(cdiv(programs, MULTIPROCESSORS), _REGISTERS // (threads * tiles.registers))
+    room = room_beside(down_program_bytes(rows), programs)
+    tiles = _with_stages_in(room, tiles, rows, parts, rank)
+    registers = (_REGISTERS - DOWN_PROGRAM_REGISTERS) // (programs * threads) // 8 * 8
+    return replace(tiles, registers=min(tiles.registers, registers))
+
+
+@gluon.jit
+def load_weight(
+    w_desc, s_desc, w_smem, s_smem, arrived, left, unit, KB, PB, stages, RINGS: gl.constexpr,
+    CHAINS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
+):  # fmt: skip
+    """Do the work of the warp that copies the weight: all stages of all rings, stage by stage.
+
+    Args:
+        w_smem: tiles of codes, one for each unit and chain of a stage.
+        KB: blocks of 128 along K.
+    """
+    EACH: gl.constexpr = GROUP // CHAINS
+    BYTES: gl.constexpr = UNITS * CHAINS * (w_desc.block_type.nbytes + s_desc.block_type.nbytes)
+    for stage in range(stages):
+        for ring in gl.static_range(RINGS):
+            slot = ring * ROUNDS + stage % ROUNDS
+            # All stages are free at first. The phase of a barrier flips each time round.
+            mbarrier.wait(left.index(slot), ((stage // ROUNDS) & 1) ^ 1)
+            bar = arrived.index(slot)
+            mbarrier.expect(bar, BYTES)
+            for u in gl.static_range(UNITS):
+                for chain in gl.static_range(CHAINS):
+                    place = (slot * UNITS + u) * CHAINS + chain
+                    block = (unit + u) * KB + (ring * CHAINS + chain) * PB + stage * EACH
+                    gluon_names.tma_load(w_desc, [block * 16, 0], bar, w_smem.index(place))
+                    gluon_names.tma_load(s_desc, [block, 0], bar, s_smem.index(place))
+
+
+@gluon.jit
+def load_rows(
+    x_desc, copied_x, arrived, left, ready_ptr, m0, PB, stages, RINGS: gl.constexpr,
+    CHAINS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, SIGNALLED: gl.constexpr,
+):  # fmt: skip
+    """Do the work of the warp that copies X: all stages of all rings, a part of K at a time.
+
+    Args:
+        x_desc: bfloat16 [K / 64, M, 64], X in boxes of the neighbouring blocks of a stage.
+        arrived: as of `load_weight`.
+        left: as of `load_weight`.
+        ready_ptr: int32, says when X can be read, with SIGNALLED.
+        PB: as of `load_weight`.
+        stages: as of `load_weight`.
+        RINGS: as of `load_weight`.
+        CHAINS: as of `load_weight`.
+        GROUP: as of `load_weight`.
+        ROUNDS: as of `load_weight`.
+        SIGNALLED: as of `nvfp4_rows.nvfp4_rows_kernel`.
+    """
+    EACH: gl.constexpr = GROUP // CHAINS
+    wait_for_rows(ready_ptr, SIGNALLED)
+    gluon_let_next_start()
+    for stage in range(stages):
+        for ring in gl.static_range(RINGS):
+            slot = ring * ROUNDS + stage % ROUNDS
+            mbarrier.wait(left.index(slot), ((stage // ROUNDS) & 1) ^ 1)
+            bar = arrived.index(slot)
+            mbarrier.expect(bar, CHAINS * x_desc.block_type.nbytes)
+            for chain in gl.static_range(CHAINS):
+                block = (ring * CHAINS + chain) * PB + stage * EACH
+                box = copied_x.index(slot * CHAINS + chain)
+                gluon_names.tma_load(x_desc, [block * 2, m0, 0], bar, box)
+
+
+# Rows and columns of a tile of B: warps have 8 rows of each unit, lanes the places of mma.sync.
+_LANES, _WARPS = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
+_ONE_UNIT = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], _LANES, _WARPS, [], [32, 16]))
+_TWO_UNITS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 8], [32, 0]], _LANES, _WARPS, [], [64, 16])
+)
+
+
+@gluon.jit
+def _rows_of_b(b_smem, UNITS: gl.constexpr, layout: gl.constexpr):
+    """Return a tile of B in the order of the product's rows, bfloat16 [64, 16].
+
+    Args:
+        b_smem: bfloat16 [UNITS * 32, 16], rows as they are in B.
+        UNITS: units of 32 rows, 1 or 2; the rows of a second one that is not there are zeros.
+    """
+    if UNITS == 2:
+        rows = gl.reshape(b_smem.load(_TWO_UNITS), [2, 4, 8, 16])
+        rows = gl.reshape(gl.permute(rows, [1, 0, 2, 3]), [64, 16])
+    else:
+        rows = b_smem.load(_ONE_UNIT)
+        both = gl.reshape(gl.join(rows, gl.zeros_like(rows)), [4, 8, 16, 2])
+        rows = gl.reshape(gl.permute(both, [0, 3, 1, 2]), [64, 16])
+    return gl.convert_layout(rows, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _added(
+    u_smem, b_smem, side: gl.constexpr, layout: gl.constexpr, BLOCK_M: gl.constexpr,
+    UNITS: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    """Return the transpose of a tile of u B^T, float32 [64, BLOCK_M], one chain from zero.
+
+    Args:
+        u_smem: bfloat16 [sides * STEPS, BLOCK_M, 16], tiles of u.
+        b_smem: bfloat16 [sides * STEPS, UNITS * 32, 16], tiles of B.
+        UNITS: as of `_rows_of_b`.
+        STEPS: tiles, 16 ranks each.
+    """
+    # mma.sync has the bits of wgmma, and its result lies where wgmma has the layer's product.
+    product: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]
+    )
+    total = gl.zeros([64, BLOCK_M], gl.float32, product)
+    for i in gl.static_range(STEPS):
+        b = _rows_of_b(b_smem.index(side * STEPS + i), UNITS, gl.DotOperandLayout(0, product, 2))
+        u = u_smem.index(side * STEPS + i).permute((1, 0)).load(gl.DotOperandLayout(1, product, 2))
+        total = mma_v2(b, u, total)
+    return gl.convert_layout(total, layout, assert_trivial=True)
+
+
+@gluon.jit
+def store_product(
+    total, y_ptr, factor, m0, unit, M, N, first, u_smem, b_smem, beside, side: gl.constexpr,
+    BLOCK_M: gl.constexpr, UNITS: gl.constexpr, RANK: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Store the product times the factor, with the adapter's product added.
+
+    Args:
+        total: float32 [64, BLOCK_M], the sums.
+        y_ptr: [M, N], written; bfloat16 with an adapter.
+        factor: float32, what sums are multiplied by; or a pointer to float32 [N], those of rows of
+            the weight.
+        m0: the program's first row of X.
+        unit: the first unit of 32 rows of the weight of these warps.
+        first: with RANK the first column of u for these rows, or -1 where nothing is added.
+        u_smem: as of `_added`, with RANK.
+        b_smem: as of `_added`, with RANK.
+        side: as of `_added`.
+        BLOCK_M: rows of X that the program has.
+        RANK: columns of the adapter's B; 0: there is no adapter.
+    """
+    # Warps hold 8 rows of each unit. Columns past M are products of zeros.
+    places = gl.arange(0, 64, gl.SliceLayout(1, mma))
+    n = ((unit + ((places >> 3) & 1)) * 32 + (places >> 4) * 8 + (places & 7))[:, None]
+    m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
+    limit = gl.minimum(N, (unit + UNITS) * 32)
+    if factor.dtype.is_ptr():
+        factor = gl.load(factor + n, mask=n < limit, other=0.0)
+    total = total * factor
+    y = total.to(y_ptr.dtype.element_ty)
+    if RANK > 0:
+        mbarrier.wait(beside.index(0), 0)
+        added = _added(u_smem, b_smem, side, mma, BLOCK_M, UNITS, RANK // 16).to(gl.bfloat16)
+        both = (y.to(gl.float32) + added.to(gl.float32)).to(gl.bfloat16)
+        y = gl.where(first >= 0, both, y)
+    gl.store(y_ptr + m.to(gl.int64) * N + n, y, mask=(n < limit) & (m < M))
+
 
 _CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -131,7 +411,7 @@ def _sum(
     """Return the sums of the two chains of products of a ring, float32 [64, BLOCK_M].
 
     Args:
-        x_smem, w_smem, s_smem, arrived, left: as of `nvfp4_loads`.
+        x_smem, w_smem, s_smem, arrived, left: as of `nvfp4_rows`.
         side: the side, which says what units of a stage are taken.
         CHAINS: parts of K that are made in turn; without a second one its sums are zeros.
         PARTS: parts of K that follow each other; their sums are added in order.
@@ -199,13 +479,13 @@ def _work(
 
     Args:
         x_desc, w_desc, s_desc, copied_x, w_smem, s_smem, arrived, left, ready_ptr, m0, unit, KB,
-            PB, stages: as of `nvfp4_loads`.
+            PB, stages: as of `nvfp4_rows`.
         x_smem: the memory of copied_x, as tiles of 64 columns.
         u_desc, b_desc, u_smem, b_smem, beside, columns_ptr, early: with RANK the adapter, as of
-            `adapter_epilogue.load_beside`.
+            `adapter.load_beside`.
         sums_smem: float32, (RINGS - 1) * CHAINS tiles, for the sums of the second ring.
         y_ptr: [M, N], written.
-        factor: as of `nvfp4_epilogue.store_product`.
+        factor: as of `nvfp4_rows.store_product`.
         M, N: rows of X and of the weight.
         place: the ring, or the side of the only ring; behind these the warps that copy the weight,
             X, and the adapter.
@@ -263,11 +543,11 @@ def nvfp4_rows_kernel(
         x_desc: bfloat16 [K / 64, M, 64], X, boxes of [2 * GROUP / CHAINS, BLOCK_M, 64].
         w_desc: int32, the weight's codes, boxes of [GROUP / CHAINS * 16, 32].
         s_desc: int32, the weight's scales, boxes of [GROUP / CHAINS, 64].
-        u_desc: with RANK the adapter's product with A, as of `adapter_epilogue.load_beside`.
+        u_desc: with RANK the adapter's product with A, as of `adapter.load_beside`.
         y_ptr: bfloat16, or without an adapter float32, [M, N], written.
         columns_ptr: int32, the first columns of u, likewise.
-        ready_ptr: int32, as of `adapter_epilogue.wait_for_rows`, read with SIGNALLED.
-        factor: as of `nvfp4_epilogue.store_product`.
+        ready_ptr: int32, as of `adapter.wait_for_rows`, read with SIGNALLED.
+        factor: as of `nvfp4_rows.store_product`.
         KB: blocks of 128 along K.
         PB: blocks of a part of K but the last, a multiple of 2 where there are several.
         early: 1 where the adapter's B may be read before the kernel in front has ended.

@@ -1,7 +1,7 @@
 """NVFP4 codes to BF16 in registers: what the kernels that read NVFP4 weights share.
 
 The order of codes and scales in memory, and why so few instructions unpack them, is in
-`precision.nvfp4_layout`. A thread makes eight BF16 values of a word of codes with eleven integer
+`precision.nvfp4`. A thread makes eight BF16 values of a word of codes with eleven integer
 instructions and four multiplications of pairs.
 
 Legend of dimensions, as there: w warps, g and t lanes; q groups of 16 along K (q2, q1, q0 its bits
@@ -16,7 +16,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.precision.nvfp4_layout import SCALE_OFFSET
+from jetrl.precision.nvfp4 import SCALE_OFFSET
 
 # Of a word's halves: the bits of a BF16 that a code has, and the pieces of the fourth code.
 _WORD = (

@@ -1,6 +1,6 @@
-"""The one quantizer on Hopper: the bits of `precision.quantize`, at the speed of memory.
+"""`precision.quantize` on Hopper, at the speed of memory.
 
-Five kernels, all with one program for a tile of 128 columns:
+Five kernels, all with one program per tile of 128 columns:
 
 * rows:    X -> 1 x 128 groups (FProp)
 * tile:    dY -> 1 x 128 and 128 x 1 groups from one read (2 bytes read, 2 written)
@@ -8,11 +8,10 @@ Five kernels, all with one program for a tile of 128 columns:
 * weight:  W -> 128 x 128 groups
 * turn:    a weight's groups -> those of W^T: the same codes and scales, in the order DGrad reads
 
-and the device functions of the first, which the fused norm and SwiGLU kernels share; those of a
-whole tile are in `precision.hopper.tile`. `/` is not IEEE division in Triton, so `div_rn` it is;
-the multiplication and the cast are single instructions. The maximum is taken on the bits of |x| as
-integers, which orders NaN above Inf above every number: a non-finite value makes its group's scale
-non-finite and its own code NaN. How the results lie in memory is in `precision.layout`.
+The fused norm and SwiGLU kernels share the first one's device functions; those of a whole tile are
+in `hopper.tile`. `/` is not IEEE division in Triton, hence `div_rn`. The maximum is taken on the
+bits of |x| as integers, which orders NaN above Inf above every number, so a non-finite value makes
+its group's scale non-finite and its own code NaN.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -31,8 +30,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.checks import check_matrix
-from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
+from jetrl.precision.hopper.launch import (
+    OVERLAPPED,
+    check_matrix,
+    let_next_start,
+    wait_for_previous,
+)
 from jetrl.precision.layout import (
     cdiv,
     empty_row_groups,

@@ -1,21 +1,17 @@
 """A tile of 128 rows and 128 columns in the registers of 8 warps, and its two quantized forms.
 
-Shared by the kernels that make 1 x 128 and 128 x 1 groups of the same values in one pass. They
-are bound by memory if, and only if, a tile costs few instructions, so the layout is explicit
-(Gluon). A thread holds a patch of 8 x 8 values, a warp 32 rows of 64 columns:
+Shared by the kernels that make 1 x 128 and 128 x 1 groups of the same values in one pass. They are
+bound by memory only if a tile costs few instructions, so the layout is explicit (Gluon). A thread
+holds a patch of 8 x 8 values, a warp 32 rows of 64 columns:
 
-* eight bfloat16 of a row are one 16-byte load, and their eight codes one 8-byte store;
-* eight codes of a column are one 8-byte store into the transposed copy: the tile is transposed by
-  naming registers in another order, without shared memory, and a warp still writes whole sectors
-  of 32 tokens;
-* maxima are taken of pairs of bfloat16, and the tile is kept as pairs, in 32 registers a thread;
-* the divisions of a group are done once, in a line of 128 threads, and the multiplier handed back.
+* eight bfloat16 of a row are one 16-byte load, their eight codes one 8-byte store;
+* eight codes of a column are one 8-byte store into the transposed copy: naming registers in another
+  order transposes the tile without shared memory, and a warp writes whole sectors of 32 tokens;
+* maxima are taken of pairs of bfloat16, and the tile is kept as pairs, in 32 registers per thread;
+* a group's divisions are done once, in a line of 128 threads, which hands back the multiplier.
 
-Measured on one H200 (16384 tokens, torch 2.11, triton 3.6, 2026-11-21, `jetrl bench norm` and
-`jetrl bench quantize`): the cap of 128 registers, two programs a multiprocessor, is best wherever
-it costs no spills. 16 warps (with 64 registers) and a persistent loop that stages the next tile in
-shared memory were both slower: what they add to the instructions and the spills is more than the
-latency they hide.
+A cap of 128 registers, two programs per SM, is best if it costs no spills (H200, torch 2.11, triton
+3.6, 2026-11-21). 16 warps, or a persistent loop that stages the next tile, were slower.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
