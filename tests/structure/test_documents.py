@@ -118,18 +118,3 @@ def test_links_lead_somewhere(document: Path) -> None:
 )
 def test_files_and_modules_exist(document: Path) -> None:
     assert [*missing_files(document), *missing_names(document)] == []
-
-
-def test_every_entry_of_the_log_is_in_its_index_once() -> None:
-    text = text_of(HISTORY)
-    entries = [heading for heading in headings(HISTORY) if heading.startswith("20")]
-    listed = re.findall(r"^- (\d{4}-\d\d-\d\d): \[(.*)\]\[(\d+)\]$", text, re.MULTILINE)
-    targets = dict(re.findall(r"^\[(\d+)\]: #(\S+)$", text, re.MULTILINE))
-    assert sorted(f"{date}: {verdict}" for date, verdict, _ in listed) == sorted(entries)
-    for date, verdict, number in listed:
-        assert targets[number] == anchor(f"{date}: {verdict}")
-
-
-def test_entries_of_the_log_are_newest_first() -> None:
-    dates = [heading[:10] for heading in headings(HISTORY) if heading.startswith("20")]
-    assert dates == sorted(dates, reverse=True)
