@@ -41,8 +41,7 @@ from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.settings.loading import Settings, load_config
 from jetrl.training import Trainer, pack
-from jetrl.training.forward import batch_logprobs
-from jetrl.training.micro_batches import MicroBatchSize
+from jetrl.training.micro_batches import MicroBatchSize, batch_logprobs
 from jetrl.training.trainer import TrainedStep
 from jetrl.types import Completion, Sample, SamplingParams
 

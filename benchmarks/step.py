@@ -102,7 +102,7 @@ from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
 from jetrl.training import pack
-from jetrl.training.sharing import shares_prompts
+from jetrl.training.packing import shares_prompts
 from jetrl.types import Sample
 
 # Of a row, what is printed below the table.

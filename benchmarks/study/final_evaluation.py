@@ -26,7 +26,7 @@ from jetrl.runs.directory import RunDirectory
 from jetrl.settings.loading import Settings, load_config
 from jetrl.tasks import Scorer, build_task
 from jetrl.training import Checkpoints
-from jetrl.training.stored_tensors import StoredTensors
+from jetrl.training.checkpoint_files import StoredTensors
 from jetrl.types import SamplingParams
 
 MOST_AT_ONCE = 1024  # completions: a step of a small model takes hardly longer for more of them

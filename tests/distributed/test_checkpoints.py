@@ -24,8 +24,7 @@ from jetrl.errors import StorageError, UserError
 from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.settings.loading import Settings
 from jetrl.training import Checkpoints
-from jetrl.training.checkpoint_files import fingerprint
-from jetrl.training.stored_tensors import StoredTensors
+from jetrl.training.checkpoint_files import StoredTensors, fingerprint
 
 SETTINGS = Settings.model_validate({"checkpoint": {"keep_last": 9}})
 KEYS = ("masters", "optimizer")
@@ -195,9 +194,9 @@ def fails_on(rank: int, target: str, nth: int = 1) -> Any:
 
 POINTS: list[tuple[int, str, int]] = [
     (1, "torch.distributed.checkpoint.filesystem.os.fsync", 2),  # of its second part
-    (2, "jetrl.training.checkpoint_writing.fingerprint", 1),
+    (2, "jetrl.training.checkpoint_folder.fingerprint", 1),
     (0, "torch.distributed.checkpoint.filesystem._write_files_from_queue", 1),
-    (0, "jetrl.training.checkpoint_writing.write_text", 2),  # of the manifest
+    (0, "jetrl.training.checkpoint_folder.write_text", 2),  # of the manifest
     (0, "jetrl.session.checkpoints.sync", 1),  # of the run's lines
 ]
 

@@ -21,9 +21,8 @@ from jetrl.session import open as opening
 from jetrl.session.reward_training import train_reward_model
 from jetrl.session.session import Session
 from jetrl.training import Checkpoints
-from jetrl.training.background import Background
-from jetrl.training.checkpoint import Snapshot
-from jetrl.training.extras.reward_model import RewardTrainer
+from jetrl.training.checkpoint import Background, Snapshot
+from jetrl.training.sft import RewardTrainer
 
 TINY = [
     "task.options.max_operand=4",

@@ -11,7 +11,7 @@ from small_models import FAMILIES, config
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.memory import activations
-from jetrl.memory.weights import adapter_bytes, quantized_bytes
+from jetrl.memory.plan import adapter_bytes, quantized_bytes
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import random_weights

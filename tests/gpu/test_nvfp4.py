@@ -13,7 +13,7 @@ from small_models import config
 from tests.models.nvfp4_directories import to_nvfp4
 
 from jetrl import Policy, RolloutEngine, SamplingParams
-from jetrl.memory.weights import quantized_bytes
+from jetrl.memory.plan import quantized_bytes
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.hf import model_config, save_model

@@ -22,8 +22,8 @@ from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
-from jetrl.training.extras.reward_model import RewardTrainer
-from jetrl.training.first_nonfinite import Watch
+from jetrl.training.guard import Watch
+from jetrl.training.sft import RewardTrainer
 from jetrl.types import Sample
 
 pytestmark = pytest.mark.gpu

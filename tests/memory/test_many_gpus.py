@@ -11,11 +11,10 @@ from tests.distributed.ranks import run_ranks
 from jetrl.distributed.shards import shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.memory import products
+from jetrl.memory import activations
+from jetrl.memory.activations import ProductBytes
 from jetrl.memory.fitting import Fitted, check_fits
-from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
-from jetrl.memory.products import ProductBytes
-from jetrl.memory.weights import owned_shapes
+from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan, owned_shapes
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.norm import RMSNorm
 from jetrl.models.policy import Policy
@@ -100,7 +99,7 @@ def test_several_gpus_hold_the_products_that_are_in_flight() -> None:
     assert two.in_head == head
     # lm_head's product, and what is received of it: four slices of 512 MiB.
     assert two.in_layer == head + 4 * 2**29
-    assert (products._AT_ONCE, products._TOGETHER) == (
+    assert (activations._AT_ONCE, activations._TOGETHER) == (
         ordered_gradients._AT_ONCE,
         ordered_gradients._IN_FLIGHT + 1,
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.memory.nvfp4 import nvfp4_product_bytes, sums_bytes
+from jetrl.memory.activations import nvfp4_product_bytes, sums_bytes
 from jetrl.memory.plan import memory_plan
 from jetrl.models.families import ModelConfig
 from jetrl.models.shapes import SHAPES

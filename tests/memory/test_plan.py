@@ -14,10 +14,9 @@ import torch
 from jetrl.errors import UserError
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.memory import activations
-from jetrl.memory.drafts import CPU_ARCHIVE, GPU_ARCHIVE
-from jetrl.memory.fitting import check_fits
+from jetrl.memory.fitting import check_fits, plan_table
+from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
-from jetrl.memory.table import plan_table
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.attention import staged_bytes_per_token
 from jetrl.models.draft_head import DraftHead

@@ -8,9 +8,8 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.memory.activations import PlannedMicroBatch
-from jetrl.memory.fitting import check_fits
+from jetrl.memory.fitting import check_fits, plan_table, shown
 from jetrl.memory.plan import GIB, MemoryPlan, OtherModels, Row, Workload
-from jetrl.memory.table import plan_table, shown
 from jetrl.session.building import model_config
 from jetrl.settings.loading import load_config
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jetrl.cli.main import main
 from jetrl.errors import UserError
-from jetrl.memory.weights import quantized_bytes
+from jetrl.memory.plan import quantized_bytes
 from jetrl.models import hf
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig

@@ -106,12 +106,12 @@ def test_no_command_but_those_that_train_may_import_a_users_file_unasked(
     check_trusted(Path("evil.py"))
 
 
-@pytest.mark.parametrize("name", ["tasks/user_files.py", "training/objectives/users.py"])
+@pytest.mark.parametrize("name", ["tasks/user_files.py", "training/objectives/objective.py"])
 def test_a_users_file_passes_the_gate_before_it_is_imported(name: str) -> None:
     """These are the two places that run a file by its path; no other one may."""
     source = (SOURCE / name).read_text(encoding="utf-8")
     assert source.index("check_trusted(file)") < source.index("exec_module(module)")
     others = [path for path in FILES if "spec_from_file_location" in path.read_text("utf-8")]
     assert [str(path.relative_to(SOURCE)) for path in others] == sorted(
-        ["tasks/user_files.py", "training/objectives/users.py"]
+        ["tasks/user_files.py", "training/objectives/objective.py"]
     )

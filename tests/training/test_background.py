@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jetrl.training.background import Background
+from jetrl.training.checkpoint import Background
 
 
 def test_the_owner_goes_on_and_the_next_job_waits() -> None:

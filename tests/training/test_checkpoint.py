@@ -21,9 +21,8 @@ from jetrl.models.families import ModelConfig
 from jetrl.settings.loading import Settings
 from jetrl.training import checkpoint as module
 from jetrl.training import checkpoint_files
-from jetrl.training.checkpoint import Checkpoints
+from jetrl.training.checkpoint import Checkpoints, model_dict
 from jetrl.training.checkpoint_files import fingerprint, is_known_by
-from jetrl.training.checkpoint_loading import model_dict
 from jetrl.training.trainer import Trainer
 
 SETTINGS = Settings.model_validate({"train": {"lr": 0.05, "weight_decay": 0.1}})

@@ -18,10 +18,8 @@ from jetrl.settings import AlgorithmSettings
 from jetrl.settings.algorithms import ALGORITHMS, CORRECTIONS
 from jetrl.training.advantages import ESTIMATORS, StepRewards, overlong_penalties
 from jetrl.training.losses import preference_loss, value_loss
-from jetrl.training.objectives import Tokens, UpdateSize, kl
-from jetrl.training.objectives.aggregation import token_weights
-from jetrl.training.objectives.corrections import Correction
-from jetrl.training.objectives.token_losses import LOSSES
+from jetrl.training.objectives import Tokens, UpdateSize
+from jetrl.training.objectives.pieces import KL_ESTIMATORS, LOSSES, Correction, token_weights
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
@@ -101,9 +99,9 @@ def test_aggregation(name) -> None:
 
 def test_kl() -> None:
     written = formulas("KL to the reference")
-    assert written.keys() == kl.ESTIMATORS.keys()
+    assert written.keys() == KL_ESTIMATORS.keys()
     for name, formula in written.items():
-        got = kl.ESTIMATORS[name](tokens().trainer_logprobs, tokens().behavior_logprobs).tolist()
+        got = KL_ESTIMATORS[name](tokens().trainer_logprobs, tokens().behavior_logprobs).tolist()
         for t, value in enumerate(got):
             expected = evaluate(formula, logp=LOGP[t], logq=BEFORE[t])
             assert value == pytest.approx(expected, **CLOSE)

@@ -11,10 +11,10 @@ import torch
 from jetrl.errors import NonFiniteError
 from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, Trainer
-from jetrl.training.extras.reward_model import PairMinibatch
 from jetrl.training.guard import MOST_IN_A_ROW, Guard, NonFiniteUpdate
 from jetrl.training.losses import MicroBatchLoss
 from jetrl.training.micro_batches import MicroBatchSize
+from jetrl.training.sft import PairMinibatch
 from jetrl.training.update import Update
 from jetrl.types import Example
 

@@ -9,8 +9,12 @@ import pytest
 
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
-from jetrl.training.extras.shuffle_r1 import Pair, contrast_pairs, shuffled_minibatches
-from jetrl.training.minibatches import choose_minibatches
+from jetrl.training.minibatches import (
+    Pair,
+    choose_minibatches,
+    contrast_pairs,
+    shuffled_minibatches,
+)
 
 
 def test_pairs_of_a_group_by_hand():

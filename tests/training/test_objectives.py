@@ -19,16 +19,19 @@ from jetrl.settings.algorithms import ALGORITHMS
 from jetrl.training.advantages import StepRewards
 from jetrl.training.losses import cross_entropy
 from jetrl.training.objectives import Objective, TokenLoss, Tokens, UpdateSize
-from jetrl.training.objectives.aggregation import token_weights
-from jetrl.training.objectives.corrections import Correction
-from jetrl.training.objectives.kl import k1, k2, k3
-from jetrl.training.objectives.token_losses import (
+from jetrl.training.objectives.pieces import (
+    MAX_LOG_RATIO,
     ClippedRatio,
+    Correction,
     DetachedRatio,
     Ratio,
     SequenceRatio,
+    bounded_exp,
+    k1,
+    k2,
+    k3,
+    token_weights,
 )
-from jetrl.training.objectives.tokens import MAX_LOG_RATIO, bounded_exp
 
 OLD = [-1.0, -0.5, -2.0, -0.3, -1.2, -0.7, -1.5, -0.2, -0.9]
 NEW = [-0.6, -0.6, -2.1, -0.2, -1.6, -0.7, -1.1, -0.25, -1.0]

@@ -14,8 +14,8 @@ from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import random_weights
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import Settings
-from jetrl.training.extras.reward_model import RewardTrainer
 from jetrl.training.losses import preference_loss
+from jetrl.training.sft import RewardTrainer
 
 
 def trainer(preset="unified", tokens=1000, action="stop"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jetrl.settings.loading import Settings
-from jetrl.training.sharing import WORTH_SHARING, saved_share, shares_prompts
+from jetrl.training.packing import WORTH_SHARING, saved_share, shares_prompts
 
 
 def group(sample, index: int, prompt: int, completions: list[int]):

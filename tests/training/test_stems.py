@@ -15,8 +15,7 @@ from jetrl.models.stems import Stems
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer, pack
-from jetrl.training.forward import batch_logprobs
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, batch_logprobs
 from jetrl.training.packing import targets
 from jetrl.types import Batch, stem_length
 

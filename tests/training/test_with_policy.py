@@ -18,7 +18,7 @@ from jetrl.training import (
     group_advantages,
     pack,
 )
-from jetrl.training.forward import at_targets, batch_logprobs
+from jetrl.training.micro_batches import at_targets, batch_logprobs
 from jetrl.training.packing import with_advantages
 from jetrl.types import Example
 

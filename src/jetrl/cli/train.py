@@ -381,7 +381,7 @@ def dry_run(
     Raises:
         UserError: The run would be refused, with the message of its start.
     """
-    from jetrl.memory.table import shown
+    from jetrl.memory.fitting import shown
     from jetrl.precision import PrecisionPlan
     from jetrl.session.open import check_pairs, check_run
     from jetrl.settings.loading import to_toml

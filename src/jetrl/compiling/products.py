@@ -25,7 +25,7 @@ from typing import Any
 
 from jetrl.compiling.launches import Work
 from jetrl.compiling.worker import MOST_TOLD, end_with_parent, list_launches
-from jetrl.memory.weights import adapter_bytes, quantized_bytes, trained_parameters
+from jetrl.memory.plan import adapter_bytes, quantized_bytes, trained_parameters
 from jetrl.models.families import parameter_shapes
 
 Size = tuple[int, int, int]  # Rows of the left operand, rows of the weight, columns of both.

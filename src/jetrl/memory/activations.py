@@ -1,15 +1,22 @@
-"""Bytes of activations: what a forward keeps for backward, and what is held on top meanwhile.
-
-The bytes are counted from the tensors of models/layer_hopper and kernels/logprob_hopper, whose
-names are used here; tests/gpu/test_memory.py compares them with a card. The CPU's references keep a
-little more.
+"""Bytes of activations and gradients in flight, counted from the tensors of models/layer_hopper and
+kernels/logprob_hopper. tests/gpu/test_memory.py compares them with a GPU.
 
 Shapes: T tokens, D hidden size, H query heads, G key-value heads, d head size, F intermediate size,
 V vocabulary.
+
+Products of a micro-batch are held next to the sums of gradients. On one GPU only lm_head's is. On
+several GPUs every rank makes a linear's product whole and sends its rows to their owners
+(`precision.ordered_gradients`). A product in flight takes its own bytes, and as many to receive.
+Large ones travel in slices, and lm_head's is still held while the last layer's MLP makes its own.
+
+A product of many rows with an NVFP4 weight reads it widened to BF16 (`precision.hopper.nvfp4`), as
+does DGrad of any number of rows. float32 sums are held next to it if the sum over K is added in
+parts (`nvfp4_layout.parts_of`), or if the weight is stacked from matrices with their own scales.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from jetrl.kernels.attention.backward_lists import (
@@ -19,12 +26,95 @@ from jetrl.kernels.attention.backward_lists import (
     STORED_DS_BYTES,
 )
 from jetrl.kernels.logit_chunks import rows_at_once
-from jetrl.memory.nvfp4 import nvfp4_product_bytes
-from jetrl.memory.products import ProductBytes
 from jetrl.models.adapter import LoRA
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
-from jetrl.models.families import ModelConfig
+from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.hf_names import stored_tensors
+from jetrl.models.nvfp4_files import is_nvfp4
+from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan
+
+# As of precision.ordered_gradients: bytes that travel at one time, and how many times together,
+# the one that has just begun among them.
+_AT_ONCE, _TOGETHER = 2**29, 4
+
+
+@dataclass(frozen=True)
+class ProductBytes:
+    """The bytes of products beside the sums, at the highest moments of a backward.
+
+    Attributes:
+        in_layer: While the last layer's MLP makes the product of gate_up; that product itself is
+            counted with the layer.
+        at_end: While the embedding's rows are added, on several GPUs beside the products of the
+            first layer.
+    """
+
+    in_head: int = 0
+    in_layer: int = 0
+    at_end: int = 0
+
+    @staticmethod
+    def of(
+        config: ModelConfig,
+        plan: PrecisionPlan,
+        tokens: int,
+        several: bool,
+        cards: int,
+        lora: LoRA | None = None,
+    ) -> ProductBytes:
+        """Return the bytes beside the sums in the backward of a micro-batch.
+
+        Args:
+            lora: The adapter that is trained; None: all parameters are.
+        """
+        if lora is not None:
+            return _of_adapter(config, tokens, several, cards, lora)
+        tied = config.tie_word_embeddings
+        head = 0 if config.head == "score" else 4 * config.vocab_size * config.hidden_size
+        if cards == 1:  # The product of the first micro-batch is the sum.
+            beside = head if several else 0
+            return ProductBytes(beside, beside, 0 if tied else beside)
+        shapes = parameter_shapes(config)
+        in_bf16 = plan.train_linear == "fp8" and plan.grad_output != "bf16"
+
+        def product(linear: str) -> int:
+            rows, columns = shapes[f"layers.0.{linear}.weight"]
+            return (2 if in_bf16 else 4) * rows * columns
+
+        # While the MLP makes its products: all slices of lm_head's, then the latest with the MLP's.
+        slice_bytes = min(head, _AT_ONCE)
+        mlp = 2 * (product("down") + product("gate_up"))
+        mlp -= product("gate_up") if in_bf16 else 0
+        received = max(_TOGETHER * slice_bytes, (_TOGETHER - 2) * slice_bytes + mlp)
+        if tied:  # It is received whole, and waits for the embedding's rows.
+            received = max(head, mlp)
+        rows = 2 * (cards + 1) * tokens * config.hidden_size  # BF16, of all GPUs and the own ones
+        return ProductBytes(
+            in_head=head,
+            in_layer=head + min(received, head + mlp),
+            at_end=rows
+            + (head if tied else 0)
+            + 2 * (product("gate_up") + product("o") + product("qkv")),
+        )
+
+
+def _of_adapter(
+    config: ModelConfig, tokens: int, several: bool, cards: int, lora: LoRA
+) -> ProductBytes:
+    """Return the bytes of products where an adapter is trained, and the layers' weights are not."""
+    trains_head = config.head == "lm" and (
+        lora.train_embeddings if config.tie_word_embeddings else lora.train_head
+    )
+    head = 4 * config.vocab_size * config.hidden_size if trains_head else 0
+    if cards == 1:
+        beside = head if several else 0
+        return ProductBytes(beside, beside, 0 if config.tie_word_embeddings else beside)
+    shapes = lora.shapes(config).values()
+    whole = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
+    rows = 2 * (cards + 1) * tokens * config.hidden_size if lora.train_embeddings else 0
+    return ProductBytes(head, 2 * head, (cards + 1) * whole + rows + 2 * head)
+
 
 _NONE = ProductBytes()
 
@@ -218,3 +308,42 @@ def _codes(columns: int, tokens: int) -> int:
 def _wide(plan: PrecisionPlan) -> int:
     """Return the bytes of one activation."""
     return 4 if plan.rest == "fp32" else 2
+
+
+def nvfp4_product_bytes(
+    config: ModelConfig, plan: PrecisionPlan, tokens: int, backward: bool = False
+) -> int:
+    """Return the most bytes that one product of a layer takes: the BF16 weight and float32 sums.
+
+    Args:
+        config: The model's shape; of a directory in NVFP4 with its `quantization_config`.
+        plan: The model's precision plan. Without a base in NVFP4 a product takes nothing.
+        tokens: Tokens of the forward or backward; FProp of few reads the codes themselves.
+    """
+    if plan.base != "nvfp4" or (tokens <= FEW_ROWS and not backward):
+        return 0
+    shapes, coded = parameter_shapes(config), is_nvfp4(config)
+    sizes = []
+    for name, parts in stored_tensors(config).items():
+        if parts[0].linear_weight and name.startswith("layers.0."):
+            num_rows, num_columns = shapes[name]
+            own_scales = coded and len(parts) > 1
+            sums = sums_bytes(num_rows, num_columns, tokens, own_scales)
+            sizes.append(2 * num_rows * num_columns + sums)
+    return max(sizes)
+
+
+def sums_bytes(num_rows: int, num_columns: int, tokens: int, own_scales: bool) -> int:
+    """Return the most bytes of float32 sums that are held in FProp or DGrad of one weight.
+
+    Args:
+        own_scales: Whether the weight is stacked of matrices with scales of their own.
+    """
+    rows, fprop = min(tokens, ROWS_AT_ONCE), 0
+    if tokens > FEW_ROWS:
+        # Beside the sums, the product of the next part, or the sums of the piece of X before.
+        in_parts = parts_of(num_rows, num_columns)[0] > 1
+        scaled = 4 * min(tokens, 2 * SCALED_ROWS_AT_ONCE) * num_rows if own_scales else 0
+        fprop = 8 * rows * num_rows if in_parts else scaled
+    # DGrad holds the sums, and the product of one of the matrices.
+    return max(fprop, 8 * rows * num_columns if own_scales else 0)

@@ -1,16 +1,15 @@
-"""Check that a run fits on its device before anything is loaded, and say what would make it fit."""
+"""Check that a run fits on its device before anything is loaded, or say what would make it fit."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.memory.plan import GIB, MemoryPlan, OtherModels, Workload, memory_plan
-from jetrl.memory.table import shown
+from jetrl.memory.plan import GIB, MOMENTS, MemoryPlan, Moment, OtherModels, Workload, memory_plan
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings, as_override
@@ -210,3 +209,36 @@ def _remedies(run: _Run) -> Iterator[Remedy]:
         yield "rollout", "max_batch_size", _FEW_SEQUENCES
     if not train.activation_checkpointing:
         yield "train", "activation_checkpointing", True
+
+
+_LEAST = GIB / 2000  # bytes: less is 0.000 in the table
+
+
+def plan_table(plan: MemoryPlan) -> list[tuple[str, ...]]:
+    """Return the table of a plan as lines of cells: a head, the rows, and what the run needs.
+
+    Rows that would be 0.000 in every column are left out; the sums count them.
+    """
+    moments = [moment for moment in MOMENTS if plan.at(moment)]
+
+    def cells(what: str, sizes: Mapping[Moment, int]) -> tuple[str, ...]:
+        shown = (f"{sizes[m] / GIB:9.3f}" if sizes.get(m) else " " * 9 for m in moments)
+        return (what, *shown)
+
+    head = ("GiB", *(f"{moment:>9}" for moment in moments))
+    rows = [cells(row.what, row.bytes) for row in plan.rows if max(row.bytes.values()) >= _LEAST]
+    held = cells("held", {moment: plan.at(moment) for moment in moments})
+    if not plan.reserve:
+        return [head, *rows, held]
+    reserve = cells("left for kernels' code and holes", dict.fromkeys(moments, plan.reserve))
+    needed = cells("needed", {moment: plan.at(moment) + plan.reserve for moment in moments})
+    return [head, *rows, held, reserve, needed]
+
+
+def shown(plan: MemoryPlan, indent: str = "  ") -> str:
+    """Return the table of a plan as text."""
+    lines = plan_table(plan)
+    width = max(len(cells[0]) for cells in lines)
+    return "\n".join(
+        (indent + "  ".join((cells[0].ljust(width), *cells[1:]))).rstrip() for cells in lines
+    )

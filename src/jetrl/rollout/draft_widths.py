@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jetrl.memory.drafts import ALWAYS_ROWS, MOST_ROWS
+from jetrl.memory.pages import ALWAYS_ROWS, MOST_ROWS
 from jetrl.rollout.sizes import padded_batch
 
 _KEPT = 0.8  # The share of a mean that a new step of decode leaves.

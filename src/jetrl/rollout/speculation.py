@@ -42,7 +42,7 @@ from jetrl.kernels.decode_state import (
     VerifyInputs,
 )
 from jetrl.kernels.draft import propose, remember
-from jetrl.memory.drafts import CPU_ARCHIVE, GPU_ARCHIVE
+from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.models.draft_head import DraftHead
 from jetrl.rollout.draft_widths import DraftWidths, Width
 from jetrl.rollout.launched_step import LaunchedStep, to_device

@@ -12,8 +12,7 @@ import torch
 from jetrl.errors import UserError
 from jetrl.settings.loading import Settings
 from jetrl.training.advantages import StepRewards
-from jetrl.training.objectives.objective import Objective
-from jetrl.training.objectives.users import UsersEstimator
+from jetrl.training.objectives.objective import Objective, UsersEstimator
 
 _SHORT = 7  # tokens: completions of the trial have 1 to so many, but for the first
 

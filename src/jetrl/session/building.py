@@ -35,10 +35,9 @@ from jetrl.settings.sections import ModelSettings
 from jetrl.settings.speculation import verified_drafts
 from jetrl.tasks import build_task
 from jetrl.training import Critic
-from jetrl.training.checkpoint_files import tensor_differences
+from jetrl.training.checkpoint_files import StoredTensors, tensor_differences, whole_layouts
 from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.guard import Guard
-from jetrl.training.stored_tensors import StoredTensors, whole_layouts
 
 logger = logging.getLogger(__name__)
 

@@ -40,9 +40,8 @@ from jetrl.runs.storage import storing
 from jetrl.session.stored_states import NAMES, check_extra
 from jetrl.settings.loading import Settings
 from jetrl.training import Checkpoints, Optimizer, Trainer
-from jetrl.training.background import Background
-from jetrl.training.checkpoint import Loaded, Snapshot
-from jetrl.training.stored_tensors import divided
+from jetrl.training.checkpoint import Background, Loaded, Snapshot
+from jetrl.training.checkpoint_files import divided
 from jetrl.types import StepStats
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from jetrl.models.chat import encode_turns
 from jetrl.models.model import Model
 from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.tasks import Task
-from jetrl.training.extras.reward_model import Pair
+from jetrl.training.sft import Pair
 from jetrl.types import Example, Turn
 
 AnyExample = TypeVar("AnyExample", Example, Pair)

@@ -8,9 +8,8 @@ import resource
 import torch
 
 from jetrl.memory.device import peak_bytes, reset_peak
-from jetrl.memory.fitting import Fitted
+from jetrl.memory.fitting import Fitted, shown
 from jetrl.memory.plan import GIB
-from jetrl.memory.table import shown
 
 logger = logging.getLogger(__name__)
 

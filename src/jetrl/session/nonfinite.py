@@ -31,8 +31,7 @@ from jetrl.session.reproduction import (
 )
 from jetrl.settings.loading import Settings
 from jetrl.training.extras.critic import LR
-from jetrl.training.first_nonfinite import watch
-from jetrl.training.guard import Guard, NonFiniteUpdate
+from jetrl.training.guard import Guard, NonFiniteUpdate, watch
 from jetrl.types import Sample
 
 logger = logging.getLogger(__name__)

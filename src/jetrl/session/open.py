@@ -53,8 +53,8 @@ from jetrl.settings.loading import Settings
 from jetrl.settings.speculation import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
 from jetrl.training import Checkpoints
-from jetrl.training.extras.reward_model import Pair
 from jetrl.training.objectives import Objective
+from jetrl.training.sft import Pair
 
 _ADVICE = "`jetrl train --dry-run` prints what a run holds"
 

@@ -39,9 +39,8 @@ from jetrl.session.stored_micro_batches import read_micro_batches
 from jetrl.settings.loading import Settings, load_config, to_toml
 from jetrl.training import SftTrainer, Trainer
 from jetrl.training.checkpoint_files import write_tensors
-from jetrl.training.checkpoint_folder import MASTERS, masters_of
-from jetrl.training.checkpoint_writing import write_parts
-from jetrl.training.first_nonfinite import Watch, watch
+from jetrl.training.checkpoint_folder import MASTERS, masters_of, write_parts
+from jetrl.training.guard import Watch, watch
 from jetrl.training.micro_batches import MicroBatch
 from jetrl.types import Sample
 

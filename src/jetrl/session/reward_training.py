@@ -25,8 +25,8 @@ from jetrl.session.results import RewardResult
 from jetrl.session.supervised import SupervisedUpdates
 from jetrl.session.training_run import TrainingRun
 from jetrl.settings.loading import Settings
-from jetrl.training.extras.reward_model import Pair, RewardTrainer
 from jetrl.training.micro_batches import MicroBatchSize
+from jetrl.training.sft import Pair, RewardTrainer
 
 
 def train_reward_model(

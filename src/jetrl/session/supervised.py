@@ -16,7 +16,7 @@ from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.training_run import TrainingRun
 from jetrl.tasks import Task
 from jetrl.training import SftTrainer
-from jetrl.training.extras.reward_model import RewardTrainer
+from jetrl.training.sft import RewardTrainer
 from jetrl.types import StepStats
 
 

@@ -4,21 +4,18 @@
         masters.safetensors     the float32 master weights, by internal name
         optimizer.safetensors   AdamW's moments, by master weight
         NAME.safetensors        tensors of other parts of the run, if it has any
-        state.json              format, step, updates, plan, model, alphabet of a tokenizer of
-                                characters, score, and what the loop added
+        state.json              format, step, updates, plan, model, alphabet of a character
+                                tokenizer, score, and what the loop added
         manifest.json           size and SHA-256 of each of the other files
 
-Several processes write a folder of files in place of each of these files of tensors, masters/ and
-so on, each of which has the rows that one rank owns (`distributed.shard_files`): format 3. Both
-formats are read by any number of processes. All ranks write a checkpoint or none does: rank 0 makes
-the folder, collects the checksums of all files, and writes state.json and the manifest last.
+With several ranks each file of tensors becomes a folder (masters/ ...) with the rows of every rank
+(`distributed.shard_files`). Rank 0 makes the folder, collects checksums, and writes state.json and
+the manifest last. Any number of ranks reads either format.
 
-A checkpoint is written into a folder whose name starts with a dot, every file is flushed to the
-disk, and the folder is then renamed: under its real name it is complete or it does not exist. Older
-ones are removed after that, never before. Nothing is pickled, so a checkpoint cannot run code.
-
-`snapshot` and `write` are the two halves of `save`: a copied snapshot can be written by another
-thread while training continues.
+A checkpoint is written to a hidden folder, flushed to disk, then renamed: under its real name it is
+complete. Older ones are removed only after that. Nothing is pickled, so a checkpoint cannot run
+code. `snapshot` and `write` are the halves of `save`: a copied snapshot can be written by another
+thread (`Background`) while training continues.
 """
 
 from __future__ import annotations
@@ -28,7 +25,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,21 +38,29 @@ from jetrl.distributed.world import World, world
 from jetrl.errors import StorageError, UserError
 from jetrl.models.hf_files import sync
 from jetrl.models.tiny_tokenizers import alphabet_of
-from jetrl.training.checkpoint_files import Fingerprint
+from jetrl.training.checkpoint_files import (
+    Fingerprint,
+    StoredTensors,
+    as_json,
+    differences,
+    divided,
+    tensor_differences,
+    whole_layouts,
+)
 from jetrl.training.checkpoint_folder import (
     FORMAT,
     MASTERS,
     OPTIMIZER,
     SHARDED_FORMAT,
+    complete_folder,
+    fingerprints,
     masters_of,
     parts_of,
     problem_of,
     state_of,
+    write_parts,
 )
-from jetrl.training.checkpoint_loading import load_into, model_dict
-from jetrl.training.checkpoint_writing import complete_folder, fingerprints, write_parts
 from jetrl.training.optimizer import Optimizer
-from jetrl.training.stored_tensors import StoredTensors, divided
 
 if TYPE_CHECKING:
     from jetrl.models.model import Model
@@ -433,3 +439,97 @@ class Checkpoints:
             f"checkpoint {target} could not be written: {reason} ({free}). Nothing of it was left, "
             f"earlier checkpoints are unchanged; {good}. Free some space and go on with --resume"
         )
+
+
+def load_into(
+    policy: Model,
+    optimizer: Optimizer,
+    path: Path,
+    state: Mapping[str, Any],
+    parts: Mapping[str, Path],
+) -> dict[str, StoredTensors]:
+    """Put a checkpoint's master weights and optimizer state into a model, not yet requantized.
+
+    Returns:
+        The tensors of other parts of the run, by part.
+
+    Raises:
+        UserError: The checkpoint's precision plan, model or tensors are not this run's. Nothing was
+            changed then.
+    """
+    masters, shards = policy.master_weights(), policy.weights.shards
+    stored = {part: StoredTensors(place) for part, place in parts.items()}
+    tensors, moments = stored.pop(MASTERS), stored.pop(OPTIMIZER, None)
+    problems = [
+        *differences("precision plan", state["plan"], as_json(policy.plan.to_dict())),
+        *differences("model", state["model"], model_dict(policy)),
+        *tensor_differences(tensors.layouts, whole_layouts(masters, shards)),
+    ]
+    if problems:
+        raise UserError(
+            f"checkpoint {path} does not fit this run: {'; '.join(problems)}. Resume with "
+            "the settings it was made with"
+        )
+    if moments is None and state["num_updates"]:
+        raise UserError(
+            f"checkpoint {path} is damaged: it has made {state['num_updates']} updates, and has no "
+            "optimizer state; use another one"
+        )
+    own = {} if moments is None else moments.own(optimizer.shard_of)
+    optimizer.load_state(own, state["num_updates"])
+    with torch.no_grad():
+        for name, master in masters.items():
+            master.copy_(tensors.rows(name, shards.get(name)))
+    return stored
+
+
+def model_dict(policy: Model) -> dict[str, Any]:
+    """Return the configuration of a model as a checkpoint keeps it."""
+    config = dataclasses.asdict(policy.config)
+    config.pop("raw", None)  # the source's config.json; what matters of it is in the other fields
+    if not config.get("layers_without_rope"):  # checkpoints of earlier versions have no such key
+        config.pop("layers_without_rope", None)
+    if policy.lora is not None:
+        config["adapter"] = {**dataclasses.asdict(policy.lora), "base": policy.base_digest}
+    configuration: dict[str, Any] = as_json(config)
+    return configuration
+
+
+class Background:
+    """Runs jobs one after the other in a thread of its own; to be used from one thread."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, job: Callable[[], object], name: str) -> None:
+        """Start a job when the job before has ended; raise what that one raised."""
+        self.wait()
+        # A daemon, so that a second Ctrl-C need not wait for it.
+        self._thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the last job has ended with an error, which `wait` raises."""
+        return self._error is not None
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait for the job that runs, if one does, and raise what it raised.
+
+        Args:
+            limit_s: The most seconds to wait; None: until it has ended.
+        """
+        if self._thread is not None:
+            self._thread.join(limit_s)
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, job: Callable[[], object]) -> None:
+        """Do the job, and keep its error for the owner's thread."""
+        try:
+            job()
+        except BaseException as error:
+            self._error = error

@@ -1,23 +1,87 @@
-"""The folder of one checkpoint, as a reader meets it: the files, and what is wrong with them.
+"""The folder of one checkpoint: its schemas, checks of what is read, and writing.
 
-One process writes format 2, in which each part is a file (masters.safetensors). Several processes
-write format 3, in which each part is a folder with files of every rank (masters/shard-...). Both
-have the same state.json and manifest.json.
+One rank writes format 2: each part is a file (masters.safetensors). Several ranks write format 3:
+each part is a folder with the files of every rank (masters/shard-...). Both have the same
+state.json and manifest.json.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Self
 
+import torch
+from pydantic import Field, TypeAdapter, model_validator
+
+from jetrl.distributed.shards import Shard
+from jetrl.distributed.world import World
 from jetrl.errors import UserError
-from jetrl.files import checked, read_json
-from jetrl.training.checkpoint_files import is_known_by
-from jetrl.training.checkpoint_schemas import MANIFEST, MOST_STATE_BYTES, STATE
+from jetrl.files import Count, Step, Stored, checked, read_json
+from jetrl.models.hf_files import sync
+from jetrl.training.checkpoint_files import (
+    Fingerprint,
+    fingerprint,
+    is_known_by,
+    write_tensors,
+    write_text,
+)
+
+MOST_STATE_BYTES = 2**30  # of state.json: partial rollouts keep a token in some 40 bytes
+
+_PLAIN = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
+FileName = Annotated[str, Field(pattern=rf"^({_PLAIN}/)?{_PLAIN}$", max_length=255)]
+"""The name of a file beside the manifest, or in a folder beside it, none of them hidden."""
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class StoredFingerprint(Stored):
+    """The fingerprint of a file (`checkpoint_files.fingerprint`).
+
+    Attributes:
+        sha256: The SHA-256 of the contents.
+        sha256_of_gib_pieces: The SHA-256 of those of the pieces of 1 GiB, of a larger file.
+    """
+
+    bytes: Count
+    sha256: Digest | None = None
+    sha256_of_gib_pieces: Digest | None = None
+
+    @model_validator(mode="after")
+    def _check_digest(self) -> Self:
+        if self.sha256 is None and self.sha256_of_gib_pieces is None:
+            raise ValueError("has no SHA-256")
+        return self
+
+
+class State(Stored):
+    """The contents of state.json.
+
+    Attributes:
+        score: The score of the step; None without one.
+        extra: JSON values of the run (`session.stored_states`).
+        alphabet: The characters of a tokenizer of single characters; None for other tokenizers, and
+            of checkpoints that were written before it was stored.
+    """
+
+    format: Count
+    step: Step
+    num_updates: Count
+    plan: dict[str, Any]
+    model: dict[str, Any]
+    score: float | None
+    extra: dict[str, Any]
+    alphabet: str | None = None
+    ranks: Annotated[int, Field(ge=1, lt=2**31)] = 1
+
+
+MANIFEST = TypeAdapter(dict[FileName, StoredFingerprint])
+STATE = TypeAdapter(State)
+
 
 FORMAT, SHARDED_FORMAT = 2, 3
 MASTERS, OPTIMIZER = "masters", "optimizer"
@@ -130,3 +194,75 @@ def state_of(path: Path) -> dict[str, Any]:
             "of the run names it), or start a new run from an exported model"
         )
     return state
+
+
+def write_parts(
+    folder: Path,
+    parts: Mapping[str, Mapping[str, torch.Tensor]],
+    shards: Mapping[str, Mapping[str, Shard]],
+    ranks: World,
+) -> list[Path]:
+    """Write the tensors of a checkpoint: a file for each part, or a folder of the ranks' files.
+
+    Every rank calls this function.
+
+    Args:
+        parts: The tensors by part and name; own rows of those that are divided among ranks.
+        shards: The division of the rows of those that are divided, by part and name.
+
+    Returns:
+        The files of this rank, which are on the disk.
+
+    Raises:
+        OSError: A rank could not write; every rank raises it.
+    """
+    own: list[Path] = []
+    if ranks.size == 1:
+        for part, tensors in parts.items():
+            own.append(folder / f"{part}.safetensors")
+            write_tensors(own[-1], tensors)
+        return own
+    # Torch's checkpoints take half a second to import, and a run of one process writes none.
+    from jetrl.distributed.shard_files import write_shards
+
+    for part, tensors in parts.items():
+        own += write_shards(folder / part, tensors, shards.get(part, {}), ranks)
+    return own
+
+
+def fingerprints(folder: Path, own: Sequence[Path], ranks: World) -> dict[str, Fingerprint]:
+    """Return the fingerprints of the files of all ranks, by their names in a checkpoint's folder.
+
+    Every rank calls this function.
+
+    Raises:
+        OSError: A rank could not read; every rank raises it.
+    """
+    what = "the checksums of a checkpoint"
+    found_here = ranks.together(
+        what, lambda: {path.relative_to(folder).as_posix(): fingerprint(path) for path in own}
+    )
+    return {
+        name: found for files in ranks.gather(what, found_here) for name, found in files.items()
+    }
+
+
+def complete_folder(folder: Path, state: str, files: Mapping[str, Fingerprint]) -> None:
+    """Write state.json and, when all else is on the disk, the manifest; rank 0 does that.
+
+    Raises:
+        OSError: A file could not be written, or one of another rank is not there.
+    """
+    for name, expected in files.items():
+        file = folder / name
+        if not file.exists() or file.stat().st_size != expected["bytes"]:
+            raise OSError(
+                f"rank 0 does not find {name} as its rank wrote it: all machines of a run need its "
+                "directory on one file system that they share"
+            )
+    for part in sorted({(folder / name).parent for name in files} - {folder}):
+        sync(part)
+    write_text(folder / STATE_FILE, state)
+    manifest = {**files, STATE_FILE: fingerprint(folder / STATE_FILE)}
+    write_text(folder / MANIFEST_FILE, json.dumps(dict(sorted(manifest.items())), indent=1))
+    sync(folder)

@@ -1,18 +1,25 @@
 """The guard on numbers: an update whose loss, gradient or FP8 scales are not finite is not applied.
 
-The numbers that the guard watches are made on the device while the update runs, and read once,
-together with the gradient norm that is read anyway. Two sums cover the rest: a logit that is NaN or
-infinite makes the entropy so, and an FP8 scale that is not finite makes every value of its group
-NaN, so what goes wrong anywhere in a forward or backward is seen in the loss or in the norm.
+The watched numbers are computed on the device during the update and read once, with the gradient
+norm. They cover every fault: a logit that is NaN or infinite makes the entropy so, and an FP8 scale
+that is not finite makes its group NaN, which reaches the loss or the gradient norm.
+
+`watch` finds the first operation whose output or gradient is not finite. It synchronizes with the
+device at every operation, so it is for repeating a failed update, not for a run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
 
 from jetrl.distributed.agreement import UPDATE_IS_FINITE, agree
 from jetrl.errors import NonFiniteError
@@ -102,3 +109,88 @@ class Guard:
     def load_state(self, state: Any) -> None:
         """Take over what `state` returned in the run that is resumed."""
         self._in_a_row = state["in_a_row"]
+
+
+@dataclass(frozen=True)
+class NonFiniteValue:
+    """A tensor with values that are not finite.
+
+    Attributes:
+        what: The operation, and whether the tensor is its output, the gradient of its output, or a
+            weight.
+        row: The first token of the batch with such a value; of a weight, the first row.
+    """
+
+    what: str
+    row: int
+    count: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.what}, first in row {self.row} ({self.count} of {self.size} values)"
+
+
+class Watch:
+    """Looks at the tensors of a model's forwards and backwards.
+
+    Attributes:
+        first: The first value that was not finite, in the order of computation; None so far.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.first: NonFiniteValue | None = None
+        self._model = model
+        self._in_backward = False
+
+    def weights(self) -> None:
+        """Look at the master weights and at the scales of the quantized weights."""
+        for name, master in self._model.master_weights().items():
+            self._look(f"master weight {name}", master)
+        for name, scales in self._model.weight_scales().items():
+            self._look(f"FP8 scales of {name}", scales)
+
+    def output(self, name: str, value: Tensor) -> None:
+        """Look at the output of an operation, and later at its gradient: the decoder's trace."""
+        if name == "embed":  # the first operation of a forward
+            self._in_backward = False
+        if self._in_backward:  # a layer that is computed again says nothing new
+            return
+        self._look(f"output of {name}", value)
+        if value.requires_grad:
+            value.register_hook(partial(self.gradient, f"the output of {name}"))
+
+    def gradient(self, of: str, gradient: Tensor) -> None:
+        self._in_backward = True
+        self._look(f"gradient of {of}", gradient)
+
+    def _look(self, what: str, value: Tensor) -> None:
+        """Keep a tensor's name and place if it is the first that is not finite."""
+        if self.first is not None:
+            return
+        finite = torch.isfinite(value.detach().float())
+        if bool(finite.all()):
+            return
+        rows = (~finite).reshape(len(finite), -1).any(1) if finite.dim() else ~finite[None]
+        self.first = NonFiniteValue(
+            what, int(rows.nonzero()[0]), int((~finite).sum()), finite.numel()
+        )
+
+
+@contextlib.contextmanager
+def watch(model: Model) -> Iterator[Watch]:
+    """Look at the weights of a model now, and at everything that it computes within the context."""
+    seen = Watch(model)
+    seen.weights()
+    decoder = model.decoder
+    hooks = [
+        master.register_hook(partial(seen.gradient, name))
+        for name, master in model.master_weights().items()
+        if master.requires_grad
+    ]
+    decoder.trace = seen.output
+    try:
+        yield seen
+    finally:
+        decoder.trace = None
+        for hook in hooks:
+            hook.remove()

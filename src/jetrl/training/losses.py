@@ -1,7 +1,6 @@
-"""The losses of supervised training, of the critic and of reward models, as pure functions.
+"""Losses of supervised training, the critic and reward models, as pure functions.
 
-Losses of the policy are in objectives/. Every loss is a share of its update's loss, so that the
-losses and gradients of an update's micro-batches add up to those of the update.
+Every loss is a share of its update's, so losses and gradients of its micro-batches add up.
 """
 
 from __future__ import annotations

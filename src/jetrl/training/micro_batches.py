@@ -1,28 +1,32 @@
-"""Micro-batches: what one forward and backward works on, and how many tokens it may have.
+"""Micro-batches: the data of one forward and backward, their size, and their forward.
 
 The size is `train.tokens_per_micro_batch`, or what the memory plan has room for, and is halved when
-memory runs out. Gradients of the micro-batches of an update are added, so how the update is divided
-changes nothing but the order of sums, and under an FP8 plan which 128 tokens share a scale in
-WGrad. The size is kept for the rest of the run, also across a resume: the bits of a resumed run
-depend on it.
+memory runs out. Gradients of an update's micro-batches are added, so the division changes only the
+order of sums, and under an FP8 plan which 128 tokens share a scale in WGrad. A checkpoint keeps the
+size, since the bits of a resumed run depend on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.errors import OutOfMemoryStop
+from jetrl.models.packed import upload
+from jetrl.models.stems import Stems
 from jetrl.settings import TrainSettings
-from jetrl.training.packing import trained_lengths
+from jetrl.training.packing import targets, trained_lengths
 from jetrl.types import Batch
+
+if TYPE_CHECKING:
+    from jetrl.models.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -240,3 +244,41 @@ class MicroBatchSize:
         """Take over the size of the run that is resumed, unless its setting was changed."""
         if state["setting"] == self._setting:
             self.tokens = state["tokens"]
+
+
+def batch_logprobs(
+    policy: Policy,
+    batch: Batch,
+    temperature: float = 1.0,
+    checkpoint_layers: bool = False,
+    seen: Callable[[torch.Tensor], None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and moments of the N trained tokens of a batch, in batch order.
+
+    Args:
+        checkpoint_layers: Whether to compute layers again on the way back instead of keeping what
+            they computed.
+        seen: Called with the hidden states [N, D] from which the tokens were drawn.
+
+    Returns:
+        Log-probs, float32 [N], differentiable unless under no_grad, and the moments of
+        `Policy.train_logprobs`, float32 [2, N].
+    """
+    return policy.train_logprobs(
+        torch.from_numpy(batch.token_ids),
+        torch.from_numpy(batch.cu_seqlens),
+        torch.from_numpy(targets(batch)),
+        temperature,
+        checkpoint_layers=checkpoint_layers,
+        stems=Stems.of(batch),
+        seen=seen,
+    )
+
+
+def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> torch.Tensor:
+    """Return values of a batch at its N trained tokens, [N] of the same dtype.
+
+    Args:
+        values: [T], a value for each token of the batch.
+    """
+    return upload(torch.from_numpy(values[targets(batch)]), torch.device(device))

@@ -1,21 +1,29 @@
-"""Minibatches: the samples of a step that each optimizer update is made on.
+"""Minibatches: the samples of a step that each optimizer update is made on. No torch here.
 
-No torch here. The setting `data.batch` says how they are chosen:
+`data.batch` says how they are chosen:
 
-    all          every sample once: the groups are shared out over the updates
-    shuffle_r1   drawn pairs of samples (extras/shuffle_r1.py)
+    all          every sample once; the groups are divided among the updates
+    shuffle_r1   pairs of samples, drawn by weight (Zhu et al. 2025, "Shuffle-R1", arXiv 2508.05612)
+
+Shuffle-R1 has two parts. Pairwise trajectory sampling: a group of 2N samples is sorted by advantage
+and sample i is paired with sample 2N + 1 - i; the first pairs, whose advantages differ most, are
+kept. Advantage-based batch shuffle: each update draws its share of the kept pairs with probability
+proportional to |A1| + |A2|, without repetition within the update; over a step a pair may come
+several times or never. Pairs of weight 0 are drawn only if there are no others.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from jetrl.errors import UserError
-from jetrl.randomness import derive_seed
+from jetrl.randomness import derive_seed, weighted_draw
 from jetrl.settings.loading import Settings
 from jetrl.training.advantages import group_advantages
-from jetrl.training.extras.shuffle_r1 import contrast_pairs, shuffled_minibatches
 from jetrl.types import Sample
 
 
@@ -67,3 +75,58 @@ def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[
     units = list(units)
     bounds = [len(units) * k // num_minibatches for k in range(num_minibatches + 1)]
     return [sorted(itertools.chain(*units[start:end])) for start, end in itertools.pairwise(bounds)]
+
+
+class Pair(NamedTuple):
+    """Two samples of a group, by number.
+
+    Attributes:
+        weight: |A1| + |A2|, which the pair is drawn by.
+    """
+
+    best: int
+    worst: int
+    weight: float
+
+
+def contrast_pairs(
+    advantages: Sequence[float] | np.ndarray, groups: Sequence[int], keep: float
+) -> list[Pair]:
+    """Return the kept pairs of each group, those that differ most first.
+
+    Args:
+        advantages: [S], one number a sample.
+        groups: [S]; members of a group need not be neighbours.
+        keep: The share of a group's pairs that is kept; at least one pair of each group is, and the
+            middle sample of an odd group is in none.
+    """
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    pairs = []
+    for group_members in members.values():
+        order = sorted(group_members, key=lambda i: (-advantages[i], i))
+        num_pairs = len(order) // 2
+        for rank in range(min(num_pairs, max(1, int(keep * num_pairs)))):
+            best, worst = order[rank], order[-1 - rank]
+            weight = abs(float(advantages[best])) + abs(float(advantages[worst]))
+            pairs.append(Pair(best, worst, weight))
+    return pairs
+
+
+def shuffled_minibatches(pairs: Sequence[Pair], num_minibatches: int, seed: int) -> list[list[int]]:
+    """Return the samples of each update: its share of the pairs, drawn by weight.
+
+    Returns:
+        Sample numbers, ascending, of each minibatch; together they hold as many pairs as there are,
+        or fewer where fewer have a weight.
+    """
+    drawable = [pair for pair in pairs if pair.weight > 0] or list(pairs)
+    weights = np.array([pair.weight or 1.0 for pair in drawable])
+    bounds = [len(pairs) * k // num_minibatches for k in range(num_minibatches + 1)]
+    minibatches = []
+    for k in range(num_minibatches):
+        count = min(len(drawable), max(1, bounds[k + 1] - bounds[k]))
+        drawn = [drawable[i] for i in weighted_draw(weights, count, derive_seed(seed, k))]
+        minibatches.append(sorted(i for pair in drawn for i in (pair.best, pair.worst)))
+    return minibatches

@@ -1,31 +1,148 @@
 """The optimizer: AdamW on the float32 master weights, a schedule, and a global gradient-norm clip.
 
-With float32 states the update is `torch.optim.AdamW(fused=True)`. With compact ones matrices have
-`CompactAdamW`, whose one pass over weights, gradients and moments applies the clip as well; norms
-and biases keep float32. Weight decay acts on matrices (two or more dimensions) and leaves norms and
-biases alone. State is saved by the name of the master weight, never by position.
+With float32 states the update is `torch.optim.AdamW(fused=True)`. With compact states matrices use
+`CompactAdamW` (3 bytes per parameter, kernels/adamw.py), which applies the clip in the same pass;
+norms and biases keep float32. Weight decay applies to matrices only. State is saved by the name of
+the master weight, never by position.
+
+The gradient norm has the same bits with any number of ranks: every block of 128 rows has its own
+sum of squares, computed by its owner; these are gathered and added in float64, in a fixed order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from jetrl.distributed.shards import Shard
+from jetrl.distributed.collectives import gather_equal
+from jetrl.distributed.shards import BLOCK_ROWS, Shard
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.kernels.adamw import is_compact
+from jetrl.kernels.adamw import adamw_, is_compact
+from jetrl.kernels.adamw_scalars import AdamWScalars, adamw_scalars, from_element
+from jetrl.kernels.norm import block_squares
 from jetrl.settings import TrainSettings
 from jetrl.settings.loading import Settings
-from jetrl.training.compact_adamw import KEYS, CompactAdamW
-from jetrl.training.gradient_norm import gradient_norm
 
 if TYPE_CHECKING:
     from jetrl.models.model import Model
+
+
+def gradient_norm(gradients: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Tensor:
+    """Return the norm of all gradients together, a float32 scalar on their device.
+
+    Args:
+        gradients: The gradients by name, of own rows where a master weight is divided; the same
+            names on every rank.
+        shards: The division of the rows of those that are divided, by name.
+    """
+    squares = {name: block_squares(gradient) for name, gradient in gradients.items()}
+    if not squares:
+        return torch.zeros(())
+    divided = [name for name in squares if name in shards]
+    if divided:
+        squares |= _gathered({name: squares[name] for name in divided}, shards)
+    return torch.cat([squares[name] for name in gradients]).double().sum().sqrt().float()
+
+
+def _gathered(own: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+    """Return the sums of all blocks of matrices, of which each rank has its own."""
+    counts = {name: shards[name].counts(BLOCK_ROWS) for name in own}
+    of_rank = [sum(count) for count in zip(*counts.values(), strict=True)]
+    mine = torch.cat(list(own.values()))
+    padded = mine.new_zeros((max(of_rank), mine.shape[1]))
+    padded[: len(mine)] = mine
+    pieces = [
+        everything[:total].split([count[rank] for count in counts.values()])
+        for rank, (everything, total) in enumerate(zip(gather_equal(padded), of_rank, strict=True))
+    ]
+    return {
+        name: torch.cat(list(p)) for name, p in zip(own, zip(*pieces, strict=True), strict=True)
+    }
+
+
+KEYS = {"ratio": torch.uint8, "root": torch.int16}
+
+
+@dataclass
+class _State:
+    """The moments of one master weight, and how many updates they have seen."""
+
+    ratio: torch.Tensor
+    root: torch.Tensor
+    step: int = 0
+
+
+class CompactAdamW:
+    """AdamW over named matrices.
+
+    Args:
+        masters: The float32 matrices by name; gradients are read from `.grad`.
+        shards: The division of the rows of matrices among ranks, by name.
+    """
+
+    def __init__(
+        self,
+        masters: Mapping[str, nn.Parameter],
+        settings: TrainSettings,
+        shards: Mapping[str, Shard],
+    ) -> None:
+        self._masters, self._shards = dict(masters), shards
+        self._settings = settings
+        self._states: dict[str, _State] = {}
+
+    @torch.no_grad()
+    def step(self, clip: torch.Tensor, lr: Callable[[int], float]) -> None:
+        """Update the matrices by their gradients.
+
+        Args:
+            clip: float32 scalar on the device, which the gradients are multiplied by.
+        """
+        settings = self._settings
+        scalars: dict[int, AdamWScalars] = {}  # by step, as a rule the same one for all
+        for name, master in self._masters.items():
+            if master.grad is None:
+                continue
+            state = self._states.get(name)
+            if state is None:
+                ratio, root = (torch.zeros_like(master, dtype=dtype) for dtype in KEYS.values())
+                state = _State(ratio, root)
+                self._states[name] = state
+            state.step += 1
+            if state.step not in scalars:
+                scalars[state.step] = adamw_scalars(
+                    state.step, lr, settings.betas, settings.eps, settings.weight_decay
+                )
+            own = scalars[state.step]
+            if name in self._shards:
+                own = from_element(own, self._shards[name].first_row * math.prod(master.shape[1:]))
+            gradient = master.grad.contiguous()
+            adamw_(master.detach(), gradient, state.ratio, state.root, clip, own)
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the state of one matrix, the tensors themselves; {} before its first gradient.
+
+        Returns:
+            `ratio`, `root` and `step` (float32 scalar).
+        """
+        state = self._states.get(name)
+        if state is None:
+            return {}
+        step = torch.tensor(float(state.step))
+        return {"step": step, "ratio": state.ratio, "root": state.root}
+
+    def load(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take over what `state` returned for each name, without copying the tensors."""
+        self._states = {
+            name: _State(state["ratio"], state["root"], int(state["step"]))
+            for name, state in states.items()
+        }
+
 
 ADVICE = (
     "the weights, gradients and AdamW's moments take 16 bytes a parameter, or 11 with "

@@ -1,18 +1,20 @@
 """Packing: sequences end to end in micro-batches, by a budget of tokens, without padding.
 
 The samples of an update are packed longest first into the first micro-batch with room (first fit
-decreasing), and within a micro-batch they are in sample order. A sequence longer than the budget
-gets a micro-batch of its own. Nothing is random: the same samples give the same batches.
+decreasing); within a micro-batch they are in sample order. A sequence longer than the budget gets a
+micro-batch of its own. Nothing is random: the same samples give the same batches. No torch here.
 
-Where prompts are shared (`models.stems`), a stem counts once in a micro-batch, samples of a prompt
-follow each other, and one goes first of all into a micro-batch that has its stem.
+With shared prompts (`models.stems`) a stem, the whole blocks of 128 tokens of a prompt, counts once
+per micro-batch. Samples of a prompt follow each other, and prefer a micro-batch that has their
+stem. That changes which samples meet, so `train.share_prompts = "auto"` shares only if enough
+tokens are saved. It decides by the samples' lengths only, so all ranks and a resumed run agree.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -272,3 +274,44 @@ def _first_fit_decreasing(
         bins[k].append(i)
         rooms.take(k, cost)
     return [sorted(ids) for ids in bins]
+
+
+SharePrompts = bool | Literal["auto"]
+# The share of an update's tokens that "auto" wants to save. A smaller one may be lost again:
+# products take as long for some more rows, and another packing may fill micro-batches less evenly.
+# Measured at the shape of Qwen3-8B, 10% of the tokens save 3% of an update, and 58% save half.
+WORTH_SHARING = 0.08
+
+
+def shares_prompts(
+    setting: SharePrompts, samples: Sequence[Sample], sample_ids: Iterable[int] | None = None
+) -> bool:
+    """Return whether the samples of an update are packed with shared prompts.
+
+    Args:
+        setting: `train.share_prompts`.
+        sample_ids: The numbers of the update's samples; by default all.
+    """
+    if setting != "auto":
+        return setting
+    chosen = range(len(samples)) if sample_ids is None else sample_ids
+    return saved_share([samples[i] for i in chosen]) >= WORTH_SHARING
+
+
+def saved_share(samples: Iterable[Sample]) -> float:
+    """Return the share of the tokens that is not computed if every stem is computed once.
+
+    Args:
+        samples: The samples of an update. Those without a completion token are not trained on, and
+            count for nothing.
+    """
+    total = saved = 0
+    stems: set[tuple[int, ...]] = set()
+    for sample in samples:
+        if not sample.completion.token_ids:
+            continue
+        total += len(sample.prompt_token_ids) + len(sample.completion.token_ids)
+        stem = tuple(sample.prompt_token_ids[: stem_length(len(sample.prompt_token_ids))])
+        saved += len(stem) if stem in stems else 0
+        stems.add(stem)
+    return saved / total if total else 0.0

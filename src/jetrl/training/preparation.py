@@ -25,11 +25,23 @@ from jetrl.training.advantages import (
     overlong_penalties,
 )
 from jetrl.training.extras.critic import Critic, value_metrics
-from jetrl.training.forward import at_targets, batch_logprobs
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch, sizes_of
+from jetrl.training.micro_batches import (
+    MicroBatch,
+    MicroBatchSize,
+    Minibatch,
+    at_targets,
+    batch_logprobs,
+    sizes_of,
+)
 from jetrl.training.objectives import Objective
-from jetrl.training.packing import by_batch, by_sample, pack, with_advantages
-from jetrl.training.sharing import SharePrompts, shares_prompts
+from jetrl.training.packing import (
+    SharePrompts,
+    by_batch,
+    by_sample,
+    pack,
+    shares_prompts,
+    with_advantages,
+)
 from jetrl.types import Batch, Sample
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
-"""Supervised training on worked answers.
+"""Supervised training: a policy on worked answers, and a reward model on pairs of completions.
 
-The loss is the mean cross entropy over the tokens of the completions, through the same forward (and
-the same FP8) as reinforcement learning.
+Both use the same forward (and the same FP8) as reinforcement learning.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from jetrl.errors import UserError
+from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
-from jetrl.training.forward import batch_logprobs
 from jetrl.training.guard import Guard
-from jetrl.training.losses import MicroBatchLoss, cross_entropy
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
+from jetrl.training.losses import MicroBatchLoss, cross_entropy, preference_loss
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch, batch_logprobs
 from jetrl.training.optimizer import supervised_optimizer
 from jetrl.training.packing import pack_examples
 from jetrl.training.update import Update, UpdateStats
@@ -97,3 +98,113 @@ def _metrics(stats: UpdateStats) -> dict[str, float]:
         "sft/lr": stats.lr,
         "sft/tokens": float(stats.num_tokens),
     }
+
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""Token ids of the better and of the worse sequence, prompts included."""
+
+
+class PairMinibatch:
+    """The pairs of one update, in micro-batches that get smaller when memory runs out.
+
+    Attributes:
+        micro_batches: As many neighbouring pairs as have the size's tokens, or one longer pair.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], size: MicroBatchSize) -> None:
+        self.pairs, self._size = pairs, size
+        self.num_tokens = sum(map(_num_tokens, pairs))
+        self.micro_batches = self._packed()
+
+    @staticmethod
+    def tokens_of(micro_batch: Sequence[Pair]) -> int:
+        """Return how many tokens the forward of a micro-batch reads."""
+        return sum(map(_num_tokens, micro_batch))
+
+    def shrink(self, problem: str) -> None:
+        """Halve the size of micro-batches, and divide the pairs again.
+
+        Raises:
+            OutOfMemoryStop: Each micro-batch is one pair.
+        """
+        sizes = [(sum(map(_num_tokens, pairs)), len(pairs)) for pairs in self.micro_batches]
+        self._size.halve(sizes, problem, "pair")
+        self.micro_batches = self._packed()
+
+    def _packed(self) -> list[Sequence[Pair]]:
+        """Return the pairs in micro-batches of the present size."""
+        ranges = self._size.ranges([_num_tokens(pair) for pair in self.pairs])
+        return [self.pairs[part.start : part.stop] for part in ranges]
+
+
+class RewardTrainer:
+    """Updates a scalar model on pairs of sequences, with an optimizer of its own.
+
+    Args:
+        settings: Learning rate, warm-up and schedule are those of `sft`, the rest of the
+            optimizer and the size of micro-batches those of `train`.
+        size: The size that the training has for micro-batches; by default a new one.
+    """
+
+    def __init__(
+        self, model: ScalarModel, settings: Settings, size: MicroBatchSize | None = None
+    ) -> None:
+        self.model = model
+        self.micro_batch_size = size or MicroBatchSize.of(settings.train)
+        self.guard = Guard(settings.train.on_nonfinite, "sft.lr")
+        self.optimizer = supervised_optimizer(model, settings)
+        self._checkpoint_layers = settings.train.activation_checkpointing
+        self._update = Update(model, self.optimizer, self.guard, self._loss, "sft")
+
+    def step(self, pairs: Sequence[Pair]) -> dict[str, float]:
+        """Make one optimizer update on pairs of sequences.
+
+        Returns:
+            sft/loss (Bradley-Terry, nats a pair), sft/grad_norm, sft/lr, sft/tokens;
+            reward_model/accuracy (pairs in which the better one scores higher) and
+            reward_model/margin (mean difference), all before the update. Of a skipped update
+            sft/lr, sft/tokens and reward_model/skipped_updates alone. Where it happened,
+            memory/train_retries.
+
+        Raises:
+            UserError: No pairs, or a sequence that the model cannot take.
+            NonFiniteError: The loss or gradient is not finite, and train.on_nonfinite is "stop" or
+                too many were refused in a row; the model was not changed.
+            OutOfMemoryStop: Memory ran out with one pair in a micro-batch.
+        """
+        if not pairs:
+            raise UserError("a reward model cannot be trained on no pairs")
+        self.model.check_sequences([sequence for pair in pairs for sequence in pair])
+        accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
+        margin = torch.cat(accumulated.all_outputs()).double()
+        accumulated.metrics["reward_model/accuracy"] = (margin > 0).double().mean()
+        accumulated.metrics["reward_model/margin"] = margin.mean()
+        stats = self._update.finish(accumulated)
+        metrics = {"sft/lr": stats.lr, "sft/tokens": float(stats.num_tokens)}
+        metrics |= self.micro_batch_size.take_metrics()
+        if not stats.applied:
+            return metrics | {"reward_model/skipped_updates": 1.0}
+        return metrics | stats.metrics | {"sft/grad_norm": stats.grad_norm}
+
+    def _loss(self, pairs: Sequence[Pair], minibatch: PairMinibatch) -> MicroBatchLoss:
+        """Return the loss of a micro-batch, its share of the update's, with score differences."""
+        better, worse = self._scores(pairs)
+        loss = preference_loss(better, worse, len(minibatch.pairs))
+        return MicroBatchLoss(loss, outputs=(better - worse).detach())
+
+    def _scores(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of the better and of the worse sequences, float32 [P] each."""
+        device = self.model.device
+        sequences = [sequence for pair in pairs for sequence in pair]
+        lengths = torch.tensor([len(s) for s in sequences], device=device)
+        token_ids = torch.tensor([t for s in sequences for t in s], device=device)
+        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        scores = self.model.values(
+            token_ids, cu_seqlens, cu_seqlens[1:] - 1, self._checkpoint_layers
+        )
+        return scores[0::2], scores[1::2]
+
+
+def _num_tokens(pair: Pair) -> int:
+    """Return how many tokens the two sequences of a pair have together."""
+    return len(pair[0]) + len(pair[1])

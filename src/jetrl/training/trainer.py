@@ -32,10 +32,15 @@ from jetrl.settings.loading import Settings
 from jetrl.training.extras.calibration import ClipBounds, ClipCalibration
 from jetrl.training.extras.critic import Critic
 from jetrl.training.extras.draft_head import DraftHeadTraining
-from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.guard import Guard
 from jetrl.training.losses import MicroBatchLoss
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
+from jetrl.training.micro_batches import (
+    MicroBatch,
+    MicroBatchSize,
+    Minibatch,
+    at_targets,
+    batch_logprobs,
+)
 from jetrl.training.minibatches import choose_minibatches
 from jetrl.training.mismatch import (
     EXCESS,

@@ -31,8 +31,7 @@ import torch
 from jetrl.distributed.world import world
 from jetrl.memory.out_of_memory import explained, within_memory
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.training.forward import batch_logprobs
-from jetrl.training.micro_batches import MicroBatch, Minibatch
+from jetrl.training.micro_batches import MicroBatch, Minibatch, batch_logprobs
 from jetrl.training.packing import targets
 
 if TYPE_CHECKING:
