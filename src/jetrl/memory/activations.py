@@ -1,5 +1,7 @@
-"""Bytes of activations and gradients in flight, counted from the tensors of models/layer_hopper and
-kernels/logprob_hopper. tests/gpu/test_memory.py compares them with a GPU.
+"""Bytes of activations, and of gradients in flight, during an update.
+
+Counted from the tensors of models/layer_hopper and kernels/logprob_hopper, and compared with a GPU
+by tests/gpu/test_memory.py.
 
 Shapes: T tokens, D hidden size, H query heads, G key-value heads, d head size, F intermediate size,
 V vocabulary.
