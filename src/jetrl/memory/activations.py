@@ -8,12 +8,12 @@ V vocabulary.
 
 Products of a micro-batch are held next to the sums of gradients. On one GPU only lm_head's is. On
 several GPUs every rank makes a linear's product whole and sends its rows to their owners
-(`precision.ordered_gradients`). A product in flight takes its own bytes, and as many to receive.
+(`precision.gradients`). A product in flight takes its own bytes, and as many to receive.
 Large ones travel in slices, and lm_head's is still held while the last layer's MLP makes its own.
 
 A product of many rows with an NVFP4 weight reads it widened to BF16 (`precision.hopper.nvfp4`), as
 does DGrad of any number of rows. float32 sums are held next to it if the sum over K is added in
-parts (`nvfp4_layout.parts_of`), or if the weight is stacked from matrices with their own scales.
+parts (`nvfp4.parts_of`), or if the weight is stacked from matrices with their own scales.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan
 
-# As of precision.ordered_gradients: bytes that travel at one time, and how many times together,
+# As of precision.gradients: bytes that travel at one time, and how many times together,
 # the one that has just begun among them.
 _AT_ONCE, _TOGETHER = 2**29, 4
 

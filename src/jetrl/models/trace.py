@@ -1,7 +1,7 @@
 """Watching a forward: a function that is called with the output of each operation.
 
 `parity.locating` finds the first operation that differs between two forwards by a trace, and
-`training.first_nonfinite` the first one whose output is not finite.
+`training.guard` the first one whose output is not finite.
 """
 
 from __future__ import annotations
