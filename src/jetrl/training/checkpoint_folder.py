@@ -1,4 +1,4 @@
-"""The folder of one checkpoint: its schemas, checks of what is read, and writing.
+"""The folder of one checkpoint: its schemas, its checks, and its writing.
 
 One rank writes format 2: each part is a file (masters.safetensors). Several ranks write format 3:
 each part is a folder with the files of every rank (masters/shard-...). Both have the same
