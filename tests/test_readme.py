@@ -57,4 +57,4 @@ def test_python_blocks_are_python() -> None:
 def test_what_comes_before_the_list_of_documents_is_short() -> None:
     before, documents, _ = README.partition("\n## Documents\n")
     assert documents
-    assert len(before.splitlines()) < 120
+    assert len(before.splitlines()) < 110
