@@ -95,7 +95,7 @@ def test_command_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["parity", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    assert "tokens a completion (default: 64)" in out
+    assert "tokens per completion (default: 64)" in out
     assert "default: None" not in out
     assert "default: False" not in out
 
@@ -173,7 +173,9 @@ def test_sys_exit_in_a_user_s_code_is_named(
     monkeypatch.setattr(jetrl_export(), "run", lambda args: sys.exit(0))
     done = jetrl("export", "a", "b")
     assert done.code == 2
-    assert re.search(r"left by sys\.exit\(\): SystemExit: 0 \(.*test_main\.py, line", done.err)
+    assert re.search(
+        r"sys\.exit\(\) ended the command: SystemExit: 0 \(.*test_main\.py, line", done.err
+    )
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

@@ -261,7 +261,7 @@ def test_eval_of_a_run_takes_the_runs_own_task(
         assert max(answers) <= 58  # the demo's max_operand is 29; without it sums go to 198
     changed = jetrl("eval", run, "--option", "max_operand=4", *words)
     assert {int(s["answer"][::-1]) for s in json.loads(changed.out)["samples"]} <= set(range(9))
-    assert "--task: name one" in jetrl("eval", tiny_model, *words).err
+    assert "add --task NAME" in jetrl("eval", tiny_model, *words).err
 
 
 def test_eval_of_a_run_draws_as_its_own_evaluations(

@@ -90,7 +90,7 @@ def test_ctrl_c_says_how_to_go_on(jetrl: Callable, loop: FakeLoop) -> None:
     loop.error = KeyboardInterrupt()
     done = jetrl("train", "demo", "run.name=mine")
     assert done.code == 130
-    assert done.err == "interrupted; to go on: jetrl train demo run.name=mine --resume\n"
+    assert done.err == "interrupted; to continue: jetrl train demo run.name=mine --resume\n"
 
 
 def test_a_run_that_stopped_itself_is_exit_code_1(jetrl: Callable, loop: FakeLoop) -> None:
@@ -143,7 +143,7 @@ def test_sft_that_is_stopped_by_a_signal_says_how_to_go_on(
     done = jetrl("sft", "demo", "run.name=a b", "--out", "models/warm")
     assert done.code == code
     again = "jetrl sft demo 'run.name=a b' --out models/warm --resume"
-    assert f"{word}; to go on: {again}\n" in done.err
+    assert f"{word}; to continue: {again}\n" in done.err
 
 
 def test_dry_run_prints_settings_plan_and_memory_and_starts_nothing(
@@ -194,7 +194,7 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
     assert "2.8 GiB are free" in small.err
     assert "GPUs like this one" in small.err
     assert jetrl("train", "demo", "--gpus=2").err.startswith("error: --gpus goes with --dry-run")
-    assert "--gpu-memory -1: a number above 0" in jetrl(*words, "--gpu-memory=-1").err
+    assert "--gpu-memory -1: should be above 0" in jetrl(*words, "--gpu-memory=-1").err
 
 
 def test_a_real_run_from_the_command_line(

@@ -147,7 +147,7 @@ def test_commands_of_one_process_are_refused(command: str, monkeypatch: pytest.M
     with pytest.raises(SystemExit):
         main([command, *arguments.get(command, [])])
     assert said[0][1] == 2
-    assert f"jetrl {command} is one process, and 2 were started" in said[0][0]
+    assert f"jetrl {command} runs as one process, but torchrun started 2" in said[0][0]
 
 
 def test_a_run_without_torchrun_has_no_process_group(

@@ -253,7 +253,7 @@ def test_preflight_shows_pairs_and_what_is_odd_and_writes_nothing(
     assert all(scores), "the model's own head has learnt something"
     assert sum(line == "    123" for line in lines) >= 3
     assert "9 pairs; the longest sequence has 8 tokens" in out
-    assert "the better completion has more tokens in 0.0%" in out
+    assert "the better completion is the longer one in 0.0%" in out
     assert "warning: 1 of 9 pairs are the same completion twice" in out
     assert main([*words[:-2], "--preflight"]) == 2
     assert "it goes with --task reward" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Parts that several commands share: the form of help, common arguments, tables and JSON."""
+"""Shared parts of commands: the format of help, common arguments, tables and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter of help that keeps line breaks and shows the default of each argument."""
+    """Keeps line breaks in help texts and appends the default of each option."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
@@ -26,27 +26,26 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says how a setting is written where one was given as an option."""
+    """Hints at KEY=VALUE if a setting was given as an option."""
 
     def error(self, message: str) -> NoReturn:
-        """End the program with a message about its arguments."""
         setting = re.search(r"unrecognized arguments: --(\w+\.[\w.]+)", message)
         super().error(message + (f"; a setting is {setting[1]}=VALUE" if setting else ""))
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """Print a value as JSON, for the option --json; a terminal is safe from its texts."""
+    """Print a value as JSON for --json, with control characters escaped."""
     from jetrl.runs.format import json_text
 
     print(json_text(value, indent))
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, --plan and --device, for `jetrl.cli.opening.open_policy`, and --trust-task."""
+    """Add MODEL, --plan, --device and --trust-task."""
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a Hugging Face directory, a run directory (its exported model), or a checkpoint",
+        help="a Hugging Face directory or hub name, a run directory, or a checkpoint",
     )
     add_plan_arguments(parser)
     add_trust_argument(parser)
@@ -54,9 +53,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--plan", choices=PLANS, help="precision preset (default: the run's own, else unified)"
+        "--plan", choices=PLANS, help="precision preset (default: the run's, or unified)"
     )
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="where to compute")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="device to use")
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +63,7 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-task",
         action="store_true",
-        help="run the Python files that the run's own settings name (its task, checker, algorithm)",
+        help="allow the Python files named in the run's settings (task, checker, algorithm) to run",
     )
 
 
@@ -75,28 +74,27 @@ def add_sampling_arguments(
     top_p: float | None = 1.0,
     seed: int | None = 0,
 ) -> None:
-    """Add --max-tokens, --temperature, --top-p, --top-k and --seed.
-
-    Args:
-        max_tokens: The default of --max-tokens; None, here and below: the command chooses.
-    """
+    """Add --max-tokens, --temperature, --top-p, --top-k and --seed; None: the command decides."""
     parser.add_argument(
-        "--max-tokens", type=int, default=max_tokens, help="tokens a completion at most"
+        "--max-tokens", type=int, default=max_tokens, help="maximum tokens per completion"
     )
     parser.add_argument(
-        "--temperature", type=float, default=temperature, help="logits are divided by it; 0: greedy"
+        "--temperature", type=float, default=temperature, help="sampling temperature; 0: greedy"
     )
     parser.add_argument(
-        "--top-p", type=float, default=top_p, help="most probable tokens up to this mass; 1: all"
+        "--top-p",
+        type=float,
+        default=top_p,
+        help="keep the most probable tokens of this mass; 1: all",
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, help="this many most probable tokens; 0: all"
+        "--top-k", type=int, default=0, help="keep this many most probable tokens; 0: all"
     )
-    parser.add_argument("--seed", type=int, default=seed, help="fixes every draw")
+    parser.add_argument("--seed", type=int, default=seed, help="random seed of the draws")
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "") -> str:
-    """Return rows of text as columns as wide as their longest cell, the last one not padded."""
+    """Return rows of text as aligned columns."""
     cells = [[str(cell) for cell in row] for row in rows]
     if not cells:
         return ""

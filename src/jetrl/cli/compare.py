@@ -1,14 +1,13 @@
-"""Compare runs with the first one: settings, rewards, times, and up to which step bits agree.
+"""Compare runs with the first one: settings, rewards, times, and the first step that differs.
 
 For example:
 
-    jetrl compare demo demo-2                     a run that was repeated, or killed and resumed
-    jetrl compare runs/bf16 runs/unified          the same curve? in how much of the time?
+    jetrl compare demo demo-2                     a run and its repetition
+    jetrl compare runs/bf16 runs/unified          two variants: rewards and speed
     jetrl compare demo demo-2 --same              exit code 1 unless all bits are the same
 
-Of metrics with a mean at each step it shows the mean over the last tenth of the steps that all runs
-have; of times and speeds the median; of memory the peak. Bits are compared line by line of
-metrics.jsonl, times, speeds and memory left out.
+Shown are means over the last tenth of the steps that all runs have, medians of times and speeds,
+and peak memory. Bits are compared line by line in metrics.jsonl, without times, speeds and memory.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from jetrl.cli.arguments import print_json, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="+", metavar="RUN", help="a run's name, or its directory")
-    parser.add_argument("--dir", default="runs", help="folder that holds run directories")
+    parser.add_argument("run", nargs="+", metavar="RUN", help="a run's name or directory")
+    parser.add_argument("--dir", default="runs", help="the folder with the run directories")
     parser.add_argument(
         "--same", action="store_true", help="exit code 1 unless the bits are the same"
     )
-    parser.add_argument("--json", action="store_true", help="a JSON object")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         first, *others = comparison.runs
         lines = [table(comparison_rows(comparison)), ""]
         common = comparison.common_steps
-        lines += [f"rewards, times and speeds over the {common} steps that all have"]
+        lines += [f"rewards, times and speeds: over the {common} steps that all runs have"]
         lines += [bits_in_words(other, first) for other in others]
         print(visible("\n".join(lines), newlines=True))
     return 1 if args.same and not comparison.same else 0

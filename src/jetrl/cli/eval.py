@@ -1,20 +1,19 @@
-"""Measure a model on a task's held-out prompts: mean@n, pass@k and maj@k.
+"""Evaluate a model on a task's held-out prompts: mean@n, pass@k and maj@k.
 
 For example:
 
-    jetrl eval runs/demo --samples 4              the run's own task, on its held-out split
+    jetrl eval runs/demo --samples 4              the run's own task
     jetrl eval models/qwen3-8b --task gsm8k --path data/gsm8k --samples 8 --temperature 0.6
     jetrl eval Qwen/Qwen3-8B --task math500,aime24,gpqa_diamond --samples 16 --temperature 0.6
-    jetrl eval runs/mine --trust-task             where the run's task is a Python file of yours
+    jetrl eval runs/mine --trust-task             the run's task is your own Python file
 
-Of a run on its own task, what is not given is as in the run's own evaluations: [eval], the run's
-stop strings, draws and scoring limits. Else it is one greedy completion, or several at temperature
-1, of up to 1024 tokens for every prompt (a set's own number for those people report), scored by two
-processes within 10 seconds of processor time each.
+Without --task, options default to those of the run's own evaluations: [eval], its stop strings,
+seed and scoring limits. With --task, the default is one greedy completion per prompt (several are
+drawn at temperature 1) of up to 1024 tokens (known benchmarks have their usual limit), scored by
+two processes with 10 s of CPU time per score.
 
-Sets that are known by name, or by their id on the hub: gsm8k, math500, aime24, aime25, amc,
-gpqa_diamond, mmlu_pro. They are read by the package `datasets` (pip install 'jetrl[data]'), or from
---path.
+Benchmarks known by name or hub id: gsm8k, math500, aime24, aime25, amc, gpqa_diamond, mmlu_pro.
+They are read with the package `datasets` (pip install 'jetrl[data]'), or from --path.
 """
 
 from __future__ import annotations
@@ -48,11 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
         "--task",
-        help="a built-in name, reasoning_gym:NAME, or file.py:Class, or several names with commas "
-        "between (default: the run's own task, with its path, options, held-out split and system "
-        "prompt)",
+        help="a built-in task, reasoning_gym:NAME, file.py:Class, or several of them separated by "
+        "commas (default: the run's own task with its path, options, split and system prompt)",
     )
-    parser.add_argument("--path", help="data file or folder, where the task reads one")
+    parser.add_argument("--path", help="data file or folder of the task")
     parser.add_argument(
         "--option",
         action="append",
@@ -61,20 +59,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an option of the task, as in [task.options] (repeatable)",
     )
     parser.add_argument("--split", help="split of the task (default: test)")
-    parser.add_argument("--prompts", type=int, help="prompts, from the start; 0: all")
-    parser.add_argument("--samples", type=int, help="completions a prompt")
+    parser.add_argument("--prompts", type=int, help="number of prompts, from the first; 0: all")
+    parser.add_argument("--samples", type=int, help="completions per prompt")
     add_sampling_arguments(parser, max_tokens=None, temperature=None, top_p=None, seed=None)
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--threshold", type=float, help="a reward that is solved")
-    parser.add_argument("--workers", type=int, help="scoring processes")
-    parser.add_argument("--timeout", type=float, help="seconds of processor time a score may take")
-    parser.add_argument("--json", action="store_true", help="a JSON object, with the completions")
+    parser.add_argument(
+        "--threshold", type=float, help="reward from which a completion counts as solved"
+    )
+    parser.add_argument("--workers", type=int, help="number of scoring processes")
+    parser.add_argument("--timeout", type=float, help="CPU seconds per score")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object with all completions"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     names = [args.task] if args.task is None else task_names(args)
     sets = [one_set(args, name) for name in names]
-    for own in sets[1:]:  # what a set lacks is said before the others are evaluated
+    for own in sets[1:]:  # report a problem of any set before evaluating the first
         build_scored(own)[1].close()
     results: dict[str, Evaluation] = {}
     policy: Policy | None = None
@@ -96,15 +98,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def opened(args: argparse.Namespace) -> Policy:
-    """Return the policy to measure; say on stderr where a run's weights are rounded ones."""
+    """Return the policy to evaluate; warn on stderr if its weights are rounded to BF16."""
     from jetrl.cli.opening import find_model, open_policy
 
     location = find_model(Path(args.model))
     policy = open_policy(args.model, args.plan, args.device)
     if location.run is not None and not location.is_checkpoint and policy.plan.rest != "fp32":
         print(
-            f"{location.path} is rounded to BF16, and the run has no checkpoint of its last step "
-            "to read: its own evaluations, of FP32 weights, may differ a little",
+            f"{location.path} is rounded to BF16, and the run has no checkpoint of its last step: "
+            "results may differ slightly from the run's own evaluations, which used FP32 weights",
             file=sys.stderr,
         )
     return policy
@@ -112,7 +114,7 @@ def opened(args: argparse.Namespace) -> Policy:
 
 @dataclass(frozen=True)
 class OneSet:
-    """A set of prompts to evaluate on, and how."""
+    """A set of prompts, with the settings of its evaluation."""
 
     label: str
     args: argparse.Namespace
@@ -121,22 +123,18 @@ class OneSet:
 
 
 def task_names(args: argparse.Namespace) -> list[str]:
-    """Return the names of --task, one or several with commas between.
-
-    Raises:
-        UserError: A name is given twice, or several come with an argument that is for one.
-    """
+    """Return the comma-separated names of --task."""
     names = [name.strip() for name in args.task.split(",")]
     if len(set(names)) < len(names) or not all(names):
-        raise UserError(f"--task {args.task}: name each set once, with a comma between")
+        raise UserError(f"--task {args.task}: name each set once, separated by commas")
     for option in ("path", "option", "split") if len(names) > 1 else ():
         if getattr(args, option):
-            raise UserError(f"--{option} is for one set, and --task names {len(names)}")
+            raise UserError(f"--{option} is for one set, but --task names {len(names)}")
     return names
 
 
 def one_set(args: argparse.Namespace, name: str | None) -> OneSet:
-    """Return the set of a name, or of the run's own task where there is none."""
+    """Return the set of a name; None: of the run's own task."""
     own = argparse.Namespace(**vars(args) | {"task": name})
     settings = own_settings(own)
     fill_in(own, settings)
@@ -170,25 +168,23 @@ def evaluated(one: OneSet, policy: Policy, task: Task, scorer: Scorer) -> Evalua
 
 
 def own_settings(args: argparse.Namespace) -> Settings | None:
-    """Return the settings of the run MODEL, whose own task is measured; None with --task.
-
-    Raises:
-        UserError: There is no --task, and MODEL is no run.
-    """
+    """Return the settings of the run MODEL, whose own task is evaluated; None with --task."""
     from jetrl.settings.loading import load_config
 
     if args.task is not None:
         return None
     run = run_of(Path(args.model))
     if run is None:
-        raise UserError(f"--task: name one; {args.model} is no run, which would have its own")
+        raise UserError(
+            f"{args.model} is not a run directory, so there is no task to evaluate: add --task NAME"
+        )
     return load_config(run / "config.toml")
 
 
 def typed_files_trusted(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the Python files of --task and --option may be imported.
+    """Return a context that allows imports of the Python files in --task and --option.
 
-    The files that the run MODEL names may be imported with --trust-task only.
+    The files named in the settings of the run MODEL need --trust-task.
     """
     if args.trust_task:
         return contextlib.nullcontext()
@@ -196,7 +192,7 @@ def typed_files_trusted(args: argparse.Namespace) -> contextlib.AbstractContextM
 
 
 def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
-    """Set the arguments that were not given to those of the run's own evaluations."""
+    """Set missing arguments to those of the run's own evaluations, or to the defaults."""
     usual: dict[str, Any] = {
         "prompts": 0,
         "samples": 1,
@@ -228,7 +224,7 @@ def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
 
 
 def usual_tokens(task: str | None) -> int:
-    """Return the tokens that a completion of a task may have where the user does not say."""
+    """Return the default of --max-tokens for a task."""
     from jetrl.tasks.questions import SOURCES, benchmark_name
 
     known = benchmark_name(task or "")
@@ -236,10 +232,7 @@ def usual_tokens(task: str | None) -> int:
 
 
 def task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSettings:
-    """Return the settings of the task that --task names, or of the run's own task.
-
-    --path, --option, --split and --system change them.
-    """
+    """Return the settings of the task, with --path, --option, --split and --system applied."""
     from jetrl.settings import TaskSettings
 
     task = TaskSettings(name=args.task) if settings is None else settings.task
@@ -250,17 +243,13 @@ def task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSe
 
 
 def run_of(model: Path) -> Path | None:
-    """Return the run directory that a model is or lies in, as its model or as a checkpoint."""
+    """Return the run directory that MODEL is or lies in; None: it belongs to no run."""
     folders = (model, *model.absolute().parents[:2])
     return next((folder for folder in folders if (folder / "config.toml").is_file()), None)
 
 
 def sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingParams:
-    """Return how to sample: greedily one completion a prompt, at temperature 1 several.
-
-    Raises:
-        UserError: A value is out of range, or several completions are greedy and so the same.
-    """
+    """Return how to sample; by default greedily, or at temperature 1 for several completions."""
     from jetrl.types import SamplingParams
 
     temperature = args.temperature
@@ -268,7 +257,7 @@ def sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingPa
         temperature = 0.0 if args.samples == 1 else 1.0
     if temperature == 0 and args.samples > 1:
         raise UserError(
-            f"--samples {args.samples} with --temperature 0 draws the same completion each time"
+            f"--samples {args.samples} with --temperature 0 would give the same completion each time"
         )
     if args.prompts < 0:
         raise UserError(f"--prompts {args.prompts}: 0 (all) or more")
@@ -287,7 +276,7 @@ def sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingPa
 
 
 def task_options(options: Sequence[str]) -> dict[str, Any]:
-    """Return `KEY=VALUE` words as keyword arguments, with values read as TOML where they can be."""
+    """Return `KEY=VALUE` words as a dict; a value that is not TOML is a string."""
     values: dict[str, Any] = {}
     for option in options:
         key, equals, text = option.partition("=")
@@ -301,7 +290,7 @@ def task_options(options: Sequence[str]) -> dict[str, Any]:
 
 
 def as_text(result: Evaluation, samples: int) -> str:
-    """Return the results as a table; print the first failure of scoring on stderr."""
+    """Return the results as a table; print the first scoring failure on stderr."""
     num_prompts = len(result.samples) // samples
     from jetrl.runs.format import visible
 
@@ -326,7 +315,7 @@ def as_text(result: Evaluation, samples: int) -> str:
 
 
 def as_table(results: Mapping[str, Evaluation], samples: int) -> str:
-    """Return the results of several sets as a table, a line each, and a line of their means."""
+    """Return the results of several sets as a table, with their mean in the last line."""
     from jetrl.runs.format import visible
 
     several = samples > 1
@@ -346,7 +335,7 @@ def as_table(results: Mapping[str, Evaluation], samples: int) -> str:
 
 
 def as_object(result: Evaluation) -> dict[str, Any]:
-    """Return the results, those of each task of a mixture, and every completion."""
+    """Return the results, also by task of a mixture, with every completion, for --json."""
     names = ("mean", "pass_at_k", "maj_at_k", "response_length", "clip_ratio", "failures")
     return {
         **{name: getattr(result, name) for name in names},

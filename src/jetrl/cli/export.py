@@ -2,11 +2,11 @@
 
 For example:
 
-    jetrl export runs/demo models/demo                      BF16, as transformers and vLLM read it
+    jetrl export runs/demo models/demo                      BF16, for transformers and vLLM
     jetrl export models/qwen3-8b models/q-fp8 --dtype fp8   block-scaled FP8 (e4m3, 128 x 128)
-    jetrl export runs/lora adapters/mine                    of a run with an adapter: PEFT's files
+    jetrl export runs/lora adapters/mine                    a run's adapter, in PEFT's format
     jetrl export runs/lora models/mine --merge              a whole model, with the adapter merged
-    jetrl export runs/lora adapters/mine --base models/b    and its base, where that is random
+    jetrl export runs/lora adapters/mine --base models/b    the adapter and its random base
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a Hugging Face directory, an adapter's, a run directory or a checkpoint",
+        help="a Hugging Face directory, an adapter, a run directory or a checkpoint",
     )
     parser.add_argument("out", metavar="OUT", help="the directory to write")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32", "fp8"), default="bfloat16", help="of the weights"
+        "--dtype",
+        choices=("bfloat16", "float32", "fp8"),
+        default="bfloat16",
+        help="format of the weights",
     )
-    parser.add_argument(
-        "--merge", action="store_true", help="write a whole model, with the adapter merged into it"
-    )
+    parser.add_argument("--merge", action="store_true", help="merge the adapter into a whole model")
     parser.add_argument(
         "--base",
         metavar="DIR",
-        help="write the base of random weights that an adapter was trained on there, in float32",
+        help="write the random base of the adapter to DIR, in float32",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a model that is at OUT")
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to compute")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing model at OUT")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="device to use")
     add_trust_argument(parser)
 
 
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.models.nvfp4_files import is_nvfp4
 
     if args.merge and args.base is not None:
-        raise UserError("--base goes with an adapter, and --merge writes a whole model")
+        raise UserError("--base goes with an adapter, but --merge writes a whole model")
     if args.merge:
         _merge(args, _merged_parts(args))
         return 0
@@ -70,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     policy = open_policy(args.model, None, args.device, fallback_plan="fp32")
     if policy.lora is not None and args.dtype != "bfloat16":
         raise UserError(
-            f"--dtype {args.dtype} is of a whole model's weights, and {args.model} has an adapter, "
-            "which is written in float32: add --merge for a whole model"
+            f"--dtype {args.dtype} is for a whole model, but {args.model} has an adapter, which is "
+            "written in float32: add --merge to write a whole model"
         )
     _name_base(args, policy)
     policy.save_pretrained(args.out, dtype=args.dtype, overwrite=args.overwrite)
@@ -80,19 +81,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _name_base(args: argparse.Namespace, policy: Policy) -> None:
-    """Write the base of an adapter on random weights."""
+    """Write the random base of an adapter, so that the adapter's files can name its path."""
     from jetrl.models import hf
 
     if policy.lora is None or policy.base_path is not None:
         if args.base is not None:
             known = f"its base is {policy.base_path}" if policy.lora else "it has no adapter"
-            raise UserError(f"--base is for an adapter on random weights; of {args.model} {known}")
+            raise UserError(
+                f"--base is for an adapter on a random base, but of {args.model} {known}"
+            )
         return
     if args.base is None:
         raise UserError(
-            f"{args.model} has an adapter on a base of random weights, which is in no directory "
-            "that adapter_config.json could name, so peft, transformers and vLLM cannot load it: "
-            "add --base DIR to write that base too, or --merge for a whole model"
+            f"{args.model} has an adapter on a random base, which no directory holds, so peft, "
+            "transformers and vLLM could not load the adapter: add --base DIR to write the base "
+            "too, or --merge to write a whole model"
         )
     hf.save_model(
         args.base,
@@ -103,12 +106,12 @@ def _name_base(args: argparse.Namespace, policy: Policy) -> None:
         generation_config=policy.generation_config or None,
         overwrite=args.overwrite,
     )
-    print(f"wrote {args.base} (float32, the base of random weights)")
+    print(f"wrote {args.base} (float32, the random base)")
     policy.base_path = str(Path(args.base).resolve())
 
 
 def _widen(args: argparse.Namespace, path: Path) -> None:
-    """Write a directory in NVFP4 with the values that its codes stand for."""
+    """Write an NVFP4 model with its dequantized weights."""
     from jetrl.models import hf
     from jetrl.session.building import choose_device
 
@@ -123,17 +126,15 @@ def _widen(args: argparse.Namespace, path: Path) -> None:
             generation_config=hf.read_generation_config(path),
             overwrite=args.overwrite,
         )
-    print(f"wrote {args.out} ({args.dtype}, the values of {path}'s NVFP4 codes)")
+    print(f"wrote {args.out} ({args.dtype}, dequantized from the NVFP4 of {path})")
 
 
 class _Parts(NamedTuple):
     """The parts of a merged model.
 
     Attributes:
-        base: The directory of the base; None of random weights.
-        tokenizer: The tokenizer, or None.
-        adapter: The adapter of a directory, whose base is compared with the one here; None of a
-            checkpoint, whose run names its base.
+        base: The directory of the base; None: random weights.
+        adapter: An adapter directory's, to check its base by digest; None: of a checkpoint.
     """
 
     config: ModelConfig
@@ -146,7 +147,7 @@ class _Parts(NamedTuple):
 
 
 def _merged_parts(args: argparse.Namespace) -> _Parts:
-    """Return what is merged: of an adapter's directory its files, else of the run's checkpoint."""
+    """Return the parts to merge, from an adapter directory or a run's checkpoint."""
     from jetrl.cli.opening import find_model, open_policy
     from jetrl.models import hf
     from jetrl.models.peft import base_of, is_adapter, is_scalar, read_adapter, without_base
@@ -177,7 +178,7 @@ def _merged_parts(args: argparse.Namespace) -> _Parts:
 
 
 def _merge(args: argparse.Namespace, parts: _Parts) -> None:
-    """Write the base with the adapter merged into its weights, and print what rounding leaves."""
+    """Write the base with the adapter merged into its weights, and print the rounding loss."""
     import torch
 
     from jetrl.models import hf
@@ -204,22 +205,22 @@ def _merge(args: argparse.Namespace, parts: _Parts) -> None:
         )
     print(f"wrote {args.out} ({args.dtype}, the adapter merged)")
     if is_nvfp4(parts.base_config):
-        print("the base is in NVFP4: the adapter was added to the values of its codes")
+        print("the base is in NVFP4: the adapter was added to its dequantized weights")
     for format, loss in losses.items():
         name = {"bfloat16": "BF16", "fp8": "FP8"}[format]
         print(
-            f"measured: merged into {name}, what is left of the adapter's change is off by "
-            f"{loss.error:.0%} of its size, and {loss.changed:.1%} of the stored numbers change"
+            f"measured: rounding to {name} loses {loss.error:.0%} of the adapter's change, and "
+            f"{loss.changed:.1%} of the stored numbers differ from the base"
         )
     if not losses:
-        print("the adapter changes nothing yet: the merged model is the base")
+        print("the adapter is still zero: the merged model equals the base")
 
 
 @contextlib.contextmanager
 def _base_weights(
     args: argparse.Namespace, parts: _Parts, device: torch.device
 ) -> Iterator[Mapping[str, Tensor]]:
-    """Yield the weights of the base, each read or made when it is asked for."""
+    """Yield the weights of the base, each read or made on access."""
     from jetrl.models import hf
 
     if parts.base is not None:
@@ -232,12 +233,12 @@ def _base_weights(
 def _random_weights(
     args: argparse.Namespace, config: ModelConfig, device: torch.device
 ) -> Mapping[str, Tensor]:
-    """Return the base of random weights that the seed of a run makes."""
+    """Return the random base that a run's seed makes."""
     from jetrl.cli.opening import find_model
     from jetrl.models.tiny import RandomWeights
     from jetrl.settings.loading import load_config
 
     run = find_model(Path(args.model)).run
-    assert run is not None, "a base of random weights is made by the seed of a run"
+    assert run is not None, "the seed of a run makes a random base"
     seed = load_config(run / "config.toml").run.seed
     return RandomWeights(config, seed, device)

@@ -1,8 +1,8 @@
-"""Make a tiny model with random weights and its own tokenizer, as a Hugging Face directory.
+"""Create a tiny model with random weights and its own tokenizer, as a Hugging Face directory.
 
 For example:
 
-    jetrl init models/tiny                                        one token a character
+    jetrl init models/tiny                                        one token per character
     jetrl init models/tiny-qwen3-gsm8k --tokenizer bpe --text data/gsm8k/train.jsonl
 """
 
@@ -16,33 +16,40 @@ FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "phi3")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the directory to write")
-    parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="shape of the decoder")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="model family")
     sizes = parser.add_argument_group(
-        "sizes", "FP8 layers take multiples of 128: hidden, heads x head_dim, intermediate"
+        "sizes", "FP8 layers need multiples of 128: hidden, heads x head_dim, intermediate"
     )
     sizes.add_argument("--hidden-size", type=int, default=128, help="channels")
     sizes.add_argument("--num-layers", type=int, default=2, help="decoder layers")
     sizes.add_argument("--num-heads", type=int, default=4, help="query heads")
     sizes.add_argument("--num-kv-heads", type=int, default=2, help="key and value heads")
-    sizes.add_argument("--head-dim", type=int, default=64, help="channels a head")
+    sizes.add_argument("--head-dim", type=int, default=64, help="channels per head")
     sizes.add_argument("--intermediate-size", type=int, default=384, help="channels of the MLP")
-    sizes.add_argument("--vocab-size", type=int, help="tokens (default: the tokenizer's; bpe 4096)")
-    sizes.add_argument("--context", type=int, default=4096, help="tokens a sequence at most")
+    sizes.add_argument(
+        "--vocab-size", type=int, help="tokens (default: the tokenizer's; 4096 for bpe)"
+    )
+    sizes.add_argument("--context", type=int, default=4096, help="maximum tokens per sequence")
     parser.add_argument(
         "--tokenizer",
         choices=("characters", "bpe"),
         default="characters",
-        help="one token a printable character, or byte-level BPE trained on --text",
+        help="one token per printable character, or byte-level BPE trained on --text",
     )
     parser.add_argument(
         "--text", nargs="+", metavar="FILE", default=[], help="text or JSON lines to train BPE on"
     )
-    parser.add_argument("--untied", action="store_true", help="an lm_head of its own")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32", "fp8"), default="float32", help="of the weights"
+        "--untied", action="store_true", help="lm_head separate from the embeddings"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a model that is at OUT")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the weights")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32", "fp8"),
+        default="float32",
+        help="format of the weights",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing model at OUT")
 
 
 def run(args: argparse.Namespace) -> int:

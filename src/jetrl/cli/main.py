@@ -1,10 +1,8 @@
-"""`jetrl COMMAND`: find the command's file, parse its arguments, run it, and tell how it ended.
+"""`jetrl COMMAND`: find the command's module, parse its arguments, run it, report how it ended.
 
-Errors become messages and exit codes. There is one file a command, imported only when that command
-is called; the heavy imports (torch, transformers) are inside its `run`. So `jetrl --help` answers
-at once.
-
-Exit codes are those of jetrl.errors.
+Errors become messages and the exit codes of jetrl.errors. Each command is a module that is imported
+only when called, with heavy imports (torch, transformers) inside its `run`, so that `jetrl --help`
+answers at once.
 """
 
 from __future__ import annotations
@@ -29,26 +27,26 @@ from jetrl.memory.cpu import keep_freed
 from jetrl.users_code import trust_only
 
 COMMANDS = {
-    "train": "reinforcement learning from a recipe; without one, the demo",
-    "sft": "supervised training on a task's worked answers",
-    "sample": "completions of prompts",
-    "eval": "mean@n and pass@k of a model on a task",
-    "parity": "compare the sampler's log-probs with the trainer's, bit by bit",
-    "compare": "runs beside each other: settings, rewards, times, and where bits begin to differ",
-    "study": "run a grid of variants and seeds across GPUs, and report on them (in a checkout)",
-    "replay": "run again what gave a NaN or an infinity, and name the operation",
-    "bench": "speed of the kernels, and parity at a real model's shape, on a GPU (in a checkout)",
-    "doctor": "what works on this machine, and what to do about the rest",
+    "train": "train with reinforcement learning from a recipe (default: the demo)",
+    "sft": "fine-tune on a task's worked answers, or train a reward model",
+    "sample": "generate completions of prompts",
+    "eval": "evaluate a model on a task: mean@n, pass@k and maj@k",
+    "parity": "compare the log-probs of sampler and trainer bit by bit",
+    "compare": "compare runs: settings, rewards, times, and the first step that differs",
+    "study": "run a grid of variants and seeds across GPUs (needs a checkout)",
+    "replay": "repeat a step that produced a NaN or infinity, and name the operation",
+    "bench": "measure kernels, training and rollout on a GPU (needs a checkout)",
+    "doctor": "check this machine, or find out how a run ended",
     "export": "write a Hugging Face directory (BF16, FP32 or FP8)",
-    "runs": "list, show and plot finished and running runs",
-    "recipes": "list the recipes that come with jetrl, and what each needs",
-    "init": "make a tiny model with random weights, to try things out",
+    "runs": "list, show and plot runs",
+    "recipes": "list the packaged recipes and what each needs",
+    "init": "create a tiny model with random weights",
 }
 
-# Commands that measure jetrl itself: they are not installed, a checkout has them.
+# Commands that measure jetrl itself: only a checkout has them.
 IN_CHECKOUT = {"bench": "benchmarks.command", "study": "benchmarks.study.command"}
 
-# They run the Python files that their recipe names; the others, none that was not typed.
+# Commands that run the Python files named by their recipe; the others run only files typed by hand.
 RUN_USERS_FILES = ("train", "sft", "study")
 
 
@@ -65,15 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _command(arguments)
         if several and code:
             exit_now(code)
-        sys.stdout.flush()  # here, where its errors are caught, and not when Python ends
+        sys.stdout.flush()  # now, while errors are still caught, not when Python exits
         return code
     except (UserError, RunStopped, KeyboardInterrupt, Terminated) as error:
         cause = error
-    except BrokenPipeError:  # the reader of our output went away: `jetrl runs list | head -1`
+    except BrokenPipeError:  # as in `jetrl runs list | head -1`
         _drop_output()
         return 1
     except SystemExit as end:
-        if several and end.code:  # wrong words; argparse has said so
+        if several and end.code:  # wrong arguments, reported by argparse
             _end_rank("", 2, printed=True)
         raise
     except Exception as error:
@@ -87,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell(words)
     try:
         sys.stdout.flush()
-    except OSError:  # it goes to a full disk
+    except OSError:  # stdout is a file on a full disk
         _drop_output()
     return code
 
@@ -102,7 +100,7 @@ def _end_rank(
 
 
 def _open_closed_streams() -> None:
-    """Open the null device in place of closed standard streams: files would take their numbers."""
+    """Open the null device in place of closed standard streams, whose numbers files would get."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
@@ -111,7 +109,7 @@ def _open_closed_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Send what is left of the output nowhere: Python's end would write it again."""
+    """Discard unwritten output, which Python would try to write again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -126,47 +124,40 @@ def _command(arguments: Sequence[str]) -> int:
     command, words = parse(arguments[0], arguments[1:])
     if launched_size() > 1 and not getattr(command, "RUNS_ON_RANKS", False):
         raise UserError(
-            f"jetrl {arguments[0]} is one process, and {launched_size()} were started: start it "
-            "without torchrun"
+            f"jetrl {arguments[0]} runs as one process, but torchrun started {launched_size()}: "
+            "start it without torchrun"
         )
     with _users_files(arguments[0], words):
         try:
             code: int = command.run(words)
         except SystemExit as end:
             if traceback.extract_tb(end.__traceback__)[-1].filename == argparse.__file__:
-                raise  # a command that parses more words itself
+                raise  # the command's own argument parser
             from jetrl.tasks.base import describe_error
 
-            raise UserError(f"the command was left by sys.exit(): {describe_error(end)}") from end
+            raise UserError(f"sys.exit() ended the command: {describe_error(end)}") from end
     return code
 
 
 def _users_files(command: str, words: argparse.Namespace) -> AbstractContextManager[None]:
-    """Return the context in which a command may import the users' files that it may import."""
+    """Return a context that restricts which of the users' Python files a command may import."""
     if command in RUN_USERS_FILES or getattr(words, "trust_task", False):
         return nullcontext()
     return trust_only()
 
 
 def _set_allocators() -> None:
-    """Set the allocators of memory, which must happen before torch is imported.
-
-    On a GPU segments grow: what one phase gives back (KV pages, gradients, activations) serves the
-    next one whatever its sizes, where fixed segments would be left with holes. On the CPU freed
-    memory stays: else every operation's page faults take as long as its sums. A user's own choices
-    stay.
-    """
+    """Set up the memory allocators, before torch is imported; a user's own settings stay."""
+    # On the CPU, freed memory is kept: page faults would cost as much as the arithmetic. On a GPU,
+    # segments grow: memory freed by one phase (KV pages, gradients, activations) fits the next
+    # phase whatever its sizes, while fixed segments would leave holes.
     keep_freed()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """Return the module of a command, whose `run` runs it, and its parsed arguments.
-
-    Raises:
-        UserError: There is no such command; the message names the nearest one.
-    """
+    """Return the module of a command, and its parsed arguments."""
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
@@ -182,8 +173,8 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespa
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    # Intermixed: options may stand between a recipe and its overrides; not where a command hands
-    # the rest of its words on.
+    # Intermixed: options may stand between a recipe and its overrides, except in a command that
+    # forwards its remaining arguments.
     foreign = getattr(module, "HANDS_WORDS_ON", False)
     parse_words = parser.parse_args if foreign else parser.parse_intermixed_args
     return module, parse_words(list(arguments))
@@ -193,8 +184,8 @@ def _from_checkout(command: str) -> ModuleType:
     root = Path(__file__).resolve().parents[3]
     if not (root / "benchmarks" / "command.py").is_file():
         raise UserError(
-            f"jetrl {command} comes with a checkout, not with the installed package: clone the "
-            "repository of jetrl and install it with `pip install -e .`"
+            f"jetrl {command} comes with a checkout of jetrl, not with the installed package: "
+            "clone the repository and install it with `pip install -e .`"
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
@@ -202,22 +193,21 @@ def _from_checkout(command: str) -> ModuleType:
 
 
 def shown(text: str) -> str:
-    """Return a message without control characters, which a quoted file may contain."""
+    """Return a message with its control characters, which a quoted file may contain, escaped."""
     from jetrl.runs.format import visible
 
     return visible(text, newlines=True)
 
 
 def usage() -> str:
-    """Return the help of `jetrl` itself: its commands."""
     lines = [
         "usage: jetrl COMMAND ...",
         "",
-        "FP8 reinforcement learning of language models in one exact flow.",
+        "FP8 reinforcement learning of language models, with bit-equal sampling and training.",
         "",
         *(f"  {name:8} {words}" for name, words in COMMANDS.items()),
         "",
-        "jetrl COMMAND --help has the arguments with their defaults. To start: jetrl train",
+        "`jetrl COMMAND --help` lists the arguments of a command. To start: jetrl train",
     ]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""From what a user calls a model (a Hugging Face directory, a run, a checkpoint) to a policy."""
+"""Open the MODEL of a command line (Hugging Face directory, run, checkpoint) as a policy."""
 
 from __future__ import annotations
 
@@ -23,37 +23,27 @@ from jetrl.training import Checkpoints
 
 
 class ModelLocation(NamedTuple):
-    """The folder that a model is read from, and the run that it belongs to.
-
-    Attributes:
-        path: A Hugging Face directory, a name of its hub, a directory with an adapter, or a
-            checkpoint, which always has a run.
-        run: The run directory of the model; None if it belongs to no run.
-    """
+    """The folder or hub name that a model is read from, and its run; a checkpoint has a run."""
 
     path: Path
     run: Path | None
 
     @property
     def is_checkpoint(self) -> bool:
-        """True for a checkpoint with FP32 master weights."""
+        """True for a checkpoint, which has FP32 master weights."""
         return Checkpoints.masters(self.path) is not None
 
 
 def open_policy(
     path: str | Path, preset: str | None, device: str, fallback_plan: str = DEFAULT_PRESET
 ) -> Policy:
-    """Return the policy at a path, under the precision plan that the user or the run names.
+    """Return the policy at a path.
 
     Args:
-        path: A Hugging Face directory, a name of its hub, a directory with an adapter, a run
-            directory, or a checkpoint.
+        path: A Hugging Face directory or hub name, an adapter directory, a run directory, or a
+            checkpoint.
         preset: The precision preset; None: the run's own plan.
-        fallback_plan: The preset of a model that belongs to no run, where `preset` is None.
-
-    Raises:
-        UserError: `path` is no model; the message says what was looked for. And what
-            `Policy.from_pretrained` raises.
+        fallback_plan: The preset if `preset` is None and the model belongs to no run.
     """
     location = find_model(Path(path))
     if preset is None and location.run is not None:
@@ -93,22 +83,21 @@ def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:
     """Check that the adapter of a checkpoint was trained on the base that the policy has."""
     if Checkpoints.base_digest(checkpoint) in (None, policy.base_digest):
         return
-    what = (
-        f"what {base} holds now" if base else f"the random weights of its seed on {policy.device}"
-    )
-    other = "put the model of the run back there"
-    if base is None:
-        other = "the seed makes others on a GPU than on a CPU: choose the run's with --device"
-    raise UserError(f"{checkpoint}: its adapter was trained on another base than {what}; {other}")
+    if base:
+        here, remedy = f"the model in {base} now", "restore the run's model there"
+    else:
+        here = f"the random weights that the run's seed makes on {policy.device}"
+        remedy = "a GPU and a CPU make different ones, so select the run's with --device"
+    raise UserError(f"{checkpoint}: its adapter was trained on another base than {here}; {remedy}")
 
 
 def _nothing(_: str) -> bool:
-    """Train no parameter, whatever its name."""
+    """Select no parameter for training."""
     return False
 
 
 def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None) -> PrecisionPlan:
-    """Return a plan that reads linear layers which are in NVFP4 already as they are."""
+    """Return the plan, with an NVFP4 base if the model is stored in NVFP4."""
     if base is None or plan.base == "nvfp4" or not is_nvfp4(hf.model_config(base)):
         return plan
     if preset is None:
@@ -117,10 +106,10 @@ def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None)
 
 
 def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> Policy:
-    """Return the policy of a directory with an adapter, over the base that it was trained on."""
+    """Return the policy of an adapter directory, over the adapter's base."""
     path = location.path
     base = base_of(path)
-    if base is None and location.run is not None:  # of random weights, which the run's seed makes
+    if base is None and location.run is not None:  # a random base, from the run's seed
         settings = load_config(
             location.run / "config.toml", [f"run.device={device.partition(':')[0]}"]
         )
@@ -139,7 +128,7 @@ def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> 
 
 
 def _with_tokenizer(policy: Policy, path: Path) -> Policy:
-    """Return the policy with the tokenizer of an adapter's directory, if that has one."""
+    """Return the policy with the tokenizer of an adapter directory, if the directory has one."""
     if hf.has_tokenizer(path):
         policy.tokenizer = hf.load_tokenizer(path)
         end = policy.tokenizer.eos_token_id
@@ -149,17 +138,19 @@ def _with_tokenizer(policy: Policy, path: Path) -> Policy:
 
 
 def find_model(path: Path) -> ModelLocation:
-    """Return where the model is that a path stands for: see `_newest` for a run directory.
+    """Return where the model of a path is; for a run directory see `_newest`.
 
     Raises:
-        UserError: `path` is none of the three, or a run with neither model nor checkpoint.
+        UserError: There is no model at the path, or none yet in the run.
     """
     if (path / "config.json").is_file() or is_adapter(path):
         return ModelLocation(path, path.parent if (path.parent / "config.toml").is_file() else None)
     if Checkpoints.masters(path) is not None:
         run = path.resolve().parent.parent
         if not (run / "config.toml").is_file():
-            raise UserError(f"{path}: a checkpoint outside of its run, whose settings it needs")
+            raise UserError(
+                f"{path}: this checkpoint is outside its run directory, whose settings are needed"
+            )
         return ModelLocation(path, run)
     if (path / "config.toml").is_file():
         return ModelLocation(_newest(path), path)
@@ -167,23 +158,19 @@ def find_model(path: Path) -> ModelLocation:
         return ModelLocation(path, None)
     if not path.exists():
         raise UserError(
-            f"{path}: no such model; give a Hugging Face directory, a name of its hub, or a run "
-            "directory"
+            f"{path}: no such model; give a Hugging Face directory or hub name, or a run directory"
         )
     raise UserError(
-        f"{path}: neither a Hugging Face directory (config.json), nor an adapter's "
+        f"{path}: neither a Hugging Face directory (config.json), nor an adapter "
         "(adapter_config.json), nor a run directory (config.toml), nor a checkpoint"
     )
 
 
 def _newest(run: Path) -> Path:
-    """Return the folder with the newest weights of a run: its exported model, or a checkpoint.
-
-    A checkpoint of the run's last step is preferred: the model was exported from the same FP32
-    master weights, and rounded. Both are written at the same moment, so that their times on the
-    disk say nothing. Of others the one that was written last counts: a run that was cut has no
-    model of its last steps, and a user may have removed the last checkpoints.
-    """
+    """Return the folder with the newest weights of a run: its exported model, or a checkpoint."""
+    # A checkpoint of the last step is preferred: the model is exported from the same FP32 master
+    # weights, but rounded, and written at the same moment. Otherwise the newer of the two counts:
+    # an interrupted run has no model of its last steps, and checkpoints may have been deleted.
     adapted = is_adapter(run / "model")
     model = run / "model" / ("adapter_config.json" if adapted else "config.json")
     checkpoints = Checkpoints(run / "checkpoints")
@@ -196,5 +183,5 @@ def _newest(run: Path) -> Path:
     with contextlib.suppress(UserError):  # a damaged line of metrics does not hide the model
         last_step = max((line["step"] for line in RunDirectory.open(run).metrics("rl")), default=0)
     if last_step is not None and steps and steps[-1] >= last_step and masters[-1] is not None:
-        return masters[-1].parent  # of supervised training, step 0
+        return masters[-1].parent  # step 0 after supervised training
     return max(written, key=lambda place: place.stat().st_mtime_ns).parent

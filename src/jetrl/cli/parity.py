@@ -1,12 +1,12 @@
-"""Compare the sampler's log-probs with the trainer's on tokens sampled here, bit by bit.
+"""Sample completions, and compare the log-probs of sampler and trainer bit by bit.
 
 For example:
 
     jetrl parity models/tiny --plan unified            0 tokens differ
-    jetrl parity models/tiny --plan mixed              what most systems do: a gap
+    jetrl parity models/tiny --plan mixed              the precision of most systems: a gap
     jetrl parity models/tiny --plan unified --locate   names the first operation that differs
 
-Exit code 1 if a plan that promises equal bits (jet, unified) does not keep its promise.
+Exit code 1 if log-probs differ under an exact plan (jet, unified).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jetrl.types import SamplingParams
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--prompts", type=int, default=8, help="random prompts, mixed lengths")
-    parser.add_argument("--samples", type=int, default=2, help="completions a prompt")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens a completion")
-    parser.add_argument("--temperature", type=float, default=1.0, help="logits are divided by it")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts and the draws")
+    parser.add_argument("--prompts", type=int, default=8, help="random prompts of mixed lengths")
+    parser.add_argument("--samples", type=int, default=2, help="completions per prompt")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens per completion")
+    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of prompts and draws")
     parser.add_argument(
-        "--locate", action="store_true", help="name the first operation that differs, if one does"
+        "--locate", action="store_true", help="name the first operation that differs, if any"
     )
-    parser.add_argument("--json", action="store_true", help="a JSON object")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_text(facts: dict[str, object]) -> str:
-    """Return the facts of a comparison as a table."""
     promise = "promises equal bits" if facts["exact_plan"] else "promises nothing"
     rows = [
         ("plan", f"{facts['plan']} ({promise})"),

@@ -1,9 +1,9 @@
-"""List the recipes that come with jetrl, with what each needs; or show one.
+"""List the packaged recipes and what each needs, or print one.
 
 For example:
 
     jetrl recipes                              all of them
-    jetrl recipes qwen3-8b-gsm8k               the file, to copy and to change
+    jetrl recipes qwen3-8b-gsm8k               print one, to copy and edit
     jetrl train qwen3-8b-gsm8k --dry-run       its settings, precision plan and memory plan
 """
 
@@ -17,8 +17,8 @@ from jetrl.cli.arguments import print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe, to show its file")
-    parser.add_argument("--json", action="store_true", help="a JSON list of all recipes")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe to print")
+    parser.add_argument("--json", action="store_true", help="print all recipes as a JSON list")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,17 +38,12 @@ def run(args: argparse.Namespace) -> int:
         print(name)
         for text in (about["what"], f"needs {about['needs']}"):
             print(textwrap.fill(text, width, initial_indent="    ", subsequent_indent="      "))
-    print("\njetrl train NAME --dry-run shows a recipe's settings and memory plan")
+    print("\n`jetrl train NAME --dry-run` prints the settings and the memory plan of a recipe")
     return 0
 
 
 def description(recipe: str) -> dict[str, str]:
-    """Return what a recipe does, and what it needs, by the comment at its top.
-
-    Args:
-        recipe: The text of the TOML file: its first paragraph says what it does, and a paragraph
-            that begins with `Needs:` what has to be there.
-    """
+    """Return what a recipe does and needs: the first and the `Needs:` paragraph of its comment."""
     lines = []
     for line in recipe.splitlines():
         if not line.startswith("#"):

@@ -1,4 +1,4 @@
-"""Completions of prompts, given as arguments or one a line on standard input.
+"""Generate completions of prompts: arguments, or lines of standard input.
 
 For example:
 
@@ -25,16 +25,19 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="default: the lines of standard input"
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="text to complete (default: each line of standard input)",
     )
-    parser.add_argument("--n", type=int, default=1, help="completions a prompt")
+    parser.add_argument("--n", type=int, default=1, help="completions per prompt")
     add_sampling_arguments(parser, max_tokens=256, temperature=1.0)
     parser.add_argument(
-        "--stop", action="append", default=[], help="a string that ends a completion"
+        "--stop", action="append", default=[], help="a string that ends a completion (repeatable)"
     )
-    parser.add_argument("--chat", action="store_true", help="through the model's chat template")
+    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="system prompt (with --chat)")
-    parser.add_argument("--json", action="store_true", help="one JSON object a completion")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per completion")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +84,7 @@ def read_prompts(arguments: Sequence[str], chat: bool) -> Iterator[Prompt]:
     texts = list(arguments)
     if not texts:
         if sys.stdin.isatty():
-            print("prompts, one a line; end with Ctrl-D", file=sys.stderr)
+            print("one prompt per line; end with Ctrl-D", file=sys.stderr)
         texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not texts:
         raise UserError("no prompt: give one as an argument, or lines on standard input")
@@ -93,13 +96,12 @@ def read_prompts(arguments: Sequence[str], chat: bool) -> Iterator[Prompt]:
 
 
 def as_text(prompt: Prompt, completion: Completion) -> str:
-    """Return prompt and completion as text, and below them the facts about the completion."""
     total = math.fsum(completion.logprobs)
     facts = f"{len(completion.token_ids)} tokens, {completion.finish_reason}, log-prob {total:.3f}"
     from jetrl.runs.format import visible
 
     text = f"{prompt.asked}{completion.text}"
-    if sys.stdout.isatty():  # a file gets the text as it is, a terminal no control characters
+    if sys.stdout.isatty():  # a terminal gets no control characters
         text = visible(text, newlines=True)
     return f"{text}\n  [{facts}]"
 

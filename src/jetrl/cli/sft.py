@@ -1,13 +1,13 @@
-"""Supervised training on a task's worked answers: a warm start for reinforcement learning.
+"""Fine-tune on a task's worked answers: a warm start for reinforcement learning.
 
-With `--task reward` it makes a reward model of a task's pairs, a better and a worse completion.
+With `--task reward`, train a reward model on a task's pairs of a better and a worse completion.
 
 For example:
 
     jetrl sft recipes/gsm8k-smoke.toml sft.steps=100 run.name=warm --out models/warm
     jetrl sft demo --task reward sft.until=none sft.steps=400 run.name=judge --out models/judge
     jetrl sft demo --task reward run.name=judge --resume
-    jetrl sft demo --task reward --preflight          a few pairs first, and what is odd about them
+    jetrl sft demo --task reward --preflight          print a few pairs, and warnings
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task",
         choices=("answers", "reward"),
         default="answers",
-        help="imitate worked answers, or learn from pairs of completions which is better",
+        help="learn worked answers, or which completion of a pair is better",
     )
-    parser.add_argument("--out", metavar="DIR", help="also write the model here")
+    parser.add_argument("--out", metavar="DIR", help="write a copy of the model to DIR")
     add_resume_argument(parser)
     add_dry_run_argument(parser)
     parser.add_argument(
         "--preflight",
         action="store_true",
-        help="with --task reward: show a few pairs and the model's scores, and stop: exit code 1 "
-        "with a warning",
+        help="with --task reward: print a few pairs and the model's scores, and stop; exit code 1 "
+        "on warnings",
     )
     parser.epilog = settings_help()
 
@@ -71,18 +71,18 @@ def run(args: argparse.Namespace) -> int:
     resume = args.resume or goes_on(recipe_settings(args.words))
     settings, gpus = recipe_settings(args.words, resume), planned_gpus(args)
     if settings.sft.steps == 0:
-        raise UserError("sft.steps = 0: say how many updates, as in sft.steps=100")
+        raise UserError("sft.steps = 0: set the number of updates, as in sft.steps=100")
     if args.out is not None and Path(args.out).exists() and not _is_empty(Path(args.out)):
-        raise UserError(f"--out {args.out}: in use; name another directory")  # before the training
+        raise UserError(f"--out {args.out}: in use; name another directory")
     if (args.dry_run or args.preflight) and launched_rank() > 0:
-        return 0  # rank 0 shows it
+        return 0  # rank 0 prints it
     if args.dry_run:
         for part in dry_run(settings, args.task == "reward", gpus, resume):
             print(part)
         return 0
     if args.preflight:
         if args.task != "reward":
-            raise UserError("--preflight looks at pairs: it goes with --task reward")
+            raise UserError("--preflight goes with --task reward")
         return _preflight(settings)
     if args.task == "reward":
         return _reward(args, settings, resume)
@@ -115,14 +115,13 @@ def _reward(args: argparse.Namespace, settings: Settings, resume: bool) -> int:
     ]
     print(table(rows))
     if settings.adapter.kind is not None:
-        print(f"use it: jetrl export {model} MERGED --merge, then as a whole model:")
+        print(f"merge the adapter first: jetrl export {model} MERGED --merge")
         model = "MERGED"
     print(f"use it: jetrl train ... reward.model=1.0 reward.model_path={model}")
     return 0
 
 
 def _preflight(settings: Settings) -> int:
-    """Print a few pairs with the model's scores, facts about all pairs, then warnings."""
     from jetrl.runs.format import number, percent, visible
     from jetrl.session.preflight import preflight_pairs
 
@@ -136,7 +135,7 @@ def _preflight(settings: Settings) -> int:
     facts = result.facts
     print(
         f"{facts.count} pairs; the longest sequence has {facts.longest} tokens; the better "
-        f"completion has more tokens in {percent(facts.longer / facts.count)}"
+        f"completion is the longer one in {percent(facts.longer / facts.count)}"
     )
     return say_warnings(result.warnings)
 

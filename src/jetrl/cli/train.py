@@ -1,15 +1,15 @@
-"""Reinforcement learning from a recipe: sample, score, update, until the steps are done.
+"""Train with reinforcement learning from a recipe: sample, score and update, step by step.
 
 For example:
 
     jetrl train                                       the demo, on a CPU, in minutes
-    jetrl train recipes/gsm8k-smoke.toml              a recipe, by path or (packaged) by name
-    jetrl train demo run.name=mine train.lr=1e-3      with settings changed
-    jetrl train demo run.name=mine --resume           go on with a run that was cut, as it was set
+    jetrl train recipes/gsm8k-smoke.toml              a recipe: a file, or a packaged one by name
+    jetrl train demo run.name=mine train.lr=1e-3      with some settings changed
+    jetrl train demo run.name=mine --resume           continue an interrupted run
     torchrun --nproc-per-node 4 -m jetrl train ...    the same run on four GPUs, one process each
 
-Ctrl-C and SIGTERM leave a checkpoint and a report; a second one leaves at once. Exit codes: 0 done,
-1 stopped, 2 bad input, 75 run.max_hours, 130 Ctrl-C, 143 SIGTERM; all of them: docs/reliability.md.
+Ctrl-C and SIGTERM write a checkpoint and a report; a second signal exits at once. Exit codes:
+0 done, 1 stopped, 2 bad input, 75 run.max_hours, 130 Ctrl-C, 143 SIGTERM (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 RUNS_ON_RANKS = True
 DEFAULT_RECIPE = "demo"
-_GIB_OF_CUDA = 1.25  # of a GPU's memory by its name: the driver's and a context's, about
+_GIB_OF_CUDA = 1.25  # of a GPU's nominal memory: the driver and a CUDA context, about
 _MEANING = 58  # column where a setting's meaning starts
 _MOST_CHARACTERS, _MOST_OF_A_VALUE = 800, 40  # of the sentence about a recipe's unused settings
 _FIRST = ("task.name", "model.path")  # say most about another recipe
@@ -56,19 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preflight",
         action="store_true",
-        help="sample a few prompts, show what they are worth, and stop: exit code 1 with a warning",
+        help="sample a few prompts, print completions and rewards, and stop; exit code 1 on warnings",
     )
     names = ", ".join(packaged_recipes())
     parser.epilog = f"packaged recipes: {names}\n\n{settings_help()}"
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the positional arguments of a command: a recipe, and settings that replace its own."""
     parser.add_argument(
         "words",
         nargs="*",
         metavar="RECIPE | KEY=VALUE",
-        help="a TOML file or a packaged recipe's name, then settings as section.key=value",
+        help="a TOML file or the name of a packaged recipe, then settings as section.key=value",
     )
 
 
@@ -76,62 +75,50 @@ def add_resume_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the last good checkpoint with the run's own settings, and overrides",
+        help="continue from the last good checkpoint, with the run's own settings and these overrides",
     )
 
 
 def add_dry_run_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --dry-run, and the options for GPUs that this machine does not have."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check all that needs no weights, print settings and the plans, and stop",
+        help="print settings, precision plan and memory plan, check all that needs no weights, and stop",
     )
     parser.add_argument(
         "--gpus",
         type=int,
         metavar="N",
-        help="with --dry-run: the memory plan of a run on N GPUs, one process each",
+        help="with --dry-run: plan the memory of a run on N GPUs, one process each",
     )
     parser.add_argument(
         "--gpu-memory",
         type=float,
         metavar="GIB",
-        help="with --dry-run: plan for GPUs of so much memory, as 80 or 141, instead of this "
-        "machine's",
+        help="with --dry-run: plan for GPUs with this much memory, such as 80 or 141",
     )
 
 
 def planned_gpus(args: argparse.Namespace) -> PlannedGPUs:
-    """Return the GPUs that the options --gpus and --gpu-memory name.
-
-    Raises:
-        UserError: An option without --dry-run, or a number that is not above 0.
-    """
+    """Return the GPUs to plan for, from --gpus and --gpu-memory."""
     for name, value in (("--gpus", args.gpus), ("--gpu-memory", args.gpu_memory)):
         if value is not None and not args.dry_run:
-            raise UserError(f"{name} goes with --dry-run: a run has the GPUs that torchrun starts")
+            raise UserError(f"{name} goes with --dry-run: a run uses the GPUs that torchrun starts")
         if value is not None and not value > 0:
-            raise UserError(f"{name} {value:g}: a number above 0 is expected")
+            raise UserError(f"{name} {value:g}: should be above 0")
     named = args.gpus is not None
     return PlannedGPUs(args.gpus or launched_size(), args.gpu_memory, named)
 
 
 @dataclass(frozen=True)
 class PlannedGPUs:
-    """The GPUs that a dry run plans for.
-
-    Attributes:
-        count: How many: as many as torchrun has started, unless --gpus says otherwise.
-        gib: The memory of one; None: that of this machine's GPU.
-    """
+    """The GPUs that a dry run plans for; gib None: with the memory of this machine's GPU."""
 
     count: int = 1
     gib: float | None = None
     named: bool = False
 
     def machine(self, settings: Settings) -> Machine:
-        """Return the device to check a run for."""
         import torch
 
         from jetrl.memory.plan import GIB
@@ -146,14 +133,11 @@ class PlannedGPUs:
 
 
 def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
-    """Return the settings of the words `[RECIPE] [KEY=VALUE ...]`; without a recipe, the demo's.
+    """Return the settings of `[RECIPE] [KEY=VALUE ...]`; the default recipe is the demo.
 
     Args:
-        resume: True to read the run's own config.toml: the recipe then only says which run, and
-            what it gives otherwise is printed.
-
-    Raises:
-        UserError: A second word is no override, or `load_config` refuses the settings.
+        resume: Read the run's own config.toml; the recipe then only names the run, and its other
+            settings that differ are printed.
     """
     from jetrl.runs.directory import RunDirectory
     from jetrl.settings.loading import load_config
@@ -161,7 +145,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
     overrides = [word for word in words if "=" in word]
     recipes = [word for word in words if "=" not in word]
     if len(recipes) > 1:
-        raise UserError(f"two recipes, {recipes[0]} and {recipes[1]}: settings are key=value")
+        raise UserError(f"two recipes, {recipes[0]} and {recipes[1]}: a setting is KEY=VALUE")
     settings = load_config(recipes[0] if recipes else DEFAULT_RECIPE, overrides)
     own = Path(settings.run.dir) / str(settings.run.name) / "config.toml"
     if resume and own.is_file():
@@ -174,7 +158,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
 
 
 def settings_help() -> str:
-    """Return every setting with type, default and meaning, as wide as the terminal."""
+    """Return every setting with type, default and meaning, wrapped to the terminal's width."""
     from jetrl.settings.loading import describe
 
     width = max(shutil.get_terminal_size((120, 24)).columns, 100)
@@ -198,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
     resume = args.resume or goes_on(recipe_settings(args.words))
     settings, gpus = recipe_settings(args.words, resume), planned_gpus(args)
     if (args.dry_run or args.preflight) and launched_rank() > 0:
-        return 0  # rank 0 shows it
+        return 0  # rank 0 prints it
     if args.dry_run:
         for part in dry_run(settings, gpus=gpus, resume=resume):
             print(part)
@@ -271,14 +255,14 @@ def unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path) 
 
 
 def exit_code(result: RunResult) -> int:
-    """Return the time limit's exit code where the limit ended the run, otherwise 0."""
+    """Return the exit code of the time limit if it ended the run, otherwise 0."""
     return TimeLimitReached.exit_code if result.stopped else 0
 
 
 def say_how_to_go_on(
     end: BaseException, command: str, args: argparse.Namespace, settings: Settings
 ) -> int:
-    """Print where the report of an ended run is and how to resume it; return the exit code."""
+    """Print the report's path and the command that resumes the run; return the exit code."""
     options = ["--task", "reward"] if getattr(args, "task", None) == "reward" else []
     options += ["--out", args.out] if getattr(args, "out", None) else []
     again = shlex.join(["jetrl", command, *args.words, *options, "--resume"])
@@ -286,12 +270,11 @@ def say_how_to_go_on(
     if report.is_file():
         tell(f"report  {report}")
     what, code = ("terminated", 143) if isinstance(end, Terminated) else ("interrupted", 130)
-    tell(f"{what}; to go on: {again}")
+    tell(f"{what}; to continue: {again}")
     return code
 
 
 def run_preflight(settings: Settings) -> int:
-    """Print a few prompts with the model's answers and their rewards, then warnings."""
     from jetrl.session.preflight import preflight
 
     result = preflight(settings)
@@ -300,21 +283,19 @@ def run_preflight(settings: Settings) -> int:
         lines = [line for sample in group for line in sample_lines(sample)]
         print("\n".join([*prompt_lines(group[0].prompt), *lines, ""]))
     if settings.sft.steps:
-        print(f"the model is as it is before its {settings.sft.steps} supervised updates")
+        print(f"this is the model before its {settings.sft.steps} supervised updates")
     return say_warnings(result.warnings)
 
 
 def say_warnings(warnings: Sequence[str]) -> int:
-    """Print the warnings of a preflight and return its exit code."""
     for warning in warnings:
         print(f"warning: {warning}")
     if not warnings:
-        print("nothing to warn of")
+        print("no warnings")
     return 1 if warnings else 0
 
 
 def sample_lines(sample: Sample) -> list[str]:
-    """Return lines with a completion's reward, the facts about it, and its text."""
     from jetrl.runs.format import number, visible
 
     completion = sample.completion
@@ -332,7 +313,6 @@ def sample_lines(sample: Sample) -> list[str]:
 
 
 def prompt_lines(prompt: Prompt) -> list[str]:
-    """Return lines with a prompt's name, the right answer, and the text for the model."""
     from jetrl.runs.format import clip, visible
 
     text = prompt.text or ""
@@ -344,7 +324,6 @@ def prompt_lines(prompt: Prompt) -> list[str]:
 
 
 def closing_lines(result: RunResult, settings: Settings) -> str:
-    """Return lines that say where report, checkpoint and model are, and what to type next."""
     from jetrl.runs import RunDirectory
 
     paths = {
@@ -363,7 +342,6 @@ def closing_lines(result: RunResult, settings: Settings) -> str:
 
 
 def sample_command(model: Path, settings: Settings) -> str:
-    """Return a command that samples from a model: a sum for the demo's task, else PROMPT."""
     prompt = "12+07=" if settings.task.name == "arithmetic" else "PROMPT"
     chat = " --chat" if (model / "chat_template.jinja").is_file() else ""
     return f"jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'"
@@ -375,11 +353,10 @@ def dry_run(
     """Yield settings (TOML) and precision plan, check the run, and yield its memory plan.
 
     Args:
-        pairs: True to plan the training of a reward model.
-        gpus: The GPUs that are planned for; by default this machine's.
+        pairs: Plan the training of a reward model.
 
     Raises:
-        UserError: The run would be refused, with the message of its start.
+        UserError: The run would be refused; the message is the one at its start.
     """
     from jetrl.memory.fitting import shown
     from jetrl.precision import PrecisionPlan
@@ -391,9 +368,9 @@ def dry_run(
     yield f"# precision plan: {plan.name}"
     yield table(plan.describe(), indent="#   ") + "\n"
     files = files_named(settings.model_dump()) if resume else ()
-    if files:  # which may be anybody's: docs/security.md
+    if files:  # their author is unknown: docs/security.md
         names = ", ".join(sorted(files))
-        yield f"# not checked: a dry run of a resumed run does not run {names}"
+        yield f"# not checked: the dry run of a resumed run does not import {names}"
         return
     with contextlib.ExitStack() as stack:
         if resume:
@@ -414,7 +391,7 @@ def dry_run(
 
 
 def _unread(settings: Settings, resume: bool) -> Iterator[str]:
-    """Yield the weights that a dry run does not read, in words."""
+    """Yield descriptions of what a dry run does not read."""
     if settings.model.path is not None:
         yield f"the weights of {settings.model.path}"
     others = {"reference": settings.reference.path, "critic": settings.critic.path}
