@@ -174,7 +174,7 @@ def test_sys_exit_in_a_user_s_code_is_named(
     done = jetrl("export", "a", "b")
     assert done.code == 2
     assert re.search(
-        r"sys\.exit\(\) ended the command: SystemExit: 0 \(.*test_main\.py, line", done.err
+        r"sys\.exit\(\) ended the command: SystemExit: 0 \(.*test_main\.py, l", done.err
     )
 
 

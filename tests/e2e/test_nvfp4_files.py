@@ -72,7 +72,7 @@ def test_a_run_is_exact_and_its_files_go_on(
     assert files[0].read_bytes() == files[1].read_bytes()
     command = ["export", str(run), str(tmp_path / "whole"), "--merge", "--dtype", "float32"]
     assert main(command) == 0
-    assert "the adapter was added to the values of its codes" in capsys.readouterr().out
+    assert "the adapter was added to its dequantized weights" in capsys.readouterr().out
     assert main(["export", str(base), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
     name = "model.layers.0.mlp.down_proj"
     merged, wide = (

@@ -63,14 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, help="completions per prompt")
     add_sampling_arguments(parser, max_tokens=None, temperature=None, top_p=None, seed=None)
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument(
-        "--threshold", type=float, help="reward from which a completion counts as solved"
-    )
+    parser.add_argument("--threshold", type=float, help="least reward of a solved prompt")
     parser.add_argument("--workers", type=int, help="number of scoring processes")
     parser.add_argument("--timeout", type=float, help="CPU seconds per score")
-    parser.add_argument(
-        "--json", action="store_true", help="print a JSON object with all completions"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with all completions")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -257,7 +253,7 @@ def sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingPa
         temperature = 0.0 if args.samples == 1 else 1.0
     if temperature == 0 and args.samples > 1:
         raise UserError(
-            f"--samples {args.samples} with --temperature 0 would give the same completion each time"
+            f"--samples {args.samples} with --temperature 0 draws the same completion each time"
         )
     if args.prompts < 0:
         raise UserError(f"--prompts {args.prompts}: 0 (all) or more")

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("bfloat16", "float32", "fp8"),
         default="bfloat16",
-        help="format of the weights",
+        help="weight format",
     )
     parser.add_argument("--merge", action="store_true", help="merge the adapter into a whole model")
     parser.add_argument(
@@ -87,9 +87,7 @@ def _name_base(args: argparse.Namespace, policy: Policy) -> None:
     if policy.lora is None or policy.base_path is not None:
         if args.base is not None:
             known = f"its base is {policy.base_path}" if policy.lora else "it has no adapter"
-            raise UserError(
-                f"--base is for an adapter on a random base, but of {args.model} {known}"
-            )
+            raise UserError(f"--base is for an adapter on a random base; of {args.model}, {known}")
         return
     if args.base is None:
         raise UserError(
@@ -209,8 +207,8 @@ def _merge(args: argparse.Namespace, parts: _Parts) -> None:
     for format, loss in losses.items():
         name = {"bfloat16": "BF16", "fp8": "FP8"}[format]
         print(
-            f"measured: rounding to {name} loses {loss.error:.0%} of the adapter's change, and "
-            f"{loss.changed:.1%} of the stored numbers differ from the base"
+            f"measured: after rounding to {name}, the adapter's change is off by {loss.error:.0%}, "
+            f"and {loss.changed:.1%} of the stored numbers differ from the base"
         )
     if not losses:
         print("the adapter is still zero: the merged model equals the base")

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--head-dim", type=int, default=64, help="channels per head")
     sizes.add_argument("--intermediate-size", type=int, default=384, help="channels of the MLP")
     sizes.add_argument(
-        "--vocab-size", type=int, help="tokens (default: the tokenizer's; 4096 for bpe)"
+        "--vocab-size", type=int, help="tokens (default: the tokenizer's; bpe: 4096)"
     )
     sizes.add_argument("--context", type=int, default=4096, help="maximum tokens per sequence")
     parser.add_argument(
@@ -39,15 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", nargs="+", metavar="FILE", default=[], help="text or JSON lines to train BPE on"
     )
-    parser.add_argument(
-        "--untied", action="store_true", help="lm_head separate from the embeddings"
-    )
+    parser.add_argument("--untied", action="store_true", help="separate embeddings and lm_head")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the weights")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32", "fp8"),
         default="float32",
-        help="format of the weights",
+        help="weight format",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing model at OUT")
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompts",
         nargs="*",
         metavar="PROMPT",
-        help="text to complete (default: each line of standard input)",
+        help="a text to complete (default: lines of stdin)",
     )
     parser.add_argument("--n", type=int, default=1, help="completions per prompt")
     add_sampling_arguments(parser, max_tokens=256, temperature=1.0)

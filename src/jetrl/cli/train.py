@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preflight",
         action="store_true",
-        help="sample a few prompts, print completions and rewards, and stop; exit code 1 on warnings",
+        help="sample a few prompts, print the rewards, and stop; exit code 1 on warnings",
     )
     names = ", ".join(packaged_recipes())
     parser.epilog = f"packaged recipes: {names}\n\n{settings_help()}"
@@ -75,7 +75,7 @@ def add_resume_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the last good checkpoint, with the run's own settings and these overrides",
+        help="continue from the last good checkpoint, with the run's settings and these overrides",
     )
 
 
@@ -83,7 +83,7 @@ def add_dry_run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print settings, precision plan and memory plan, check all that needs no weights, and stop",
+        help="print settings, precision and memory plans, check what needs no weights, and stop",
     )
     parser.add_argument(
         "--gpus",
@@ -391,7 +391,7 @@ def dry_run(
 
 
 def _unread(settings: Settings, resume: bool) -> Iterator[str]:
-    """Yield descriptions of what a dry run does not read."""
+    """Yield the weights and services that a dry run does not check."""
     if settings.model.path is not None:
         yield f"the weights of {settings.model.path}"
     others = {"reference": settings.reference.path, "critic": settings.critic.path}
