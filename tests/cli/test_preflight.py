@@ -46,14 +46,14 @@ def test_it_shows_prompts_completions_and_rewards_and_writes_nothing(
     # Random weights seldom end on their own, so the cut-off completions are warned of.
     assert done.code == 1
     assert "8 completions: " in done.out
-    assert "raise it, or see to it that completions end" in done.out
+    assert "raise it, or make sure that completions end" in done.out
 
 
 def test_a_reward_that_is_always_zero_is_warned_of(jetrl: Callable, tmp_path: Path) -> None:
     done = preflight(jetrl, tmp_path, "Score(0.0, {'answered': 0.0})")
     assert done.code == 1
     assert "warning: 8 completions: every completion got the reward 0" in done.out
-    assert "hold an answer in the form that the task looks for: look at them above" in done.out
+    assert "have an answer in the expected form: look at them above" in done.out
 
 
 def test_a_score_that_fails_is_told(jetrl: Callable, tmp_path: Path) -> None:

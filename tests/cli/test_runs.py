@@ -103,7 +103,7 @@ def test_compare_says_what_differs_and_its_exit_code_whether_all_bits_are_the_sa
     done = jetrl("compare", "first", "again", "--dir", folder, "--same")
     assert done.code == 0
     assert "reward/mean       0.75      0.75" in done.out
-    assert "again: the bits of first in all 2 lines" in done.out
+    assert "again: the same bits as first in all 2 lines" in done.out
     file = folder / "again" / "metrics.jsonl"
     file.write_text(file.read_text().replace("0.75", "0.7500000000000001"))
     assert jetrl("compare", "first", "again", "--dir", folder).code == 0

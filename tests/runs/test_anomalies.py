@@ -54,7 +54,7 @@ def test_a_gradient_spike_is_said_once_and_with_its_size():
     [
         (5.1, 0, ["less probable", "5.1 standard deviations", "random numbers"]),
         (-40.0, 0, ["more probable", "40 standard deviations", "random numbers"]),
-        (-40.0, 3, ["more probable", "may be all of it", "precision.preset=unified"]),
+        (-40.0, 3, ["more probable", "perhaps the only cause", "precision.preset=unified"]),
     ],
 )
 def test_draws_that_are_not_the_policys_are_said_from_the_first_step(z, different, words):

@@ -29,7 +29,7 @@ def test_runs_that_took_other_times_have_the_same_bits(make_run) -> None:
     other = found.runs[1]
     assert other.same_lines == other.common_lines
     assert (other.differs_at, dict(other.different)) == (None, {})
-    assert bits_in_words(other, found.runs[0]).startswith("again: the bits of first in all ")
+    assert bits_in_words(other, found.runs[0]).startswith("again: the same bits as first in all ")
     rows = {row[0]: row[1:] for row in comparison_rows(found)}
     assert rows[""] == ("first", "again")
     assert rows["tokens different"] == ("0 of 81,920",) * 2
@@ -53,7 +53,7 @@ def test_the_first_step_with_other_bits_is_named(make_run) -> None:
     assert set(beside.different) == {"reward/mean"}
     theirs, ours = beside.different["reward/mean"]
     said = bits_in_words(beside, found.runs[0])
-    assert f"at step 7 reward/mean {ours!r}, not {theirs!r}" in said
+    assert f"at step 7: reward/mean {ours!r}, not {theirs!r}" in said
     assert f"in {beside.same_lines} lines" in said
 
 

@@ -32,7 +32,7 @@ def test_a_run_that_learns_is_not_warned():
         (ZERO, ["every completion got the reward 0", "warm up on worked answers (sft.steps)"]),
         (
             ZERO | {"reward/mean": 1.0},
-            ["every completion got the reward 1", "If the task is solved the run is done"],
+            ["every completion got the reward 1", "If the task is solved, the run is done"],
         ),
         (
             {"reward/zero_std_groups": 0.95},
@@ -41,7 +41,7 @@ def test_a_run_that_learns_is_not_warned():
         ({"response_length/clip_ratio": 0.6}, ["60.0% of the completions", "rollout.max_tokens"]),
         (
             {"reward/part/answered": 0.0},
-            ["0.0% of the completions hold an answer in the form", "task.system_prompt"],
+            ["0.0% of the completions have an answer in the expected form", "task.system_prompt"],
         ),
     ],
 )

@@ -86,7 +86,7 @@ def test_any_number_of_steps(make_run, steps, evaluate):
 def test_mismatch_that_is_not_zero_is_counted(make_run):
     text = write_report(make_run(steps=6, mismatch=2)).read_text(encoding="utf-8")
     assert "42 different" in text  # 2 * (1 + 2 + 3 + 4 + 5 + 6)
-    assert "0 is the right answer of an exact plan" in text
+    assert "0 is expected from an exact plan" in text
     assert "Mean |log-prob difference|" in text
     assert "0 different tokens at every step" not in text
 
@@ -122,9 +122,9 @@ def test_drafts_are_shown_where_a_run_verified_some(synthetic, create):
                 drafts["speculation/acceptance_head"] = 0.625
             run.write_step(StepStats(step, {**synthetic.metrics_of(step), **drafts}))
         text = write_report(run.path).read_text(encoding="utf-8")
-    assert "Tokens a forward, with drafts" in text
+    assert "Tokens per decode forward, with drafts" in text
     assert "1.75" in text
-    assert "Right guesses of the draft head" in text
+    assert "Acceptance rate of the draft head" in text
     assert "0.625" in text
 
 

@@ -1,14 +1,14 @@
-"""Numbers of a run that went out of bounds: spikes, runaway entropy, and a reward that collapses.
+"""Warnings about a run, from its metrics: it cannot learn, or a number went out of bounds.
 
-Each number is measured against the steps just before, so there is nothing to tune to a model. Only
-sampling/surprise_z has a bound of its own, which chance passes in less than 1 of 130,000 steps.
+`Learning` looks at rewards, groups and answers over STEPS steps; a run that learns never triggers
+it. `Anomalies` compares numbers with the steps before, so nothing has to be tuned to a model. Only
+sampling/surprise_z has a fixed bound, which chance exceeds in less than 1 of 130,000 steps.
 
-A spike is a value far outside of the range of the last `WINDOW` steps: SPIKE robust standard
-deviations (1.4826 times the median absolute deviation) from their median, and well beyond it in
-size. Entropy is compared over a longer way, the newest RECENT steps with the older half of the
-window, and only where the reward did not rise: a policy that has learnt its task is sure of itself,
-and rightly. A reward collapses where the mean of the newest RECENT steps is below half of the
-median of the steps before, and lower by more than single steps differ from one another.
+A spike is SPIKE robust standard deviations (1.4826 times the median absolute deviation) from the
+median of the last WINDOW steps, and much larger than it. Entropy of the RECENT newest steps is
+compared with the older half of the window, and only if the reward did not rise: a policy that has
+learned its task is rightly certain. A reward collapses if the mean of the RECENT newest steps is
+below half the median before, by more than the noise of single steps.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ from jetrl.runs.metrics import part_metric
 
 
 class Watch:
-    """An observer of a run's steps that gives a warning when it begins, and not while it lasts.
+    """Watches the metrics of a run's RL steps and reports each warning once, when it begins.
 
-    The warnings are a function of the steps' metrics alone, so a resumed run, and the report, have
-    the same ones. A subclass has `window`, the number of steps that it remembers, and `warnings`.
-
-    Args:
-        history: The metrics of the RL steps so far, in order.
+    Warnings depend only on metrics, so a resumed run and the report have the same ones. Subclasses
+    define `window`, the number of steps to remember, and `warnings`.
     """
 
     window: int
@@ -43,7 +40,7 @@ class Watch:
             self.see(metrics)
 
     def see(self, metrics: Mapping[str, float]) -> list[str]:
-        """Take in a step's metrics, and return the warnings that begin with this step."""
+        """Add a step's metrics, and return the warnings that begin with this step."""
         warnings = self.warnings(metrics)
         if warnings is None:
             return []
@@ -52,7 +49,7 @@ class Watch:
         return new
 
     def warnings(self, metrics: Mapping[str, float]) -> dict[str, str] | None:
-        """Take in a step, and return all its warnings by kind; None changes nothing."""
+        """Add a step, and return all its warnings by kind; None: the step does not count."""
         raise NotImplementedError
 
 
@@ -60,17 +57,16 @@ STEPS = 5
 SAME = 0.9  # share of groups without variance
 CUT_OFF = 0.5  # share of completions
 UNRECOGNISED = 0.02  # share of completions with an answer
-LOOK = "look at completions and their rewards (in rollouts/, or by jetrl train --preflight)"
-ANSWERED = part_metric("answered")  # tasks give this part: whether the text holds an answer
+LOOK = "look at completions and their rewards (in rollouts/, or with jetrl train --preflight)"
+ANSWERED = part_metric("answered")  # a score part of tasks: the text has an answer
 
 
 class Learning(Watch):
-    """A watch for problems that keep a run from learning."""
+    """Watches for problems that keep a run from learning."""
 
     window = STEPS
 
     def warnings(self, metrics: Mapping[str, float]) -> dict[str, str] | None:
-        """Take in a step, and return its problems; a step without rewards has no effect."""
         if "reward/mean" not in metrics:
             return None
         self._steps.append(metrics)
@@ -80,7 +76,7 @@ class Learning(Watch):
 
 
 def problems(steps: Collection[Mapping[str, float]], when: str, look: str) -> dict[str, str]:
-    """Return the problems that keep steps from teaching, by kind, in words."""
+    """Return the reasons why these steps teach nothing, by kind."""
 
     def mean_of(name: str) -> float | None:
         values = [step[name] for step in steps if name in step]
@@ -94,33 +90,33 @@ def problems(steps: Collection[Mapping[str, float]], when: str, look: str) -> di
     answered = mean_of(ANSWERED)
     if answered is not None and answered <= UNRECOGNISED:
         texts["format"] = (
-            f"{when}: {percent(answered)} of the completions hold an answer in the form that the "
-            f"task looks for: {look}, say the form in the prompt or in task.system_prompt, warm up "
-            "on worked answers (sft.steps), or change the task's checker"
+            f"{when}: {percent(answered)} of the completions have an answer in the expected form: "
+            f"{look}, describe the form in the prompt or in task.system_prompt, warm up on worked "
+            "answers (sft.steps), or change the task's checker"
         )
     if cut_off >= CUT_OFF:
         texts["cut off"] = (
             f"{when}: {percent(cut_off)} of the completions were cut off at rollout.max_tokens, "
-            "most likely before their answer: raise it, or see to it that completions end (the "
+            "most likely before their answer: raise it, or make sure that completions end (the "
             "model's end-of-sequence token, the task's stop strings, a chat template)"
         )
     if spread == 0.0 and len({step["reward/mean"] for step in steps}) == 1:
         texts["one reward"] = (
-            f"{when}: every completion got the reward {number(reward)}: there is nothing to learn "
-            "from"
+            f"{when}: every completion got the reward {number(reward)}, so there is nothing to "
+            "learn"
             + (
-                f": {look}; warm up on worked answers (sft.steps), take easier prompts, or a "
+                f": {look}; warm up on worked answers (sft.steps), or choose easier prompts or a "
                 "reward with parts"
                 if reward <= 0
-                else ". If the task is solved the run is done; else its score tells nothing apart"
+                else ". If the task is solved, the run is done; otherwise the score is too coarse"
             )
         )
     elif same >= SAME:
         texts["same rewards"] = (
             f"{when}: in {percent(same)} of the groups all completions got the same reward (the "
-            f"mean is {number(reward)}), which teaches nothing: take prompts that are solved "
-            "sometimes (data.order=pass_rate, other data), raise rollout.samples_per_prompt, or "
-            "use an algorithm with dynamic sampling (algorithm.dynamic_sampling=true)"
+            f"mean is {number(reward)}), which teaches nothing: choose prompts that are sometimes "
+            "solved (data.order=pass_rate, other data), raise rollout.samples_per_prompt, or "
+            "turn on algorithm.dynamic_sampling"
         )
     return texts
 
@@ -140,12 +136,11 @@ SURPRISE = 5.0  # of sampling/surprise_z
 
 
 class Anomalies(Watch):
-    """A watch for numbers that go out of bounds."""
+    """Watches for numbers that go out of bounds."""
 
     window = WINDOW
 
     def warnings(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Take in a step, and return the numbers that are out of bounds, in words, by kind."""
         texts = {
             "gradient": self._gradient_spike(metrics),
             "loss": self._loss_spike(metrics),
@@ -170,8 +165,8 @@ class Anomalies(Watch):
             return ""
         return (
             f"gradient norm {number(norm)}, {number(norm / usual)} times the median of the last "
-            f"{len(before)} steps ({number(usual)}); train.grad_clip limits what one such step "
-            "does, if it comes again lower train.lr"
+            f"{len(before)} steps ({number(usual)}); train.grad_clip limits the effect of one such "
+            "step; if it happens again, lower train.lr"
         )
 
     def _loss_spike(self, metrics: Mapping[str, float]) -> str:
@@ -182,8 +177,8 @@ class Anomalies(Watch):
         if abs(loss - usual) <= max(SPIKE * _spread(before), SPIKE_LOSS):
             return ""
         return (
-            f"policy loss {number(loss)}, where the median of the last {len(before)} steps is "
-            f"{number(usual)}; look at this step's rewards and ratios (policy/clip_fraction)"
+            f"policy loss {number(loss)}; the median of the last {len(before)} steps is "
+            f"{number(usual)}: look at this step's rewards and ratios (policy/clip_fraction)"
         )
 
     def _entropy(self, metrics: Mapping[str, float]) -> str:
@@ -199,12 +194,12 @@ class Anomalies(Watch):
         if new < COLLAPSED * old:
             return (
                 f"entropy collapses, {went}: the samples of a group become alike and teach "
-                "nothing; lower train.lr, raise algorithm.clip_high, or go back to a checkpoint"
+                "nothing; lower train.lr, raise algorithm.clip_high, or return to a checkpoint"
             )
         if new > EXPLODED * old and new - old > EXPLOSION_NATS:
             return (
                 f"entropy explodes, {went}: the policy turns to noise; lower train.lr, set "
-                "algorithm.kl, or go back to a checkpoint"
+                "algorithm.kl, or return to a checkpoint"
             )
         return ""
 
@@ -215,8 +210,8 @@ class Anomalies(Watch):
         before, now = median(rewards[:-RECENT]), mean(rewards[-RECENT:])
         return (
             f"reward collapses, from {number(before)} to {number(now)} in {RECENT} steps: unless "
-            "scorers fail (reward/failures), go back to a checkpoint, with a lower train.lr or "
-            "fewer updates a step (train.updates_per_step)"
+            "scorers fail (reward/failures), return to a checkpoint, with a lower train.lr or "
+            "fewer updates per step (train.updates_per_step)"
         )
 
 
@@ -225,14 +220,14 @@ def _surprise(metrics: Mapping[str, float]) -> str:
     if abs(z) <= SURPRISE:
         return ""
     cause = (
-        "the sampler does not draw from the distribution that it reports; look at what was changed "
-        "in sampling (temperature, cutoffs, random numbers, tokens that are lost), and do not "
-        "trust this run's gradients until it is found"
+        "the sampler does not draw from the distribution that it reports; look for changes in "
+        "sampling (temperature, cutoffs, random numbers, lost tokens), and do not trust this run's "
+        "gradients until the cause is found"
     )
     if metrics.get("mismatch/num_different"):
         cause = (
-            "sampler and trainer also compute other log-probs (mismatch/*), which may be all of it "
-            "in a large step; a step under an exact plan (precision.preset=unified) tells"
+            "log-probs of sampler and trainer also differ (mismatch/*), perhaps the only cause "
+            "in a large step; to find out, run a step with precision.preset=unified"
         )
     return (
         f"the drawn tokens are {'less' if z > 0 else 'more'} probable than the policy's entropy "
@@ -241,18 +236,14 @@ def _surprise(metrics: Mapping[str, float]) -> str:
 
 
 def reward_collapses(rewards: Sequence[float], recent: int) -> bool:
-    """Return whether the newest rewards are less than half of those before, and not by chance.
+    """Return whether the `recent` last mean rewards are half of those before, and not by chance.
 
-    Rewards of which most are negative have no half, and never collapse.
-
-    Args:
-        rewards: The mean rewards of steps, in order.
-        recent: How many of them are the newest; there must be at least two before them.
+    Needs two rewards before the recent ones; mostly negative rewards never collapse.
     """
     before, now = rewards[:-recent], mean(rewards[-recent:])
     steps = [abs(new - old) for old, new in pairwise(before)]
-    # Differences of neighbours do not grow with a trend. They are 1.128 deviations in the mean and
-    # 0.954 in the median, which is 0 where most steps have the same reward.
+    # Differences of neighbors do not grow with a trend. Their mean is 1.128 standard deviations,
+    # their median 0.954; the median is 0 if most steps have the same reward.
     noise = median(steps) / 0.954 or mean(steps) / 1.128
     usual = median(before)
     return usual > 0 and now < LEFT_REWARD * usual and usual - now > REWARD_NOISE * noise

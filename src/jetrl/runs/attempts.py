@@ -1,8 +1,10 @@
-"""The attempts of a run: each start of the program on a run directory, and how it ended.
+"""The attempts of a run: each start of the program on a run directory, its phase and its end.
 
-`attempts.jsonl` has a line when an attempt begins and one when it ends, so the state of a run can
-be read from outside: no end and nobody holds the lock means that it was killed. The lock is an
-flock on `.lock`, which the system drops when the process ends, however it ends.
+`attempts.jsonl` has a line when an attempt begins and one when it ends, so that the state of a run
+can be read from outside: an attempt without an end, while nobody holds the lock, was killed. The
+lock is an flock on `.lock`, which the system releases however the process ends. `status.json` has
+the current phase in one line of fixed length, overwritten in place: it needs no room on a full
+disk, and nothing waits for the disk.
 """
 
 from __future__ import annotations
@@ -38,13 +40,7 @@ LOCK_RETRIES, LOCK_WAIT_S = 5, 0.05
 
 @dataclass
 class Attempt:
-    """A start of the program on a run directory.
-
-    Attributes:
-        notes: Facts that the caller wants kept, such as the device.
-        ended: Unix time of the end; None while the program runs and if it was killed.
-        state: The kind of end; None as for `ended`.
-    """
+    """A start of the program on a run directory; `ended` and `state` are None until the end."""
 
     started: float
     command: str = ""
@@ -55,19 +51,12 @@ class Attempt:
     reason: str = ""
 
     def end(self, state: EndState, reason: str = "") -> None:
-        """Set how the attempt ends.
-
-        Without this call the end is `finished`, or follows from the exception.
-        """
+        """Set how the attempt ends; default: finished, or as the exception says."""
         self.state, self.reason = state, reason
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """Return the attempts of a run directory, oldest first.
-
-    Raises:
-        UserError: The file attempts.jsonl is damaged.
-    """
+    """Return the attempts of a run directory, oldest first."""
     attempts: list[Attempt] = []
     for record in read_jsonl(path / "attempts.jsonl", ATTEMPT_LINE)[0]:
         if record["event"] == "start":
@@ -88,8 +77,8 @@ def read_attempts(path: Path) -> list[Attempt]:
 def run_state(path: Path) -> State:
     """Return the state of a run directory.
 
-    A `new` run has not begun, an `interrupted` one was killed or stopped by a signal, a `stopped`
-    one ended itself early, and a `failed` one ended with an error.
+    A `new` run has not begun, an `interrupted` one got a signal or was killed, a `stopped` one
+    ended itself early, a `failed` one ended with an error.
     """
     if is_locked(path):
         return "running"
@@ -100,7 +89,7 @@ def run_state(path: Path) -> State:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the system and the installed packages that decide results."""
+    """Return the versions of Python, the system and the packages that results depend on."""
     versions = {"python": platform.python_version(), "system": platform.platform(terse=True)}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -109,11 +98,7 @@ def versions() -> dict[str, str]:
 
 
 class RunLock:
-    """The right to write a run directory, held by at most one process.
-
-    Raises:
-        UserError: Another process holds the lock, or the file system gives no locks.
-    """
+    """The right to write a run directory, held by one process at a time."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[bytes] | None = open(path / ".lock", "ab")  # noqa: SIM115
@@ -126,9 +111,9 @@ class RunLock:
         except OSError as error:
             self._file.close()
             raise UserError(
-                f"run {path.name}: the file system of {path} gives no lock ({error.strerror}) that "
-                "keeps a second process from writing the run: set run.dir to a folder on another "
-                "one, or have it mounted with locks (Lustre: -o flock)"
+                f"run {path.name}: the file system of {path} gives no lock ({error.strerror}) to "
+                "protect the run from a second process: set run.dir to a folder on another file "
+                "system, or have this one mounted with locks (Lustre: -o flock)"
             ) from None
         self._file.close()
         raise UserError(
@@ -138,11 +123,7 @@ class RunLock:
 
     @staticmethod
     def check(path: Path) -> None:
-        """Check that a process may take the lock and write the directory; nothing is written.
-
-        Raises:
-            UserError: As of the class; permission is missing.
-        """
+        """Raise `UserError` if the lock is held or permission is missing; write nothing."""
         folders = (path, *path.absolute().parents)
         there = next(folder for folder in folders if folder.exists())
         try:
@@ -155,7 +136,7 @@ class RunLock:
             raise UserError(f"run directory {path}: {error.strerror}") from None
 
     def release(self) -> None:
-        """Give the lock back; more than one call is fine."""
+        """Release the lock; may be called twice."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -165,7 +146,7 @@ _held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    # A forked worker shares the lock, and would keep it after this process was killed.
+    # A forked worker shares the lock, and would keep it after this process is killed.
     for lock in _held_locks:
         lock.release()
 
@@ -182,13 +163,10 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process is writing this run directory now.
+    """Return whether a process is writing this run directory.
 
-    A process that calls this function at the same moment does not count. Where the file system
-    gives no locks no process can be writing: `RunLock` refuses.
-
-    Raises:
-        UserError: The lock cannot be opened, so nobody can say.
+    Calls at the same moment do not disturb each other. Without file locks the answer is no, since
+    `RunLock` refuses to write.
     """
     try:
         file = open_regular(path / ".lock")
@@ -202,14 +180,14 @@ def is_locked(path: Path) -> bool:
 
 
 class _Visible(logging.Formatter):
-    """A formatter whose lines can be shown in a terminal, whatever text of a model they quote."""
+    """Escapes control characters, which quoted model text may contain."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record), newlines=True)
 
 
 class _LogFile(logging.FileHandler):
-    """A log file on a disk that may be full: then only its lines are lost."""
+    """A log file that only loses lines when the disk is full."""
 
     _warned = False
 
@@ -220,7 +198,7 @@ class _LogFile(logging.FileHandler):
         elif not self._warned:
             self._warned = True
             with suppress(OSError):
-                print(f"{self.baseFilename} takes no more lines: {error.strerror}", file=sys.stderr)
+                print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
         with suppress(OSError):  # lines that are still in the buffer; handleError has warned
@@ -229,10 +207,7 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Iterator[None]:
-    """Send Python logging (INFO and above), warnings and the loud libraries' messages to a file.
-
-    The file gets a header that describes the attempt. Everything is put back at the end.
-    """
+    """Send Python logging (INFO and above) and warnings to a file, below a header."""
     date = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(attempt.started))
     header = [f"==== {date}  {attempt.command}"]
     header += [", ".join(f"{name} {version}" for name, version in attempt.versions.items())]
@@ -273,11 +248,7 @@ def attempt_logged(
     notes: Mapping[str, str],
     remarks: Sequence[str],
 ) -> Iterator[Attempt]:
-    """Record an attempt: its start, its end, and its log in path/log.txt.
-
-    Args:
-        notes: Facts to keep with the attempt, such as the device.
-    """
+    """Record an attempt: its start, its end, and its log in path/log.txt."""
     attempt = Attempt(time.time(), " ".join(command), versions(), dict(notes))
     write(
         {
@@ -295,7 +266,7 @@ def attempt_logged(
             with end_of_attempt(attempt):
                 yield attempt
         finally:
-            # Write the end, unless the disk is full: then the first error is the one to raise.
+            # If the disk is full, raise only the error that ended the run.
             end = {
                 "event": "end",
                 "time": attempt.ended,
@@ -307,12 +278,12 @@ def attempt_logged(
             except StorageError as error:
                 if attempt.state == "finished":
                     raise
-                logging.getLogger("jetrl").error("%s", error)  # what ended the run is raised
+                logging.getLogger("jetrl").error("%s", error)
 
 
 @contextmanager
 def end_of_attempt(attempt: Attempt) -> Iterator[None]:
-    """Take down how an attempt ends within the block, in its record and in the log."""
+    """Record how the block ends, in the attempt and in the log."""
     log = logging.getLogger("jetrl")
     try:
         yield
@@ -340,12 +311,7 @@ NAME = "status.json"
 
 @dataclass(frozen=True)
 class Status:
-    """The phase that a run is or was in.
-
-    Attributes:
-        phase: The phase that began last; "" if none is running.
-        step: The training step; 0 before the first.
-    """
+    """The last phase of a run ("": between phases), its step (0 before the first), its start."""
 
     phase: str
     step: int
@@ -354,7 +320,7 @@ class Status:
 
 
 class StatusFile:
-    """The writer of a run directory's `status.json`, an observer of the run's phases."""
+    """Writes `status.json`, as an observer of the run's phases."""
 
     def __init__(self, run_path: Path) -> None:
         self._path = run_path / NAME
@@ -362,7 +328,6 @@ class StatusFile:
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
 
     def begin(self, phase: str, step: int) -> None:
-        """Write that a phase of a training step begins now."""
         status = Status(phase, step, time.time(), os.getpid())
         with storing(self._path):
             os.pwrite(
@@ -371,7 +336,7 @@ class StatusFile:
         self._step = step
 
     def beat(self) -> None:
-        """Do nothing: the file has the time at which the phase began."""
+        """Do nothing: the file has the start time of the phase."""
 
     def end(self, phase: str, seconds: float) -> None:
         """Write that no phase is running."""
@@ -382,11 +347,7 @@ class StatusFile:
 
 
 def read_status(run_path: Path) -> Status | None:
-    """Return the last status of a run; None if the file is missing, or was cut while written.
-
-    Raises:
-        UserError: The file is JSON, and not a status.
-    """
+    """Return the last status of a run; None if the file is missing or incomplete."""
     path = run_path / NAME
     try:
         text = read_bytes(path)

@@ -1,12 +1,9 @@
-"""The display of a running run: a bar with the time left, a line a step, and sample completions.
+"""The display of a run: a progress bar, one line per step, and sample completions.
 
-In a terminal the bar is live (rich). Anywhere else (a file, a pipe, CI) the same lines are plain
-text without control codes, and a long phase reports its progress every half minute. Text of a model
-is shown with its control characters made visible, so it cannot drive the terminal.
-
-A run outlives its reader: where the reader of a pipe ends (`| head`), the terminal is closed, or
-the disk that the output goes to is full, the console falls silent, log.txt says so, and the run
-continues.
+In a terminal the bar is live (rich). In a file, a pipe or CI the same lines are plain text, and a
+long phase reports its progress every half minute. Control characters in a model's text are escaped.
+A run outlives its reader: if the reader of a pipe exits (`| head`), the terminal closes, or the
+disk of the output is full, the console goes silent, log.txt says so, and the run continues.
 """
 
 from __future__ import annotations
@@ -40,15 +37,12 @@ Piece = tuple[str, str]
 
 
 class Console:
-    """The display of a stretch of a run: its RL steps, or its supervised warm-up.
-
-    `close` takes the bar away and leaves the lines.
+    """The display of a run's RL steps, or of its supervised warm-up.
 
     Args:
-        elapsed_s: Seconds of wall time of earlier attempts, added to those that the bar shows.
+        elapsed_s: Wall time of earlier attempts.
         samples_every: Steps between tables of completions; 0: none.
-        file: The file to print to; default: stdout.
-        clock: A function that returns seconds, for tests.
+        file: Default: stdout.
     """
 
     def __init__(
@@ -88,7 +82,6 @@ class Console:
             self._bar.start()
 
     def phase(self, name: str) -> None:
-        """Show the phase that begins now: rollout, reward, update, eval or checkpoint."""
         self._phase, self._phase_began = name, self._clock()
         self._last_plain = self._phase_began
         if self._bar is not None:
@@ -102,11 +95,7 @@ class Console:
         pages: tuple[int, int] | None = None,
         eta_s: float | None = None,
     ) -> None:
-        """Show the progress of the phase.
-
-        Args:
-            tokens_per_s: Tokens sampled a second; 0: not shown.
-        """
+        """Show the progress of the phase; pages are (used, total) KV pages."""
         text = f"{self._phase} {count(num_finished)}/{count(total)}"
         if tokens_per_s:
             text += f", {count(tokens_per_s)} tokens/s"
@@ -122,7 +111,7 @@ class Console:
             self._print([(f"  {text} after {duration(now - self._phase_began)}", QUIET)])
 
     def step(self, stats: StepStats) -> None:
-        """Print the step's line, move the bar, and at times show some of the step's samples."""
+        """Print the step's line, move the bar, and show samples at their interval."""
         self._last = max(self._last, stats.step)
         if stats.step % self._lines_every == 0 or stats.step == self._total:
             self._print(step_line(self._title, stats.step, self._total, stats.metrics))
@@ -133,7 +122,7 @@ class Console:
             self.samples(stats.step, stats.samples)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Print a table of a few completions, from the lowest to the highest reward."""
+        """Print a table of a few completions, from lowest to highest reward."""
         shown = spread(sorted(samples, key=lambda s: s.score.reward), SAMPLE_ROWS)
         rows = [
             (s.prompt.asked, s.completion.text, s.readable, number(s.score.reward)) for s in shown
@@ -159,11 +148,10 @@ class Console:
             self._rich.print(table)
 
     def note(self, text: str) -> None:
-        """Print a line of its own: a checkpoint written, a warning, the report's path."""
         self._print([(visible(text, newlines=True), "")])
 
     def close(self) -> None:
-        """Take the bar away; more than one call is fine."""
+        """Remove the bar and keep the lines; may be called twice."""
         if self._bar is not None:
             with self._unread():
                 self._bar.stop()
@@ -191,18 +179,20 @@ class Console:
 
     @contextlib.contextmanager
     def _unread(self) -> Iterator[None]:
-        """Fall silent where the reader is gone, or nothing can be written."""
+        """Go silent if the reader is gone or the disk is full."""
         try:
             yield
         except OSError as error:
-            logger.warning("the console takes no more text (%s): it is silent", error.strerror)
+            logger.warning(
+                "cannot write to the console any more (%s): it goes silent", error.strerror
+            )
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._file.fileno())  # also for text that is still in its buffer
             os.close(nowhere)
 
 
 class _Remaining(ProgressColumn):
-    """A column with the time gone and left, which this attempt's steps alone predict."""
+    """Shows the time elapsed and the time left, predicted from this attempt's steps."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         super().__init__()
@@ -213,7 +203,7 @@ class _Remaining(ProgressColumn):
 
 
 def step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -> list[Piece]:
-    """Return a step's line in styled pieces: its measured metrics, in a fixed order."""
+    """Return a step's line in styled pieces, its metrics in a fixed order."""
     pieces: list[Piece] = [(f"{title} {step:>{len(str(total))}}/{total}", "bold")]
 
     def add(label: str, name: str, form: Callable[[float], str], style: str = "") -> None:

@@ -3,18 +3,18 @@
     runs/NAME/
       config.toml                   the resolved settings
       plan.json                     the precision plan
-      metrics.jsonl                 one line a step (docs/metrics.md)
+      metrics.jsonl                 one line per step (docs/metrics.md)
       rollouts/step_NNNNNN.jsonl    the step's completions with their log-probs and rewards
       checkpoints/                  written by the trainer
       log.txt                       Python logging, a header for each attempt
-      attempts.jsonl                when the program was started on it, and how that ended
-      status.json                   what it is doing, or was when it was killed
+      attempts.jsonl                each start of the program, and how it ended
+      status.json                   the current phase, or the phase in which it was killed
       hang.txt                      where it hung, if it did (session/watchdog.py)
-      reading.txt                   how people read the task's completions, if that has to be said
+      reading.txt                   how to read the task's completions, if that is not obvious
       report.html, plots/           written by `write_report`
 
-`create` makes one or, with resume, goes on with one, and holds a lock until `close`; `open` reads
-one, also while another process writes it.
+`create` makes or resumes one and holds a lock until `close`; `open` reads one, even while another
+process writes it.
 """
 
 from __future__ import annotations
@@ -62,11 +62,7 @@ READING = "reading.txt"
 
 
 class RunDirectory:
-    """A run directory, open for reading or writing.
-
-    Attributes:
-        notes: Remarks of `create`, for the console to show.
-    """
+    """A run directory, open for reading or writing; `notes` are remarks of `create` to print."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,17 +88,14 @@ class RunDirectory:
     ) -> RunDirectory:
         """Make the directory settings.run.dir / settings.run.name, or resume the run in it.
 
-        Resuming drops an incomplete last line of metrics.jsonl and reports the settings that
-        changed; the caller then calls `truncate_after` with its checkpoint's step, which writes
-        them. If the checkpoint does not fit the new settings, the file keeps the old ones.
-
-        Args:
-            settings: Resolved settings; run.name must be set.
+        Resuming drops an incomplete last line of metrics.jsonl and notes the settings that changed.
+        They are written by `truncate_after`, which the caller calls with its checkpoint's step:
+        until the checkpoint has proved to fit them, the file keeps the old ones.
 
         Raises:
-            UserError: The name cannot be a folder's, is in use (an attempt that ended before its
-                first step leaves it free), or is being written by another process; there is nothing
-                to resume; the precision plan is another one on resume; permission is missing.
+            UserError: The name is no folder name, is in use (unless all attempts ended before their
+                first step), or another process writes it; there is nothing to resume; the precision
+                plan has changed; permission is missing.
             StorageError: The disk is full.
         """
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
@@ -123,14 +116,8 @@ class RunDirectory:
 
     @classmethod
     def settings_of_resume(cls, settings: Settings) -> Settings:
-        """Return the settings of a resume: `precision.kv`, where unset, is what the run began with.
-
-        `unified` had keys in FP8 before it had them in INT8. Where there is no such run, settings
-        stay as they are.
-
-        Raises:
-            UserError: The run's name cannot be a folder's, or its plan.json is damaged.
-        """
+        """Return the settings of a resume, in which an unset `precision.kv` is the run's own."""
+        # `unified` had FP8 keys before it had INT8 keys.
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
         precision = settings.precision
         if precision.kv is not None or not (run.path / "plan.json").is_file():
@@ -144,11 +131,7 @@ class RunDirectory:
 
     @classmethod
     def check(cls, settings: Settings, plan: Mapping[str, Any], resume: bool) -> None:
-        """Check what `create` would refuse, before anything slow is loaded; nothing is written.
-
-        Raises:
-            UserError: As `create`.
-        """
+        """Raise what `create` would raise, before anything slow is loaded; write nothing."""
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
         run._check_use(resume)
         if resume:
@@ -157,11 +140,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
-        """Open a run directory for reading.
-
-        Raises:
-            UserError: There is no such folder, or it is not a run directory.
-        """
+        """Open a run directory for reading."""
         path = Path(path)
         if not path.is_dir():
             raise UserError(f"{path}: no such run directory")
@@ -172,27 +151,26 @@ class RunDirectory:
     def attempt(
         self, command: Sequence[str], notes: Mapping[str, str] | None = None
     ) -> AbstractContextManager[Attempt]:
-        """Return a context that records this start of the program.
+        """Return a context that records this attempt, with all Python logging in log.txt.
 
-        The file log.txt gets a header and all Python logging. The end is noted as finished,
-        interrupted (KeyboardInterrupt), stopped (RunStopped) or failed. The context's value has
-        `.end(state, reason)` for ends without an exception.
+        The end is recorded as finished, interrupted (KeyboardInterrupt), stopped (RunStopped) or
+        failed; `Attempt.end` sets another one.
         """
         self._check_writable()
         return attempt_logged(self.path, self._write_attempt, command, notes or {}, self.notes)
 
     def end_attempt_for_hang(self, reason: str) -> None:
-        """Note from another thread that the attempt failed, when its own thread hangs."""
+        """Record from another thread that the attempt failed, when its own thread hangs."""
         self._write_attempt(
             {"event": "end", "time": time.time(), "state": "failed", "reason": reason}
         )
 
     def write_step(self, stats: StepStats, phase: Phase = "rl") -> None:
-        """Append a step's metrics; a process that is killed after this call does not lose them.
+        """Append a step's metrics; a process killed after this call does not lose them.
 
         Raises:
             StorageError: The disk is full.
-            ValueError: A metric's name is not registered, or the step does not come after the last.
+            ValueError: A metric is not registered, or the step is not after the last one.
         """
         self._check_writable()
         position = (PHASE_ORDER[phase], stats.step)
@@ -210,22 +188,16 @@ class RunDirectory:
         self._last = position
 
     def metrics(self, phase: Phase | None = None) -> list[Record]:
-        """Return the lines of metrics.jsonl in order, for one phase or all.
+        """Return the lines of metrics.jsonl in order, of one phase or all.
 
-        A line is a dict with `step`, `time`, `phase` (supervised steps alone) and metric names.
-
-        Raises:
-            UserError: A line is damaged (an incomplete last one is dropped).
+        A line has `step`, `time`, `phase` (only in supervised steps) and metrics. A damaged line is
+        a `UserError`; an incomplete last one is dropped.
         """
         records, _ = read_jsonl(self.metrics_file, METRICS_LINE)
         return records if phase is None else in_phase(records, phase)
 
     def write_rollouts(self, step: int, samples: Iterable[Sample]) -> Path:
-        """Write the samples of a step, atomically, and return the file.
-
-        Raises:
-            StorageError: The disk is full.
-        """
+        """Write the samples of a step, atomically, and return the file."""
         self._check_writable()
         path = self._rollouts_file(step)
         with storing(path):
@@ -239,18 +211,13 @@ class RunDirectory:
         return sorted(int(match[1]) for match in matches if match)
 
     def rollouts(self, step: int) -> list[Record]:
-        """Return the samples of a step as dicts; `rollout_records.sample_of` makes them samples.
-
-        Raises:
-            UserError: A line is damaged (an incomplete last one is dropped).
-        """
+        """Return the samples of a step as dicts, for `schemas.sample_of`."""
         return read_jsonl(self._rollouts_file(step), ROLLOUT_LINE)[0]
 
     def truncate_after(self, step: int, phase: Phase = "rl") -> None:
-        """Drop the metrics and rollouts after a step, which a resumed run writes again.
+        """Drop the metrics and rollouts after a step, and write the settings of the resumed run.
 
-        Every step of the RL phase comes after the steps of the phase "sft". The settings of the
-        resumed run are written as well.
+        All RL steps come after the steps of the phase "sft".
 
         Raises:
             StorageError: The disk is full; no metrics are lost.
@@ -273,17 +240,14 @@ class RunDirectory:
                     self._rollouts_file(written).unlink()
 
     def history(self) -> RunHistory:
-        """Return the totals so far, which a resumed run's console and time limit begin with."""
+        """Return the totals so far; console and time limit of a resumed run start from them."""
         return history_of(self.metrics(), read_attempts(self.path))
 
     def had_checkpoint(self, every: int) -> bool:
-        """Return whether a checkpoint has been written, by the metrics and the attempts.
-
-        The second checkpoint waits for the first one to be complete. The line of a step is written
-        after its checkpoint has begun, that of a supervised update before: so the line of the
-        second checkpoint proves the first one in steps, and only the line after it in updates. A
-        finished run has had a checkpoint as well.
-        """
+        """Return whether metrics and attempts prove that a checkpoint was written."""
+        # The second checkpoint waits until the first is complete. A step's line is written after
+        # its checkpoint has begun, a supervised update's line before: the line of the second
+        # checkpoint proves the first one in RL; in supervised training, the line after it does.
         steps = [record["step"] for record in self.metrics("rl")]
         updates = [record["step"] for record in self.metrics("sft")]
         second = 2 * every
@@ -292,19 +256,14 @@ class RunDirectory:
         return (every > 0 and saved_twice) or (finished and bool(steps))
 
     def attempts(self) -> list[Attempt]:
-        """Return the attempts of the run, oldest first."""
         return read_attempts(self.path)
 
     def state(self) -> str:
-        """Return the run's state: new, running, finished, interrupted, stopped or failed."""
+        """Return the state: new, running, finished, interrupted, stopped or failed."""
         return run_state(self.path)
 
     def config(self) -> dict[str, Any]:
-        """Return the settings of config.toml, as a nested dict.
-
-        Raises:
-            UserError: The file config.toml is missing, not TOML, or no settings.
-        """
+        """Return the settings of config.toml, as a nested dict."""
         file = self.path / "config.toml"
         try:
             tree = tomllib.loads(read_text(file))
@@ -316,28 +275,24 @@ class RunDirectory:
         return tree
 
     def write_reading(self, sentence: str) -> None:
-        """Write how people read the task's completions, for the report."""
+        """Write how to read the task's completions, for the report."""
         with storing(self.path / READING):
             write_atomically(self.path / READING, sentence + "\n")
 
     def reading(self) -> str:
-        """Return how people read the task's completions; "" where nothing has to be said."""
+        """Return how to read the task's completions; "" if that is obvious."""
         file = self.path / READING
         return read_text(file).strip() if file.is_file() else ""
 
     def plan(self) -> dict[str, Any]:
-        """Return the precision plan, as a dict.
-
-        Raises:
-            UserError: The file plan.json is missing, not JSON, or no plan.
-        """
+        """Return the precision plan, as a dict."""
         try:
             return read_stored(self.path / "plan.json", PLAN)
         except FileNotFoundError as error:
             raise UserError(f"{self.path / 'plan.json'}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Close the files and give the lock back; more than one call is fine."""
+        """Close the files and release the lock; may be called twice."""
         self._close_metrics()
         if self._lock is not None:
             self._lock.release()
@@ -358,7 +313,7 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
 
     def _sweep(self) -> None:
-        """Remove the temporary files and models that a killed attempt was writing."""
+        """Remove temporary files and models of a killed attempt."""
         for folder in (self.path, self.rollouts_dir):
             for pattern in (".*.tmp", ".*.tmp.before"):
                 for left in folder.glob(pattern):
@@ -367,14 +322,14 @@ class RunDirectory:
     def _check_use(self, resume: bool) -> None:
         if self.path.is_symlink():
             raise UserError(
-                f"run directory {self.path} is a link to {self.path.resolve()}: a run writes into "
-                "run.dir only; set run.dir to the other folder, or choose another run.name"
+                f"run directory {self.path} is a link to {self.path.resolve()}, but a run only "
+                "writes into run.dir: set run.dir to that folder, or choose another run.name"
             )
         used = self.path.is_dir() and any(self.path.iterdir())
         if used and not resume and not self._is_void():
             raise UserError(
                 f"run.name {self.name!r} is in use ({self.path}): choose another run.name, "
-                "or go on with that run with --resume"
+                "or continue that run with --resume"
             )
         if resume and not (self.path / "config.toml").is_file():
             raise UserError(
@@ -382,9 +337,9 @@ class RunDirectory:
             )
 
     def _is_void(self) -> bool:
-        """Return whether the directory has nothing but attempts that ended before their."""
+        """Return whether all attempts ended before their first step, so the name is free."""
         left = (self.rollouts_dir, self.checkpoints_dir)
-        # Killed between making the folder and its settings: nothing in it is anybody else's.
+        # Killed between making the folder and writing the settings: all files are our own.
         killed_at_once = {path.name for path in self.path.iterdir()} <= {
             ".lock",
             ".plan.json.tmp",
@@ -421,7 +376,7 @@ class RunDirectory:
         )
         if differing:
             raise UserError(
-                f"run {self.name!r} was started with another precision plan ({differing}); "
+                f"run {self.name!r} was started with another precision plan ({differing}): "
                 f"resume with [precision] as in {self.path / 'config.toml'}, or start a new run"
             )
 
@@ -449,8 +404,8 @@ class RunDirectory:
             raise ValueError(f"{self.path} is open for reading only; use RunDirectory.create")
         if self._metrics_writer is not None and not self.metrics_file.is_file():
             raise StorageError(
-                f"{self.metrics_file} was deleted while the run wrote it, and the run stops; put "
-                f"{self.path} back from a copy and go on with --resume, or start a new run"
+                f"{self.metrics_file} was deleted during the run, so the run stops: restore "
+                f"{self.path} from a copy and continue with --resume, or start a new run"
             )
 
 
@@ -464,12 +419,12 @@ def _checked_name(name: str | None) -> str:
     bad = next((c for c in name if c in "/\\" or not c.isprintable()), None)
     if bad is not None or ".." in name or name == "." or name != name.strip():
         raise UserError(
-            f"run.name {name!r}: it becomes a folder, so no path separators, '..', control "
-            "characters or blanks at its ends (run.dir says where runs are kept)"
+            f"run.name {name!r} becomes a folder's name, so it may not contain path separators, "
+            "'..' or control characters, or begin or end with blanks (run.dir: its parent)"
         )
     if len(name.encode()) > MAX_NAME:
         raise UserError(
-            f"run.name: {len(name.encode())} bytes long, at most {MAX_NAME} can be used"
+            f"run.name: {len(name.encode())} bytes long; at most {MAX_NAME} are allowed"
         )
     return name
 
@@ -477,9 +432,9 @@ def _checked_name(name: str | None) -> str:
 def settings_that_differ(
     before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ between two `RunDirectory.config`, by dotted key.
+    """Return the differing settings of two `RunDirectory.config`: {key: (before, now)}.
 
-    The values are pairs (before, now), with None where a setting is missing.
+    A missing setting is None.
     """
 
     def flat(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""The run directory as ranks other than the first have it: they write nothing there but a log.
+"""The run directory on ranks other than 0, which only write their logs there.
 
     runs/NAME/ranks/
       rank_1.txt        Python logging of rank 1, and what it and its libraries print
       rank_1_hang.txt   where it hung, if it did, or waited for a rank that hung
-      board.json        where each rank was, when one was lost or failed (distributed/board.py)
+      board.json        where each rank was when one was lost or failed (distributed/board.py)
       collectives_rank_1.json, nccl_timeout_rank_1
-                        the collectives that it remembered then (distributed/flight_recorder.py)
+                        its last collectives at that time (distributed/flight_recorder.py)
 
-Rank 0 alone makes the directory and writes it. What a rank reads there and decides by, it has from
-rank 0 (`World.from_first`), which may have written more in the meantime.
+Only rank 0 creates and writes the directory. Other ranks get what they decide by from rank 0
+(`World.from_first`), since rank 0 may write more in the meantime.
 """
 
 from __future__ import annotations
@@ -33,13 +33,9 @@ FOLDER = "ranks"
 
 
 def open_run_directory(settings: Settings, plan: Mapping[str, Any], resume: bool) -> RunDirectory:
-    """Return the directory of a run, which rank 0 makes or resumes as `RunDirectory.create` does.
+    """Return the directory of a run, which rank 0 makes or resumes by `RunDirectory.create`.
 
-    Args:
-        settings: Resolved settings; run.name must be set.
-
-    Raises:
-        UserError: As `RunDirectory.create`; on every rank.
+    Every rank raises rank 0's `UserError`.
     """
     made: list[RunDirectory] = []
 
@@ -55,11 +51,7 @@ def open_run_directory(settings: Settings, plan: Mapping[str, Any], resume: bool
 
 
 class FollowedDirectory(RunDirectory):
-    """The run directory of a rank that follows rank 0: nothing but this rank's log is written.
-
-    Args:
-        changed_settings: As of `RunDirectory`.
-    """
+    """The run directory of a rank other than 0: only its log is written."""
 
     def __init__(
         self, path: Path, changed_settings: dict[str, tuple[Any, Any]], own: World
@@ -73,14 +65,13 @@ class FollowedDirectory(RunDirectory):
     def attempt(
         self, command: Sequence[str], notes: Mapping[str, str] | None = None
     ) -> AbstractContextManager[Attempt]:
-        """Return a context in which logging, and what the process prints, go to this rank's log."""
+        """Return a context that sends logging and the process's output to this rank's log."""
         where = {"rank": f"{self._own.rank} of {self._own.size}, on {self._own.node}"}
         attempt = Attempt(time.time(), " ".join(command), versions(), {**where, **(notes or {})})
         return self._logged(attempt)
 
     @contextlib.contextmanager
     def _logged(self, attempt: Attempt) -> Iterator[Attempt]:
-        """Send logging and the process's outputs to the log within the block."""
         log = self.log_file
         with logging_to(log, attempt), printing_to(log), end_of_attempt(attempt):
             yield attempt
@@ -101,7 +92,7 @@ class FollowedDirectory(RunDirectory):
 
 @contextlib.contextmanager
 def printing_to(file: Path) -> Iterator[None]:
-    """Append what this process and its libraries print to a file, within the block."""
+    """Append the output of this process and its libraries to a file, within the block."""
     sys.stdout.flush()
     sys.stderr.flush()
     before = [(descriptor, os.dup(descriptor)) for descriptor in (1, 2)]

@@ -1,4 +1,4 @@
-"""Numbers, times and foreign text as people read them."""
+"""Numbers, times and untrusted text, formatted for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
-LONGEST = 1e19  # numbers from here on are written with an exponent: they would fill the line
+LONGEST = 1e19  # larger numbers are written with an exponent: they would fill the line
 
 
 def number(value: float) -> str:
@@ -63,7 +63,7 @@ def date(seconds: float | None) -> str:
 
 
 def metric_value(name: str, value: float) -> str:
-    """Return a metric's value as people read it: an evaluation from 0 to 1 as a percentage."""
+    """Return a metric's value as text: an evaluation from 0 to 1 is a percentage."""
     return percent(value) if name.startswith("eval/") and 0 <= value <= 1 else number(value)
 
 
@@ -87,7 +87,7 @@ def visible(text: str, newlines: bool = False) -> str:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON that cannot drive a terminal and reads back as the same value."""
+    """Return a value as JSON whose control characters are escaped."""
 
     def safe(match: re.Match[str]) -> str:
         character = match[0]

@@ -28,12 +28,10 @@ class RunHistory:
 
     Attributes:
         last_step: The last RL step; -1 if there is none.
-        num_steps: Number of RL steps; an evaluation before the first step (step 0) is not a step.
-        elapsed_s: Seconds of wall time over all attempts; a killed attempt counts up to its last
-            metric.
-        num_tokens: Tokens whose log-probs of sampler and trainer were compared; None if no step
-            compared them.
-        num_different: Compared tokens whose log-probs differ; None if no step compared them.
+        num_steps: RL steps, without an evaluation before the first step (step 0).
+        elapsed_s: Wall time of all attempts; a killed attempt counts up to its last metric.
+        num_tokens: Tokens whose log-probs of sampler and trainer were compared; None: none were.
+        num_different: Compared tokens whose log-probs differ.
     """
 
     last_step: int = -1
@@ -48,7 +46,7 @@ class RunHistory:
 
 
 def history_of(records: Sequence[dict[str, Any]], attempts: Sequence[Attempt] = ()) -> RunHistory:
-    """Return the totals of lines of metrics.jsonl (in order) and of attempts."""
+    """Return the totals of the lines of metrics.jsonl and of attempts."""
     rl, sft = in_phase(records, "rl"), in_phase(records, "sft")
     eval_names = sorted({name for record in rl for name in record if is_eval_mean(name)})
     evals = (change_of(rl, name) for name in eval_names)
@@ -67,11 +65,7 @@ def history_of(records: Sequence[dict[str, Any]], attempts: Sequence[Attempt] = 
 
 
 def summary_of(history: RunHistory) -> dict[str, float]:
-    """Return a run in a few numbers, for trackers.
-
-    They are the steps, the wall time, the tokens that differ between sampler and trainer, and the
-    first and last values of the reward and of each evaluation, under their metrics' names.
-    """
+    """Return the summary of a run for trackers: totals, and first and last rewards."""
     summary: dict[str, float] = {"steps": history.num_steps, "wall_time_s": history.elapsed_s}
     if history.num_different is not None:
         summary["mismatch/num_different"] = history.num_different
@@ -100,15 +94,11 @@ def in_phase(records: Sequence[dict[str, Any]], phase: str) -> list[dict[str, An
 
 
 def values_of(records: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
-    """Return the values of a metric, from the lines that have it."""
     return [record[name] for record in records if name in record]
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean of at least one value: NaN or infinite where a sum of values is not finite.
-
-    `statistics.fmean` raises an error there.
-    """
+    """Return the mean of at least one value; unlike `fmean`, not finite if the sum is not."""
     listed = [float(value) for value in values]
     try:
         return fmean(listed)

@@ -1,9 +1,8 @@
-"""The names of everything a run measures, each with its unit and meaning: fixed once, here.
+"""The registry of metrics: the name, unit and meaning of everything a run measures.
 
-A name that is not here is refused when it is written, so a plot, a comparison or a user's script
-never has to guess. Two families have a free part in the middle: `eval/<task>/...` and
-`reward/part/<name>`; `eval_metric` and `part_metric` make those names from whatever a task is
-called. docs/metrics.md is made from it (tools.documents).
+An unregistered name is refused when it is written, so that plots, comparisons and users' scripts
+can rely on names. Names such as `eval/<task>/mean` have a free part, which `eval_metric`,
+`task_metric` and `part_metric` fill in. docs/metrics.md is generated from this (tools.documents).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 FREE = r"[^/<>\s]+"
-"""The pattern of <task> and <name>: a path component without blanks or angle brackets."""
+"""Pattern of <task> and <name>: a path component without blanks or angle brackets."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,9 @@ class Metric:
     """A metric that a run may write.
 
     Attributes:
-        measured: Whether the metric is a time, a speed or memory, which depend on the machine. All
-            others are the same, bit for bit, when a run is repeated on the CPU.
-        known_as: The metric's name in other systems, by system.
+        measured: Whether it is a time, speed or memory. All others have the same bits when a run is
+            repeated on the CPU.
+        known_as: Its name in other systems, by system.
     """
 
     name: str
@@ -35,7 +34,7 @@ class Metric:
     known_as: Mapping[str, str] = field(default_factory=dict)
 
     def matches(self, name: str) -> bool:
-        """Return whether a name is this metric's, or one of its family."""
+        """Return whether a name is this metric, or fits its free part."""
         if "<" not in self.name:
             return name == self.name
         pattern = re.sub(r"<\w+>", lambda _: FREE, self.name)
@@ -62,119 +61,117 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "reward/zero_std_groups",
         "share",
-        "groups whose completions all got the same reward: they teach nothing; absent where the "
+        "groups whose completions all got the same reward, which teach nothing; absent if the "
         "algorithm does not compare them (reinforce_pp, ppo)",
         known_as={"TRL": "frac_reward_zero_std"},
     ),
     Metric(
         "reward/failures",
         "count",
-        "completions that could not be scored (error or time-out); their reward is 0",
+        "completions that could not be scored (error or timeout); their reward is 0",
     ),
     Metric(
         "reward/unusable_replies",
         "count",
-        "of these failures, completions of several turns that ended at a reply of the environment "
-        "which is no text for the model (half of a character, one that the tokenizer lacks, none)",
+        "of these failures, multi-turn completions that ended because the environment's reply was "
+        "no text for the model (empty, half a character, or one that the tokenizer lacks)",
     ),
-    Metric("reward/part/<name>", "reward", "mean of one named part of the task's score"),
-    Metric("reward/task/<task>", "reward", "mean reward of one of the tasks that are mixed"),
+    Metric("reward/part/<name>", "reward", "mean of a named part of the task's score"),
+    Metric("reward/task/<task>", "reward", "mean reward of one of several mixed tasks"),
     Metric(
         "reward/overlong_penalty",
         "reward",
-        "taken from rewards of completions near the limit (algorithm.overlong_buffer), mean",
+        "mean reduction of rewards near the length limit (algorithm.overlong_buffer)",
     ),
     Metric(
         "reward/kl_penalty",
         "reward",
-        "taken from rewards for the KL to the reference (algorithm.kl_in = reward), mean a sample",
+        "mean reduction of rewards by the KL to the reference (algorithm.kl_in = reward)",
         known_as={"TRL": "objective/non_score_reward (its negative)"},
     ),
     Metric(
         "dynamic_sampling/rounds",
         "count",
-        "draws of prompts in the step (algorithm.dynamic_sampling), the first included",
+        "draws of prompts in the step, including the first (algorithm.dynamic_sampling)",
         known_as={"verl": "train/num_gen_batches"},
     ),
     Metric(
         "dynamic_sampling/dropped_groups",
         "count",
-        "groups drawn and not trained on: equal rewards, or more than were needed; reward/* and "
-        "response_length/* count them",
+        "groups not trained on, because of equal rewards or because enough were drawn; reward/* "
+        "and response_length/* include them",
     ),
     Metric(
         "partial_rollout/unfinished",
         "count",
-        "completions that go on in the next step (rollout.oversample)",
+        "completions that continue in the next step (rollout.oversample)",
     ),
     Metric(
         "partial_rollout/earlier_tokens",
         "share",
-        "of the trained tokens, those drawn by the policy of an earlier step; mismatch/* leaves "
-        "them out. Only where there are any",
+        "trained tokens sampled by the policy of an earlier step; mismatch/* excludes them. "
+        "Absent if there are none",
     ),
     Metric(
         "speculation/tokens_per_forward",
         "tokens",
-        "tokens that a sequence drew in a forward of decode, since the step before, evaluations "
-        "included; this and the other speculation/* only where rollout.speculation is not off",
+        "tokens per sequence and decode forward since the last step, including evaluations; "
+        "speculation/* is absent if rollout.speculation is off",
         measured=True,
     ),
     Metric(
         "speculation/verify_share",
         "share",
-        "of the time of decode, that of forwards that verified drafts",
+        "share of decode time in forwards that verified drafts",
         measured=True,
     ),
     Metric(
         "speculation/acceptance_self",
         "share",
-        "of the drafted tokens that came from the sequence's own text and were verified, those "
-        "that were drawn. Only where there are any, as the next three",
+        "acceptance rate of verified draft tokens from the sequence's own text; this and the next "
+        "three are absent without such drafts",
         measured=True,
     ),
     Metric(
         "speculation/acceptance_siblings",
         "share",
-        "the same of drafts from other running completions of the prompt",
+        "the same for drafts from other running completions of the prompt",
         measured=True,
     ),
     Metric(
         "speculation/acceptance_earlier",
         "share",
-        "the same of drafts from completions of the prompt that had ended, of this step and of "
-        "earlier steps and evaluations",
+        "the same for drafts from finished completions of the prompt, in this step, earlier steps "
+        "and evaluations",
         measured=True,
     ),
     Metric(
         "speculation/acceptance_head",
         "share",
-        "the same of guesses of the draft head",
+        "the same for drafts of the draft head",
         measured=True,
     ),
     Metric(
         "draft_head/loss",
         "nats",
-        "cross entropy of the draft head's guesses over the tokens that it knows, mean over "
-        "guesses and the step's updates, before each; this and the next two where "
-        "rollout.speculation is head or auto",
+        "cross entropy of the draft head over its known tokens, before each update (mean over "
+        "the step); draft_head/* needs rollout.speculation = head or auto",
     ),
     Metric(
         "draft_head/accuracy",
         "share",
-        "of the tokens that it learned from, those whose next token it guessed first",
+        "share of training tokens whose next token was its first guess",
     ),
     Metric(
         "draft_head/skipped_updates",
         "count",
-        "its updates with a gradient that was not finite, which were left out; absent where none "
-        "was",
+        "its updates skipped because of a gradient that is not finite; absent if there are none",
     ),
-    _timing("draft_head", "of the update, the training of the draft head"),
+    _timing("draft_head", "training of the draft head; part of timing/update_s"),
     Metric(
         "noise/sigma",
         "deviation",
-        "of the Gaussian noise on the norms' weights in this step (adapter.noise_start)",
+        "of the Gaussian noise on the norm weights in this step (adapter.noise_start)",
     ),
     Metric(
         "response_length/mean",
@@ -188,16 +185,16 @@ METRICS: tuple[Metric, ...] = (
         "completions cut off at rollout.max_tokens",
         known_as={"verl": "response_length/clip_ratio", "TRL": "completions/clipped_ratio"},
     ),
-    Metric("response_length/turns", "turns", "mean number of turns, of a task that has turns"),
+    Metric("response_length/turns", "turns", "mean number of turns, in a task with turns"),
     Metric(
         "response_length/sampled",
         "tokens",
-        "mean tokens that the model drew, of a task that has turns: without the environment's",
+        "mean tokens sampled by the model, without the environment's, in a task with turns",
     ),
     Metric(
         "response_length/task/<task>",
         "tokens",
-        "mean length of a completion of one of the tasks that are mixed",
+        "mean length of a completion of one of several mixed tasks",
     ),
     Metric(
         "policy/entropy",
@@ -235,8 +232,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "policy/over_clipped",
         "share",
-        "tokens with a negative advantage that the uncalibrated lower bound cuts off by their FP8 "
-        "ratio and not by their BF16 ratio, in steps that calibrate",
+        "tokens with a negative advantage whose FP8 ratio is below the uncalibrated lower bound "
+        "while their BF16 ratio is not, in steps that calibrate",
     ),
     Metric(
         "policy/grad_norm",
@@ -260,13 +257,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "policy/skipped_updates",
         "count",
-        "updates with a NaN or infinite loss or gradient that were left out; absent where none was",
+        "updates skipped because of a NaN or infinite loss or gradient; absent if there are none",
     ),
     Metric(
         "policy/anomalies",
         "count",
-        "what went out of bounds with this step (loss, gradient norm, entropy, reward, draws; "
-        "docs/numbers.md has the rules); absent where nothing did",
+        "numbers that went out of bounds in this step (loss, gradient norm, entropy, reward, "
+        "draws; rules in docs/numbers.md); absent if none did",
     ),
     Metric(
         "correction/weight_mean",
@@ -291,7 +288,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "critic/clip_fraction",
         "share",
-        "tokens whose value's move was clipped",
+        "tokens whose change of value was clipped",
         known_as={"verl": "critic/vf_clipfrac"},
     ),
     Metric(
@@ -304,8 +301,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "critic/skipped_updates",
         "count",
-        "updates of the critic with a NaN or infinite loss or gradient that were left out; absent "
-        "where none was",
+        "updates of the critic skipped because of a NaN or infinite loss or gradient; absent if "
+        "there are none",
     ),
     Metric(
         "critic/value_mean",
@@ -323,20 +320,20 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "sampling/surprise_z",
         "deviations",
-        "how far the drawn tokens' -log p is from the entropy, over the tokens of the step's first "
-        "update: beyond 5 the sampler does not draw from the policy (docs/exactness.md). Absent "
-        "with top_p, top_k, oversample, dynamic sampling or pairs of samples, which choose draws",
+        "distance of the sampled tokens' mean -log p from the entropy, over the step's first "
+        "update: beyond 5, the sampler does not draw from the policy (docs/exactness.md). Absent "
+        "with top_p, top_k, oversample, dynamic sampling or pairs of samples, which select draws",
     ),
     Metric(
         "mismatch/num_tokens",
         "tokens",
-        "sampled tokens whose log-probs of trainer and sampler were compared; 0 if none was, since "
-        "earlier policies drew all of them or a log-prob is not finite",
+        "sampled tokens whose log-probs of trainer and sampler were compared; 0 if earlier "
+        "policies drew all of them, or a log-prob is not finite",
     ),
     Metric(
         "mismatch/num_different",
         "tokens",
-        "of these, tokens whose log-probs differ in any bit; 0 is the right answer",
+        "of these, tokens whose log-probs differ in any bit; 0 is right",
     ),
     Metric(
         "mismatch/mean_abs_logprob_diff",
@@ -372,21 +369,21 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mismatch/token_mult_prob_error",
         "ratio",
-        "mean of exp|trainer log-prob - sampler log-prob|; 1 is the right answer",
+        "mean of exp|trainer log-prob - sampler log-prob|; 1 is right",
         known_as={"NeMo RL": "token_mult_prob_error"},
     ),
-    _timing("rollout", "drawing completions", verl="timing_s/gen"),
+    _timing("rollout", "sampling completions", verl="timing_s/gen"),
     _timing(
         "reward",
-        "scoring completions, without the scoring that ran while others were drawn",
+        "scoring completions, except while others were still sampled",
         verl="timing_s/reward",
     ),
     _timing("update", "forward, backward and optimizer", verl="timing_s/update_actor"),
     _timing("optimizer", "AdamW on the master weights; part of timing/update_s"),
-    _timing("requantize", "making the quantized weights from the master weights"),
+    _timing("requantize", "quantizing the master weights"),
     _timing(
         "checkpoint",
-        "waiting for a checkpoint to be copied, and for the one before",
+        "waiting until a checkpoint is copied, and the previous one is written",
         verl="timing_s/save_checkpoint",
     ),
     _timing("eval", "held-out evaluation", verl="timing_s/testing"),
@@ -399,46 +396,46 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "throughput/rollout_tokens_per_s",
         "tokens/s",
-        "sampled tokens over timing/rollout_s",
+        "sampled tokens per second of timing/rollout_s",
         measured=True,
     ),
     Metric(
         "throughput/train_tokens_per_s",
         "tokens/s",
-        "tokens trained on, prompts included, over timing/update_s",
+        "trained tokens, including prompts, per second of timing/update_s",
         measured=True,
         known_as={"verl": "perf/throughput (of the whole step, per GPU)"},
     ),
     Metric(
         "distributed/size",
         "ranks",
-        "processes of the run, one a GPU; this and the other distributed/* only where torchrun has "
-        "started several",
+        "processes of the run, one per GPU; distributed/* is absent unless torchrun started "
+        "several",
         measured=True,
     ),
     Metric(
         "distributed/wait_share",
         "share",
-        "of timing/step_s, how long a rank waited for others on the host, mean over ranks: for the "
-        "longest completion, a score, a message",
+        "share of timing/step_s in which a rank waited for others on the host (the longest "
+        "completion, a score, a message), mean over ranks",
         measured=True,
     ),
     Metric(
         "distributed/rollout_tokens_per_s_per_rank",
         "tokens/s",
-        "throughput/rollout_tokens_per_s over the number of ranks",
+        "throughput/rollout_tokens_per_s divided by the number of ranks",
         measured=True,
     ),
     Metric(
         "distributed/train_tokens_per_s_per_rank",
         "tokens/s",
-        "throughput/train_tokens_per_s over the number of ranks",
+        "throughput/train_tokens_per_s divided by the number of ranks",
         measured=True,
     ),
     Metric(
         "memory/peak_gib",
         "GiB",
-        "peak memory of the device (of the process on CPU); of several ranks, the highest",
+        "peak memory of the device (on CPU: of the process); maximum over ranks",
         True,
         known_as={"verl": "perf/max_memory_allocated_gb", "prime-rl": "perf/peak_memory"},
     ),
@@ -447,25 +444,25 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "memory/rollout_retries",
         "count",
-        "times that sampling began again with a smaller batch because memory ran out; else absent",
+        "times sampling restarted with a smaller batch after running out of memory; else absent",
         True,
     ),
     Metric(
         "memory/train_retries",
         "count",
-        "times that an update began again with micro-batches of half the tokens; else absent",
+        "times an update restarted with micro-batches of half the tokens; else absent",
         True,
     ),
     Metric(
         "eval/<task>/mean",
         "reward",
-        "mean reward on the held-out split, over eval.samples completions a prompt",
+        "mean reward on the held-out split, over eval.samples completions per prompt",
         known_as={"verl": "val-core/*/mean@N", "prime-rl": "eval/<env>/avg@k"},
     ),
     Metric(
         "eval/<task>/pass_at_k",
         "share",
-        "held-out prompts with a solved one among their k = eval.samples completions",
+        "held-out prompts solved by at least one of k = eval.samples completions",
         known_as={"prime-rl": "eval/<env>/pass@k"},
     ),
     Metric("eval/<task>/response_length", "tokens", "mean length of a held-out completion"),
@@ -474,12 +471,12 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "sft/loss",
         "nats",
-        "mean next-token loss of a supervised update, on answer tokens; of a reward model, mean "
-        "Bradley-Terry loss of a pair",
+        "mean next-token loss of a supervised update on answer tokens; of a reward model, mean "
+        "Bradley-Terry loss per pair",
     ),
     Metric("sft/grad_norm", "norm", "global gradient norm before clipping, supervised update"),
     Metric("sft/lr", "1/update", "learning rate of the supervised update"),
-    Metric("sft/tokens", "tokens", "answer tokens the supervised update trained on"),
+    Metric("sft/tokens", "tokens", "answer tokens of the supervised update"),
     Metric(
         "reward_model/accuracy",
         "share",
@@ -489,13 +486,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "reward_model/margin",
         "score",
-        "mean score of the better less that of the worse completion",
+        "mean score of the better minus that of the worse completion",
         known_as={"TRL": "margin"},
     ),
     Metric(
         "reward_model/skipped_updates",
         "count",
-        "1 where the update had a NaN or infinite loss or gradient and was left out",
+        "1 if the update was skipped because of a NaN or infinite loss or gradient",
     ),
     Metric("reward_model/eval_accuracy", "share", "held-out pairs in the right order"),
 )
@@ -503,17 +500,12 @@ METRICS: tuple[Metric, ...] = (
 
 @functools.lru_cache(maxsize=4096)  # called for each metric of each line of a long run
 def find_metric(name: str) -> Metric | None:
-    """Return the registered metric that a name belongs to; None if there is none."""
+    """Return the registered metric of a name; None if there is none."""
     return next((metric for metric in METRICS if metric.matches(name)), None)
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics as plain Python numbers.
-
-    Raises:
-        ValueError: A name is not registered (the message has the nearest one).
-        TypeError: A value is not a number.
-    """
+    """Return the metrics as Python numbers; raise ValueError if a name is not registered."""
     checked: dict[str, float] = {}
     for name, value in metrics.items():
         if find_metric(name) is None:
@@ -527,36 +519,27 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def reproducible(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that a repeated or a resumed run must give again, bit for bit, on the CPU.
-
-    They are all but times, speeds and memory. Keys that are no metrics, such as `time`, are left
-    out.
-    """
+    """Return the metrics that a repeated or resumed run on the CPU must reproduce bit for bit."""
     known = {name: find_metric(name) for name in metrics}
     return {name: metrics[name] for name, metric in known.items() if metric and not metric.measured}
 
 
 def eval_metric(task: str, what: str) -> str:
-    """Return the name of an evaluation metric: `eval/<task>/<what>`, for any task name.
-
-    Folders are left out and odd characters become `_`: `my/tasks.py:Sum`, `mean` gives
-    `eval/tasks.py:Sum/mean`.
-    """
+    """Return `eval/<task>/<what>`; the task `my/tasks.py:Sum` becomes `tasks.py:Sum`."""
     return f"eval/{_component(task.rpartition('/')[2])}/{what}"
 
 
 def is_eval_mean(name: str) -> bool:
-    """Return whether a metric is the mean of an evaluated task: `eval/<task>/mean`."""
     return name.startswith("eval/") and name.endswith("/mean")
 
 
 def task_metric(what: str, task: str) -> str:
-    """Return the name of a metric of one of several mixed tasks: `<what>/task/<task>`."""
+    """Return `<what>/task/<task>`, a metric of one of several mixed tasks."""
     return f"{what}/task/{_component(task.rpartition('/')[2])}"
 
 
 def part_metric(part: str) -> str:
-    """Return the name of the mean of `Score.parts[part]`; odd characters become `_`."""
+    """Return `reward/part/<part>`, the mean of `Score.parts[part]`."""
     return f"reward/part/{_component(part)}"
 
 

@@ -1,4 +1,7 @@
-"""The output of `jetrl runs`: the runs of a folder, a run in words, several runs in a picture."""
+"""The output of `jetrl runs` and `jetrl compare`: a list of runs, one run, several compared.
+
+Results and speeds are compared over the steps that all runs have.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,7 @@ from jetrl.settings.loading import as_override
 
 @dataclass(frozen=True)
 class RunRow:
-    """A row of a listing of runs.
-
-    Attributes:
-        state: The run's state, or `damaged`.
-        problem: The reason why the run cannot be read; "" if it can.
-    """
+    """A row of a listing of runs; `problem` says why a damaged run cannot be read."""
 
     name: str
     path: Path
@@ -40,21 +38,17 @@ class RunRow:
 
 
 def list_runs(folder: str | Path = "runs") -> list[RunRow]:
-    """Return the runs in a folder, the newest first; damaged ones have a problem.
-
-    Raises:
-        UserError: There is no such folder.
-    """
+    """Return the runs in a folder, the newest first, damaged ones included."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; run.dir says where runs are kept")
+        raise UserError(f"{folder}: no such folder; runs are kept in run.dir")
     paths = sorted(path for path in folder.iterdir() if path.is_dir())
     rows = [_row(path) for path in paths if not path.name.startswith(".")]
     return sorted(rows, key=lambda row: -(row.history.started or 0.0))
 
 
 def runs_table(rows: Sequence[RunRow]) -> Table:
-    """Return the listing as a table for the terminal, with the problems of damaged runs below."""
+    """Return the listing as a table, with the problems of damaged runs below."""
     problems = [f"{row.name}: {row.problem}" for row in rows if row.problem]
     table = Table(box=None, header_style="dim", caption_style="red", caption_justify="left")
     table.caption = Text(visible("\n".join(problems), newlines=True)) if problems else None
@@ -83,11 +77,7 @@ def runs_table(rows: Sequence[RunRow]) -> Table:
 
 
 def show_run(path: str | Path) -> str:
-    """Return a run in words: state, totals, changes of reward and evaluation, and its files.
-
-    Raises:
-        UserError: The path is no run directory, or the run is damaged.
-    """
+    """Return a run as text: state, totals, changes of reward and evaluation, and its files."""
     run = RunDirectory.open(path)
     history, config, plan, state = run.history(), run.config(), run.plan(), run.state()
     attempts = run.attempts()
@@ -157,15 +147,14 @@ Line = tuple[str, int]  # phase and step: a line of metrics.jsonl
 
 @dataclass(frozen=True)
 class RunBeside:
-    """A run beside the first run.
+    """A run compared with the first run.
 
     Attributes:
-        elapsed_s: Seconds of wall time over all attempts.
-        num_tokens: Tokens whose log-probs of sampler and trainer were compared; None if none were.
-        num_different: Compared tokens whose log-probs differ; None if none were compared.
-        same_lines: Number of common lines, from the first on, with the same bits but for times,
-            speeds and memory.
-        differs_at: The common line after these; None if there is none.
+        reached: Means, medians and peaks by metric, over the common steps.
+        same_lines: Common lines before the first one with other bits, without times, speeds and
+            memory.
+        differs_at: That line; None if all common lines are the same.
+        different: Its metrics that differ, as (first run, this run).
     """
 
     name: str
@@ -197,11 +186,7 @@ class Comparison:
 
 
 def compare_runs(paths: Sequence[str | Path]) -> Comparison:
-    """Compare runs with the first one, from their files alone.
-
-    Raises:
-        UserError: There are fewer than two runs, or one is no run directory or is damaged.
-    """
+    """Compare runs with the first one, from their files."""
     if len(paths) < 2:
         raise UserError("a comparison needs two runs or more")
     runs = [RunDirectory.open(path) for path in paths]
@@ -216,7 +201,7 @@ def compare_runs(paths: Sequence[str | Path]) -> Comparison:
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Return the comparison as rows of text, with a column for each run."""
+    """Return the comparison as rows of text, with one column per run."""
     runs, first = comparison.runs, comparison.runs[0]
     rows = [
         ("", *(run.name for run in runs)),
@@ -236,11 +221,11 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def bits_in_words(run: RunBeside, first: RunBeside) -> str:
-    """Return a sentence that says up to which line a run has the bits of the first."""
+    """Return a sentence about the first line in which a run differs from the first run."""
     if run.differs_at is None:
         return (
-            f"{run.name}: the bits of {first.name} in all {count(run.common_lines)} lines of "
-            "metrics.jsonl that both have, but for times, speeds and memory"
+            f"{run.name}: the same bits as {first.name} in all {count(run.common_lines)} lines of "
+            "metrics.jsonl that both have, except times, speeds and memory"
         )
     phase, step = run.differs_at
     named = [
@@ -250,8 +235,9 @@ def bits_in_words(run: RunBeside, first: RunBeside) -> str:
     more = len(run.different) - len(named)
     where = f"{'supervised ' if phase == 'sft' else ''}step {step}"
     return (
-        f"{run.name}: the bits of {first.name} in {count(run.same_lines)} lines of metrics.jsonl; "
-        f"at {where} {'; '.join(named)}" + (f"; and {more} more" if more else "")
+        f"{run.name}: the same bits as {first.name} in {count(run.same_lines)} lines of "
+        f"metrics.jsonl; differs at {where}: {'; '.join(named)}"
+        + (f"; and {more} more" if more else "")
     )
 
 
@@ -295,7 +281,7 @@ def _line(record: Record) -> Line:
 
 
 def _different(first: Record, other: Record) -> dict[str, tuple[float | None, float | None]]:
-    """Return the metrics that have other bits; a NaN has the bits of every NaN."""
+    """Return the metrics with other bits; all NaNs are equal."""
     ours, theirs = reproducible(other), reproducible(first)
     return {
         name: (theirs.get(name), ours.get(name))
@@ -305,7 +291,7 @@ def _different(first: Record, other: Record) -> dict[str, tuple[float | None, fl
 
 
 def _reached_by(records: Sequence[Record]) -> dict[str, float]:
-    """Return a run's values by metric."""
+    """Return a run's means, last evaluations, medians and peaks by metric."""
     reached: dict[str, float] = {}
 
     def add(

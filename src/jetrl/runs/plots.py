@@ -1,6 +1,8 @@
-"""The plots of a run, from the lines of its metrics.jsonl.
+"""The plots of runs, from metrics.jsonl: as PNG, and as SVG inside the report.
 
-A chart exists only if its metrics were measured; its caption has the first and last values.
+A chart exists only if its metrics were measured; its caption has the first and last values. The SVG
+is drawn in the colors of the light page, and each color is then replaced by a CSS variable, so that
+one drawing follows the reader's light or dark setting.
 """
 
 from __future__ import annotations
@@ -94,11 +96,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot.
-
-    Attributes:
-        key: The plot's file name, without an ending.
-    """
+    """A plot; `key` is its file name without an extension."""
 
     key: str
     title: str
@@ -117,11 +115,7 @@ def to_png(chart: Chart, path: Path) -> None:
 
 
 def to_svg(chart: Chart) -> str:
-    """Return a chart as an SVG element for an HTML page.
-
-    The page defines the colour variables `--plot-text`, `--plot-blue` and so on (the keys of
-    COLORS).
-    """
+    """Return a chart as an SVG element for an HTML page, which defines `--plot-NAME` colors."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"jetrl {chart.key}"}):
         figure, axes = _figure(chart)
         chart.draw(axes)
@@ -143,7 +137,7 @@ def _figure(chart: Chart) -> tuple[Figure, Axes]:
 
 
 def series(records: Records, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and values of a metric, float64, what cannot be drawn as gaps."""
+    """Return the steps and values of a metric, float64; values that cannot be drawn are NaN."""
     having = [r for r in records if name in r]
     steps = np.array([r["step"] for r in having], dtype=np.float64)
     return steps, drawable([r[name] for r in having])
@@ -156,7 +150,7 @@ def drawable(values: Sequence[float]) -> np.ndarray:
 
 
 def line(axes: Axes, steps: np.ndarray, values: np.ndarray, label: str, color: str) -> None:
-    """Draw a line through a metric: thinned if very long, with a moving mean if long."""
+    """Draw a metric as a line: with a moving mean if long, thinned if very long."""
     steps, values = thin(steps, values)
     if len(steps) >= SMOOTH_FROM and len(np.unique(values)) > 1:  # a mean of equals has noise
         axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
@@ -167,7 +161,7 @@ def line(axes: Axes, steps: np.ndarray, values: np.ndarray, label: str, color: s
 
 
 def finish(axes: Axes, unit: str, num_lines: int = 1) -> None:
-    """Give a chart whole steps below, the unit at the side."""
+    """Set ticks, labels and limits: whole steps on the x-axis, the unit on the y-axis."""
     whole = MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
     axes.xaxis.set_major_locator(whole)
     left, right = axes.dataLim.intervalx
@@ -189,7 +183,7 @@ def finish(axes: Axes, unit: str, num_lines: int = 1) -> None:
 def thin(
     steps: np.ndarray, values: np.ndarray, how: Callable[..., Any] = np.nanmean
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most MAX_POINTS points: neighbours are joined."""
+    """Return at most MAX_POINTS points, by joining neighbors."""
     if len(steps) <= MAX_POINTS:
         return steps, values
     groups = np.array_split(np.arange(len(steps)), MAX_POINTS)
@@ -198,9 +192,9 @@ def thin(
 
 
 def moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
-    """Return the mean over each value and `radius` neighbours on both sides, without gaps.
+    """Return the mean over each value and `radius` neighbors on both sides, ignoring gaps.
 
-    Near the ends the radius shrinks, so that the curve begins and ends at the measured values.
+    Near the ends the radius shrinks, so that the curve starts and ends at measured values.
     """
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
@@ -226,7 +220,7 @@ PHASES = {
 
 
 def charts_of(records: Records) -> list[Chart]:
-    """Return the charts that the lines of metrics.jsonl have data for, in reading order."""
+    """Return the charts for which metrics.jsonl has data, in reading order."""
     rl, sft = in_phase(records, "rl"), in_phase(records, "sft")
     charts = [
         _reward(rl),
@@ -288,7 +282,7 @@ def _lines(
         for (name, label), color in zip(present.items(), LINES, strict=False):
             line(axes, *series(records, name), label, COLORS[color])
         if unit in ("share", "tokens", "nats", "norm", "tokens/s", "GiB"):
-            # Amounts start at zero, unless some are negative.
+            # Start at zero, unless a value is negative.
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes.dataLim.y0 < 0 else 0.0)
             axes.set_ylim(top=1.03 * axes.get_ylim()[1])  # a flat line is not cut by the edge
         finish(axes, unit, len(present))
@@ -326,7 +320,7 @@ def _reward(records: Records) -> Chart | None:
 def _evaluation(records: Records) -> Chart | None:
     names = sorted({n for r in records for n in r if re.fullmatch(r"eval/.*/(mean|pass_at_k)", n)})
     curves = {name: series(records, name) for name in names}
-    # With one greedy completion a prompt, mean and pass@k are the same: one line is enough.
+    # With one greedy completion per prompt, mean and pass@k are the same line.
     drawn = {
         name: (steps, values)
         for name, (steps, values) in curves.items()
@@ -375,7 +369,7 @@ def _mismatch(records: Records) -> Chart | None:
     def draw(axes: Axes) -> None:
         color = COLORS["green"] if exact else COLORS["red"]
         thin_steps, thin_values = thin(steps, values, np.nanmax)
-        # An exact run is a flat line with words; else a stem for each step with differing tokens.
+        # An exact run is a flat line with a text, any other a stem per step with differing tokens.
         if exact:
             axes.plot(
                 thin_steps,
@@ -403,7 +397,7 @@ def _mismatch(records: Records) -> Chart | None:
             axes.vlines(thin_steps, 0, thin_values, color=color, linewidth=2.2)
             axes.plot(thin_steps, thin_values, color=color, linewidth=0, marker="o", markersize=3)
             axes.set_ylim(bottom=0)
-        # `finish` sets ticks and limits for a curve: put those of this picture back.
+        # `finish` sets the limits of a curve: restore those of this chart.
         bottom, top = axes.get_ylim()
         finish(axes, "tokens")
         if exact:
@@ -411,7 +405,7 @@ def _mismatch(records: Records) -> Chart | None:
         axes.set_ylim(bottom, top)
 
     differ = count(float(np.nansum(values)))
-    caption = f"{differ} tokens differ{compared_text}; 0 is the right answer of an exact plan"
+    caption = f"{differ} tokens differ{compared_text}; 0 is expected from an exact plan"
     return Chart("mismatch", "Sampler against trainer", caption, draw)
 
 
@@ -441,7 +435,7 @@ def _time(records: Records) -> Chart | None:
     }
     phases["other"] = np.maximum(whole - sum(phases.values()), 0.0)
     total = sum(float(v.sum()) for v in phases.values()) or 1.0
-    # Tiny phases are drawn (the height is the whole step) but not named.
+    # Tiny phases are drawn, since the height is the whole step, but not named.
     named = {phase for phase, v in phases.items() if v.sum() >= 0.005 * total}
 
     def draw(axes: Axes) -> None:
@@ -467,14 +461,11 @@ def _time(records: Records) -> Chart | None:
 def plot_runs(
     paths: Sequence[str | Path], metrics: Sequence[str] = (), out_png: str | Path = "runs.png"
 ) -> Path:
-    """Draw metrics of several runs over each other, a panel for each metric, as a PNG.
+    """Plot metrics of several runs, one panel per metric, as a PNG.
 
     Args:
-        metrics: Names of metrics, or `eval` for the mean of every evaluated task; default: the
+        metrics: Names of metrics, or `eval` for the means of all evaluated tasks; default: the
             usual ones that any of the runs has.
-
-    Raises:
-        UserError: A path is no run directory, no run has a metric, or the file cannot be written.
     """
     runs = {
         label: RunDirectory.open(path).metrics()
@@ -483,7 +474,6 @@ def plot_runs(
     in_rl = any(in_phase(records, "rl") for records in runs.values())
     usual = DEFAULT_METRICS if in_rl else SUPERVISED_METRICS
     names = _chosen(metrics or usual, runs, strict=bool(metrics))
-    # A panel for each metric, with a line for each run.
     num_columns = 1 if len(names) == 1 else 2
     num_rows = math.ceil(len(names) / num_columns)
     width, height = PANEL_INCHES
@@ -528,6 +518,6 @@ def _chosen(metrics: Sequence[str], runs: dict[str, list[Record]], strict: bool)
 
 
 def _phase_of(records: list[Record], name: str) -> list[Record]:
-    """Return the RL lines, or the supervised ones where no RL line has the metric."""
+    """Return the RL lines, or the supervised ones if no RL line has the metric."""
     rl = in_phase(records, "rl")
     return rl if any(name in record for record in rl) else in_phase(records, "sft")

@@ -1,7 +1,8 @@
 """The report of a run: report.html, one file that needs nothing else, and the plots as PNGs.
 
-It is written from the files of the run, so it can be made of a run that is running, was
-interrupted, or never got to its first step.
+It is made from the run's files, so the run may be running, interrupted, or without a single step.
+Everything that comes from a model, a data set or a file goes through `text`, which escapes it; only
+markup written by hand is `Html`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ DARK = {
 }
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Nothing is loaded and no script runs, even if an escape were forgotten."""
+"""Nothing is loaded and no script runs, even if an escape were missing."""
 
 
 def _variables(colors: dict[str, str]) -> str:
@@ -133,17 +134,15 @@ footer { margin-top: 44px; font-size: 13px; color: var(--soft); }
 
 
 def text(value: object) -> Html:
-    """Return a value as text of the page: escaped, with control characters made visible."""
+    """Return a value as text of the page, escaped."""
     return Html(html.escape(visible(str(value), newlines=True)))
 
 
 def join(pieces: Iterable[Html]) -> Html:
-    """Return pieces of HTML one after another, each on a line."""
     return Html("\n".join(pieces))
 
 
 def page(title: str, body: Sequence[Html]) -> str:
-    """Return the whole document."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(POLICY)}">\n'
@@ -154,11 +153,7 @@ def page(title: str, body: Sequence[Html]) -> str:
 
 
 def tile(label: str, value: Html, note: str, tone: str = "") -> Html:
-    """Return a number of the headline.
-
-    Args:
-        tone: The colour: good, bad, or "" for none.
-    """
+    """Return a number of the headline; the tone is good, bad or ""."""
     return Html(
         f'<div class="card tile {tone}"><p class="kicker">{text(label)}</p>'
         f'<p class="value">{value}</p><p class="note">{text(note)}</p></div>'
@@ -166,12 +161,11 @@ def tile(label: str, value: Html, note: str, tone: str = "") -> Html:
 
 
 def from_to(first: str, last: str) -> Html:
-    """Return two values with an arrow from the first to the last."""
     return Html(f'<span class="from">{text(first)} &rarr;</span> {text(last)}')
 
 
 def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> Html:
-    """Return a table of text, with its first column set as code."""
+    """Return a table of text, with its first column as code."""
     lines = []
     if head:
         lines.append("<tr>" + "".join(f"<th>{text(cell)}</th>" for cell in head) + "</tr>")
@@ -182,7 +176,7 @@ def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> Html:
 
 
 def figures(charts: Iterable[Chart]) -> Html:
-    """Return charts, each with its title and caption, in the columns that the page has room for."""
+    """Return charts with title and caption, in as many columns as fit the page."""
     drawn = [
         Html(
             f'<figure class="card chart" role="img" aria-label="{text(chart.title)}"><figcaption>'
@@ -195,12 +189,11 @@ def figures(charts: Iterable[Chart]) -> Html:
 
 
 def section(title: str, *pieces: Html) -> Html:
-    """Return a section of the page under a heading."""
     return Html(f"<section>\n<h2>{text(title)}</h2>\n{join(pieces)}\n</section>")
 
 
 def folded(title: str, content: object) -> Html:
-    """Return a long text behind a line that opens it."""
+    """Return a long text that is folded behind its title."""
     return Html(
         f'<details class="card"><summary>{text(title)}</summary>'
         f"<pre>{text(content)}</pre></details>"
@@ -221,8 +214,8 @@ PLAN_ROLES = {
     "first_layers_bf16": "first layers kept in BF16",
     "last_layers_bf16": "last layers kept in BF16",
     "wgrad_input": "X into WGrad, groups",
-    "pinned_sums": "sums in one order",
-    "sampler_deviation": "the sampler alone, otherwise",
+    "pinned_sums": "sums in a fixed order",
+    "sampler_deviation": "only the sampler, instead",
     "base": "FP8 linears of a frozen base",
 }
 FORMATS = {
@@ -240,11 +233,7 @@ STATE_TONES = {"finished": "good", "running": "good", "failed": "bad", "stopped"
 
 
 def write_report(run_path: str | Path) -> Path:
-    """Write report.html and plots/*.png into a run directory, and return the report's path.
-
-    Raises:
-        UserError: The path is no run directory, or its metrics are damaged.
-    """
+    """Write report.html and plots/*.png into a run directory, and return the report's path."""
     run = RunDirectory.open(run_path)
     plots = run.path / "plots"
     plots.mkdir(exist_ok=True)
@@ -258,11 +247,7 @@ def write_report(run_path: str | Path) -> Path:
 
 
 def report_page(run_path: str | Path) -> str:
-    """Return the current report of a run, as HTML.
-
-    Raises:
-        UserError: The path is no run directory, or its metrics are damaged.
-    """
+    """Return the current report of a run, as HTML."""
     run = RunDirectory.open(run_path)
     records, attempts, history = run.metrics(), run.attempts(), run.history()
     config, plan = run.config(), run.plan()
@@ -319,7 +304,7 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
             tile(
                 "Sampler against trainer",
                 text(f"{count(different)} different"),
-                compared + ("bit for bit" if exact else "0 is the right answer of an exact plan"),
+                compared + ("bit for bit" if exact else "0 is expected from an exact plan"),
                 "good" if exact else "bad",
             )
         )
@@ -332,10 +317,10 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
         steps += f", in {len(attempts)} attempts"
     drafts = change_of(records, "speculation/tokens_per_forward")
     if drafts is not None:
-        tiles.append(_change_tile("Tokens a forward, with drafts", drafts))
+        tiles.append(_change_tile("Tokens per decode forward, with drafts", drafts))
     guesses = change_of(records, "speculation/acceptance_head")
     if guesses is not None:
-        tiles.append(_change_tile("Right guesses of the draft head", guesses))
+        tiles.append(_change_tile("Acceptance rate of the draft head", guesses))
     tiles.append(tile("Wall time", text(duration(history.elapsed_s)), steps))
     loss = change_of(records, "sft/loss")
     if loss is not None and history.num_steps == 0:
@@ -355,7 +340,7 @@ def _change_tile(label: str, change: Change) -> Html:
 
 
 def _warnings(records: list[Record]) -> Html:
-    """Return the warnings of the run, each with its first step; nothing where there are none."""
+    """Return the warnings of the run, each with its first step."""
     learning, anomalies = Learning(), Anomalies()
     rows = []
     for record in in_phase(records, "rl"):
@@ -422,13 +407,12 @@ def _sample(record: Record) -> Html:
 
 
 def _readable(record: Record) -> Html:
-    """Return the prompt and the completion as a person would write them, where the task says so."""
     line = str(record.get("readable") or "")
     return Html(f'<p class="readable">{text(clip(line, 200))}</p>' if line else "")
 
 
 def _completion(record: Record) -> Html:
-    """Return the completion's text, or its turns with the environment's replies."""
+    """Return the completion's text, or its turns and the environment's replies."""
     turns = record.get("turns")
     if not isinstance(turns, list) or not turns:
         content = _shortened(str(record.get("completion", "")), MAX_COMPLETION)
@@ -480,7 +464,6 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _plan_value(value: Any) -> str:
-    """Return a field of a plan as text, the fields of a table one after the other."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} = {field}" for key, field in value.items())
     return str(value)

@@ -1,7 +1,8 @@
-"""The schemas of the files of a run directory: what jetrl writes there, and nothing else.
+"""The schemas of the files of a run directory, and samples as lines of `rollouts/`.
 
-A line of metrics.jsonl may hold NaN and infinities, which a run can measure; its step and time, and
-the counts that are added up, are finite.
+A line of metrics.jsonl may hold NaN and infinities, which a run can measure; its step, time and
+totaled counts are finite. A line of rollouts/ has all that a replay of the training step needs, but
+not a prompt's `metadata`, which may hold anything.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jetrl.types import Completion, Prompt, Sample, Score, Turn
 Phase = Literal["sft", "rl"]
 EndState = Literal["finished", "interrupted", "stopped", "failed"]
 
-Number = float  # strict, an int is a number too, and true is none
+Number = float  # strict: an int is allowed, true is not
 MOST_NAME = 1000  # characters
 Name = Annotated[str, Field(max_length=MOST_NAME)]
 Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
@@ -49,12 +50,7 @@ class AttemptLine(Stored):
 
 
 class StatusRecord(Stored):
-    """The contents of status.json.
-
-    Attributes:
-        phase: The phase that began last; "" if none is running.
-        step: The training step; 0 before the first.
-    """
+    """The contents of status.json: phase "" is between phases, step 0 before the first."""
 
     phase: Name
     step: Step
@@ -74,11 +70,7 @@ class RankLine(Stored):
 
 
 class BoardRecord(Stored):
-    """The contents of ranks/board.json: how one of several ranks ended a run.
-
-    Attributes:
-        rank: The rank; -1 for the key-value store that all share.
-    """
+    """The contents of ranks/board.json: how a rank (-1: the key-value store) ended a run."""
 
     time: UnixTime
     rank: Annotated[int, Field(ge=-1, lt=2**31)]
@@ -87,15 +79,14 @@ class BoardRecord(Stored):
 
 
 class RolloutLine(Stored):
-    """A line of rollouts/step_NNNNNN.jsonl: a sample (`rollout_records.record_of`).
+    """A line of rollouts/step_NNNNNN.jsonl: a sample (`record_of`).
 
     Attributes:
-        prompt: The prompt's text; None of a prompt of messages.
-        messages: The prompt's messages; None of a prompt of text.
-        failure: The reason why the completion could not be scored; "" if it was.
-        logprobs: The sampler's log-probs of the completion's tokens.
-        environment: Spans [start, end) of the tokens that an environment wrote.
-        readable: The prompt and the completion as a person would write them; "" for nothing.
+        prompt: Text of the prompt; None: it has messages.
+        failure: Why the completion could not be scored; "": it was.
+        logprobs: Those of the sampler.
+        environment: Spans [start, end) of tokens from an environment.
+        readable: Prompt and completion as a person would write them, or "".
     """
 
     step: Step = 0
@@ -120,45 +111,31 @@ class RolloutLine(Stored):
 
 
 class RunConfig(Stored):
-    """The contents of a run's config.toml, as far as readers of a run directory use them.
+    """The contents of a run's config.toml that readers of a run directory use.
 
-    Other versions of jetrl have other settings, so only the form of the whole is fixed: sections
-    that are tables. A run is resumed with settings that `load_config` has checked.
+    Other versions of jetrl have other settings, so the rest only has to be sections of keys. A
+    resume checks all settings with `load_config`.
     """
 
     class Run(Stored):
-        """The section [run]."""
-
         name: str = ""
 
     class Task(Stored):
-        """The section [task]."""
-
         name: str = ""
 
     class Model(Stored):
-        """The section [model]."""
-
         path: str | None = None
 
     class Precision(Stored):
-        """The section [precision]."""
-
         preset: str = ""
 
     class Loop(Stored):
-        """The section [loop]."""
-
         steps: Step | None = None
 
     class Checkpoint(Stored):
-        """The section [checkpoint]."""
-
         every: Step = 0
 
     class Report(Stored):
-        """The section [report]."""
-
         samples: Annotated[int, Field(ge=0, le=10**6)] = 0
 
     __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)
@@ -173,7 +150,6 @@ class RunConfig(Stored):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a precision plan: a short text, a number, true, false or null."""
     if isinstance(value, str) and len(value) <= MOST_NAME:
         return value
     if value is None or (isinstance(value, int | float) and abs(value) < 2**53):
@@ -182,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 def _field(value: Any) -> Any:
-    """Return a field of a precision plan: a plain value, or a table of such and of lists."""
+    """Check a field of a precision plan: a plain value, or a table of plain values and lists."""
     if not isinstance(value, dict):
         return _plain(value)
     return {
@@ -198,14 +174,11 @@ STATUS = TypeAdapter(StatusRecord)
 BOARD = TypeAdapter(BoardRecord)
 RUN_CONFIG = TypeAdapter(RunConfig)
 PLAN: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[Name, Annotated[Any, AfterValidator(_field)]])
-"""The contents of plan.json: what `PrecisionPlan.to_dict` gives, names and values."""
+"""The contents of plan.json, by `PrecisionPlan.to_dict`."""
 
 
 def record_of(step: int, sample: Sample) -> dict[str, Any]:
-    """Return the JSON object of a sample.
-
-    Log-probs keep their bits: JSON writes a float's shortest text that reads back equal.
-    """
+    """Return the JSON object of a sample; log-probs read back with the same bits."""
     prompt, completion = sample.prompt, sample.completion
     messages = None if prompt.messages is None else [dict(message) for message in prompt.messages]
     return {
@@ -259,7 +232,6 @@ def sample_of(record: dict[str, Any]) -> Sample:
 
 
 def _turns_of(completion: Completion) -> dict[str, Any]:
-    """Return the turns of a completion, and the token spans that the environment wrote."""
     if not completion.turns:
         return {}
     turns = [
@@ -273,7 +245,7 @@ def _turns_of(completion: Completion) -> dict[str, Any]:
 
 
 def prompt_text(record: dict[str, Any]) -> str:
-    """Return the prompt for people: its text, or its messages one after another."""
+    """Return the prompt as text, for people."""
     if record.get("messages"):
         return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in record["messages"])
     return str(record.get("prompt") or "")

@@ -1,8 +1,8 @@
-"""Files of one JSON object a line, written so that a killed process costs at most the last line.
+"""Files of one JSON object per line, of which a killed process loses at most the last line.
 
-A line goes out in one write, newline included. What a kill in the middle of it leaves behind, an
-incomplete last line, is dropped when the file is read and cut off when it is written again; a
-broken line anywhere else is damage, and is refused by file and line.
+A line is written by one call, newline included. If a kill interrupts that, the incomplete last line
+is dropped by readers and cut off by the next writer. A broken line anywhere else is damage, which
+is reported by file and line.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _DAMAGED = "the file is damaged: repair or delete that line"
 def read_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list[Record], str]:
     """Return the objects of a file in order, and a note about a dropped last line, or "".
 
-    A file that does not exist has no objects.
+    A missing file has no objects.
 
     Args:
-        schema: The schema of a line; None takes any object.
+        schema: The schema of a line; None: any object.
 
     Raises:
-        UserError: A line other than the last is not a JSON object, a line does not fit the schema,
-            or the file cannot be read.
+        UserError: A line before the last is not JSON, a line does not fit the schema, or the file
+            cannot be read.
     """
     records: list[Record] = []
     try:
@@ -74,15 +74,14 @@ def _read(path: Path, lines: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _check(schema: TypeAdapter[Any], record: Record, where: str) -> None:
-    """Check the object of a line."""
     try:
         checked(schema, record, where)
     except UserError as error:
-        raise UserError(f"{error}: nothing that jetrl writes there; {_DAMAGED}") from None
+        raise UserError(f"{error}: jetrl does not write that; {_DAMAGED}") from None
 
 
 def repair_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list[Record], str]:
-    """Return `read_jsonl` of a file, and make the file end in a whole line to append to."""
+    """Return `read_jsonl` of a file, and make the file end in a whole line."""
     records, note = read_jsonl(path, schema)
     if note or (records and not _ends_a_line(path)):
         write_jsonl(path, records)
@@ -90,19 +89,18 @@ def repair_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[li
 
 
 def _ends_a_line(path: Path) -> bool:
-    """Return whether the last byte of a file ends a line."""
     with open(path, "rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write the whole file atomically: readers see the old one or the new one."""
+    """Write the whole file atomically."""
     write_atomically(path, "".join(_line(record) for record in records))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 text file so that a crash or a full disk leaves the previous one in place."""
+    """Write a UTF-8 text file; a crash or a full disk leaves the previous one in place."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -116,16 +114,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class JsonlWriter:
-    """A writer that appends objects to a file, each in one unbuffered write."""
+    """Appends objects to a file, each by one unbuffered write."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append an object; raise OSError when the disk is full.
-
-        The next reader drops the incomplete line.
-        """
+        """Append an object; raise OSError if the disk is full."""
         data = memoryview(_line(record).encode("utf-8", "surrogatepass"))
         while data:
             data = data[self._file.write(data) :]
@@ -140,18 +135,17 @@ def _line(record: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Turn an OSError of writing `path` into a StorageError that names a remedy."""
+    """Turn an OSError in the block, which writes `path`, into a StorageError with a remedy."""
     try:
         yield
     except OSError as error:
         raise StorageError(
             f"{path} could not be written: {error.strerror or error} ({free_space(path.parent)}). "
-            "What was written before is whole; free some space and go on with --resume"
+            "What was written before is whole; free some space and continue with --resume"
         ) from None
 
 
 def free_space(folder: Path) -> str:
-    """Return words for the free space on the disk of a folder."""
     try:
         return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free there"
     except OSError:
