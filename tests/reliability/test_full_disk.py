@@ -113,7 +113,7 @@ def test_a_real_full_disk(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert message in done.stderr
-    assert "continue with --resume" in done.stderr
+    assert "with --resume" in done.stderr
     assert done.stdout.rstrip().endswith("same bits")
 
 

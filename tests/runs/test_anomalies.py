@@ -70,7 +70,7 @@ def test_a_loss_spike():
     steps[30] = step(loss=-3.0)
     ((at, text),) = said(steps)
     assert at == 30
-    assert text.startswith("policy loss -3, ")
+    assert text.startswith("policy loss -3; ")
 
 
 def test_nothing_is_said_before_enough_is_known():
