@@ -1,0 +1,276 @@
+"""Kernels compiled by child processes while a model's weights are read.
+
+Triton and DeepGEMM compile a kernel when it is first launched, one after the other. When a model is
+opened on a GPU, `compiled_ahead` starts child processes that launch there what a run launches: each
+a part of it, with a policy of the same widths, few layers, a short vocabulary and random weights.
+What they compile goes into the libraries' own caches on disk, and the run finds it there. A kernel
+that is missing is compiled at its launch, so no child's failure matters to the run.
+
+A file in Triton's cache, named by a digest of all that decides which kernels there are, says that
+this was done before. It is also the lock: of all ranks and runs on a machine, one starts children
+and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import itertools
+import logging
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from jetrl.distributed.world import world
+from jetrl.memory.plan import adapter_bytes, quantized_bytes, trained_parameters
+from jetrl.models.adapter import Adapter, LoRA
+from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.policy import Policy
+from jetrl.precision import PrecisionPlan
+from jetrl.precision.linear import Linear
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_LIMIT_S = 120.0  # all kernels of a run take less on one core
+_SILENT_S = 5.0
+_MOST_CHILDREN = 8
+_CHILD_BYTES = 2**30  # a CUDA context, KV pages, and what a forward of a few layers keeps
+_VOCABULARY = 8192
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
+_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1000, 2048, 4096)
+_LENGTHS = (1, 5, 64, 300, 1200)  # of prompts, and of trained sequences
+_WAITING = (
+    "waiting for kernels, which other processes compile side by side; later runs of this model "
+    "find them in Triton's and DeepGEMM's caches"
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A run, as far as it decides which kernels are compiled."""
+
+    config: ModelConfig
+    plan: PrecisionPlan
+    lora: LoRA | None
+    max_batch_size: int = 256
+    speculation: bool = False
+
+
+@contextlib.contextmanager
+def compiled_ahead(
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    device: str | torch.device,
+    adapter: Adapter | None = None,
+    max_batch_size: int = 256,
+    speculation: bool = False,
+) -> Iterator[None]:
+    """Compile the kernels of a model's run while the block runs, and wait for them at its end.
+
+    Does nothing on a CPU, if it was done before, or if the GPU has no memory left for a child.
+    """
+    device = torch.device(device)
+    there = device.type == "cuda" and torch.cuda.is_available()
+    if not there or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    lora = None
+    if adapter is not None:
+        config, lora = adapter.shape(config), adapter.lora
+    work = Work(config, plan, lora, max_batch_size, speculation)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free, _ = torch.cuda.mem_get_info(index)
+    with _compiled(work, f"cuda:{index}", affordable(work, free, world().size)):
+        yield
+
+
+def affordable(work: Work, free: int, gpus: int) -> int:
+    """Return how many children have room in the free bytes of a GPU next to the run's weights."""
+    config, plan, lora = work.config, work.plan, work.lora
+    weights = 4 * trained_parameters(config, gpus, lora)
+    weights += quantized_bytes(config, plan) + adapter_bytes(config, plan, lora)
+    # A matrix that is being read is on the GPU as it was stored, in 16 bits, and in FP32.
+    read = 6 * max(map(math.prod, parameter_shapes(config).values()))
+    cores = len(os.sched_getaffinity(0))
+    return max(0, min(_MOST_CHILDREN, cores, (free - weights - read) // child_bytes(work)))
+
+
+def child_bytes(work: Work) -> int:
+    """Return the GPU memory that a child may take: of each weight all copies, and its gradient."""
+    small = _small(work)
+    return _CHILD_BYTES + 12 * sum(map(math.prod, parameter_shapes(small.config).values()))
+
+
+@contextlib.contextmanager
+def _compiled(work: Work, device: str, most: int) -> Iterator[None]:
+    """Have kernels compiled by at most so many children, unless the record says they were."""
+    try:
+        record = _record(work)
+    except OSError as error:
+        logger.debug("kernels are not compiled ahead: %s", error)
+        yield
+        return
+    with record:
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            locked = _locked(record)
+            if locked and most > 0 and not record.seek(0, os.SEEK_END):
+                children = [_started(work, device, index, most) for index in range(most)]
+            yield
+            began, said = time.monotonic(), False
+            while any(child.poll() is None for child in children) or not locked:
+                waited = time.monotonic() - began
+                if waited > _LIMIT_S:
+                    break
+                if waited > _SILENT_S and not said and world().is_first:
+                    print(_WAITING, file=sys.stderr, flush=True)
+                    said = True
+                time.sleep(0.1)
+                locked = locked or _locked(record)
+            if children:
+                codes = [child.poll() for child in children]
+                logger.debug("kernels compiled ahead by children, which ended with %s", codes)
+                with contextlib.suppress(OSError):  # a full disk: the next run compiles again
+                    record.write(f"{codes}\n")
+                    record.flush()
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+
+
+def _record(work: Work) -> IO[str]:
+    """Open the file that has contents once a run's kernels were compiled."""
+    import triton
+
+    settings = sorted((k, v) for k, v in os.environ.items() if k.startswith(("TRITON_", "DG_")))
+    digest = hashlib.sha256(repr((work, triton.__version__, torch.__version__, settings)).encode())
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    folder = Path(triton.knobs.cache.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return open(folder / f"jetrl-{digest.hexdigest()[:32]}", "a+", encoding="utf-8")
+
+
+def _locked(record: IO[str]) -> bool:
+    """Return whether no other process has kernels compiled; True on a file system without locks."""
+    try:
+        fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _started(work: Work, device: str, index: int, count: int) -> subprocess.Popen[bytes]:
+    """Start one of some children."""
+    # A child is no rank of the run, and imports from where the run does.
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    library = ctypes.CDLL(None)
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "jetrl.compiling"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,  # Ctrl-C is for the run
+        preexec_fn=lambda: library.prctl(_END_WITH_PARENT, signal.SIGKILL),
+    )
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
+        pipe.write(pickle.dumps((work, device, index, count)))
+    return child
+
+
+def _child() -> None:
+    """Launch this child's share of a run's launches."""
+    work, device, index, count = pickle.load(sys.stdin.buffer)
+    os.nice(5)
+    torch.set_num_threads(1)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+        share = child_bytes(work) / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+    policy = small_policy(work, device)
+    failed = 0
+    for launch in launches(policy, work)[index::count]:
+        try:
+            launch()
+        except Exception as error:  # the run meets it as well, and says what is wrong
+            failed += not isinstance(error, torch.OutOfMemoryError)
+    sys.exit(min(failed, 1))
+
+
+def _small(work: Work) -> Work:
+    """Return the work with as few layers as have all kinds of layers, and a short vocabulary."""
+    config, plan, count = work.config, work.plan, work.config.num_layers
+    kinds = [tuple(plan.linear_formats(layer, count).items()) for layer in range(count)]
+    needed = min(count, 2 + sum(a != b for a, b in itertools.pairwise(kinds)))
+    vocabulary = min(config.vocab_size, _VOCABULARY + config.vocab_size % 128)
+    return replace(work, config=replace(config, num_layers=needed, vocab_size=vocabulary))
+
+
+def small_policy(work: Work, device: str) -> Policy:
+    """Return a policy with the widths of a run's model and random weights."""
+    config = _small(work).config
+    shapes = parameter_shapes(config)
+    weights = {name: 0.02 * torch.randn(shape, device=device) for name, shape in shapes.items()}
+    adapter = None if work.lora is None else Adapter.new(config, work.lora, 0)
+    return Policy(config, work.plan, weights, torch.device(device), adapter=adapter)
+
+
+def launches(policy: Policy, work: Work) -> list[Callable[[], object]]:
+    """Return the launches of a run in parts that hardly share kernels, the longest first."""
+
+    def sample(batch: int) -> None:
+        room = policy.config.max_position_embeddings - 8
+        prompts = [[1] * length for length in _LENGTHS if length < room]
+        prompts += [[1]] * (batch - len(prompts))
+        drafts = "auto" if work.speculation else "off"
+        engine = RolloutEngine(policy, batch, num_pages=512, speculation=drafts)
+        engine.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
+
+    def update() -> None:
+        lengths = [min(n + 1, policy.config.max_position_embeddings) for n in _LENGTHS]
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        for recomputed in (False, True):
+            with torch.enable_grad():
+                tokens = torch.zeros(int(ends[-1]), dtype=torch.int64)
+                targets = torch.arange(int(ends[-2]) + 1, int(ends[-1]))
+                policy.train_logprobs(tokens, ends, targets, 1.0, recomputed)[0].sum().backward()
+        policy.requantize()
+
+    def linears(rows: int) -> None:
+        with torch.no_grad():
+            for linear in policy.decoder.layers[0].modules():
+                if isinstance(linear, Linear):
+                    shape = rows, linear.weight.shape[1]
+                    x = torch.ones(shape, dtype=torch.bfloat16, device=policy.device)
+                    for side in ("train", "rollout"):
+                        linear(x, side)
+
+    batches = sorted({min(64, work.max_batch_size), work.max_batch_size})
+    samplings = [lambda batch=batch: sample(batch) for batch in batches]
+    products = [lambda rows=rows: linears(rows) for rows in _ROWS]
+    return [update, *samplings, *products]
+
+
+if __name__ == "__main__":
+    _child()
