@@ -204,7 +204,7 @@ def test_the_engine_draws_the_same(
         drafts = engine.stats.speculation
         assert drafts is not None
         assert drafts.accepted[2] > 0, "the call before is known"
-        text = engine._pool._speculation.text
+        text = engine._pool.speculation.text
         text.text.random_(-1, CONFIG["vocab_size"])
         text.tables.random_(-1, len(text.text))
         assert outcome(engine.generate(prompts, params)) == expected

@@ -15,6 +15,7 @@ import jetrl.kernels.sampling as sampling
 import jetrl.rollout.decode_forward as decode_forward
 import jetrl.rollout.paged_attention as key_values
 import jetrl.rollout.prefill as runner
+import jetrl.rollout.sampler as sampler
 from jetrl import Policy
 from jetrl.parity import locate, measure
 from jetrl.precision import PrecisionPlan
@@ -99,11 +100,11 @@ def order_of_the_softmax_sum(patch: Patch) -> None:
     wrong(patch, sampling, "log_softmax_parts", parts)
 
 
-def temperature_of_decoded_tokens(patch: Patch) -> None:
+def temperature_of_draws(patch: Patch) -> None:
     def sample(true: Any, logits: Tensor, bits: Tensor, temperature: Tensor, *rest: Any) -> Any:
         return true(logits, bits, temperature * (1 + 2.0**-20), *rest)
 
-    wrong(patch, decode_forward, "sample", sample)
+    wrong(patch, sampler, "sample", sample)
 
 
 FAULTS = [
@@ -114,7 +115,7 @@ FAULTS = [
     (length_of_decoded_contexts, "layers.0.attention", "decode"),
     (keys_that_are_seen, "layers.0.attention", "prompt"),
     (order_of_the_softmax_sum, "log-probs", "end"),
-    (temperature_of_decoded_tokens, "log-probs", "end"),
+    (temperature_of_draws, "log-probs", "end"),
 ]
 
 

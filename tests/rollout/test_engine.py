@@ -338,7 +338,7 @@ def test_interrupted_and_used_again(policy, reference):
 
     def interrupt(progress):
         seen.append(progress.pages_in_use)
-        allocators.add(engine._scheduler.allocator)
+        allocators.add(engine._running.scheduler.allocator)
         if len(seen) == 5:
             raise KeyboardInterrupt
 

@@ -357,12 +357,12 @@ def test_fewest_pages_do_preempt():
     assert simulation.scheduler.num_preemptions > 0
 
 
-def test_cancel_gives_back_all_pages():
+def test_close_gives_back_all_pages():
     simulation = simulate([9, 4, 30], n=5, prefill=7, batch=4)
     for _ in range(6):
         simulation.step()
     assert simulation.scheduler.allocator.num_used > 0
-    simulation.scheduler.cancel()
+    simulation.scheduler.close()
     assert simulation.scheduler.allocator.num_used == 0
 
 

@@ -81,7 +81,7 @@ def test_nonsense_for_drafts_changes_nothing(policy, plain, monkeypatch):
     """Random text, and tables that lead anywhere in it."""
     engine = speculating(policy, max_batch_size=4)
     generator = torch.Generator().manual_seed(0)
-    text = engine._pool._speculation.text
+    text = engine._pool.speculation.text
     text.text.random_(-1, 98, generator=generator)
     text.tables.random_(-1, len(text.text), generator=generator)
     # Whatever stands there counts as the n-gram.
@@ -153,7 +153,7 @@ class Drawn:
 @pytest.mark.parametrize("rows", [0, 3, 64])
 def test_any_width_and_any_number_of_rows_draw_the_same(policy, plain, rows):
     engine = speculating(policy)
-    widths = engine._pool._speculation.widths = Drawn([1, 2, 3, 4, 8], rows)
+    widths = engine._pool.speculation.widths = Drawn([1, 2, 3, 4, 8], rows)
     for _ in range(2):
         assert engine.generate(PROMPTS, PARAMS) == plain
     assert {1, 2, 8} <= {most for most, _ in widths.chosen}

@@ -13,8 +13,7 @@ import torch
 from one_layer import config
 from torch import Tensor
 
-import jetrl.rollout.decode_forward as decode_forward
-import jetrl.rollout.prefill as prefill
+import jetrl.rollout.sampler as sampler
 from jetrl.kernels.logprob import log_softmax_parts
 from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
@@ -120,15 +119,14 @@ def one_number(logits: Tensor, bits: Tensor, *rest: Any) -> Draw:
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Draw]) -> None:
     """Draws otherwise than asked, and reports the log-probs that were asked for."""
-    true = decode_forward.sample
+    true = sampler.sample
 
     def sample(logits: Tensor, bits: Tensor, temperature: Tensor, *rest: Any) -> Any:
         tokens = true(*change(logits, bits, temperature, *rest))[0]
         shifted, _, lse = log_softmax_parts(logits, temperature[:, None])
         return tokens, (shifted.gather(-1, tokens[:, None]) - lse)[:, 0], lse[:, 0]
 
-    for module in (prefill, decode_forward):
-        monkeypatch.setattr(module, "sample", sample)
+    monkeypatch.setattr(sampler, "sample", sample)
 
 
 def step_metrics(make_sample: Any, lost: int = 0) -> dict[str, float]:

@@ -126,11 +126,12 @@ def _replay(
 ) -> tuple[Tensor, Tensor]:
     """Run the sampler's forwards of a sequence whose tokens are given."""
     params = SamplingParams(max_tokens=len(completion), temperature=temperature)
-    sequence = RunningSequence(0, tuple(prompt), 0, StopRules(len(completion)))
+    rules = StopRules(len(completion))
+    sequence = RunningSequence(0, tuple(prompt), 0, rules, params=params)
     allocator = PageAllocator(-(-sequence.max_cached_tokens // _PAGE_SIZE), _PAGE_SIZE)
     scheduler = Scheduler([[sequence]], allocator, 1, len(prompt))
     cache = PagedCache(policy.config, policy.plan, allocator.num_pages, _PAGE_SIZE, policy.device)
-    prefill = Prefill(policy, cache, params)
+    prefill = Prefill(policy, cache)
     decode = DecodeBatch(policy, cache, 1, len(prompt) + len(completion))
     drawn: list[int] = []
     logprobs: list[float] = []
@@ -138,7 +139,7 @@ def _replay(
         step = scheduler.schedule()
         assert step is not None, "a sequence that is alone waits for nothing"
         if step.decodes:
-            decode.begin(params, frozenset())  # what it drew is not what comes next
+            decode.begin()  # what it drew is not what comes next
             ((ids, values),) = decode.launch(step, scheduler.sequences).drawn()
         else:
             logits = prefill.forward(step, scheduler.sequences)

@@ -27,7 +27,7 @@ from jetrl.rollout.decode_forward import (
 from jetrl.rollout.draft_widths import Width
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
-from jetrl.rollout.options import SpeculationStats
+from jetrl.rollout.sampler import filters
 from jetrl.rollout.scheduler import ScheduledStep
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.sizes import padded_batch
@@ -77,68 +77,24 @@ class DecodeBatch:
         # A traced forward runs eagerly, since the replay of a graph calls no Python.
         captured = cache.reads_pages_in_place and policy.decoder.trace is None
         forwards = GraphForwards if captured else EagerForwards
-        self._forwards = forwards(policy, cache, self._buffers, speculation)
+        self.forwards = forwards(policy, cache, self._buffers, speculation)
         self._free = list(range(max_batch_size))
         self._resident: dict[int, _Resident] = {}
         self._rows: list[int] = []
-        self._before = (0, 0.0)  # Graphs, and seconds of capturing, before this call.
-        self._verify: Width | None = None  # What the next step verifies.
-
-    @property
-    def captured(self) -> tuple[int, float]:
-        """The number of graphs that this call captured, and the seconds that capturing took."""
-        forwards, (graphs, seconds) = self._forwards, self._before
-        return forwards.num_graphs - graphs, forwards.capture_s - seconds
+        self._params: list[SamplingParams] = []  # Those in the buffers: one for all rows, or each.
+        self._stop_ids: frozenset[int] | None = None  # Those in the buffers.
 
     def close(self) -> None:
-        """Give up what forwards keep, in the right order; nothing is launched afterwards."""
-        self._forwards.close()
+        """Give up the forwards' graphs; nothing is launched afterwards."""
+        self.forwards.close()
 
-    def begin(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
-        """Forget all sequences and take the parameters of a call.
-
-        The host alone checks stop ids beyond the first MAX_STOP_IDS.
-        """
-        buffers, stops = self._buffers, sorted(stop_ids)[:MAX_STOP_IDS]
+    def begin(self) -> None:
+        """Forget all sequences."""
         self._free += [resident.slot for resident in self._resident.values()]
         self._resident.clear()
         self._rows = []
-        self._before = (self._forwards.num_graphs, self._forwards.capture_s)
-        if self._speculation is not None:
-            self._speculation.begin()
-        buffers.state.active.zero_()
-        buffers.state.seed.fill_(params.seed)
-        buffers.state.stops[: 1 + len(stops)] = torch.tensor([len(stops), *stops])
-        buffers.temperature.fill_(params.temperature)
-        buffers.top_p.fill_(params.top_p)
-        buffers.top_k.fill_(params.top_k)
-        self._filtered = params.top_p < 1 or params.top_k > 0
-
-    def width(self, sequences: int) -> int:
-        """Return the most tokens of a sequence in each forward of a step of so many sequences."""
-        if self._speculation is None:
-            return 1
-        self._verify = self._speculation.choose(sequences)
-        return self._verify.most
-
-    def ended(self, sequence: RunningSequence) -> None:
-        """Take in that a sequence has ended: its text serves for drafts."""
-        if self._speculation is not None:
-            self._speculation.ended(sequence)
-
-    def put_by(self) -> None:
-        """Put the text of sequences that have ended by, while the device is at work on prompts."""
-        if self._speculation is not None:
-            self._speculation.put_by()
-
-    def take_in(self, launched: LaunchedStep, seconds: float) -> None:
-        """Take in a step whose draws have arrived: what its drafts were worth."""
-        if self._speculation is not None:
-            self._speculation.take_in(launched, seconds)
-
-    def speculated(self) -> SpeculationStats | None:
-        """Return what the drafts of this call were worth; None without drafts."""
-        return None if self._speculation is None else self._speculation.stats()
+        self._params, self._stop_ids = [], None
+        self._buffers.state.active.zero_()
 
     def forget(self, step: ScheduledStep) -> None:
         """Forget sequences that a step prefills or that lost their pages, before the step runs."""
@@ -148,15 +104,27 @@ class DecodeBatch:
             if resident is not None:
                 self._free.append(resident.slot)
 
-    def launch(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> LaunchedStep:
-        """Start a decode step, after its page copies, without waiting for the device."""
+    def launch(
+        self,
+        step: ScheduledStep,
+        sequences: Sequence[RunningSequence],
+        verify: Width | None = None,
+    ) -> LaunchedStep:
+        """Start a decode step, after its page copies, without waiting for the device.
+
+        Args:
+            verify: The chosen size of the forwards; None without drafts.
+        """
         assert step.decodes, "a step over prompts is not decode"
         assert step.repeats <= MAX_REPEATS, f"{step.repeats} forwards in one step"
+        running = [sequences[chunk.sequence] for chunk in step.chunks]
         longest = max(chunk.reach for chunk in step.chunks)
-        verify = self._verified(step)
-        size = ForwardSize(len(step.chunks), longest, self._filtered, verify)
-        self._forwards.prepare(size)
-        self._place(step, sequences)
+        if verify is not None and step.width == 1:  # Pages may have been too few for drafts.
+            verify = Width(1, padded_batch(len(running)), verify.drafts)
+        filtered = filters(sequence.params for sequence in running)
+        size = ForwardSize(len(running), longest, filtered, verify)
+        self.forwards.prepare(size)
+        self._place(step, running)
         out: Drawn | Verified = self._buffers.out
         if self._speculation is not None:
             assert self._buffers.verified is not None, "no room for verifying drafts"
@@ -164,7 +132,8 @@ class DecodeBatch:
         out.count.zero_()
         began, called = mark(self._device), time.perf_counter()
         for _ in range(step.repeats):
-            self._forwards.run(size)
+            self.forwards.run(size)
+        # Copy the draws to the host, which waits for `ready` only when it needs them.
         used = (slice(0, step.repeats), slice(0, size.rows * step.width))
         tokens, logprobs = (to_host(x[used].contiguous()) for x in (out.tokens, out.logprobs))
         offers = to_host(out.offers[used].contiguous()) if isinstance(out, Verified) else None
@@ -172,31 +141,24 @@ class DecodeBatch:
         host_s = time.perf_counter() - called
         return LaunchedStep(step, tokens, logprobs, began, ready, offers, verify, host_s)
 
-    def _verified(self, step: ScheduledStep) -> Width | None:
-        """Return what the forwards of a step verify; None without drafts."""
-        if self._verify is None or step.width > 1:
-            return self._verify
-        return Width(1, padded_batch(len(step.chunks)), self._verify.drafts)
-
-    def _place(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> None:
-        """Make the step's sequences the rows 0 to B, and write the news of each to the device."""
+    def _place(self, step: ScheduledStep, running: Sequence[RunningSequence]) -> None:
+        """Make the running sequences the rows 0 to B, and write what changed to the device."""
         # Sequences that do not run in this step leave their slots.
-        running = {chunk.sequence for chunk in step.chunks}
-        for index in [index for index in self._resident if index not in running]:
+        indices = {chunk.sequence for chunk in step.chunks}
+        for index in [index for index in self._resident if index not in indices]:
             self._free.append(self._resident.pop(index).slot)
         rows: list[int] = []
         # New sequences bring their state, all others at most new pages.
         arrivals: list[tuple[int, int, int, int, int]] = []
         arrived: list[tuple[int, RunningSequence]] = []
         pages: list[tuple[int, int]] = []
-        for chunk in step.chunks:
-            sequence = sequences[chunk.sequence]
+        for chunk, sequence in zip(step.chunks, running, strict=True):
             resident = self._resident.get(chunk.sequence)
             if resident is None:
                 slot = self._free.pop()
                 resident = _Resident(slot, chunk.start, [])
                 self._resident[chunk.sequence] = resident
-                limit = len(sequence.prompt) + sequence.rules.max_tokens - 1
+                limit = sequence.max_cached_tokens  # The position of the last token.
                 token = sequence.generated[-1]
                 arrivals.append((slot, token, chunk.start, limit, sequence.key))
                 arrived.append((slot, sequence))
@@ -207,6 +169,8 @@ class DecodeBatch:
             rows.append(resident.slot)
         # One copy to the device for all of a kind.
         state = self._buffers.state
+        if arrivals or rows != self._rows:
+            self._take_rules(running)
         if arrivals:
             slots, token_ids, positions, limits, keys = to_device(arrivals, self._device).unbind(1)
             state.token[slots] = token_ids.int()
@@ -226,12 +190,32 @@ class DecodeBatch:
             torch.index_select(state.tables, 0, self._buffers.rows, out=self._buffers.tables)
         self._rows = rows
 
+    def _take_rules(self, running: Sequence[RunningSequence]) -> None:
+        """Write the sampling parameters of the rows, and the stop ids that all rows share.
+
+        The host alone checks the other stop ids, and those beyond the first MAX_STOP_IDS.
+        """
+        params = list({id(sequence.params): sequence.params for sequence in running}.values())
+        if len(params) > 1:
+            params = [sequence.params for sequence in running]
+        if params != self._params:
+            self._buffers.state.seed.fill_(params[0].seed)
+            self._buffers.sampler.fill(params)
+            self._params = params
+        stop_ids = frozenset.intersection(*{sequence.rules.token_ids for sequence in running})
+        if stop_ids != self._stop_ids:
+            stops = sorted(stop_ids)[:MAX_STOP_IDS]
+            self._buffers.state.stops[: 1 + len(stops)] = to_device(
+                [len(stops), *stops], self._device
+            )
+            self._stop_ids = stop_ids
+
     def _new_pages(
         self, resident: _Resident, pages: list[int], start: int
     ) -> list[tuple[int, int]]:
         """Return (entry of the tables, page) for each page that changed since the last step."""
         known = resident.pages
-        first = min(start // self._forwards.page_size, len(known))
+        first = min(start // self.forwards.page_size, len(known))
         if known[first:] == pages[first:]:
             return []
         resident.pages = list(pages)

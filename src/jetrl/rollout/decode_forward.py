@@ -1,8 +1,8 @@
 """A decode forward over device state: embed, layers, logits, draw, next token.
 
-On a Hopper GPU, which reads the cache's pages in place, the forward is a captured CUDA graph, one
-for each size of batch and of context that comes up: `GraphForwards`. Elsewhere each forward is
-called from Python: `EagerForwards`. A row computes the same bits in both, and in every size.
+`forward` is written once, for one token per sequence and for drafts. Two runners call it:
+`EagerForwards` from Python over gathered pages; `GraphForwards`, on a Hopper GPU, as CUDA graphs
+that read pages in place, one per batch and context size. A row computes the same bits in both.
 """
 
 from __future__ import annotations
@@ -21,26 +21,30 @@ from torch import Tensor
 from jetrl.kernels.attention.layout import SequenceQueries
 from jetrl.kernels.decode import Verified, next_inputs, take_draws, take_verified, verify_inputs
 from jetrl.kernels.decode_state import (
-    MAX_DRAFT,
     MAX_QUERIES,
     DecodeInputs,
     DecodeState,
-    Drafts,
     Drawn,
     VerifyInputs,
 )
-from jetrl.kernels.sampling import sample, with_noise
 from jetrl.memory.device import DeviceBytes
 from jetrl.models.policy import Policy
 from jetrl.rollout.draft_widths import Width
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.paged_attention import DecodeWork, Span
+from jetrl.rollout.sampler import Sampler, chunks_of_draws
 from jetrl.rollout.sizes import padded_batch, padded_context
 from jetrl.rollout.speculation import Speculation
 
+logger = logging.getLogger(__name__)
+
 
 class GraphPool:
-    """The graphs of one owner, and the memory that they work in, until `close` or until it is gone.
+    """The CUDA graphs of one owner and their memory pool, given up in the right order.
+
+    Torch counts the users of a pool and aborts the process if they outlive it. Python promises no
+    order when it collects a cycle, and a traceback may keep a graph that is half captured. So the
+    pool belongs to a finalizer, which resets every graph first, whoever still holds it.
 
     Attributes:
         close: Waits for the device, resets all graphs, then gives the pool up; a second call does
@@ -73,11 +77,6 @@ def _give_up(graphs: list[torch.cuda.CUDAGraph], pools: list[torch.cuda.MemPool]
     pools.clear()
 
 
-logger = logging.getLogger(__name__)
-
-_LOGITS_AT_ONCE = 2**23  # Sampling makes several arrays of the logits that it handles at once.
-
-
 @dataclass(frozen=True)
 class DecodeBuffers:
     """The tensors that forwards read and write, always at the same addresses.
@@ -85,24 +84,18 @@ class DecodeBuffers:
     Attributes:
         rows: int64 [R], the slot of each row.
         tables: int32 [R, W], the page table of each row.
-        temperature: float32 [R], or [8 R] with room for verifying drafts, as the next two.
-        top_p: float32 [R].
-        top_k: int64 [R].
+        sampler: The parameters of R rows; of 8 R with room for verifying drafts.
         out: The draws of the forwards of one step, without drafts.
         verified: The draws of the forwards of one step that verify drafts; None without room.
-        no_drafts: A draft without a token for each row; None without room.
         idle_slot: A slot that never holds a sequence, for rows that fill up a size.
     """
 
     state: DecodeState
     rows: Tensor
     tables: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    top_k: Tensor
+    sampler: Sampler
     out: Drawn
     verified: Verified | None
-    no_drafts: Drafts | None
     idle_slot: int
 
     @staticmethod
@@ -116,9 +109,8 @@ class DecodeBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        verified, no_drafts = None, None
+        verified = None
         if drafts:
-            no_drafts = Drafts(zeros(rows, MAX_DRAFT), zeros(rows), zeros(rows))
             logprobs = zeros(repeats, queries, dtype=torch.float32)
             draws, offers = zeros(repeats, queries), zeros(repeats, rows)
             verified = Verified(draws, logprobs, offers, zeros(1))
@@ -126,12 +118,9 @@ class DecodeBuffers:
             state=DecodeState.empty(slots + 1, width, device),
             rows=torch.full((rows,), slots, device=device),
             tables=zeros(rows, width),
-            temperature=torch.ones(queries, device=device),
-            top_p=torch.ones(queries, device=device),
-            top_k=zeros(queries, dtype=torch.int64),
+            sampler=Sampler.empty(queries, device),
             out=Drawn(zeros(repeats, rows), zeros(repeats, rows, dtype=torch.float32), zeros(1)),
             verified=verified,
-            no_drafts=no_drafts,
             idle_slot=slots,
         )
 
@@ -151,25 +140,15 @@ class ForwardSize:
     verify: Width | None = None
 
 
-def drafts_of(size: ForwardSize, speculation: Speculation, buffers: DecodeBuffers) -> Drafts:
-    """Return a draft for each row of a forward, empty ones where none are looked up."""
-    assert size.verify is not None, "a forward without drafts"
-    assert buffers.no_drafts is not None, "no room for drafts"
-    if size.verify.drafts:
-        rows = buffers.rows[: size.rows]
-        return speculation.propose(buffers.state, rows, size.verify.most)
-    none = buffers.no_drafts
-    return Drafts(none.tokens[: size.rows], none.counts[: size.rows], none.sources[: size.rows])
-
-
 class EagerForwards:
-    """Forwards called from Python over gathered pages, for the active rows alone.
+    """Decode forwards called from Python over gathered pages, for the active rows only.
 
     Args:
-        speculation: The drafts; None for forwards of one token a sequence.
+        speculation: The drafts to verify; None for forwards of one token per sequence.
     """
 
-    num_graphs, capture_s = 0, 0.0
+    num_graphs = 0
+    capture_s = 0.0
 
     def __init__(
         self,
@@ -189,85 +168,74 @@ class EagerForwards:
         """Do nothing: an eager forward needs no preparation."""
 
     def run(self, size: ForwardSize) -> None:
-        if self._speculation is not None:
-            self._verify(size, self._speculation)
-            return
-        buffers = self._buffers
-        rows = buffers.rows[: size.rows]
-        inputs = next_inputs(buffers.state, rows, self.page_size)
-        live = (inputs.lengths > 0).nonzero().flatten()
-        ones = torch.ones_like(inputs.lengths)
-        draws, _ = self._draw(live, inputs, inputs.lengths, ones, size)
-        take_draws(buffers.state, rows, *draws, buffers.out)
+        """Run a forward of a size that was prepared."""
+        self.forward(size)
 
-    def _verify(self, size: ForwardSize, speculation: Speculation) -> None:
-        """Run one forward that verifies drafts."""
-        buffers, verify = self._buffers, size.verify
-        rows, out = buffers.rows[: size.rows], buffers.verified
+    def forward(self, size: ForwardSize) -> None:
+        """Run one forward, with or without drafts: inputs, model, draws, new last tokens."""
+        buffers, speculation, verify = self._buffers, self._speculation, size.verify
+        state, rows = buffers.state, buffers.rows[: size.rows]
+        if speculation is None:
+            inputs = next_inputs(state, rows, self.page_size)
+            draws, _ = self._draw(inputs, size)
+            take_draws(state, rows, *draws, buffers.out)
+            return
         assert verify is not None, "a forward without drafts"
-        assert out is not None, "no room for verifying drafts"
-        drafts = drafts_of(size, speculation, buffers)
-        count = min(verify.rows, size.rows * verify.most)  # no sequences fill up a size here
-        known = (buffers.state, speculation.text, drafts)
-        inputs = verify_inputs(*known, rows, self.page_size, verify.most, count)
-        live = (inputs.slots >= 0).nonzero().flatten()
-        draws, hidden = self._draw(live, inputs, inputs.lengths, inputs.queries, size)
-        take_verified(*known, inputs, rows, *draws, out, verify.most)
-        speculation.keep(hidden, inputs, buffers.state, rows)
+        assert buffers.verified is not None, "no room for verifying drafts"
+        drafts = speculation.drafts(state, rows, verify)
+        known = (state, speculation.text, drafts)
+        count = min(verify.rows, size.rows * verify.most)  # Only graphs pad the sequences.
+        several = verify_inputs(*known, rows, self.page_size, verify.most, count)
+        draws, hidden = self._draw(several, size)
+        take_verified(*known, several, rows, *draws, buffers.verified, verify.most)
+        speculation.keep(hidden, several, state, rows)
 
     def _draw(
-        self,
-        live: Tensor,
-        inputs: DecodeInputs | VerifyInputs,
-        lengths: Tensor,
-        queries: Tensor,
-        size: ForwardSize,
+        self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """Return the draws, log-probs and lse of a forward's queries, and their hidden states."""
-        buffers, policy, count = self._buffers, self._policy, len(inputs.token_ids)
-        tokens, logprobs = torch.zeros_like(inputs.token_ids), buffers.temperature.new_zeros(count)
+        policy, sampler, count = self._policy, self._buffers.sampler, len(inputs.token_ids)
+        device = inputs.token_ids.device
+        tokens, logprobs = torch.zeros_like(inputs.token_ids), torch.zeros(count, device=device)
         lse = torch.zeros_like(logprobs)
-        all_hidden = torch.zeros(
-            len(tokens), policy.config.hidden_size, dtype=policy.weights.dtype, device=live.device
-        )
+        shape = (count, policy.config.hidden_size)
+        all_hidden = torch.zeros(shape, dtype=policy.weights.dtype, device=device)
+        live = (inputs.slots >= 0).nonzero().flatten()
         if len(live):
-            spans: list[Span] = []
-            at = 0
-            tables = buffers.tables[: size.rows].tolist()
-            for length, count, table in zip(
-                lengths.tolist(), queries.tolist(), tables, strict=True
-            ):
-                if length:
-                    spans.append(Span(at, length - count, count, table))
-                    at += count
-            hidden = policy.rollout_forward(
-                inputs.token_ids[live], inputs.positions[live], self._cache.key_values(spans)
-            )
+            kv = self._cache.key_values(self._spans(inputs, size))
+            hidden = policy.rollout_forward(inputs.token_ids[live], inputs.positions[live], kv)
             all_hidden[live] = hidden
-            logits, noise = policy.rollout_logits(hidden), policy.plan.sampler_deviation.logit_noise
-            for part in torch.arange(len(live), device=live.device).split(
-                max(1, _LOGITS_AT_ONCE // logits.shape[1])
-            ):
-                drawn = live[part]
-                tokens[drawn], logprobs[drawn], lse[drawn] = sample(
-                    with_noise(logits[part], inputs.bits[drawn], noise),
-                    inputs.bits[drawn],
-                    buffers.temperature[drawn],
-                    buffers.top_p[drawn],
-                    buffers.top_k[drawn],
-                    size.filtered,
+            logits = policy.rollout_logits(hidden)
+            for part in chunks_of_draws(len(live), logits):
+                rows = live[part]
+                tokens[rows], logprobs[rows], lse[rows] = sampler.draw(
+                    logits[part], inputs.bits[rows], rows, size.filtered, self._noise
                 )
         return (tokens, logprobs, lse), all_hidden
 
+    @property
+    def _noise(self) -> float:
+        """The scale of the noise on logits."""
+        return self._policy.plan.sampler_deviation.logit_noise
 
-class GraphForwards:
-    """Forwards as CUDA graphs, captured when a size first comes up.
+    def _spans(self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize) -> list[Span]:
+        """Return the spans of the active rows, one after the other."""
+        queries = inputs.queries if isinstance(inputs, VerifyInputs) else (inputs.slots >= 0).int()
+        spans: list[Span] = []
+        columns = (inputs.lengths, queries, self._buffers.tables[: size.rows])
+        at = 0
+        for length, count, table in zip(*(x.tolist() for x in columns), strict=True):
+            if count:
+                spans.append(Span(at, length - count, count, table))
+                at += count
+        return spans
+
+
+class GraphForwards(EagerForwards):
+    """The same forwards as CUDA graphs, each captured when its size first comes up.
 
     A graph stays valid when weights change, which they do in place, and while the memory of the
     cache's pages is given back.
-
-    Args:
-        speculation: The drafts; None for forwards of one token a sequence.
     """
 
     def __init__(
@@ -277,22 +245,14 @@ class GraphForwards:
         buffers: DecodeBuffers,
         speculation: Speculation | None = None,
     ) -> None:
-        self._policy, self._cache, self._buffers = policy, cache, buffers
-        self._speculation = speculation
-        self.page_size = cache.page_size
+        super().__init__(policy, cache, buffers, speculation)
         self._longest = buffers.tables.shape[1] * cache.page_size
         self._graphs: dict[ForwardSize, torch.cuda.CUDAGraph] = {}
         self._pool = GraphPool()  # The memory that captured forwards work in.
         self._held = DeviceBytes(buffers.rows.device)
-        self.capture_s = 0.0
-
-    @property
-    def num_graphs(self) -> int:
-        """The number of graphs captured so far."""
-        return len(self._graphs)
 
     def close(self) -> None:
-        """Give the graphs up, and then their memory; no forward runs afterwards."""
+        """Give up the graphs, and then their memory; no forward runs afterwards."""
         self._graphs.clear()
         self._pool.close()
         self._held.bytes = 0
@@ -302,51 +262,28 @@ class GraphForwards:
         size = self._padded(size)
         if size not in self._graphs:
             self._graphs[size] = self._capture(size)
+            self.num_graphs += 1
 
     def run(self, size: ForwardSize) -> None:
+        """Replay the graph of a size."""
         assert self._cache.ready, "the pages' memory has been given back"
         self._graphs[self._padded(size)].replay()
 
-    def forward(self, size: ForwardSize) -> None:
-        """Run the forward that is captured."""
-        buffers, rows = self._buffers, self._buffers.rows[: size.rows]
-        if self._speculation is None:
-            inputs = next_inputs(buffers.state, rows, self.page_size)
-            work = DecodeWork(buffers.tables[: size.rows], inputs.lengths, size.longest)
-            draws, _ = self._draw(inputs, work, size)
-            take_draws(buffers.state, rows, *draws, buffers.out)
-            return
-        verify, out = size.verify, buffers.verified
-        assert verify is not None, "a forward without drafts"
-        assert out is not None, "no room for verifying drafts"
-        drafts = drafts_of(size, self._speculation, buffers)
-        known = (buffers.state, self._speculation.text, drafts)
-        several = verify_inputs(*known, rows, self.page_size, verify.most, verify.rows)
-        queries = None
-        if verify.most > 1:
-            queries = SequenceQueries(several.queries, several.first, several.keys, verify.most)
-        work = DecodeWork(buffers.tables[: size.rows], several.lengths, size.longest, queries)
-        draws, hidden = self._draw(several, work, size)
-        take_verified(*known, several, rows, *draws, out, verify.most)
-        self._speculation.keep(hidden, several, buffers.state, rows)
-
     def _draw(
-        self, inputs: DecodeInputs | VerifyInputs, work: DecodeWork, size: ForwardSize
+        self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Return the draws, log-probs and lse of a forward's queries, and their hidden states."""
-        buffers, queries = self._buffers, len(inputs.token_ids)
+        """Return the draws of a forward and its hidden states, for all rows, active or not."""
+        several = None
+        if isinstance(inputs, VerifyInputs) and size.verify is not None and size.verify.most > 1:
+            most = size.verify.most
+            several = SequenceQueries(inputs.queries, inputs.first, inputs.keys, most)
+        tables = self._buffers.tables[: size.rows]
+        work = DecodeWork(tables, inputs.lengths, size.longest, several)
         kv = self._cache.decode_key_values(inputs.slots, work)
         hidden = self._policy.rollout_forward(inputs.token_ids, inputs.positions, kv)
-        noise = self._policy.plan.sampler_deviation.logit_noise
-        draws = sample(
-            with_noise(self._policy.rollout_logits(hidden), inputs.bits, noise),
-            inputs.bits,
-            buffers.temperature[:queries],
-            buffers.top_p[:queries],
-            buffers.top_k[:queries],
-            size.filtered,
-        )
-        return draws, hidden
+        logits, rows = self._policy.rollout_logits(hidden), slice(0, len(inputs.token_ids))
+        sampler = self._buffers.sampler
+        return sampler.draw(logits, inputs.bits, rows, size.filtered, self._noise), hidden
 
     def _padded(self, size: ForwardSize) -> ForwardSize:
         longest = min(padded_context(size.longest), self._longest)

@@ -7,10 +7,12 @@ that nothing is left behind when a call is cut short.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -21,8 +23,10 @@ from jetrl.memory.out_of_memory import within_memory
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
 from jetrl.rollout.decode import DecodeBatch
+from jetrl.rollout.draft_widths import Width
 from jetrl.rollout.inputs import encode_prompts, make_groups, resumed_groups, text_decoder
-from jetrl.rollout.kv_pool import KVPool
+from jetrl.rollout.kv_cache import PagedCache
+from jetrl.rollout.kv_pool import KVPool, too_small
 from jetrl.rollout.launched_step import LaunchedStep, mark, to_host
 from jetrl.rollout.multi_turn import MultiTurn
 from jetrl.rollout.options import (
@@ -41,16 +45,32 @@ from jetrl.rollout.sizes import RolloutSizes, Sizes
 from jetrl.rollout.speculation import MODES, Speculation
 from jetrl.types import Completion, Prompt, SamplingParams, Unfinished
 
+logger = logging.getLogger(__name__)
+
+# On a GPU: forwards of one decode step, and steps launched before earlier draws are known.
+_GPU_REPEATS, _GPU_AHEAD = 8, 1
+
+
+def check_gpu_sizes(max_batch_size: int, page_size: int) -> None:
+    """Raise a UserError for sizes that a GPU's kernels of decode do not have."""
+    if max_batch_size > MAX_ROWS:
+        raise UserError(f"max_batch_size {max_batch_size}: a GPU decodes {MAX_ROWS} at most")
+    if page_size != BLOCK_KEYS:
+        raise UserError(f"page_size {page_size}: a page has {BLOCK_KEYS} tokens on a GPU")
+
+
 ProgressCallback = Callable[[Progress], None]
 
 
 class Generation:
-    """The run of one call of `generate`, to its end.
+    """The sequences that run together over one cache, and their steps on the way.
 
     Args:
-        max_tokens: The most tokens of a completion, for the estimate of the time left.
-        multi_turn: The conversations with an environment, or None.
-        progress: Called after every step with the progress so far, or None.
+        started: The value of `time.perf_counter` when the call began.
+        ahead: Steps that are launched before the draws of earlier ones are known.
+
+    Attributes:
+        multi_turn: The conversations with an environment; None without one.
     """
 
     def __init__(
@@ -58,57 +78,83 @@ class Generation:
         scheduler: Scheduler,
         prefill: Prefill,
         decode: DecodeBatch,
-        max_tokens: int,
-        on_end: Callable[[int], None],
-        multi_turn: MultiTurn | None,
-        progress: ProgressCallback | None,
+        drafts: Speculation | None,
+        started: float,
         repeats: int,
         ahead: int,
-        enough: int,
     ) -> None:
-        self._scheduler, self._prefill, self._decode = scheduler, prefill, decode
-        self._max_tokens, self._multi_turn, self._progress = max_tokens, multi_turn, progress
-        self._on_end = on_end
-        self._repeats, self._ahead, self._enough = repeats, ahead, enough
+        self.scheduler = scheduler
+        self.multi_turn: MultiTurn | None = None
+        self._prefill, self._decode, self._drafts = prefill, decode, drafts
+        self._started, self._repeats, self._ahead = started, repeats, ahead
         self._launched: deque[LaunchedStep] = deque()
+        self._verify: Width | None = None  # What the next step of decode verifies.
         self._drawn = self._prefilled = self._decoded = self._forwards = self._peak_pages = 0
-        self._started = time.perf_counter()
         self._prefill_s = self._idle_s = 0.0
         self._last_ready: torch.cuda.Event | None = None
+        self._graphs_before = decode.forwards.num_graphs, decode.forwards.capture_s
+        decode.begin()
+        if drafts is not None:
+            drafts.begin()
 
-    def run(self, started: float) -> RolloutStats:
-        """Run all steps and return their counts.
+    def add(self, group: Sequence[RunningSequence]) -> None:
+        """Check and add the samples of a prompt; see `RolloutEngine.add`."""
+        allocator, scheduler = self.scheduler.allocator, self.scheduler
+        for sequence in group:
+            sizes = (allocator.num_pages, allocator.page_size)
+            problem = too_small(*sizes, len(sequence.prompt), sequence.rules.max_tokens)
+            if problem:
+                raise UserError(problem)
+            first, own = (scheduler.sequences or group)[0].params, sequence.params
+            alike = own.seed == first.seed
+            if self._drafts is not None:  # A draft's rows have no sequence of their own in advance.
+                choice = attrgetter("temperature", "top_p", "top_k")
+                alike = alike and choice(own) == choice(first)
+            if not alike:
+                raise UserError(
+                    "prompts that are sampled together need the same seed, and with speculation "
+                    "the same temperature, top_p and top_k"
+                )
+        scheduler.add(group)
 
-        Args:
-            started: The value of `time.perf_counter` when the call began.
-        """
-        self._started = started
-        scheduler = self._scheduler
-        while not scheduler.done and scheduler.num_complete_groups < self._enough:
-            step = scheduler.schedule(self._repeats, self._decode.width)
-            if step is not None:
-                self._peak_pages = max(self._peak_pages, scheduler.allocator.num_used)
-                self._launch(step)
-            elif self._launched:
-                # The next step depends on draws that are still on their way.
-                self._take_in_oldest()
-            else:
-                # Every sequence waits for its environment.
-                assert self._multi_turn is not None, "nothing to wait for"
-                self._multi_turn.take_in(wait=True)
-                self._report_ends()
-        # Steps that are still on their way belong to sequences that have ended or are cut off here.
-        return self._stats()
+    def step(self) -> list[int]:
+        """Launch a step or take in the draws of one; see `RolloutEngine.step`."""
+        scheduler = self.scheduler
+        step = scheduler.schedule(self._repeats, self._width)
+        if step is not None:
+            self._peak_pages = max(self._peak_pages, scheduler.allocator.num_used)
+            self._launch(step)
+        elif self._launched:
+            # The next step depends on draws that are still on their way.
+            self._take_in_oldest()
+        else:
+            # Every sequence waits for its environment.
+            assert self.multi_turn is not None, "nothing to wait for"
+            self.multi_turn.take_in(wait=True)
+        ended = scheduler.take_ended()
+        if self._drafts is not None:
+            for index in ended:
+                self._drafts.ended(scheduler.sequences[index])
+        return ended
+
+    def _width(self, sequences: int) -> int:
+        """Return the most tokens per sequence in each forward of a step of so many sequences."""
+        if self._drafts is None:
+            return 1
+        self._verify = self._drafts.choose(sequences)
+        return self._verify.most
 
     def _launch(self, step: ScheduledStep) -> None:
         """Launch a step, and take in the draws of an earlier one if enough steps are ahead."""
         self._prefill.copy_pages(step)
         self._decode.forget(step)
-        sequences = self._scheduler.sequences
-        launch = self._decode.launch if step.decodes else self._launch_prefill
-        self._launched.append(launch(step, sequences))
-        if not step.decodes:
-            self._decode.put_by()
+        sequences = self.scheduler.sequences
+        if step.decodes:
+            self._launched.append(self._decode.launch(step, sequences, self._verify))
+        else:
+            self._launched.append(self._launch_prefill(step, sequences))
+            if self._drafts is not None:
+                self._drafts.put_by()  # The host has time while the device is at work on prompts.
         if len(self._launched) > self._ahead:
             self._take_in_oldest()
 
@@ -137,33 +183,30 @@ class Generation:
                 self._prefill_s += seconds
             self._last_ready = launched.ready
         step = launched.step
-        taken = self._scheduler.complete(step, drawn)
-        if step.decodes:
-            self._decode.take_in(launched, seconds)
-        if self._multi_turn is not None:
-            self._multi_turn.ask(step)
-            self._multi_turn.take_in(wait=False)
+        taken = self.scheduler.complete(step, drawn)
+        if step.decodes and self._drafts is not None:
+            self._drafts.take_in(launched, seconds)
+        if self.multi_turn is not None:
+            self.multi_turn.ask(step)
+            self.multi_turn.take_in(wait=False)
         self._forwards += step.repeats
         self._drawn += taken
         self._prefilled += step.num_prefill_tokens
         self._decoded += taken if step.decodes else 0
-        self._report_ends()
-        if self._progress is not None:
-            self._progress(self._progress_now())
 
-    def _report_ends(self) -> None:
-        for index in self._scheduler.take_ended():
-            self._decode.ended(self._scheduler.sequences[index])
-            self._on_end(index)
+    def progress(self, max_tokens: int) -> Progress:
+        """Return the progress so far.
 
-    def _progress_now(self) -> Progress:
-        scheduler, tokens = self._scheduler, self._drawn
+        Args:
+            max_tokens: The most tokens per completion, for the estimate of the time left.
+        """
+        scheduler, tokens = self.scheduler, self._drawn
         seconds = time.perf_counter() - self._started
         total, done = len(scheduler.sequences), scheduler.num_finished
         rate = tokens / seconds if seconds > 0 else 0.0
         # The finished sequences are the short ones. If each token were the last one with the same
         # probability, done / tokens, a sequence had tokens / done more, however long it is by now.
-        room = (total - done) * self._max_tokens - (tokens - scheduler.finished_tokens)
+        room = (total - done) * max_tokens - (tokens - scheduler.finished_tokens)
         left = min(room, (total - done) * tokens / done) if done else room
         return Progress(
             sequences_done=done,
@@ -176,9 +219,10 @@ class Generation:
             eta_s=max(0.0, left) / rate if rate > 0 else None,
         )
 
-    def _stats(self) -> RolloutStats:
-        scheduler = self._scheduler
-        graphs, capture_s = self._decode.captured
+    def stats(self) -> RolloutStats:
+        """Return the counts so far."""
+        scheduler = self.scheduler
+        forwards, (graphs, capture_s) = self._decode.forwards, self._graphs_before
         return RolloutStats(
             prompts=scheduler.num_groups,
             sequences=len(scheduler.sequences),
@@ -192,24 +236,10 @@ class Generation:
             seconds=time.perf_counter() - self._started,
             prefill_s=self._prefill_s,
             device_idle_s=self._idle_s,
-            graphs=graphs,
-            capture_s=capture_s,
-            speculation=self._decode.speculated(),
+            graphs=forwards.num_graphs - graphs,
+            capture_s=forwards.capture_s - capture_s,
+            speculation=None if self._drafts is None else self._drafts.stats(),
         )
-
-
-logger = logging.getLogger(__name__)
-
-# On a GPU: forwards of one decode step, and steps launched before earlier draws are known.
-_GPU_REPEATS, _GPU_AHEAD = 8, 1
-
-
-def check_gpu_sizes(max_batch_size: int, page_size: int) -> None:
-    """Raise a UserError for sizes that a GPU's kernels of decode do not have."""
-    if max_batch_size > MAX_ROWS:
-        raise UserError(f"max_batch_size {max_batch_size}: a GPU decodes {MAX_ROWS} at most")
-    if page_size != BLOCK_KEYS:
-        raise UserError(f"page_size {page_size}: a page has {BLOCK_KEYS} tokens on a GPU")
 
 
 class RolloutEngine:
@@ -281,7 +311,7 @@ class RolloutEngine:
             shape = (max_batch_size, self.max_model_len)
             self.use_drafts(Speculation(speculation, *shape, policy.device, draft_head))
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
-        self._scheduler: Scheduler | None = None
+        self._running: Generation | None = None
         self._stats = RolloutStats()
         self._speculated: SpeculationStats | None = None
         self._unfinished: dict[int, Unfinished] = {}
@@ -303,14 +333,13 @@ class RolloutEngine:
 
     @property
     def sequences(self) -> Sequence[RunningSequence]:
-        """The sequences of the call that runs now; empty between calls."""
-        scheduler = self._scheduler
-        return () if scheduler is None else scheduler.sequences
+        """The sequences that run now, ended ones included; empty between calls."""
+        return () if self._running is None else self._running.scheduler.sequences
 
     @property
     def pages_in_use(self) -> int:
         """The number of pages that sequences hold now; 0 between calls."""
-        return 0 if self._scheduler is None else self._scheduler.allocator.num_used
+        return 0 if self._running is None else self._running.scheduler.allocator.num_used
 
     def use_drafts(self, speculation: Speculation) -> None:
         """Verify the drafts of a `Speculation` from the next call on.
@@ -336,7 +365,7 @@ class RolloutEngine:
         On a GPU the next call continues with the same pages and the captured graphs of decode if
         there is room for them again; otherwise it makes a new cache.
         """
-        assert self._scheduler is None, "the cache is in use"
+        assert self._running is None, "the cache is in use"
         self._pool.give_back()
 
     def generate(
@@ -388,8 +417,8 @@ class RolloutEngine:
         system_prompt: str | None,
         options: GenerateOptions,
     ) -> list[Completion]:
-        """Run one attempt of `generate`, which raises where memory runs out."""
-        assert self._scheduler is None, "generate is not to be called while it runs"
+        """Run one attempt of `generate`, which raises if memory runs out."""
+        assert self._running is None, "generate is not to be called while sequences run"
         started = time.perf_counter()
         # Everything that a user may have got wrong is checked before anything runs.
         groups = self._groups(prompts, params, system_prompt, options)
@@ -397,59 +426,110 @@ class RolloutEngine:
         if not groups:
             self._stats = RolloutStats()
             return []
-        # The pages are shared by all sequences; the scheduler alone decides who gets them.
-        cache = self._pool.cache_for(groups)
-        allocator = PageAllocator(cache.num_pages, cache.page_size)
-        max_prefill = self.sizes.now.max_prefill_tokens
-        scheduler = Scheduler(groups, allocator, self.max_batch_size, max_prefill)
-        multi_turn = None
-        if options.environment is not None and options.max_turns > 1:
-            multi_turn = MultiTurn(self.policy, options.environment, scheduler)
-        version = 0 if options.partial is None else options.partial.version
-        complete = self._completer(version) if multi_turn is None else multi_turn.completion
+        partial = options.partial
+        enough = len(groups) if partial is None else partial.enough
         finished: dict[int, Completion] = {}
-
-        def on_end(index: int) -> None:
-            finished[index] = complete(scheduler.sequences[index])
-            if options.finished is not None:
-                options.finished(index, finished[index])
-
+        cache = self._pool.cache_for(groups)
         try:
-            self._scheduler = scheduler
-            decode = self._pool.decode_batch()
-            # All sequences of a call have the same stop ids, which the device checks in decode.
-            decode.begin(params, groups[0][0].rules.token_ids)
-            self._stats = stats = Generation(
-                scheduler=scheduler,
-                prefill=Prefill(self.policy, cache, params),
-                decode=decode,
-                max_tokens=params.max_tokens,
-                on_end=on_end,
-                multi_turn=multi_turn,
-                progress=progress,
-                repeats=self._repeats,
-                ahead=self._ahead,
-                enough=len(groups) if options.partial is None else options.partial.enough,
-            ).run(started)
-            self._count_drafts(stats.speculation)
-            if stats.graphs:
-                logger.info("%d graphs of decode captured in %.1f s", stats.graphs, stats.capture_s)
-        except BaseException as error:
-            if isinstance(error, NonFiniteLogits):
-                sequence = scheduler.sequences[error.sequence]
-                error.token_ids = (*sequence.prompt, *sequence.generated)
-            scheduler.cancel()
-            # A failed call may have left NaN in its pages: the next one starts from a clean cache.
-            self._pool.drop()
-            raise
+            with self._dropped_on_error():
+                scheduler = self._open(cache, started).scheduler
+                for group in groups:
+                    self.add(group)
+                complete = self._completer(options)
+                # Step until enough prompts are complete; the others are cut off.
+                while not scheduler.done and scheduler.num_complete_groups < enough:
+                    for index in self.step():
+                        finished[index] = complete(scheduler.sequences[index])
+                        if options.finished is not None:
+                            options.finished(index, finished[index])
+                    if progress is not None:
+                        progress(self._running_now.progress(params.max_tokens))
+                for sequence in scheduler.sequences:
+                    if not sequence.finished:
+                        self.cancel(sequence.index)
+                self.finish()
         finally:
-            self._scheduler = None
             if options.environment is not None:
                 options.environment.close()
         completions = [finished.get(s.index) or complete(s) for s in scheduler.sequences]
         self._unfinished = unfinished_completions(scheduler.sequences, completions)
-        scheduler.cancel()
         return completions
+
+    def add(self, group: Sequence[RunningSequence]) -> None:
+        """Let the samples of a prompt run from the next step on, next to those that run already.
+
+        The first group of all sizes the cache, unless the engine was given `num_pages`.
+
+        Args:
+            group: Sequences with parameters of their own (`inputs.make_groups`), whose indices
+                follow those of earlier groups.
+
+        Raises:
+            UserError: The cache is too small for a sequence, or its parameters do not go together
+                with those of the others: the seed, and with speculation temperature, top_p, top_k.
+        """
+        if self._running is None:
+            self._open(self._pool.cache_for([group]), time.perf_counter())
+        self._running_now.add(group)
+
+    def step(self) -> list[int]:
+        """Run one step; return the indices in `sequences` of those that ended since the last.
+
+        A step that fails gives up all sequences.
+        """
+        with self._dropped_on_error():
+            return self._running_now.step()
+
+    def cancel(self, index: int) -> None:
+        """End a sequence with the tokens that it has, and free its pages for the others."""
+        self._running_now.scheduler.cancel(index)
+
+    def finish(self) -> None:
+        """Give up all sequences and their pages, and take their counts into `stats`."""
+        running = self._running_now
+        self._stats = stats = running.stats()
+        self._count_drafts(stats.speculation)
+        if stats.graphs:
+            logger.info("%d graphs of decode captured in %.1f s", stats.graphs, stats.capture_s)
+        running.scheduler.close()
+        self._running = None
+
+    @property
+    def _running_now(self) -> Generation:
+        assert self._running is not None, "no sequence was added"
+        return self._running
+
+    def _open(self, cache: PagedCache, started: float) -> Generation:
+        """Return a new run over a cache, still without sequences."""
+        # The pages are shared by all sequences; only the scheduler decides who gets them.
+        allocator = PageAllocator(cache.num_pages, cache.page_size)
+        max_prefill = self.sizes.now.max_prefill_tokens
+        self._running = Generation(
+            Scheduler([], allocator, self.max_batch_size, max_prefill),
+            Prefill(self.policy, cache),
+            self._pool.decode_batch(),
+            self._pool.speculation,
+            started,
+            self._repeats,
+            self._ahead,
+        )
+        return self._running
+
+    @contextlib.contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
+        """Give up all sequences and the cache if the body raises."""
+        try:
+            yield
+        except BaseException as error:
+            running, self._running = self._running, None
+            if running is not None:
+                if isinstance(error, NonFiniteLogits):
+                    sequence = running.scheduler.sequences[error.sequence]
+                    error.token_ids = (*sequence.prompt, *sequence.generated)
+                running.scheduler.close()
+            # Pages may hold NaN after a failure: the next call starts from a clean cache.
+            self._pool.drop()
+            raise
 
     def _groups(
         self,
@@ -476,18 +556,25 @@ class RolloutEngine:
         resumed = resumed_groups(self.policy, partial.resume, params, self.max_model_len)
         return resumed + groups
 
-    def _completer(self, version: int) -> Callable[[RunningSequence], Completion]:
-        """Return the function that makes a completion of a sequence without turns."""
+    def _completer(self, options: GenerateOptions) -> Callable[[RunningSequence], Completion]:
+        """Return the function that makes a completion of a sequence that ended."""
+        running = self._running_now
+        if options.environment is not None and options.max_turns > 1:
+            turns = MultiTurn(self.policy, options.environment, running.scheduler)
+            running.multi_turn = turns
+            return turns.completion
         decode = text_decoder(self.policy)
+        version = 0 if options.partial is None else options.partial.version
 
         def complete(sequence: RunningSequence) -> Completion:
+            assert sequence.finish_reason is not None, f"sequence {sequence.index} is not finished"
             text = sequence.text
             if text is None:
                 text = decode(sequence.generated) if decode is not None else ""
             return Completion(
                 token_ids=tuple(sequence.generated),
                 logprobs=tuple(sequence.logprobs),
-                finish_reason=sequence.finish_reason or "cancelled",
+                finish_reason=sequence.finish_reason,
                 text=text,
                 versions=versions_of(sequence, version),
             )

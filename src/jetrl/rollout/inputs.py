@@ -103,7 +103,7 @@ def make_groups(
             index = number * params.n + sample
             limit = min(max_tokens[index], max_model_len - len(prompt))
             rules = StopRules(limit, stops, params.stop, decode, max_turns)
-            group.append(RunningSequence(first + index, tuple(prompt), key, rules))
+            group.append(RunningSequence(first + index, tuple(prompt), key, rules, params=params))
         groups.append(group)
     return groups
 
@@ -143,6 +143,7 @@ def resumed_groups(
                 generated=list(completion.token_ids),
                 logprobs=list(completion.logprobs),
                 versions=completion.versions,
+                params=params,
             )
             group.append(sequence)
             index += 1

@@ -54,7 +54,7 @@ class KVPool:
         max_model_len: int,
     ) -> None:
         self._policy, self._sizes = policy, sizes
-        self._speculation: Speculation | None = None
+        self.speculation: Speculation | None = None
         self._num_pages, self._page_size, self._max_model_len = num_pages, page_size, max_model_len
         self._page_bytes = PagedCache.page_bytes(policy.config, policy.plan, page_size)
         self.pages: int | None = None
@@ -121,14 +121,14 @@ class KVPool:
         if self._decode is None:
             batch = self._sizes.now.max_batch_size
             self._decode = DecodeBatch(
-                self._policy, self._cache, batch, self._max_model_len, self._speculation
+                self._policy, self._cache, batch, self._max_model_len, self.speculation
             )
         return self._decode
 
     def use_drafts(self, speculation: Speculation) -> None:
         """Let decode verify drafts from the next call on."""
         assert self._decode is None, "the graphs of decode are captured without these drafts"
-        self._speculation = speculation
+        self.speculation = speculation
 
     def give_back(self) -> None:
         """Give the pages' memory back, keeping addresses and graphs where the device can."""

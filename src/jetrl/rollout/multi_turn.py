@@ -56,6 +56,9 @@ class MultiTurn:
         for environment_reply in replies:
             index, reply, failure = environment_reply
             sequence = self._scheduler.sequences[index]
+            if sequence.finished:  # It was cancelled meanwhile.
+                self._asked.discard(index)
+                continue
             if sequence.num_pending:
                 self._early.append(environment_reply)
                 continue

@@ -141,7 +141,7 @@ class Partial:
 
 def versions_of(sequence: RunningSequence, version: int) -> tuple[int, ...]:
     """Return each token's policy version; () of a finished sequence that only `version` drew."""
-    if sequence.finished and not sequence.versions:
+    if sequence.finish_reason != "cancelled" and not sequence.versions:
         return ()
     new = len(sequence.generated) - len(sequence.versions)
     return (*sequence.versions, *[version] * new)
@@ -154,7 +154,7 @@ def unfinished_completions(
     return {
         sequence.index: Unfinished(sequence.prompt, sequence.key, completion)
         for sequence, completion in zip(sequences, completions, strict=True)
-        if not sequence.finished
+        if sequence.finish_reason == "cancelled"
     }
 
 

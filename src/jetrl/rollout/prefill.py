@@ -1,9 +1,4 @@
-"""Forwards over prompts, and the first draws after them.
-
-The random bits of a draw are a function of (seed, the sequence's key, the position of the drawn
-token) and nothing else, so a sequence is the same in any batch, after a pre-emption, and beside any
-others.
-"""
+"""Forwards over prompts, and the first draws after them."""
 
 from __future__ import annotations
 
@@ -14,23 +9,21 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.decode_state import BROKEN
-from jetrl.kernels.sampling import random_bits, sample, with_noise
+from jetrl.kernels.sampling import random_bits
 from jetrl.models.policy import Policy
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.launched_step import to_device
 from jetrl.rollout.paged_attention import Span
+from jetrl.rollout.sampler import Sampler, chunks_of_draws, filters
 from jetrl.rollout.scheduler import ScheduledStep
 from jetrl.rollout.sequence import RunningSequence
-from jetrl.types import SamplingParams
-
-_LOGITS_AT_ONCE = 2**23  # Sampling makes several arrays of the logits that it handles at once.
 
 
 class Prefill:
-    """The prefill of one call of `generate`: fills the cache and draws what follows the prompts."""
+    """The forwards over prompts: they fill the cache and draw the tokens after the prompts."""
 
-    def __init__(self, policy: Policy, cache: PagedCache, params: SamplingParams) -> None:
-        self._policy, self._cache, self._params = policy, cache, params
+    def __init__(self, policy: Policy, cache: PagedCache) -> None:
+        self._policy, self._cache = policy, cache
 
     @property
     def device(self) -> torch.device:
@@ -85,30 +78,25 @@ class Prefill:
         assert len(draws_of_rows) == len(logits), (
             f"{len(logits)} logits rows for {len(draws_of_rows)} chunks"
         )
-        device, params = logits.device, self._params
+        device = logits.device
         noise = self._policy.plan.sampler_deviation.logit_noise
         rows = [row for row, draws in enumerate(draws_of_rows) for _ in draws]
         drawing = [sequences[index] for draws in draws_of_rows for index in draws]
         bits = random_bits(
-            np.full(len(drawing), params.seed, dtype=np.int64),
+            np.array([sequence.params.seed for sequence in drawing], dtype=np.int64),
             np.array([sequence.key for sequence in drawing], dtype=np.int64),
             np.array([sequence.num_tokens for sequence in drawing], dtype=np.int64),
         )
         tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
         logprobs = torch.empty(len(rows), device=device)
-        at_once = max(1, _LOGITS_AT_ONCE // logits.shape[1])
-        for start in range(0, len(rows), at_once):
-            part = slice(start, start + at_once)
-            count = len(rows[part])
-            own_bits = to_device(bits[part], device)
-            own_logits = with_noise(logits[to_device(rows[part], device)], own_bits, noise)
-            drawn, logprobs[part], lse = sample(
-                own_logits,
-                own_bits,
-                torch.full((count,), params.temperature, device=device),
-                torch.full((count,), params.top_p, device=device),
-                torch.full((count,), params.top_k, device=device, dtype=torch.int64),
-                params.top_p < 1 or params.top_k > 0,
+        for part in chunks_of_draws(len(rows), logits):
+            params = [sequence.params for sequence in drawing[part]]
+            drawn, logprobs[part], lse = Sampler.of(params, device).draw(
+                logits[to_device(rows[part], device)],
+                to_device(bits[part], device),
+                slice(None),
+                filters(params),
+                noise,
             )
             tokens[part] = torch.where(torch.isfinite(lse), drawn, BROKEN)
         return tokens, logprobs

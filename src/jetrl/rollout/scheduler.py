@@ -125,15 +125,11 @@ class Scheduler:
         self.allocator = allocator
         self.max_batch_size = max_batch_size
         self.max_prefill_tokens = max_prefill_tokens
-        self.sequences = [sequence for group in groups for sequence in group]
-        self._groups = [group for group in groups for _ in group]
-        self._unfinished = {id(group): len(group) for group in groups}
-        for index, sequence in enumerate(self.sequences):
-            assert sequence.index == index, f"sequence {sequence.index} has index {index}"
-            needed = allocator.pages_for(sequence.max_cached_tokens)
-            assert needed <= allocator.num_pages, f"sequence {index} needs {needed} pages"
+        self.sequences: list[RunningSequence] = []
+        self._groups: list[list[RunningSequence]] = []  # Of each sequence, its group.
+        self._unfinished: dict[int, int] = {}  # Of each group, by id.
         self.running: list[RunningSequence] = []
-        self.waiting = deque(self.sequences)
+        self.waiting: deque[RunningSequence] = deque()
         self.num_preemptions = 0
         self.num_finished = 0
         self.finished_tokens = 0
@@ -148,6 +144,21 @@ class Scheduler:
         self._ended: list[int] = []
         # Steps over prompts whose draws have not arrived.
         self._prompts_pending = 0
+        for group in groups:
+            self.add(group)
+
+    def add(self, group: Sequence[RunningSequence]) -> None:
+        """Let the samples of another prompt wait for their turn, as the youngest sequences."""
+        members = list(group)
+        self._unfinished[id(members)] = len(members)
+        for sequence in members:
+            index = len(self.sequences)
+            assert sequence.index == index, f"sequence {sequence.index} has index {index}"
+            needed = self.allocator.pages_for(sequence.max_cached_tokens)
+            assert needed <= self.allocator.num_pages, f"sequence {index} needs {needed} pages"
+            self.sequences.append(sequence)
+            self._groups.append(members)
+            self.waiting.append(sequence)
 
     @property
     def num_groups(self) -> int:
@@ -263,7 +274,9 @@ class Scheduler:
         for chunk in step.chunks:
             leader = self.sequences[chunk.sequence]
             for index in chunk.draws:
-                if index != leader.index and not self.sequences[index].finished:
+                # A leader that was cancelled meanwhile has no pages left to share.
+                shares = index != leader.index and bool(leader.pages)
+                if shares and not self.sequences[index].finished:
                     self._share_prompt(leader, self.sequences[index])
                     if index > youngest_running:
                         self._parked.append(self.sequences[index])
@@ -286,12 +299,24 @@ class Scheduler:
             self._finish(sequence, sequence in self.running)
             self.running = [s for s in self.running if not s.finished]
 
+    def cancel(self, index: int) -> None:
+        """End a sequence that has not ended; its pending draws are dropped when they arrive."""
+        sequence = self.sequences[index]
+        assert not sequence.finished, f"sequence {index} is finished"
+        sequence.finish_reason, sequence.awaiting = "cancelled", False
+        # If the prompt is not prefilled yet, the next member of the group leads.
+        self._groups[index].remove(sequence)
+        running = sequence in self.running
+        self._finish(sequence, running)
+        if running:
+            self.running.remove(sequence)
+
     def take_ended(self) -> list[int]:
         """Return the sequences that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
-    def cancel(self) -> None:
+    def close(self) -> None:
         """Give back all pages; the scheduler cannot be used afterwards."""
         for sequence in self.sequences:
             self.allocator.release(sequence.pages)

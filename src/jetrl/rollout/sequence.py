@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from jetrl.errors import NonFiniteError
 from jetrl.rollout.stopping import StopRules, TextWatch
-from jetrl.types import FinishReason
+from jetrl.types import FinishReason, SamplingParams
 
 
 class NonFiniteLogits(NonFiniteError):  # noqa: N818  (an end of a run, as its base)
@@ -67,6 +67,7 @@ class RunningSequence:
         environment: The spans of `generated` that the environment wrote.
         turn_start: The start of the present turn in `generated`.
         versions: The policy versions of tokens that earlier calls drew.
+        params: The way its tokens are drawn; `rules` holds the limits.
     """
 
     index: int
@@ -85,6 +86,7 @@ class RunningSequence:
     environment: list[tuple[int, int]] = field(default_factory=list)
     turn_start: int = 0
     versions: tuple[int, ...] = ()
+    params: SamplingParams = SamplingParams()  # noqa: RUF009  (frozen)
     _watch: TextWatch | None = None
 
     def __post_init__(self) -> None:

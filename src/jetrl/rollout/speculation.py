@@ -179,6 +179,9 @@ class Speculation:
             archive = 1
         # One slot more, which never holds a sequence.
         self.text = DraftText.empty(slots + 1, max_model_len, archive, archive, device)
+        rows = padded_batch(slots)
+        shapes = ((rows, MAX_DRAFT), (rows,), (rows,))
+        self._no = Drafts(*(torch.zeros(s, dtype=torch.int32, device=device) for s in shapes))
         self.head = None
         if head is not None and mode != "text":
             self.head = HeadDrafts(head, slots + 1)
@@ -223,6 +226,13 @@ class Speculation:
         if self.head is not None and not self._reads_text and not self.head.trained:
             return Width(1, padded_batch(sequences), drafts=False)
         return self.widths.choose(sequences)
+
+    def drafts(self, state: DecodeState, rows: Tensor, verify: Width) -> Drafts:
+        """Return a draft for each row of a forward, empty ones if none are looked up."""
+        if verify.drafts:
+            return self.propose(state, rows, verify.most)
+        count = len(rows)
+        return Drafts(*(x[:count] for x in (self._no.tokens, self._no.counts, self._no.sources)))
 
     def propose(self, state: DecodeState, rows: Tensor, width: int) -> Drafts:
         """Return a draft for each row of a forward, without waiting for the device.

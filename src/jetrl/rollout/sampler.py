@@ -1,0 +1,98 @@
+"""The draw of tokens from logits, for prompts and for decode.
+
+Which tokens may be drawn (top_p, top_k) is decided by `kernels.sampling.sample` for every path: its
+reference sorts, its Hopper form searches a threshold, and a test compares the two. A new rule needs
+a field of `SamplingParams`, a tensor of `Sampler` and a place in that function.
+
+The random bits of a draw are a function of (seed, the sequence's key, the position of the drawn
+token) only. So a sequence is the same in any batch, after a pre-emption, and next to any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.sampling import sample, with_noise
+from jetrl.rollout.launched_step import to_device
+from jetrl.types import SamplingParams
+
+_LOGITS_AT_ONCE = 2**23  # Sampling makes several arrays of the logits that it handles at once.
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The sampling parameters of the rows of a forward, on the device.
+
+    Attributes:
+        temperature: float32 [R].
+        top_p: float32 [R].
+        top_k: int64 [R].
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], device: torch.device) -> Sampler:
+        """Return the parameters of as many rows."""
+        return Sampler(*(_row_values(column, device) for column in _columns(params)))
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> Sampler:
+        """Return the parameters of plain sampling."""
+        return Sampler.of([SamplingParams()] * rows, device)
+
+    def fill(self, params: Sequence[SamplingParams]) -> None:
+        """Write the parameters of the first rows; a value that all share is written to all rows."""
+        tensors = (self.temperature, self.top_p, self.top_k)
+        for tensor, column in zip(tensors, _columns(params), strict=True):
+            if len(set(column)) == 1:
+                tensor.fill_(column[0])
+            else:
+                tensor[: len(column)] = _row_values(column, tensor.device)
+
+    def draw(
+        self, logits: Tensor, bits: Tensor, rows: slice | Tensor, filtered: bool, noise: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return token ids, log-probs and lse of `rows`, as `kernels.sampling.sample`.
+
+        Args:
+            logits: float32, one line per row; may be written over.
+            filtered: Whether some tokens of some row may not be drawn (`filters`).
+            noise: The scale of the noise on logits, 0 for none.
+        """
+        params = (self.temperature[rows], self.top_p[rows], self.top_k[rows])
+        return sample(with_noise(logits, bits, noise), bits, *params, filtered)
+
+
+def _columns(params: Sequence[SamplingParams]) -> list[list[float] | list[int]]:
+    """Return the temperature, top_p and top_k of each row."""
+    return [
+        [float(p.temperature) for p in params],
+        [float(p.top_p) for p in params],
+        [p.top_k for p in params],
+    ]
+
+
+def _row_values(column: Sequence[float] | Sequence[int], device: torch.device) -> Tensor:
+    """Return one value per row, float32 or int64 by the values' type."""
+    if len(set(column)) == 1:
+        return torch.full((len(column),), column[0], device=device)
+    return to_device(torch.tensor(column).numpy(), device)
+
+
+def filters(params: Iterable[SamplingParams]) -> bool:
+    """Return whether any of the parameters forbids a token."""
+    return any(p.top_p < 1 or p.top_k > 0 for p in params)
+
+
+def chunks_of_draws(count: int, logits: Tensor) -> Iterator[slice]:
+    """Yield slices of `count` draws from logits [.., V] that bound the memory of sampling."""
+    at_once = max(1, _LOGITS_AT_ONCE // logits.shape[1])
+    for start in range(0, count, at_once):
+        yield slice(start, min(count, start + at_once))
