@@ -41,7 +41,7 @@ one-card)
 8b-2-80gb)
     step 2 "$1" --shape qwen3-8b --plan unified --prompts 16 --samples 8 --prompt-length 256 \
         --response-length 1024 --batch-per-rank --leave-free 78.75 ;;
-# How ranks end that are killed, stopped or fail, on two GPUs with NCCL.
+# How ranks end that are killed or fail, on two GPUs with NCCL.
 faults-2)
     "$python" tests/reliability/fail_ranks.py --device cuda --out "$out/fail_ranks.json" ;;
 # FP8 beside BF16 on the same GPUs, each with the largest micro-batch that the plan has room for.

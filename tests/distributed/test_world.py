@@ -12,7 +12,7 @@ from tests.distributed.ranks import run_ranks
 
 from jetrl.distributed.agreement import LARGEST_SIZE, OUT_OF_MEMORY, agree
 from jetrl.distributed.collectives import exchange, gather_equal, gather_rows
-from jetrl.distributed.flight_recorder import record_collectives
+from jetrl.distributed.process_group import record_collectives
 from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import ONE_PROCESS, world
 from jetrl.errors import RanksDiffer, UserError

@@ -4,7 +4,7 @@
     python tests/reliability/fail_ranks.py --device cuda --out build/fail_ranks.json
 
 One run of two ranks is begun, and resumed after each fault: a rank is killed at random times and at
-named points, stopped, raises an error, hangs. After each fault all processes have to be gone within
+named points, raises an error, hangs. After each fault all processes have to be gone within
 seconds, the console has to name the rank and its phase once, and `jetrl doctor` has to find the
 collectives that the other rank remembers. At its end the run must have the bits of one that nobody
 disturbed. A fault that is not met as it should is noted, and the next one follows.
@@ -36,8 +36,8 @@ import torch
 from kill_and_resume import SMALL, check_same, fingerprint, forked
 from kill_ranks import LIMIT_S, Ended, launch
 
-from jetrl.distributed.flight_recorder import FILES
 from jetrl.distributed.peers import peers
+from jetrl.distributed.process_group import FILES
 from jetrl.training import Checkpoints
 
 # Two micro-batches an update, so that each rank has one, and matrices of which each has rows.
@@ -59,7 +59,7 @@ class Fault:
     """A fault of one rank.
 
     Attributes:
-        kind: What becomes of the rank: killed, stopped, raises or hangs.
+        kind: What becomes of the rank: killed, raises or hangs.
         victim: The rank.
         point: The point, of `POINTS`; empty for a random time.
         occurrence: Which time of coming by, from 1.
@@ -73,9 +73,7 @@ class Fault:
     @property
     def codes(self) -> list[int]:
         """The exit codes of two ranks."""
-        own, others = {"killed": (-9, 5), "stopped": (-9, 5), "raises": (1, 1), "hangs": (5, 5)}[
-            self.kind
-        ]
+        own, others = {"killed": (-9, 5), "raises": (1, 1), "hangs": (5, 5)}[self.kind]
         return [own if rank == self.victim else others for rank in range(2)]
 
     @property
@@ -84,7 +82,6 @@ class Fault:
         rank = rf"rank {self.victim}"
         return {
             "killed": rf"{rank} is gone \(.*\); it was last (.*)",
-            "stopped": rf"{rank} is stopped \(.*\); it was last (.*)",
             "raises": rf"(?s){rank}: Traceback(.*)ZeroDivisionError: a bug",
             "hangs": r"stopped: hang (.*): no sign of life",
         }[self.kind]
@@ -95,7 +92,6 @@ FAULTS = (
     Fault("hangs", 1, UPDATE, 2),
     Fault("killed", 1, "before the backward"),
     Fault("killed", 0, "after requantize"),
-    Fault("stopped", 1, "sampling, before a forward"),
     Fault("raises", 1, "after the backward"),
     Fault("killed", 1, "checkpoint, while it is copied"),
     Fault("killed", 0),
@@ -120,7 +116,7 @@ def prepared(fault: Fault, note: Path) -> Callable[[int], None]:
         if fault.kind == "hangs":
             while True:
                 time.sleep(60)
-        os.kill(os.getpid(), signal.SIGKILL if fault.kind == "killed" else signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def prepare(rank: int) -> None:
         if rank == fault.victim and fault.point:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -93,15 +92,9 @@ def _chain(folder: Path) -> dict[str, Any]:
         if rank == 0:
             kill_ranks.faults.fill_disk("disk full in a rollouts file", 1)
 
-    def stops(rank: int) -> None:
-        if rank == 1:
-            kill_ranks.faults.die = lambda: os.kill(os.getpid(), signal.SIGSTOP)
-            kill_ranks.faults.arm("after a supervised update", 1)
-
     at, fails = kill_ranks.ends_at, kill_ranks.raises_at
     ends = {
         "killed at its start": start(at("making the run directory", 0, 1, place)),
-        "stopped": start(stops),
         "raises": start(fails("before AdamW", 1, 2, ZeroDivisionError("a bug"))),
         "full disk": start(full_disk),
         "no memory": start(fails("in the held-out evaluation", 1, 1, MemoryError("of a test"))),
@@ -120,7 +113,6 @@ def test_a_rank_that_is_lost_ends_all_and_the_run_goes_on(tmp_path: Path) -> Non
     ends = apart(_chain, tmp_path)
     expected = {
         "killed at its start": ([-9, 5], "stopped: rank 0 is gone (", "before step 1"),
-        "stopped": ([5, -9], "stopped: rank 1 is stopped (", "it was last in sft of step 0"),
         "raises": ([1, 1], "rank 1: Traceback (most recent call last)", "ZeroDivisionError: a bug"),
         "full disk": ([6, 6], "stopped: ", "No space left on device"),
         "no memory": ([7, 7], "rank 1: stopped: out of memory in the phase eval", "of a test"),
@@ -182,7 +174,7 @@ def _rank(words: list[str], log: str) -> int:
     code = main(words)
     sys.stdout.flush()
     # Python's end would kill a thread of the watch within C++, and so abort the process.
-    left = {thread.name for thread in threading.enumerate()} & {"board", "peers"}
+    left = {thread.name for thread in threading.enumerate()} & {"peers"}
     return 99 if left else code
 
 

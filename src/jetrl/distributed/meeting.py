@@ -108,7 +108,7 @@ class Meeting:
             self._words.set(f"heard {self.rank}", "yes")
             return None
         ends = [f"end {rank}" for rank in range(self.size)]
-        if not (heard and _has_agent_store()):  # else the others' store ends with this rank
+        if not (heard and has_agent_store()):  # else the others' store ends with this rank
             start = f"start {self._joined}"
             met = [rank for rank in range(self.size) if self._words.check([f"{start} {rank}"])]
             self._came([ends[rank] for rank in met])
@@ -228,14 +228,14 @@ def _connected_again(store: Any) -> Store:
     return again
 
 
-def _has_agent_store() -> bool:
+def has_agent_store() -> bool:
     """Return whether torchrun keeps the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _of_this_attempt(store: Store) -> Store:
     """Return the part of a store that ranks of an earlier attempt have not written to."""
-    if not _has_agent_store():
+    if not has_agent_store():
         return store
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if machines > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:

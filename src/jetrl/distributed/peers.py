@@ -1,29 +1,125 @@
-"""The other ranks of a run, as far as a rank asks after them: whether they are well, and where.
+"""The other ranks of a run: where each one is, and how all end when one is lost or fails.
 
-`peers()` returns them. In a run of one process there are none, and every method does nothing. This
-module imports no torch; `peer_watch.py` has the ranks of several processes.
+Each rank has a line on a board in the run's key-value store: its phase and step, how many
+collectives it has begun, and what it waits for. The first rank that meets trouble writes that down
+as well, and all ranks end by this one account, with one exit code. Trouble is an error or a hang of
+a rank, which it writes down itself, or a process of this machine that is gone. It is looked for
+when a collective breaks, when SIGTERM comes, and once per second in a thread, since a main thread
+in a kernel that waits for a lost rank can do neither. That thread ends the process if the main
+thread does not do so within seconds.
+
+A process that is stopped (SIGSTOP) and a machine that is cut off are not noticed here: they end the
+run by `distributed.timeout_s`.
+
+`peers()` returns the other ranks. In a run of one process there are none, and every method does
+nothing. This module imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
 
-from jetrl.distributed.board import Trouble
-from jetrl.errors import RankLost
+from jetrl.errors import EXIT_HANG, RankLost, Terminated, ending
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+ANSWER_S = (
+    2.0  # for a lost rank's process to be gone, or its words to come, after a broken collective
+)
+BUSY_S = 4.0  # for the main thread to notice trouble
+ENDING_S = 6.0  # for the main thread to end, once it has noticed
+LEAVE_S = 3.0  # for last words, with a store or a disk that may not answer
+
+RECORD = "board.json"
+UNKNOWN = -1  # in place of a rank that is lost
+_TROUBLE = "trouble"
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """The line of a rank on the board.
+
+    Attributes:
+        phase: Empty before the first phase and between phases.
+        number: The collectives that it has begun.
+        awaits: What it waits for the others for; empty if it does not wait.
+        left: Whether it has ended, or is ending, by itself.
+    """
+
+    rank: int
+    node: str = ""
+    pid: int = 0
+    phase: str = ""
+    step: int = 0
+    number: int = 0
+    awaits: str = ""
+    left: bool = False
+
+    @property
+    def place(self) -> str:
+        """The phase and step in words, with what the rank waits for."""
+        phase = f"in {self.phase}" if self.phase else "between phases"
+        where = f"{phase} of step {self.step}" if self.phase or self.step else "before step 1"
+        return where + (f", waiting for the others ({self.awaits})" if self.awaits else "")
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """The end of a rank that ends the run.
+
+    Attributes:
+        kind: "lost" if the rank cannot say so itself, "failed" if it raised an error, and "hang" if
+            its watchdog ended it.
+        teller: The rank that prints it, if it is not known which one is lost.
+    """
+
+    rank: int
+    kind: Literal["lost", "failed", "hang"]
+    words: str
+    code: int = EXIT_HANG
+    teller: int = 0
+
+    @property
+    def printed_by(self) -> int:
+        """The rank that prints the message and records the board."""
+        if self.rank == UNKNOWN:
+            return self.teller
+        return int(self.rank == 0 and self.kind == "lost")
+
+    @property
+    def message(self) -> str:
+        return (
+            f"stopped: {self.words}" if self.kind == "lost" else f"rank {self.rank}: {self.words}"
+        )
+
+    @property
+    def reason(self) -> str:
+        """The reason of the run's end, in a line."""
+        if self.kind == "lost":
+            return self.words
+        return f"rank {self.rank}: {self.words.strip().splitlines()[-1]}"
 
 
 class Peers:
     """The other ranks of a run; this class is a run that has none."""
 
-    def here(self, phase: str, step: int, limit_s: float | None) -> None:
-        """Say where this rank is, which the others name should it be lost.
-
-        Args:
-            phase: The phase of the run; empty between phases.
-            limit_s: The silence that is a hang, in seconds; None: no limit.
-        """
+    def here(self, phase: str, step: int) -> None:
+        """Write down where this rank is; an empty phase is between phases."""
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
@@ -31,19 +127,19 @@ class Peers:
         yield
 
     def lost(self, what: str, reason: str) -> RankLost:
-        """Return the error of a collective that broke, which names the rank that is lost."""
+        """Return the error of a collective that broke, which names the lost rank if it can."""
         return RankLost(f"another rank is gone or did not answer ({what}): {reason}")
 
     def waits_for_others(self) -> bool:
-        """Return whether this rank is only silent because it waits for others that are behind."""
+        """Return whether this rank is silent only because it waits for others that are behind."""
         return False
 
     def is_well(self, rank: int) -> bool:
-        """Return whether a rank is known to run, and to watch the others."""
+        """Return whether another rank is known to run."""
         return False
 
     def trouble(self) -> Trouble | None:
-        """Return what ends the run, if some rank has met trouble; look once more for it."""
+        """Return what ends the run, after one more look for it."""
         return None
 
     def failed(self, words: str, code: int, hangs: bool = False) -> None:
@@ -66,11 +162,7 @@ class Peers:
         """End the watch over the others."""
 
     def records_in(self, folder: Path) -> None:
-        """Name the folder that gets a record of trouble.
-
-        Args:
-            folder: The folder, which exists by then.
-        """
+        """Name the folder, which may not exist yet, that gets a record of trouble."""
 
     def before_leaving(self, work: Callable[[Trouble], None]) -> None:
         """Do more work when this rank is made to leave while its main thread cannot."""
@@ -88,7 +180,276 @@ def peers() -> Peers:
     return _peers
 
 
-def set_peers(new: Peers) -> None:
-    """Make `new` the other ranks of this process."""
-    global _peers
-    _peers = new
+class OtherRanks(Peers):
+    """The other ranks of a run of several processes, watched between `open` and `close`.
+
+    Args:
+        store: A connection to the run's key-value store on which nobody else waits.
+        on_machine: The ranks of this machine.
+        leave: Ends this process because of trouble, after its last words.
+        keeper: The process that keeps the store, if it is this one's parent; else 0.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        status: RankStatus,
+        size: int,
+        on_machine: Collection[int],
+        leave: Callable[[Trouble], None],
+        write_collectives: Callable[[Path, int], None] = lambda folder, rank: None,
+        keeper: int = 0,
+    ) -> None:
+        self._store, self._status, self._size = store, status, size
+        self._rank, self._leave, self._keeper = status.rank, leave, keeper
+        self._write_collectives = write_collectives
+        self._neighbors = [rank for rank in on_machine if rank != status.rank]
+        self._main = threading.main_thread().ident
+        self._handler: Any = signal.SIG_DFL  # before this object was opened
+        self._folder: Path | None = None
+        self._hang_work: list[Callable[[str], None]] = []
+        self._last_work: list[Callable[[Trouble], None]] = []
+        self._trouble: Trouble | None = None
+        self._ending = self._orderly = self._recorded = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+
+    def open(self) -> None:
+        """Begin to watch, and make this object the process's `peers()`."""
+        global _peers
+        _peers = self
+        self._write()
+        if threading.get_ident() == self._main:
+            self._handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the watch, at the end of a run without trouble."""
+        global _peers
+        self.leaving()
+        self._over.set()
+        self._thread.join(ANSWER_S)  # Python's end would kill it within C++, and so the process
+        if threading.get_ident() == self._main:
+            signal.signal(signal.SIGTERM, self._handler)
+        _peers = NOBODY
+
+    def here(self, phase: str, step: int) -> None:
+        """Write down where this rank is, at once: it may be lost the next moment."""
+        self._write(phase=phase, step=step)
+
+    @contextlib.contextmanager
+    def awaiting(self, what: str) -> Iterator[None]:
+        """Count a collective of the main thread, and note what it waits for."""
+        if threading.get_ident() != self._main:
+            yield
+            return
+        self._status = replace(self._status, number=self._status.number + 1, awaits=what)
+        try:
+            yield
+        finally:
+            self._status = replace(self._status, awaits="")
+
+    def lost(self, what: str, reason: str) -> RankLost:
+        """Return the error of a collective that broke, with the name of the lost rank."""
+        deadline = time.monotonic() + ANSWER_S
+        while (trouble := self.trouble()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if threading.get_ident() == self._main:
+            self._ending = True
+        if trouble is None:
+            words = (
+                f"rank {self._rank} waited for the others ({what}), and one of them is gone or did "
+                f"not answer: {reason}"
+            )
+            places = (f"rank {r} was last {s.place}" for r, s in sorted(self._others().items()))
+            words = "; ".join([words, *places])
+            trouble = self._tell(Trouble(UNKNOWN, "lost", words, teller=self._rank))
+        return RankLost(trouble.reason, trouble.code)
+
+    def waits_for_others(self) -> bool:
+        """Return whether another rank is behind this one, and its own watchdog has not ended it."""
+        own = self._status
+        return any(
+            other.number < own.number or (own.awaits and not other.awaits)
+            for other in self._others().values()
+            if not other.left
+        )
+
+    def is_well(self, rank: int) -> bool:
+        """Return whether a rank has a line on the board, and is not known to be gone."""
+        line = self._others().get(rank)
+        return line is not None and not self._is_gone(line)
+
+    def trouble(self) -> Trouble | None:
+        """Return what ends the run, after one more look."""
+        if self._trouble is None and not self._over.is_set():
+            with contextlib.suppress(RuntimeError):  # of the store, which may be gone
+                self._find()
+        return self._trouble
+
+    def failed(self, words: str, code: int, hangs: bool = False) -> None:
+        """Write down that this rank ends, and why."""
+        self._ending = True
+        self._status = replace(self._status, left=True)
+        if self._trouble is None:
+            self._tell(Trouble(self._rank, "hang" if hangs else "failed", words, code))
+
+    def leaving(self) -> None:
+        """Write down that this rank ends in an orderly way."""
+        self._ending = self._orderly = True
+        self._write(left=True)
+
+    def interrupted(self) -> bool:
+        """Return whether a signal is to be ignored; raise RankLost if a lost rank caused it."""
+        if self._ending:
+            return True
+        trouble = self.trouble()
+        if trouble is None:
+            return False
+        self._ending = True
+        raise RankLost(trouble.reason, trouble.code)
+
+    def records_in(self, folder: Path) -> None:
+        """Write the board into a folder, if trouble ends the run."""
+        self._folder = folder
+
+    def before_leaving(self, work: Callable[[Trouble], None]) -> None:
+        """Do more work when the thread ends this process."""
+        self._last_work.append(work)
+
+    def on_hang(self, work: Callable[[str], None]) -> None:
+        """Do work when another rank hangs."""
+        self._hang_work.append(work)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """End the process, if the run does not yet, or no longer, handle SIGTERM itself."""
+        if not self.interrupted():
+            self.failed(*ending(Terminated()))
+            raise Terminated
+
+    # The board
+
+    def _write(self, **changed: Any) -> None:
+        """Write this rank's line; without a store that answers nobody reads it."""
+        self._status = replace(self._status, **changed)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"status {self._rank}", json.dumps(asdict(self._status)))
+
+    def _lines(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+        """Return the lines of those ranks that have written one."""
+        there = [rank for rank in ranks if self._store.check([f"status {rank}"])]
+        return {r: RankStatus(**json.loads(self._store.get(f"status {r}"))) for r in there}
+
+    def _others(self) -> dict[int, RankStatus]:
+        """Return the lines of the other ranks; none if the store does not answer."""
+        with contextlib.suppress(RuntimeError):
+            return self._lines(rank for rank in range(self._size) if rank != self._rank)
+        return {}
+
+    def _told(self) -> Trouble | None:
+        """Return the trouble that a rank has written down."""
+        if not self._store.check([_TROUBLE]):
+            return None
+        return Trouble(**json.loads(self._store.get(_TROUBLE)))
+
+    def _tell(self, trouble: Trouble) -> Trouble:
+        """Write trouble down, unless another rank was first; return what holds."""
+        with contextlib.suppress(RuntimeError):  # without a store each rank ends by its own account
+            written = self._store.compare_set(_TROUBLE, "", json.dumps(asdict(trouble)))
+            trouble = Trouble(**json.loads(written))
+        self._record(trouble)
+        self._trouble = trouble
+        return trouble
+
+    def _find(self) -> None:
+        """Look for trouble that a rank has written down, and for processes that are gone."""
+        if self._keeper and os.getppid() != self._keeper:
+            words = "torchrun, which keeps the key-value store of the run, is gone"
+            self._trouble = Trouble(UNKNOWN, "lost", words)
+            return
+        told = self._told()
+        gone = (
+            [] if told else [s for s in self._lines(self._neighbors).values() if self._is_gone(s)]
+        )
+        for line in gone:
+            line = self._lines([line.rank])[line.rank]  # it may have written a last line
+            told = told or self._told()
+            if told is None and not line.left:
+                words = (
+                    f"rank {line.rank} is gone (process {line.pid} on {line.node}: killed from "
+                    "outside, by the system for its memory, or a crash); it was last "
+                )
+                told = self._tell(Trouble(line.rank, "lost", words + line.place))
+        if told is not None and self._trouble is None:
+            self._record(told)
+            self._trouble = told
+
+    def _is_gone(self, line: RankStatus) -> bool:
+        """Return whether a rank of this machine has no process any more."""
+        if line.rank in self._neighbors:
+            try:
+                os.kill(line.pid, 0)
+            except ProcessLookupError:
+                return True
+            except PermissionError:
+                pass
+        return False
+
+    def _record(self, trouble: Trouble) -> None:
+        """Write down what this rank remembers; one of those that are left writes the board."""
+        if self._recorded or self._folder is None:
+            return
+        self._recorded = True
+        if trouble.kind != "failed":
+            self._write_collectives(self._folder, self._rank)
+        if self._rank != trouble.printed_by:
+            return
+        lines = sorted({**self._others(), self._rank: self._status}.items())
+        ranks = [
+            {
+                **{name: getattr(line, name) for name in ("rank", "node", "pid", "place", "left")},
+                "collectives": line.number,
+            }
+            for _, line in lines
+        ]
+        words = {"time": time.time(), "rank": trouble.rank, "words": trouble.reason, "ranks": ranks}
+        try:
+            (self._folder / RECORD).write_text(json.dumps(words, indent=1) + "\n")
+        except OSError as error:  # a full disk may be the trouble
+            logger.warning("%s: %s", self._folder / RECORD, error)
+
+    # The thread
+
+    def _watch(self) -> None:
+        """Keep this rank's line fresh, and end the process if trouble comes; the thread's body."""
+        noticed: float | None = None
+        while not self._over.wait(TICK_S):
+            self._write()
+            trouble = self.trouble()
+            if trouble is None or self._orderly:
+                continue
+            if noticed is None:
+                noticed = time.monotonic()
+                if trouble.kind == "hang" and trouble.rank != self._rank:
+                    for work in self._hang_work:
+                        with contextlib.suppress(Exception):
+                            work(trouble.reason)
+                # The handler of SIGTERM raises RankLost, unless the main thread is within C.
+                if not self._ending and self._main and callable(signal.getsignal(signal.SIGTERM)):
+                    signal.pthread_kill(self._main, signal.SIGTERM)
+            elif time.monotonic() - noticed > (ENDING_S if self._ending else BUSY_S):
+                self._end_process(trouble)
+
+    def _end_process(self, trouble: Trouble) -> None:
+        """End this process, whatever its main thread is doing."""
+        code = trouble.code or EXIT_HANG
+        limit = threading.Timer(LEAVE_S, os._exit, (code,))
+        limit.daemon = True
+        limit.start()
+        try:
+            for work in self._last_work:
+                with contextlib.suppress(Exception):
+                    work(trouble)
+            self._leave(trouble)
+        finally:
+            os._exit(code)

@@ -19,17 +19,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
-from jetrl.distributed.board import Board, RankStatus, Trouble
-from jetrl.distributed.flight_recorder import write_collectives
-from jetrl.distributed.meeting import Meeting, meet
-from jetrl.distributed.peer_watch import PeerWatch
-from jetrl.distributed.peers import NOBODY, Peers, peers
-from jetrl.distributed.processes import this_process
+from jetrl.distributed.meeting import Meeting, has_agent_store, meet
+from jetrl.distributed.peers import NOBODY, OtherRanks, Peers, RankStatus, Trouble, peers
 from jetrl.distributed.world import (
     ONE_PROCESS,
     World,
@@ -43,6 +41,10 @@ from jetrl.errors import RankLost, RanksDiffer, RunStopped, UserError
 Item = TypeVar("Item")
 
 TIMEOUT_S = 1800.0
+
+# torch's flight recorder remembers the last collectives of a process.
+_KEPT = "2000"  # collectives
+TIMEOUT_FILES, FILES = "nccl_timeout_rank_", "collectives_rank_"
 
 
 @dataclass(frozen=True)
@@ -230,11 +232,43 @@ def _watched(
     if leave is None or meeting.size == 1:
         return NOBODY
     first = meeting.rank - local_rank  # torchrun numbers the ranks of a machine in a row
-    watched = {*range(first, min(first + local_size, meeting.size)), 0}
-    watched.add((meeting.rank + 1) % meeting.size)
-    status = RankStatus(meeting.rank, socket.gethostname(), this_process())
-    watch = PeerWatch(
-        Board(meeting.own_store("board")), status, meeting.size, watched, leave, write_collectives
+    others = OtherRanks(
+        meeting.own_store("board"),
+        RankStatus(meeting.rank, socket.gethostname(), os.getpid()),
+        meeting.size,
+        range(first, min(first + local_size, meeting.size)),
+        leave,
+        write_collectives,
+        keeper=os.getppid() if has_agent_store() else 0,
     )
-    watch.open()
-    return watch
+    others.open()
+    return others
+
+
+def record_collectives(folder: Path) -> None:
+    """Turn the flight recorder on, before a process group is opened; what is set already stays."""
+    # Each with the name that it had before torch 2.9, which is read as well and may be set.
+    settings = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): _KEPT,
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(
+            (folder / TIMEOUT_FILES).absolute()
+        ),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+    }
+    for names, value in settings.items():
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
+    # torchrun's own choice, 1, makes NCCL clean up first, which may wait for what hangs.
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+
+
+def write_collectives(folder: Path, rank: int) -> None:
+    """Write the collectives that this process remembers into a folder, as JSON."""
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(
+        c10d, "_dump_fr_trace_json", None
+    )
+    if dump is None:
+        return
+    with contextlib.suppress(RuntimeError, OSError):  # a full disk may be the trouble
+        (folder / f"{FILES}{rank}.json").write_bytes(dump())

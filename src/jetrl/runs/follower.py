@@ -3,9 +3,9 @@
     runs/NAME/ranks/
       rank_1.txt        Python logging of rank 1, and what it and its libraries print
       rank_1_hang.txt   where it hung, if it did, or waited for a rank that hung
-      board.json        where each rank was when one was lost or failed (distributed/board.py)
+      board.json        where each rank was when one was lost or failed (distributed/peers.py)
       collectives_rank_1.json, nccl_timeout_rank_1
-                        its last collectives at that time (distributed/flight_recorder.py)
+                        its last collectives at that time (distributed/process_group.py)
 
 Only rank 0 creates and writes the directory. Other ranks get what they decide by from rank 0
 (`World.from_first`), since rank 0 may write more in the meantime.

@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 from typing import NoReturn
 
-from jetrl.distributed.board import Trouble
 from jetrl.distributed.console import exit_now, tell_once
 from jetrl.distributed.meeting import NoMeeting, meet
-from jetrl.distributed.peers import peers
+from jetrl.distributed.peers import Trouble, peers
 from jetrl.distributed.world import launched_rank
 from jetrl.errors import RankLost, RunStopped, Terminated, UserError
 from jetrl.runs.format import visible
@@ -58,9 +57,9 @@ def end(
 def leave(trouble: Trouble) -> NoReturn:
     """End this rank because of another's trouble, which one rank prints."""
     rank = launched_rank()
-    if rank == int(trouble.rank == 0 and trouble.kind == "lost"):
+    if rank == trouble.printed_by:
         tell_once(visible(trouble.message, newlines=True))
-    if trouble.rank < 0:  # the store itself is gone
+    if trouble.rank < 0:  # the store, or who knows which rank
         exit_now(trouble.code)
     with contextlib.suppress(NoMeeting, RuntimeError):
         meeting = meet().again()  # the main thread may be waiting on its connection

@@ -15,9 +15,7 @@ from pathlib import Path
 
 import torch
 
-from jetrl.distributed.flight_recorder import record_collectives
-from jetrl.distributed.process_group import TIMEOUT_S, open_world
-from jetrl.distributed.processes import started_before
+from jetrl.distributed.process_group import TIMEOUT_S, open_world, record_collectives
 from jetrl.distributed.world import ONE_PROCESS, launched_size, started_by_torchrun, world
 from jetrl.errors import Terminated, TimeLimitReached, ending
 from jetrl.runs.attempts import read_attempts, versions
@@ -130,7 +128,7 @@ def goes_on(settings: Settings) -> bool:
     path = Path(settings.run.dir) / str(settings.run.name)
     attempts = read_attempts(path) if (path / "config.toml").is_file() else []
     # Not a run of an earlier torchrun, which would be continued without being asked to.
-    if not attempts or not started_before(os.getppid(), attempts[-1].started):
+    if not attempts or not _started_before(os.getppid(), attempts[-1].started):
         return False
     last = attempts[-1]
     if last.state == "interrupted":
@@ -138,3 +136,14 @@ def goes_on(settings: Settings) -> bool:
     if last.state == "stopped" and last.reason.startswith("run.max_hours"):
         raise TimeLimitReached(f"{last.reason}; go on with --resume")
     return True
+
+
+def _started_before(process: int, moment: float) -> bool | None:
+    """Return whether a process of this machine was started before a moment; None if unknown."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        lines = Path("/proc/stat").read_text().splitlines()
+        boot = next(int(line.split()[1]) for line in lines if line.startswith("btime"))
+    except (OSError, IndexError, StopIteration, ValueError):
+        return None
+    return boot + int(fields[19]) / os.sysconf("SC_CLK_TCK") < moment

@@ -127,8 +127,7 @@ class Watchdog:
         with self._lock:
             self._phase, self._step = phase, step
             self._last_sign, self._silence = time.monotonic(), 0.0
-        limit = self.limit_s(phase) if self._settings.enabled else None
-        peers().here("" if phase == BETWEEN else phase, step, limit)
+        peers().here("" if phase == BETWEEN else phase, step)
 
     def _watch(self) -> None:
         """Look at the clock until the context ends; the body of the watchdog's thread."""
