@@ -1,5 +1,1 @@
-"""Sampling from a policy: `jetrl.rollout.engine.RolloutEngine`, and the parts it is made of.
-
-Nothing is imported here, so that the scheduler, the pages and the sequences stay usable
-without torch.
-"""
+"""Sampling from a policy; imports nothing, so that the scheduler stays usable without torch."""

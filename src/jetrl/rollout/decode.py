@@ -1,10 +1,9 @@
 """Decode on the device: several forwards in a row, whose tokens Python sees only afterwards.
 
 `DecodeBatch` keeps the last tokens, positions and page tables of running sequences on the device
-(`kernels.decode`), a slot for each. A decode step writes the news to the device (new sequences,
-added pages), runs the forwards, and copies their draws to the host. The host waits for nothing, so
-it schedules the next step while the device runs this one. A sequence that ends in between does
-nothing more on the device, and the scheduler drops the draws past its end.
+(`kernels.decode`), a slot for each. A step writes what changed (new sequences, added pages), runs
+the forwards, and copies their draws to the host without waiting. A sequence that ends in between
+does nothing more on the device, and the scheduler drops draws past its end.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class _Resident:
     """A sequence that the device knows.
 
     Attributes:
-        slot: The sequence's slot in the device's state.
-        position: The position of the next token, unless the sequence ends before; the least, where
+        position: The position of the next token, unless the sequence ends before; a lower bound if
             forwards verify drafts.
     """
 
@@ -53,12 +51,7 @@ class _Resident:
 
 
 class DecodeBatch:
-    """The device's side of decode over one cache.
-
-    Args:
-        max_model_len: The most tokens of a sequence.
-        speculation: The drafts that forwards verify; None for forwards of one token a sequence.
-    """
+    """The device's side of decode over one cache; `speculation` is None without drafts."""
 
     def __init__(
         self,
@@ -85,7 +78,7 @@ class DecodeBatch:
         self._stop_ids: frozenset[int] | None = None  # Those in the buffers.
 
     def close(self) -> None:
-        """Give up the forwards' graphs; nothing is launched afterwards."""
+        """Free the forwards' graphs; nothing is launched afterwards."""
         self.forwards.close()
 
     def begin(self) -> None:

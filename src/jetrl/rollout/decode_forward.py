@@ -40,15 +40,14 @@ logger = logging.getLogger(__name__)
 
 
 class GraphPool:
-    """The CUDA graphs of one owner and their memory pool, given up in the right order.
+    """The CUDA graphs of one owner and their memory pool, freed in the right order.
 
     Torch counts the users of a pool and aborts the process if they outlive it. Python promises no
-    order when it collects a cycle, and a traceback may keep a graph that is half captured. So the
-    pool belongs to a finalizer, which resets every graph first, whoever still holds it.
+    order when it collects a cycle, and a traceback may keep a half-captured graph. So the pool
+    belongs to a finalizer, which resets every graph first.
 
     Attributes:
-        close: Waits for the device, resets all graphs, then gives the pool up; a second call does
-            nothing.
+        close: Waits for the device, resets all graphs, then frees the pool; once.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class GraphPool:
 
 
 def _give_up(graphs: list[torch.cuda.CUDAGraph], pools: list[torch.cuda.MemPool]) -> None:
-    """Wait for the device, reset all graphs, then give the pools up, and keep neither."""
+    """Wait for the device, reset all graphs, then free the pools."""
     # Graphs may still run where an error or Ctrl-C ended a call. Before torch gives their memory
     # back it waits for the stream alone that they were captured in. Nothing can wait in a capture,
     # where Python may collect an owner that has long ended.
@@ -84,10 +83,10 @@ class DecodeBuffers:
     Attributes:
         rows: int64 [R], the slot of each row.
         tables: int32 [R, W], the page table of each row.
-        sampler: The parameters of R rows; of 8 R with room for verifying drafts.
+        sampler: The parameters of R rows; of 8 R if drafts are verified.
         out: The draws of the forwards of one step, without drafts.
-        verified: The draws of the forwards of one step that verify drafts; None without room.
-        idle_slot: A slot that never holds a sequence, for rows that fill up a size.
+        verified: The same with drafts; None without.
+        idle_slot: A slot that never holds a sequence, for rows that pad a size.
     """
 
     state: DecodeState
@@ -102,7 +101,6 @@ class DecodeBuffers:
     def empty(
         slots: int, repeats: int, width: int, device: torch.device, drafts: bool = False
     ) -> DecodeBuffers:
-        """Return buffers without a sequence."""
         rows = padded_batch(slots)
         queries = rows * MAX_QUERIES if drafts else rows
 
@@ -131,7 +129,7 @@ class ForwardSize:
 
     Attributes:
         longest: Tokens of the longest context at the end of the step.
-        verify: What the forward verifies; None where decode has no drafts.
+        verify: What the forward verifies; None without drafts.
     """
 
     rows: int
@@ -141,11 +139,7 @@ class ForwardSize:
 
 
 class EagerForwards:
-    """Decode forwards called from Python over gathered pages, for the active rows only.
-
-    Args:
-        speculation: The drafts to verify; None for forwards of one token per sequence.
-    """
+    """Decode forwards called from Python over gathered pages, for the active rows only."""
 
     num_graphs = 0
     capture_s = 0.0
@@ -168,7 +162,6 @@ class EagerForwards:
         """Do nothing: an eager forward needs no preparation."""
 
     def run(self, size: ForwardSize) -> None:
-        """Run a forward of a size that was prepared."""
         self.forward(size)
 
     def forward(self, size: ForwardSize) -> None:
@@ -215,7 +208,6 @@ class EagerForwards:
 
     @property
     def _noise(self) -> float:
-        """The scale of the noise on logits."""
         return self._policy.plan.sampler_deviation.logit_noise
 
     def _spans(self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize) -> list[Span]:
@@ -252,20 +244,18 @@ class GraphForwards(EagerForwards):
         self._held = DeviceBytes(buffers.rows.device)
 
     def close(self) -> None:
-        """Give up the graphs, and then their memory; no forward runs afterwards."""
+        """Free the graphs, and then their memory; no forward runs afterwards."""
         self._graphs.clear()
         self._pool.close()
         self._held.bytes = 0
 
     def prepare(self, size: ForwardSize) -> None:
-        """Capture the graph of a size if it does not exist."""
         size = self._padded(size)
         if size not in self._graphs:
             self._graphs[size] = self._capture(size)
             self.num_graphs += 1
 
     def run(self, size: ForwardSize) -> None:
-        """Replay the graph of a size."""
         assert self._cache.ready, "the pages' memory has been given back"
         self._graphs[self._padded(size)].replay()
 
@@ -290,7 +280,7 @@ class GraphForwards(EagerForwards):
         return dataclasses.replace(size, rows=padded_batch(size.rows), longest=longest)
 
     def _capture(self, size: ForwardSize) -> torch.cuda.CUDAGraph:
-        """Capture one graph; the rows are idle meanwhile, so that no sequence changes."""
+        """Capture one graph; its rows are idle, so that no sequence changes."""
         buffers = self._buffers
         rows_before = buffers.rows.clone()
         buffers.rows.fill_(buffers.idle_slot)
@@ -345,10 +335,10 @@ class GraphForwards(EagerForwards):
 
 @functools.cache
 def _capture_stream() -> torch.cuda.Stream:
-    """Return the stream of all captures: a pool's memory serves the stream that it was taken on."""
+    """Return the stream of all captures: a pool's memory serves the stream it was taken on."""
     return torch.cuda.Stream()
 
 
 def _without_tensors(device: torch.device) -> int:
-    """Return the bytes that torch has reserved of the device and that no tensor uses."""
+    """Return the bytes that torch has reserved and that no tensor uses."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

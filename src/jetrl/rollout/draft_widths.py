@@ -1,17 +1,16 @@
-"""The choice of how many tokens a forward of decode verifies, by batch; without torch.
+"""The choice of how many tokens a forward of decode verifies, per batch; without torch.
 
-A forward over R rows takes longer than one over a row a sequence, by how much depends on the batch:
-a few sequences hardly notice, hundreds pay for every row. What it brings depends on the drafts
-(`draft_worth`). So the choice is the one with the most expected tokens a second.
+A forward over R rows takes longer than one over a row per sequence: a few sequences hardly notice,
+hundreds pay for every row. Its gain depends on the drafts (`DraftWorth`). The choice is the one
+with the most expected tokens per second.
 
-Seconds of a forward without drafts are those of the last steps. What a choice takes longer is
-measured where it ran beside such steps; before it has run it is what the two took when their graphs
-were captured, with no sequence in them. Contexts grow meanwhile, for all choices alike: so a
-forward that verifies says how long one without drafts would take, for a while.
+The plain time is that of the last steps without drafts. The extra time of a choice is measured
+next to such steps; before it has run, it is the difference measured when the graphs were captured,
+with idle rows. Contexts grow meanwhile, for all choices alike: so for a while a forward that
+verifies says how long a plain one would take.
 
-Where nothing is verified, text is looked up in every few steps, so that its worth is known. The
-draft head is asked only where its guesses are verified; so where none is, a step is, once in a
-while.
+When nothing is verified, text is looked up every few steps so that its worth stays known. The
+draft head only guesses when its guesses are verified, so it is tried once in a while.
 
 Nothing here changes a token.
 """
@@ -30,12 +29,12 @@ _LEAST, _MOST = 0.5, 2.0  # Bounds of what drafts bring beside what they are exp
 
 
 class _Source:
-    """The drafts of one source, as means of the last steps.
+    """The drafts of one source, as running means.
 
     Attributes:
-        offered: The share of forwards with a draft of this source.
-        hit: The share of forwards in which the first token of one was right.
-        chain: The chance that the next token of a draft is right, after one that was.
+        offered: Share of forwards with a draft of this source.
+        hit: Share of forwards in which the first token of one was right.
+        chain: Chance that the next token of a draft is right, after one that was.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,7 @@ class _Source:
     def observe(
         self, drawn: np.ndarray, drafted: np.ndarray, hit: np.ndarray, offered: np.ndarray
     ) -> None:
-        """Take in the drafts of a step, as `DraftWorth.observe`, of other sources with zeros."""
+        """Add the drafts of a step, as `DraftWorth.observe`; zeros for other sources."""
         self.offered = mean(self.offered, float(offered.mean()))
         self.hit = mean(self.hit, float(hit.mean()))
         # Of the drafts that were right in their first token and had a second: how many in that too,
@@ -65,11 +64,15 @@ class _Source:
 
 
 class DraftWorth:
-    """The worth of drafts.
+    """The tokens that drafts are expected to bring, from what the last steps of decode saw.
+
+    A share o of the sequences has a draft of a source. Its first token is right with a chance p,
+    each next one, after one that was, with a chance a. A forward of B sequences and R rows spends
+    R - B rows on the draft tokens that are most likely right: of each source on all first tokens,
+    on all second ones, and so on.
 
     Attributes:
-        head_tokens: The most tokens of a draft of the draft head; 0 without a head that has
-            learned anything.
+        head_tokens: Maximum tokens of a draft of the draft head; 0 without a trained head.
     """
 
     def __init__(self) -> None:
@@ -88,14 +91,14 @@ class DraftWorth:
         offered: np.ndarray,
         by_head: np.ndarray,
     ) -> None:
-        """Take in what a step of decode brought that looked drafts up.
+        """Add a step of decode that looked drafts up.
 
         Args:
-            width: The most tokens of a sequence in a forward.
-            drawn: int [N], the tokens that each forward of a running sequence drew; N above 0.
-            drafted: int [N], the tokens that it verified.
-            hit: int [N], 1 where the first token of the draft was drawn.
-            offered: int [N], 1 where there was a draft.
+            width: Maximum tokens per sequence in a forward.
+            drawn: int [N > 0], tokens drawn per forward and running sequence.
+            drafted: int [N], of these the verified draft tokens.
+            hit: int [N], 1 if the first token of the draft was drawn.
+            offered: int [N], 1 if there was a draft.
             by_head: bool [N], whether the draft was the draft head's.
         """
         if width > 1:
@@ -107,11 +110,7 @@ class DraftWorth:
         self._text.observe(drawn, drafted, hit * ~by_head, offered * ~by_head)
 
     def tokens(self, sequences: float, width: int, rows: int) -> float:
-        """Return the expected tokens of a sequence in a forward.
-
-        Args:
-            width: The most tokens of a sequence in a forward.
-        """
+        """Return the expected tokens per sequence in a forward."""
         tokens = self._text.tokens(width - 1)
         tokens += self._head.tokens(min(width - 1, self.head_tokens))
         left, gain = max(0.0, rows / sequences - 1), 0.0
@@ -140,11 +139,12 @@ _PROBE_EVERY = 64  # Steps that verify drafts, from one that does not to the nex
 
 @dataclass(frozen=True)
 class Width:
-    """The size of the forwards of a step of decode, with or without drafts.
+    """The size of the forwards of a decode step.
 
     Attributes:
-        most: The most tokens of a sequence: the last one drawn, and drafts; 1 to verify none.
+        most: Maximum tokens per sequence: the last one drawn, and drafts; 1 to verify none.
         rows: The rows of a forward, padded sequences included.
+        drafts: Whether drafts are looked up.
     """
 
     most: int
@@ -156,8 +156,8 @@ class DraftWidths:
     """The choice of a step's `Width` by the worth of drafts and the seconds of forwards.
 
     Args:
-        always: Whether each forward verifies drafts; otherwise only where that is faster.
-        most: The most tokens of a sequence that a forward can use.
+        always: Whether each forward verifies drafts, faster or not.
+        most: Maximum tokens per sequence that a forward can use.
     """
 
     def __init__(self, always: bool, most: int = WIDTHS[-1]) -> None:
@@ -170,7 +170,7 @@ class DraftWidths:
         self._unasked = _ASK_EVERY
 
     def begin(self) -> None:
-        """Begin a call, the contexts of whose sequences are short again."""
+        """Begin a call, whose contexts are short again."""
         self._times.begin()
 
     def choose(self, sequences: int) -> Width:
@@ -194,11 +194,7 @@ class DraftWidths:
         return Width(1, size, looks_up)
 
     def captured(self, size: int, width: int, rows: int, seconds: float) -> None:
-        """Take in how long a forward takes in which no sequence runs.
-
-        Args:
-            width: The most tokens of a sequence.
-        """
+        """Add the seconds of a forward in which no sequence runs; `width` tokens per sequence."""
         self._times.idle[size, width, rows] = seconds
 
     def observe(
@@ -213,15 +209,7 @@ class DraftWidths:
         offered: np.ndarray,
         by_head: np.ndarray,
     ) -> None:
-        """Take in what a step of decode brought.
-
-        Args:
-            drawn: int [N], the tokens that each forward of a running sequence drew.
-            drafted: int [N], the tokens that it verified.
-            hit: int [N], 1 where the first token of the draft was drawn.
-            offered: int [N], 1 where there was a draft.
-            by_head: bool [N], whether the draft was the draft head's.
-        """
+        """Add the result of a decode step; arrays as of `DraftWorth.observe`, N may be 0."""
         self._steps += 1
         self._times.observe(padded_batch(sequences), width, seconds / forwards)
         if len(drawn) and width.drafts:
@@ -229,7 +217,7 @@ class DraftWidths:
             self.worth.observe(width.most, width.rows, forwards, *drafts)
 
     def _fastest(self, size: int, sequences: int) -> tuple[int, int]:
-        """Return the width and the rows with the most expected tokens a second."""
+        """Return the width and the rows with the most expected tokens per second."""
         plain = self._times.plain[size]
         best, rate, most_extra = (1, size), _GAIN / plain, 0.0
         for most, rows in choices(size):
@@ -253,8 +241,8 @@ class _Times:
     """The seconds of forwards, by the sequences of their graphs.
 
     Attributes:
-        plain: Of each size, the seconds of a forward without drafts.
-        idle: Of (size, width, rows), the seconds of a forward in which no sequence runs.
+        plain: By size, the seconds of a forward without drafts.
+        idle: By (size, width, rows), the seconds of a forward in which no sequence runs.
     """
 
     def __init__(self) -> None:
@@ -266,17 +254,17 @@ class _Times:
         self._last: tuple[tuple[int, int, int], float] | None = None
 
     def begin(self) -> None:
-        """Forget how long forwards without drafts took: the contexts of a new call are others."""
+        """Forget the plain seconds: the contexts of a new call differ."""
         self.plain.clear()
         self._since.clear()
         self._last = None
 
     def known(self, size: int) -> bool:
-        """Return whether the seconds of a forward without drafts are known well enough."""
+        """Return whether the seconds of a plain forward are known well enough."""
         return size in self.plain and self._since.get(size, 0) < _PROBE_EVERY
 
     def observe(self, size: int, width: Width, now: float) -> None:
-        """Take in the seconds of a forward, for its own width or for what all widths share."""
+        """Add the seconds of a forward, to its own width or to what all widths share."""
         plain, last, self._last = self.plain.get(size), self._last, None
         if width.most == 1:
             self.plain[size] = now if plain is None or last is not None else (plain + now) / 2
@@ -298,7 +286,7 @@ class _Times:
             self.plain[size] = (plain + max(now - extra, 0.0)) / 2
 
     def extra_of(self, size: int, width: int, rows: int) -> float | None:
-        """Return the seconds that a width takes longer than none; None where nothing is known."""
+        """Return how many seconds longer a width takes than none; None if unknown."""
         known = self._extra.get((size, width, rows))
         idle, plain_idle = self.idle.get((size, width, rows)), self.idle.get((size, 1, size))
         if known is None and idle is not None and plain_idle is not None:

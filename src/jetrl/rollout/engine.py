@@ -1,8 +1,14 @@
 """The rollout engine: prompts in, completions with their log-probs out.
 
-`RolloutEngine.generate` checks what it is given, makes sequences of the prompts and runs them to
-their end in a `Generation`. The engine keeps the KV cache alive from call to call, and makes sure
-that nothing is left behind when a call is cut short.
+`RolloutEngine.generate` checks its arguments, makes sequences of the prompts, and steps a
+`Generation` until they have ended. `add`, `step`, `cancel` and `finish` are the same for callers
+whose prompts come one by one. The KV cache lives from call to call.
+
+    schedule ─▶ prefill: forward, draw ─▶ ... the next steps ... ─▶ take in
+             └▶ decode: forwards       ─▶
+
+On a GPU a step is launched while the one before still runs, and a decode step has several forwards,
+so that the device does not wait for Python. Neither changes a token.
 """
 
 from __future__ import annotations
@@ -52,7 +58,7 @@ _GPU_REPEATS, _GPU_AHEAD = 8, 1
 
 
 def check_gpu_sizes(max_batch_size: int, page_size: int) -> None:
-    """Raise a UserError for sizes that a GPU's kernels of decode do not have."""
+    """Raise a UserError for sizes that a GPU's decode kernels do not have."""
     if max_batch_size > MAX_ROWS:
         raise UserError(f"max_batch_size {max_batch_size}: a GPU decodes {MAX_ROWS} at most")
     if page_size != BLOCK_KEYS:
@@ -63,7 +69,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class Generation:
-    """The sequences that run together over one cache, and their steps on the way.
+    """The sequences that run together over one cache, and the steps that were launched.
 
     Args:
         started: The value of `time.perf_counter` when the call began.
@@ -195,11 +201,7 @@ class Generation:
         self._decoded += taken if step.decodes else 0
 
     def progress(self, max_tokens: int) -> Progress:
-        """Return the progress so far.
-
-        Args:
-            max_tokens: The most tokens per completion, for the estimate of the time left.
-        """
+        """Return the progress so far; `max_tokens` per completion bounds the estimate."""
         scheduler, tokens = self.scheduler, self._drawn
         seconds = time.perf_counter() - self._started
         total, done = len(scheduler.sequences), scheduler.num_finished
@@ -220,7 +222,6 @@ class Generation:
         )
 
     def stats(self) -> RolloutStats:
-        """Return the counts so far."""
         scheduler = self.scheduler
         forwards, (graphs, capture_s) = self._decode.forwards, self._graphs_before
         return RolloutStats(
@@ -243,30 +244,26 @@ class Generation:
 
 
 class RolloutEngine:
-    """The sampler of a policy.
+    """The sampler of a policy, with the policy's current weights in each call.
 
-    The weights are the policy's own at each call; the engine keeps none. The draws for a prompt
-    depend on the weights, the sampling parameters and that prompt, and on none of the arguments
-    below.
+    Draws for a prompt depend only on the weights, the sampling parameters and that prompt, not on
+    the arguments below.
 
     Args:
-        policy: The policy that is sampled from.
-        max_batch_size: The most sequences that run at once.
-        num_pages: Pages of the KV cache. By default as many as the largest batch of a call can use,
-            within a quarter of the free memory (CPU), or within all but 4 GiB of the free memory
-            and the contexts of prompts (GPU; all but a fifth where that leaves more).
-        page_size: Tokens of a page; 64 on a GPU.
-        max_prefill_tokens: The most prompt tokens of one forward.
-        max_model_len: The most tokens of prompt and completion; by default the model's context.
-        speculation: "text" to draft tokens from text that was drawn before and to verify several
-            in a forward, "head" to draft them by a draft head, "auto" to do either where that is
-            faster, "off" not to.
-        draft_head: The draft head of the policy, which "head" needs and "auto" uses where it is
-            given.
+        max_batch_size: Sequences that run at once.
+        num_pages: Pages of the KV cache. By default enough for the largest batch of a call, within
+            a quarter of the free memory (CPU), or within all but 4 GiB of it and the contexts of
+            prompts (GPU; all but a fifth if that leaves more).
+        page_size: Tokens per page; 64 on a GPU.
+        max_prefill_tokens: Prompt tokens per forward.
+        max_model_len: Tokens of prompt and completion; by default the model's context.
+        speculation: "text" drafts tokens from earlier text and verifies several per forward,
+            "head" drafts them by a draft head, "auto" does either if that is faster.
+        draft_head: Needed by "head", used by "auto" if given.
 
     Raises:
-        UserError: "head" without a draft head; a size is below 1 or none that the device has,
-            max_model_len exceeds the model's context, or there is no memory for so many pages.
+        UserError: "head" without a draft head; a size is below 1 or not supported by the device,
+            max_model_len exceeds the model's context, or the pages do not fit in memory.
     """
 
     def __init__(
@@ -318,7 +315,7 @@ class RolloutEngine:
 
     @property
     def max_batch_size(self) -> int:
-        """The most sequences that run at once now; halved where memory ran out."""
+        """The current maximum of sequences at once; halved when memory runs out."""
         return self.sizes.now.max_batch_size
 
     @property
@@ -328,7 +325,7 @@ class RolloutEngine:
 
     @property
     def unfinished(self) -> dict[int, Unfinished]:
-        """The completions that the last call cut off, by their index among its completions."""
+        """The completions that the last call cut off, by their index."""
         return self._unfinished
 
     @property
@@ -338,32 +335,27 @@ class RolloutEngine:
 
     @property
     def pages_in_use(self) -> int:
-        """The number of pages that sequences hold now; 0 between calls."""
+        """The number of pages that sequences hold; 0 between calls."""
         return 0 if self._running is None else self._running.scheduler.allocator.num_used
 
     def use_drafts(self, speculation: Speculation) -> None:
-        """Verify the drafts of a `Speculation` from the next call on.
-
-        Args:
-            speculation: The drafts, with as many slots as the engine has sequences at most.
-        """
+        """Verify the drafts of a `Speculation` with max_batch_size slots, from the next call on."""
         self._pool.use_drafts(speculation)
 
     def take_speculation(self) -> SpeculationStats | None:
-        """Return the worth of the drafts of all calls since this was last asked, None without."""
+        """Return the worth of all drafts since the last call of this, None without."""
         taken, self._speculated = self._speculated, None
         return taken
 
     def _count_drafts(self, call: SpeculationStats | None) -> None:
-        """Add the drafts of a call to those of the calls before."""
         before = self._speculated
         self._speculated = call if before is None or call is None else before.plus(call)
 
     def free_cache(self) -> None:
-        """Give the memory of the KV pages back.
+        """Free the memory of the KV pages.
 
-        On a GPU the next call continues with the same pages and the captured graphs of decode if
-        there is room for them again; otherwise it makes a new cache.
+        On a GPU the next call continues with the same pages and captured graphs if they fit again;
+        otherwise it makes a new cache.
         """
         assert self._running is None, "the cache is in use"
         self._pool.give_back()
@@ -383,12 +375,9 @@ class RolloutEngine:
 
         Args:
             prompts: Token ids, texts, or `Prompt`s, whose messages go through the chat template.
-            params: The way completions are drawn, the same for all prompts. Where prompt and
-                max_tokens exceed the context, max_tokens is what fits.
-            progress: Called after every forward. An exception that it raises cancels the call.
+            params: If prompt and max_tokens exceed the context, max_tokens is reduced to what fits.
+            progress: Called after every step. An exception that it raises cancels the call.
             system_prompt: A message before those of each chat prompt.
-            options: An environment, limits of single completions, partial rollouts, and a callback
-                for finished completions.
 
         Returns:
             Completions in the order of the prompts: those of prompt p are [p * n : (p + 1) * n],
@@ -458,25 +447,22 @@ class RolloutEngine:
     def add(self, group: Sequence[RunningSequence]) -> None:
         """Let the samples of a prompt run from the next step on, next to those that run already.
 
-        The first group of all sizes the cache, unless the engine was given `num_pages`.
+        The first group sizes the cache, unless the engine was given `num_pages`.
 
         Args:
-            group: Sequences with parameters of their own (`inputs.make_groups`), whose indices
-                follow those of earlier groups.
+            group: Sequences with their own parameters and stop rules (`inputs.make_groups`), whose
+                indices follow those of earlier groups.
 
         Raises:
-            UserError: The cache is too small for a sequence, or its parameters do not go together
-                with those of the others: the seed, and with speculation temperature, top_p, top_k.
+            UserError: The cache is too small for a sequence; or sequences differ in their seed, or
+                with speculation in temperature, top_p or top_k.
         """
         if self._running is None:
             self._open(self._pool.cache_for([group]), time.perf_counter())
         self._running_now.add(group)
 
     def step(self) -> list[int]:
-        """Run one step; return the indices in `sequences` of those that ended since the last.
-
-        A step that fails gives up all sequences.
-        """
+        """Run one step; return the indices of the sequences that ended. A failure drops all."""
         with self._dropped_on_error():
             return self._running_now.step()
 
@@ -485,7 +471,7 @@ class RolloutEngine:
         self._running_now.scheduler.cancel(index)
 
     def finish(self) -> None:
-        """Give up all sequences and their pages, and take their counts into `stats`."""
+        """Drop all sequences, free their pages, and store their counts in `stats`."""
         running = self._running_now
         self._stats = stats = running.stats()
         self._count_drafts(stats.speculation)
@@ -538,7 +524,7 @@ class RolloutEngine:
         system_prompt: str | None,
         options: GenerateOptions,
     ) -> list[list[RunningSequence]]:
-        """Return the sequences of a call by prompt, those that are continued first."""
+        """Return the sequences of a call by prompt, continued ones first."""
         encoded = encode_prompts(self.policy, prompts, self.max_model_len, system_prompt)
         partial = options.partial
         groups = make_groups(
@@ -557,7 +543,7 @@ class RolloutEngine:
         return resumed + groups
 
     def _completer(self, options: GenerateOptions) -> Callable[[RunningSequence], Completion]:
-        """Return the function that makes a completion of a sequence that ended."""
+        """Return the function that makes a completion of an ended sequence."""
         running = self._running_now
         if options.environment is not None and options.max_turns > 1:
             turns = MultiTurn(self.policy, options.environment, running.scheduler)

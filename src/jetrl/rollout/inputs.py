@@ -21,10 +21,6 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Return the token ids of each prompt, with room for at least one more token.
 
-    Args:
-        prompts: Token ids, texts or `Prompt`s.
-        max_model_len: The most tokens of prompt and completion.
-
     Raises:
         UserError: A prompt cannot be used; the message names it by its number in the call.
     """
@@ -62,16 +58,16 @@ def make_groups(
     first: int = 0,
     keys: Sequence[Sequence[int]] | None = None,
 ) -> list[list[RunningSequence]]:
-    """Return the sequences of a call, a group of n for each prompt.
+    """Return the sequences of a call, a group of n per prompt.
 
     Args:
-        params: The sampling parameters; max_tokens is limited to what the context takes.
-        max_model_len: The most tokens of prompt and completion.
-        max_turns: The most turns of a completion; above 1 where an environment replies.
-        keys: The random keys of each prompt's sequences; None makes them of the prompts.
+        max_model_len: Tokens of prompt and completion; max_tokens is limited to what is left.
+        max_tokens: A limit per sequence; None: params.max_tokens.
+        first: The index of the first sequence.
+        keys: The random keys of each prompt's sequences; None: those of `sequence_keys`.
 
     Raises:
-        UserError: There is not one limit of at least 1 for each sequence, a stop id is outside the
+        UserError: max_tokens are not one limit of at least 1 per sequence, a stop id is outside the
             vocabulary, or stop strings or turns have no tokenizer.
     """
     _check_ids(params.stop_token_ids, policy.config.vocab_size, "stop_token_ids")
@@ -116,9 +112,6 @@ def resumed_groups(
 ) -> list[list[RunningSequence]]:
     """Return sequences that continue the completions of an earlier call, in their groups.
 
-    Args:
-        max_model_len: The most tokens of prompt and completion.
-
     Raises:
         UserError: A completion has no room for another token.
     """
@@ -161,7 +154,7 @@ def _stop_ids(policy: Policy, params: SamplingParams) -> frozenset[int]:
 
 
 def text_decoder(policy: Policy) -> Decode | None:
-    """Return a function from token ids to text, or None when the policy has no tokenizer."""
+    """Return a function from token ids to text, or None without a tokenizer."""
     return None if policy.tokenizer is None else chat.decoder(policy.tokenizer)
 
 

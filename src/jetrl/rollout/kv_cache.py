@@ -1,8 +1,7 @@
 """The paged KV cache: the rollout's source of keys and values.
 
-The keys and values of all layers (`kv_stores`) lie in one range of memory. On a GPU, where decode's
-graphs read the range, its memory can be given back and taken again at the same addresses
-(`mapped_memory`).
+Keys and values of all layers lie in one range of memory. On a GPU, where decode's graphs read the
+range, its memory can be freed and mapped again at the same addresses (`mapped_memory`).
 """
 
 from __future__ import annotations
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
 
 class PagedCache:
     """The pages of keys and values of all layers; the scheduler knows the owners of pages.
-
-    Args:
-        plan: The precision plan: `kv` names the stored formats, `scales` the rule of their scales.
 
     Raises:
         UserError: The GPU's kernels do not read pages of this size.
@@ -86,29 +82,28 @@ class PagedCache:
 
     @property
     def reads_pages_in_place(self) -> bool:
-        """True where attention reads pages in place: on a Hopper GPU, not in FP32."""
+        """True if attention reads pages in place: on a Hopper GPU, not in FP32."""
         return self._on_gpu
 
     @property
     def keeps_addresses(self) -> bool:
-        """True where pages can be given back and taken again at the same addresses."""
+        """True if pages can be freed and mapped again at the same addresses."""
         return self._memory is not None
 
     @property
     def ready(self) -> bool:
-        """True while the pages have memory."""
         return self._memory is None or self._memory.mapped
 
     def give_back(self) -> None:
-        """Give the pages' memory and contents back; their addresses stay."""
+        """Free the pages' memory and contents; their addresses stay."""
         assert self._memory is not None, "this cache keeps its memory"
         self._memory.unmap()
 
     def take_again(self) -> None:
-        """Take memory again for pages that were given back; they are empty.
+        """Map memory again for pages that were freed; they are empty.
 
         Raises:
-            torch.OutOfMemoryError: The device has not so much memory.
+            torch.OutOfMemoryError: The device does not have so much memory.
         """
         assert self._memory is not None, "this cache keeps its memory"
         self._memory.map()
@@ -132,7 +127,7 @@ class PagedCache:
 
         Args:
             spans: The tokens of the forward, which fill rows 0 to T in order.
-            ends: Whether the output is needed of the last token of each span alone, [spans, H * D].
+            ends: Whether the output is only needed for the last token of each span, [spans, H * D].
         """
         assert self.ready, "the pages' memory has been given back"
         device = self._keys.codes.device
@@ -166,7 +161,7 @@ class PagedCache:
         return np.concatenate(slots)
 
     def decode_key_values(self, slots: Tensor, work: DecodeWork) -> HopperKeyValues:
-        """Return the `KeyValues` of a forward of one token a sequence, from tensors on the device.
+        """Return the `KeyValues` of a forward of decode, from tensors on the device.
 
         Args:
             slots: int64 [B], the slot of each token; negative for rows of padding.

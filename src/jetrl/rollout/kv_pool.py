@@ -1,7 +1,7 @@
 """The paged KV cache from one call of `generate` to the next.
 
-The pool decides how many pages the cache has, when their memory is given back, and when a new cache
-is made. The decode batch, with the graphs captured over the cache, lives as long as the cache.
+The pool decides how many pages the cache has, when their memory is freed, and when a new cache is
+made. The decode batch, with the graphs captured over the cache, lives as long as the cache.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _CPU_MEMORY_SHARE = 0.25  # Of free memory, for the cache: a laptop runs other p
 
 
 class KVPool:
-    """The owner of an engine's KV cache, and of the decode graphs captured over the cache.
+    """The owner of an engine's KV cache, and of the decode graphs captured over it.
 
     Args:
-        num_pages: Pages of the cache; None for as many as the largest batch of a call can use and
-            memory has room for.
-        max_model_len: The most tokens of a sequence.
+        num_pages: None for as many as the largest batch of a call can use and memory has room for.
 
     Attributes:
         pages: Pages of the last requested cache; None before the first request.
+        needed: Pages of the longest sequence of that request.
+        speculation: The drafts that decode verifies; None without.
 
     Raises:
         UserError: There is no memory for so many pages.
@@ -67,7 +67,7 @@ class KVPool:
             self._check_room(num_pages, self._free_bytes())
 
     def cache_for(self, groups: Sequence[Sequence[RunningSequence]]) -> PagedCache:
-        """Return the cache for a call: the present one if it is large enough, otherwise a new one.
+        """Return the cache for a call: the current one if it is large enough, otherwise a new one.
 
         Raises:
             UserError: The cache cannot hold the longest sequence, or its pages do not fit.
@@ -116,7 +116,7 @@ class KVPool:
         return self._cache
 
     def decode_batch(self) -> DecodeBatch:
-        """Return the decode batch over the present cache, whose graphs serve all later calls."""
+        """Return the decode batch over the current cache, whose graphs serve all later calls."""
         assert self._cache is not None, "no cache to decode over"
         if self._decode is None:
             batch = self._sizes.now.max_batch_size
@@ -131,14 +131,14 @@ class KVPool:
         self.speculation = speculation
 
     def give_back(self) -> None:
-        """Give the pages' memory back, keeping addresses and graphs where the device can."""
+        """Free the pages' memory, keeping addresses and graphs if the device can."""
         if self._cache is not None and self._cache.keeps_addresses:
             self._cache.give_back()
         else:
             self.drop()
 
     def drop(self) -> None:
-        """Give up cache and graphs; the next call makes new ones."""
+        """Free cache and graphs; the next call makes new ones."""
         cache, decode = self._cache, self._decode
         self._cache = self._decode = None
         # A traceback may keep the objects alive, and Python may collect them in any order.
@@ -148,7 +148,7 @@ class KVPool:
             cache.give_back()
 
     def _is_enough(self, cache: PagedCache, useful: int, staged: int, needed: int) -> bool:
-        """Return whether a call can use the present cache."""
+        """Return whether a call can use the current cache."""
         if cache.num_pages < (needed if self._all_memory else useful):
             return False
         return cache.ready or cache.num_pages <= _gpu_pages(
@@ -156,7 +156,6 @@ class KVPool:
         )
 
     def _take_again(self, cache: PagedCache) -> None:
-        """Take memory again for the pages that were given back."""
         began, free = time.perf_counter(), self._free_bytes()
         self._check_room(cache.num_pages, free)
         try:
@@ -185,14 +184,14 @@ class KVPool:
         check_room(pages, self._page_size, self._page_bytes, free)
 
     def _affordable_pages(self, staged: int, needed: int) -> int:
-        """Return the pages that fit in the cache's share of memory, beside the staged contexts."""
+        """Return the pages that fit in the cache's share of memory, next to the staged contexts."""
         on_gpu, free = self._policy.device.type == "cuda", self._free_bytes()
         if on_gpu:
             return _gpu_pages(free, staged, needed, self._page_bytes)
         return int(_CPU_MEMORY_SHARE * free) // self._page_bytes
 
     def _free_bytes(self) -> int:
-        """Return the device's free bytes; all of the machine's where the system does not say."""
+        """Return the device's free bytes; all of the machine's if the system does not say."""
         if self._policy.device.type == "cuda":
             torch.cuda.empty_cache()  # Memory that torch keeps for later is free for the cache.
             free, _ = torch.cuda.mem_get_info(self._policy.device)
@@ -220,7 +219,7 @@ def too_small(pages: int, page_size: int, prompt: int, most: int, setting: bool 
 
 
 def check_room(pages: int, page_size: int, page_bytes: int, free: int) -> None:
-    """Raise UserError where so many pages do not fit in the free bytes."""
+    """Raise UserError if so many pages do not fit in the free bytes."""
     if pages * page_bytes > free:
         raise UserError(
             f"rollout.num_pages = {pages}: pages of {page_size} tokens take "

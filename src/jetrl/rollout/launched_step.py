@@ -1,6 +1,6 @@
-"""Steps whose draws are still on their way, and copies between host and device without waiting.
+"""Steps whose draws have not arrived, and copies between host and device that do not wait.
 
-The copies go by way of pinned memory, in the order of the device's stream.
+Copies go through pinned memory, in the order of the device's stream.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jetrl.rollout.scheduler import ScheduledStep
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that was launched, with its draws as they arrive on the host.
+    """A launched step, with its draws as they arrive on the host.
 
     Attributes:
         tokens: int64 [forwards or more, draws * width or more] on the host, `step.width` columns
-            for each of `step.draws`; not to be read before `ready`.
+            per draw; not to be read before `ready`.
         logprobs: float32, of the same shape.
-        offers: int32 [forwards or more, draws or more] on the host, `Verified.offers` of forwards
-            that verified drafts; None of others.
-        width: What the forwards of a step of decode verified; None without drafts.
-        host_s: The seconds of the host's call, where values are there at once.
-        began: The event at which the device came to the step; None where values are there at once.
-        ready: The event after which the values can be read; None where they are there at once.
+        offers: int32 [forwards or more, draws or more] on the host, `Verified.offers`; None without
+            drafts.
+        width: What the forwards verified; None without drafts.
+        host_s: Seconds of the host's call, for a CPU.
+        began, ready: Events at the start of the step on the device and after its last value
+            arrived; None on a CPU.
     """
 
     step: ScheduledStep
@@ -44,7 +44,7 @@ class LaunchedStep:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the step: the device's where it has a clock, once the step has ended."""
+        """Seconds of the step, by the clock of the device if it has one; after the step ended."""
         if self.began is None or self.ready is None:
             return self.host_s
         return self.began.elapsed_time(self.ready) / 1e3
@@ -52,8 +52,7 @@ class LaunchedStep:
     def drawn(self) -> list[tuple[list[int], list[float]]]:
         """Wait for the step and return (token ids, log-probs) of each draw.
 
-        BROKEN as the last id stands for logits without a finite softmax, which do not matter to a
-        sequence that ended before.
+        A last id of BROKEN stands for logits without a finite softmax.
         """
         if self.ready is not None:
             self.ready.synchronize()
@@ -74,7 +73,7 @@ class LaunchedStep:
         return drawn
 
     def _drawn_of_drafts(self, lengths: Sequence[int]) -> list[tuple[list[int], list[float]]]:
-        """Return the draws of forwards that verified drafts, each with a different number."""
+        """Return the draws of forwards that verified drafts, any number per forward."""
         width, count = self.step.width, len(lengths)
         # Row after row, forward after forward: what is left of a row are its draws, in order.
         shape = (len(self.tokens), count, width)
@@ -92,7 +91,7 @@ class LaunchedStep:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event in the device's stream; None on the CPU, whose work is done at once."""
+    """Record an event in the device's stream; None on the CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)
@@ -101,7 +100,7 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def to_host(x: Tensor) -> Tensor:
-    """Return a copy on the host, filled once the device has come to the copy."""
+    """Return a copy on the host, filled once the device comes to the copy."""
     if not x.is_cuda:
         return x.clone()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

@@ -1,9 +1,8 @@
-"""GPU memory that can be given back while its addresses stay.
+"""GPU memory that can be freed while its addresses stay.
 
-A CUDA graph reads and writes the addresses of its capture. Tensors of torch's allocator come back
-at other addresses, so that all graphs would have to be captured again after the KV pages were freed
-for an update. This module reserves the addresses once, and maps memory to them and takes it away by
-CUDA's virtual memory management: graphs stay valid, and must not run in between.
+A CUDA graph reads and writes the addresses of its capture, and torch's allocator would put freed
+KV pages elsewhere. This module reserves addresses once, and maps and unmaps memory by CUDA's
+virtual memory management: graphs stay valid, and must not run in between.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ except ModuleNotFoundError as error:
 
 @dataclass
 class _Range:
-    """A range of addresses, with or without memory behind it."""
-
     address: int
     size: int
     device: torch.device
@@ -94,16 +91,13 @@ class MappedMemory:
         self._held.bytes = where.size
 
     def unmap(self) -> None:
-        """Give the memory back once the device has finished its work."""
+        """Free the memory once the device has finished its work."""
         if self._range.mapped:
             _unmap(self._range)
             self._held.bytes = 0
 
     def tensor(self) -> Tensor:
-        """Return uint8 [num_bytes] over the addresses, for use while memory is mapped.
-
-        The tensor keeps the addresses reserved.
-        """
+        """Return uint8 [num_bytes] over the addresses, which it keeps reserved."""
         assert self._range.mapped, "nothing is mapped"
         return torch.as_tensor(self, device=self._range.device)
 
@@ -117,7 +111,6 @@ class MappedMemory:
         }
 
     def _memory(self) -> Any:
-        """Return a handle of memory for the whole range."""
         size = self._range.size
         status, *handle = driver.cuMemCreate(size, self._kind, 0)
         if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -145,7 +138,7 @@ def _give_up(where: _Range) -> None:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """Return the value of a driver's call, None if it has none, and raise its error otherwise."""
+    """Return the value of a driver's call, None if it has none, or raise its error."""
     status, *values = result
     if status == driver.CUresult.CUDA_SUCCESS:
         return values[0] if values else None

@@ -1,12 +1,11 @@
 """Completions of several turns: a sequence stops, an environment replies, the sequence continues.
 
 The environment belongs to the caller (a task, in worker processes) and may take its time: it is
-asked when a turn ends, and its replies are taken in between two forwards, while other sequences
-run. Draws do not depend on when a reply comes, since a draw depends on its sequence alone.
+asked when a turn ends, and its replies are read between two steps while other sequences run. Draws
+do not depend on when a reply comes.
 
-This module turns a reply into tokens. A reply to a text prompt is appended as plain text; a message
-goes through the chat template, so that the tokens are those of the conversation as the template
-would write it, from the end of the model's own text (models/chat.py).
+A reply to a text prompt is appended as plain text; a message goes through the chat template, from
+the end of the model's own text (models/chat.py).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class MultiTurn:
         self._early: list[EnvironmentReply] = []
 
     def ask(self, step: ScheduledStep) -> None:
-        """Hand the turns that ended with a step's draws to the environment."""
+        """Send the turns that ended with a step's draws to the environment."""
         for index in step.draws:
             sequence = self._scheduler.sequences[index]
             if sequence.awaiting and index not in self._asked:
@@ -48,7 +47,7 @@ class MultiTurn:
         """Give the scheduler the replies that are ready.
 
         Args:
-            wait: Wait for at least one reply; for a time when no draws are pending.
+            wait: Wait for at least one reply; only while no draws are pending.
         """
         replies, self._early = self._early, []
         if self._asked and not (replies and wait):
@@ -74,7 +73,7 @@ class MultiTurn:
                 self._turns[index].append(Turn(text, reply))
 
     def _encode(self, sequence: RunningSequence, reply: Reply) -> list[int] | None:
-        """Return the token ids of a reply; None where the reply cannot be given to the model."""
+        """Return the token ids of a reply; None if the model cannot be given it."""
         turn = sequence.generated[sequence.turn_start :]
         where = f"the reply {reply!r:.80}"
         try:
@@ -89,7 +88,7 @@ class MultiTurn:
         return None
 
     def completion(self, sequence: RunningSequence) -> Completion:
-        """Return a finished sequence as a completion, whose text is that of both sides."""
+        """Return an ended sequence as a completion, whose text is that of both sides."""
         assert sequence.finish_reason is not None, f"sequence {sequence.index} is not finished"
         last = self._text(sequence)
         before = decode(self._tokenizer, sequence.generated[: sequence.turn_start])
@@ -105,7 +104,7 @@ class MultiTurn:
         )
 
     def _text(self, sequence: RunningSequence) -> str:
-        """Return the model's text of the present turn, without a stop string."""
+        """Return the model's text of the current turn, without a stop string."""
         if sequence.text is not None:
             return sequence.text
         return decode(self._tokenizer, sequence.generated[sequence.turn_start :])

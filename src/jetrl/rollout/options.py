@@ -25,14 +25,10 @@ from jetrl.types import Completion, Reply, Turn, Unfinished
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a call, given to its callback after every scheduled step.
-
-        Progress(3, 16, tokens=210, tokens_per_s=840.0, pages_in_use=9, pages_total=32,
-                 seconds=0.25, eta_s=0.9)
+    """The progress of a call, given to its callback after every step.
 
     Attributes:
-        eta_s: Estimated seconds left, from how often sequences ended so far and from max_tokens;
-            None while unknown.
+        eta_s: Estimated seconds left; None while unknown.
     """
 
     sequences_done: int
@@ -47,15 +43,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """The worth of the drafts of one call of `generate`.
-
-        SpeculationStats(sequence_forwards=400, tokens=900, drafted=(90, 700, 0, 0),
-                         accepted=(30, 470, 0, 0), decode_s=1.2, verify_s=1.1)
+    """The worth of the drafts of one or more calls.
 
     Attributes:
-        sequence_forwards: Forwards of decode that sequences took part in, each of which drew at
-            least one token.
-        drafted: Tokens of drafts that were verified, by source (`draft_state.SOURCES`).
+        sequence_forwards: Forwards of decode times their sequences; each draws at least one token.
+        drafted: Verified draft tokens, by source (`decode_state.SOURCES`).
         verify_s: Seconds of decode that verified drafts.
     """
 
@@ -68,11 +60,10 @@ class SpeculationStats:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens that a sequence draws in a forward, 1 without drafts."""
+        """Tokens per sequence and forward, 1 without drafts."""
         return self.tokens / self.sequence_forwards if self.sequence_forwards else 1.0
 
     def plus(self, other: SpeculationStats) -> SpeculationStats:
-        """Return the sums of the counts of two groups of calls."""
         return SpeculationStats(
             self.sequence_forwards + other.sequence_forwards,
             self.tokens + other.tokens,
@@ -88,13 +79,13 @@ class RolloutStats:
     """The counts of one call of `generate`.
 
     Attributes:
-        tokens_prefilled: Tokens run through the model to fill the cache for a prompt, and again
-            after a pre-emption; a prompt counts once for all its samples.
-        tokens_decoded: Tokens run one at a time, each to draw the next.
+        tokens_prefilled: Tokens run to fill the cache, again after a pre-emption; a prompt counts
+            once for all its samples.
+        tokens_decoded: Tokens drawn by decode.
         prefill_s: Seconds of forwards over prompts and of their draws.
         device_idle_s: Seconds that a GPU had nothing to do between two steps.
-        capture_s: Seconds that capturing took, compilation of kernels included.
-        speculation: The worth of drafts; None where decode verifies none.
+        capture_s: Seconds of capturing graphs, compilation of kernels included.
+        speculation: None without drafts.
     """
 
     prompts: int = 0
@@ -115,7 +106,6 @@ class RolloutStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Drawn tokens a second."""
         return self.tokens_drawn / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -124,8 +114,7 @@ class Partial:
     """The bounds of one partial rollout.
 
     Attributes:
-        enough: The number of groups (prompts with all their samples) that ends the call once they
-            are complete.
+        enough: Complete prompts (with all their samples) that end the call.
         version: The policy's version, recorded for the tokens that the call draws.
     """
 
@@ -135,7 +124,6 @@ class Partial:
 
     @property
     def num_resumed(self) -> int:
-        """The number of sequences that are continued."""
         return sum(len(members) for members in self.resume)
 
 
@@ -159,12 +147,11 @@ def unfinished_completions(
 
 
 class EnvironmentReply(NamedTuple):
-    """An environment's reply to the turn of a sequence.
+    """A reply to the turn of a sequence.
 
     Attributes:
-        sequence: The index of the sequence in the call of `generate`.
-        reply: The text or message; None ends the sequence.
-        failure: The reason why there is no reply, where the environment broke down; otherwise "".
+        reply: None ends the sequence.
+        failure: Why there is no reply, if the environment broke down; otherwise "".
     """
 
     sequence: int
@@ -173,12 +160,10 @@ class EnvironmentReply(NamedTuple):
 
 
 class Environment(Protocol):
-    """The interface of an environment, which replies when a turn ends.
-
-    Sequences are named by their index in the call of `generate`: sample s of prompt p is p * n + s.
+    """What replies when a turn ends; sample s of prompt p is sequence p * n + s.
 
     Attributes:
-        max_turns: The most turns of a completion, at least 1.
+        max_turns: Per completion, at least 1.
     """
 
     max_turns: int
@@ -198,21 +183,19 @@ FinishedCallback = Callable[[int, Completion], None]
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Requests to one call of `generate` beyond n completions of each prompt.
+    """Requests to `generate` beyond n completions per prompt.
 
         engine.generate(prompts, params, options=GenerateOptions(max_tokens=[3, 1, 9, 2]))
 
     Attributes:
-        environment: Replies when a sequence stops, for as many turns as the environment allows; the
-            replies are part of the completion, and max_tokens counts their tokens.
-        max_tokens: A limit for each completion, in their order, in place of params.max_tokens.
-        partial: Completions to continue, and the number of complete prompts that ends the call;
-            completions that are cut off have finish_reason "cancelled", and `engine.unfinished`
-            holds what continuing them takes.
-        keys: The keys of the completions' random numbers, n for each prompt, where the call has
-            some of the prompts of a longer list; by default those of `sequence.sequence_keys`.
-        finished: Called with the index of each completion that ends and the completion, while
-            others are still drawn; called again with the same values where the call starts over.
+        environment: Replies when a sequence stops; replies are part of the completion and count
+            toward max_tokens.
+        max_tokens: A limit per completion, in their order, in place of params.max_tokens.
+        partial: Completions to continue, and the complete prompts that end the call. Completions
+            that are cut off have finish_reason "cancelled" and stand in `engine.unfinished`.
+        keys: The random keys of the completions, n per prompt; None: `sequence.sequence_keys`.
+        finished: Called with index and completion when one ends, while others are still drawn, and
+            again with the same values if the call starts over.
 
     Raises:
         UserError: A partial rollout has an environment or limits of its own.
@@ -231,5 +214,4 @@ class GenerateOptions:
 
     @property
     def max_turns(self) -> int:
-        """The most turns of a completion; 1 without an environment."""
         return 1 if self.environment is None else self.environment.max_turns

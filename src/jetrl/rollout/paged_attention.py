@@ -1,14 +1,16 @@
-"""Attention in a forward of the rollout: the `KeyValues` of models/attention.py over pages.
+"""Keys and values in pages, and the attention of the rollout over them.
+
+    codes   [layers, pages, page_size, G, D]   float8_e4m3fn or int8, or the values as they are
+    scales  [layers, pages, page_size, G]      float32 next to FP8 or INT8 codes, else absent
 
 A forward runs a flat list of T tokens of many sequences. In each layer their keys and values are
 quantized and written to their slots; then the tokens attend. On a GPU kernels read the pages in
-place. Elsewhere tokens attend in parts: a part holds queries of sequences of similar length, whose
-pages are gathered into one dense batch. Padding and the other queries of a part cannot change a bit
-of a result (`attend_dense`); parts only bound time and memory.
+place. Elsewhere tokens attend in parts: queries of sequences of similar length, whose pages are
+gathered into one dense batch. Parts bound time and memory and change no bit of a result.
 
-The output of a prompt is read at its last token alone, so the last layer attends for that token.
+The output of a prompt is only read at its last token, so the last layer attends for that token.
 
-Dimensions: T tokens of the forward, B items of a part, Q queries an item, P pages an item, L keys
+Dimensions: T tokens of the forward, B items of a part, Q queries per item, P pages per item, L keys
 (at most P * page_size), H query heads, G key-value heads, D head size.
 """
 
@@ -42,7 +44,7 @@ class KVStore:
 
     Args:
         codes: [layers, P, page_size, G, D], in the stored format.
-        scales: float32 [layers, P, page_size, G] beside codes, otherwise None.
+        scales: float32 [layers, P, page_size, G]; None if the format has none.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor | None) -> None:
@@ -56,7 +58,7 @@ class KVStore:
         Args:
             slots: int64 [T], page * page_size + offset.
             codes: [T, G, D], in the stored format.
-            scales: float32 [T, G] beside codes, otherwise None.
+            scales: float32 [T, G]; None if the format has none.
         """
         assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
         raw = codes.view(torch.uint8) if scales is not None else codes
@@ -76,11 +78,7 @@ class KVStore:
         return self.codes[layer], None if self.scales is None else self.scales[layer]
 
     def gather(self, layer: int, pages: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
-        """Return the first keys of page tables: codes [B, L, G, D], scales [B, L, G] or None.
-
-        Args:
-            pages: int64 [B, P], the page tables.
-        """
+        """Return the first keys of tables int64 [B, P]: codes [B, L, G, D], scales [B, L, G]."""
         codes = self._raw[layer][pages].flatten(1, 2)[:, :num_keys].view(self.codes.dtype)
         if self.scales is None:
             return codes, None
@@ -97,9 +95,8 @@ def stores(memory: Tensor, shape: tuple[int, ...], plan: PrecisionPlan) -> tuple
     """Return the stores of keys and values in a range of bytes: all scales, then all codes.
 
     Args:
-        memory: uint8, of just the size of both stores.
-        shape: The shape of the codes of one store, [layers, P, page_size, G, D].
-        plan: The precision plan, whose `kv` names the stored formats.
+        memory: uint8, of exactly the size of both stores.
+        shape: The shape of the codes of one store.
     """
     formats = key_and_value_formats(plan.kv)
     keys, values = (stored_dtype(format) for format in formats)
@@ -119,11 +116,7 @@ _MAX_GATHERED = 2**24  # Elements of keys gathered for one part.
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive tokens of one sequence in a forward.
-
-    Attributes:
-        row: The first token's row among the T tokens of the forward.
-    """
+    """Consecutive tokens of one sequence in a forward, from row `row` of the T tokens."""
 
     row: int
     start: int
@@ -136,11 +129,11 @@ class Part:
     """Queries that attend in one dense batch.
 
     Attributes:
-        rows: int64 [B, Q], the rows of the queries; padding repeats an item's first.
-        positions: int64 [B, Q], the queries' positions in their sequences.
+        rows: int64 [B, Q]; padding repeats an item's first.
+        positions: int64 [B, Q], in their sequences.
         valid: bool [B, Q], False for padding.
         pages: int64 [B, P]; padding repeats an item's first page.
-        num_keys: L, the keys of the longest item; the rest of the last page is left out.
+        num_keys: L; the rest of the last page is left out.
     """
 
     rows: Tensor
@@ -156,7 +149,7 @@ class LastLayer:
 
     Attributes:
         rows: int64 [R], their rows among the T tokens.
-        work: The work of these tokens alone, in rows 0 to R.
+        work: Their attention, in rows 0 to R.
     """
 
     rows: Tensor
@@ -171,9 +164,9 @@ class DecodeWork:
 
     Attributes:
         tables: int32 [B, P], the pages of each sequence in order, then anything.
-        lengths: int32 [B], the keys of each sequence, the new ones included.
+        lengths: int32 [B], the keys of each sequence, new ones included.
         longest: An upper bound of the lengths, which sizes the launch.
-        queries: Where several new tokens of a sequence lie; None where each has one, a row.
+        queries: Several new tokens per sequence; None if each has one, a row.
     """
 
     tables: Tensor
@@ -186,8 +179,6 @@ AttentionWork = list[Part] | DecodeWork | QueryTiles
 
 
 class _OverPages:
-    """The state that both sources over a `PagedCache` share for one forward."""
-
     def __init__(
         self,
         keys: KVStore,
@@ -210,10 +201,9 @@ class _OverPages:
 
 
 class PagedKeyValues(_OverPages):
-    """The `KeyValues` of one forward over a `PagedCache`, by gathered pages in plain PyTorch."""
+    """The `KeyValues` of one forward, by gathered pages in plain PyTorch."""
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
-        """Implement `KeyValues.attend`."""
         attended = self.attend_heads(layer, *rope.heads(qkv), last).flatten(-2, -1)
         if rope.trace is not None:
             stored = [x.values(layer, self._slots) for x in (self._keys, self._values)]
@@ -229,7 +219,6 @@ class PagedKeyValues(_OverPages):
             q: Rotated queries [T, H, D].
             k: Rotated keys [T, G, D].
             v: Values [T, G, D].
-            last: Whether this is the last layer, which attends for `rows` alone.
 
         Returns:
             [T, H, D], or [R, H, D] of the last layer.
@@ -250,16 +239,15 @@ class PagedKeyValues(_OverPages):
 
 
 class HopperKeyValues(_OverPages):
-    """The `KeyValues` of one forward over a `PagedCache` on a GPU, by kernels that read pages.
+    """The `KeyValues` of one forward on a GPU, by kernels that read pages in place.
 
-    One kernel norms, rotates and writes keys and values into the pages, and another reads them in
-    place. Decode and prefill chunks have kernels of their own, with the same bits for a token.
-    With decode's work nothing touches the host, so that the forward can be captured in a CUDA
-    graph.
+    One kernel norms, rotates and writes keys and values into the pages, and another attends. Decode
+    and prefill chunks have their own kernels, with the same bits per token. With decode's work
+    nothing touches the host, so the forward can be captured in a CUDA graph.
     """
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
-        """Implement `KeyValues.attend`, with codes for the next linear layer where that is FP8."""
+        """Implement `KeyValues.attend`, with codes for the next linear layer if that is FP8."""
         from jetrl.kernels.attention.hopper import (
             SPLIT_KEYS,
             attend_decode,
@@ -327,7 +315,7 @@ def _part(items: list[Span], page_size: int, device: torch.device) -> Part:
 
 
 def gpu_work(spans: Sequence[Span], device: torch.device) -> DecodeWork | QueryTiles:
-    """Return the work of the attention kernels: `DecodeWork` where each span is one token."""
+    """Return the work of the attention kernels: `DecodeWork` if each span is one token."""
     lengths = [span.start + span.length for span in spans]
     counts = [-(-length // GPU_PAGE_SIZE) for length in lengths]
     pages = [span.pages[:count] for span, count in zip(spans, counts, strict=True)]
@@ -343,7 +331,7 @@ def gpu_work(spans: Sequence[Span], device: torch.device) -> DecodeWork | QueryT
 
 
 def group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:
-    """Cut spans into items of at most 256 queries, and group items that waste little as a batch.
+    """Cut spans into items of at most 256 queries, and group similar items as a batch.
 
     The queries and keys of a group are within a factor of two, and its keys at most `max_keys`
     together, or the group is a single item.

@@ -1,10 +1,8 @@
-"""The users of each page of the KV cache; without torch.
+"""Reference counts of KV cache pages; without torch.
 
-A page is `page_size` slots for the keys and values of consecutive tokens, in every layer. Pages are
-counted by reference, so the samples of one prompt share the prompt's pages. A page with more than
-one user is never written: the writer gets a page of its own first, and the pair (source,
-destination) says what the cache must copy before the write. The last user of a page writes in
-place.
+A page is `page_size` slots for the keys and values of consecutive tokens, in every layer. The
+samples of one prompt share the prompt's pages. A shared page is never written: the writer gets a
+page of its own first, and (source, destination) says what the cache copies before the write.
 
     pages = allocator.allocate(2)          # [4, 0], a prompt of 3 tokens at page_size 2
     other = allocator.fork(pages, 3)       # [4, 0], both pages now with two users
@@ -16,10 +14,7 @@ from __future__ import annotations
 
 
 class PageAllocator:
-    """A list of free pages, and a count of users for each page.
-
-    Every call takes constant time for each page that it touches.
-    """
+    """Free pages and a user count per page; a call is linear in the pages that it touches."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         assert num_pages >= 1, f"num_pages {num_pages}"
@@ -31,20 +26,16 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """The number of pages without a user."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """The number of pages with a user."""
         return self.num_pages - len(self._free)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the number of pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
     def users(self, page: int) -> int:
-        """Return the number of page tables that name a page."""
         return self._users[page]
 
     def allocate(self, count: int) -> list[int]:
@@ -78,12 +69,9 @@ class PageAllocator:
     def make_writable(
         self, pages: list[int], position: int, count: int = 1
     ) -> tuple[int, int] | None:
-        """Give a page table pages of its own for the positions that are written next.
+        """Give a page table, in place, its own pages for the positions that are written next.
 
         Only the first page can have other users, since tables share their beginnings.
-
-        Args:
-            pages: The page table, changed in place.
 
         Returns:
             (source, destination) pages to copy before the write, or None.
@@ -103,7 +91,7 @@ class PageAllocator:
         return copy
 
     def release(self, pages: list[int]) -> None:
-        """Give up a page table and empty it; pages without another user become free."""
+        """Empty a page table; pages without another user become free."""
         for page in reversed(pages):
             assert self._users[page] > 0, f"page {page} is already free"
             self._users[page] -= 1

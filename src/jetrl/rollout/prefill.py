@@ -27,7 +27,6 @@ class Prefill:
 
     @property
     def device(self) -> torch.device:
-        """The device of the policy and the cache."""
         return self._policy.device
 
     def copy_pages(self, step: ScheduledStep) -> None:
@@ -38,8 +37,7 @@ class Prefill:
         """Run the prompt tokens of a step and fill the cache.
 
         Returns:
-            float32 logits [R, V], a row for each chunk that draws, in the order of the chunks; R is
-            0 when no chunk reaches the end of its sequence.
+            float32 logits [R, V], a row per chunk that draws, in the order of the chunks.
         """
         assert not step.decodes, "decode is the decode batch's"
         token_ids: list[int] = []
@@ -71,8 +69,7 @@ class Prefill:
 
         Returns:
             Token ids, int64 [draws], and their log-probs, float32 [draws], under the full
-            distribution at the temperature. The id BROKEN stands for logits without a finite
-            softmax.
+            distribution at the temperature. BROKEN stands for logits without a finite softmax.
         """
         draws_of_rows = [chunk.draws for chunk in step.chunks if chunk.draws]
         assert len(draws_of_rows) == len(logits), (

@@ -10,28 +10,28 @@ allow:
   max_prefill_tokens together. The contexts that the forward reads are at most 64 times as many,
   since attention widens all keys and values that it reads (short replies to long conversations).
   When no prompt is left to prefill, the step is decode: the next token of each running sequence,
-  and then the next again, up to `repeats` forwards in a row. Prompts go first, because a forward of
-  few sequences takes nearly as long as one of many.
+  up to `repeats` forwards in a row. Prompts go first, because a forward of few sequences takes
+  nearly as long as one of many.
 - The samples of a prompt are a group. Its first sequence, the leader, prefills the prompt while the
   others wait; all of them draw their first token from the logits of the prompt's last token, and
-  then share the prompt's pages. Members that the batch has no room for keep these pages while they
+  then share the prompt's pages. Members that do not fit in the batch keep these pages while they
   wait: they are parked.
 - A sequence that waits for its environment keeps its place and its pages, and does not run. The
   environment's reply is prefilled like a prompt.
 - When a page is needed and none is free, the youngest sequence that holds pages loses them: parked
   sequences first, then running ones, which return to the waiting ones. The drawn tokens stay. When
-  the turn of such a sequence comes again, prompt and drawn tokens are prefilled, or only the latter
-  where a member of the group still holds the prompt. The draws do not change: a token's draw
-  depends on its sequence alone.
+  such a sequence runs again, prompt and drawn tokens are prefilled, or only the latter if a member
+  of the group still holds the prompt. The draws do not change: a token's draw depends on its
+  sequence only.
 
 Steps may be scheduled before the draws of earlier ones are known (`complete`). Lengths are known
 without the draws, and a sequence that turns out to have ended drops the rest of its draws. Only two
 cases need the tokens themselves: pre-emption, and decode after prompts, which continues from their
-draws. `schedule` then returns None until these draws are in.
+draws. `schedule` then returns None until these draws arrive.
 
 The scheduler cannot livelock: nothing takes pages from the oldest unfinished sequence, which can
 take those of all others, and one sequence always fits (the engine refuses it otherwise), so each
-step brings at least that sequence forward.
+step advances at least that sequence.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Chunk:
     """Consecutive tokens of one sequence in a scheduled step.
 
     Attributes:
-        length: The number of tokens; in decode one for each forward, the fewest that it runs.
-        draws: Indices of the sequences that draw their next token from the logits of the chunk's
-            last token, or in decode of each token; empty when the chunk ends before the last known
-            token.
+        length: In decode one token per forward, a lower bound.
+        draws: The sequences that draw their next token from the logits of the chunk's last token,
+            or in decode of each token; empty if the chunk ends before the last known token.
+        extra: Further tokens that forwards with drafts may write.
     """
 
     sequence: int
@@ -64,7 +64,7 @@ class Chunk:
 
     @property
     def reach(self) -> int:
-        """The most tokens of the sequence's context at the end of the step."""
+        """Maximum tokens of the sequence's context at the end of the step."""
         return self.start + self.length + self.extra
 
 
@@ -80,10 +80,10 @@ class ScheduledStep:
     Attributes:
         copies: (source, destination) pages that the cache copies before the forward; all sources
             are read before any destination is written.
-        num_prefill_tokens: The tokens of the chunks over prompts; 0 in decode.
+        num_prefill_tokens: 0 in decode.
         preempted: Running sequences that lost computed tokens to make room for this step.
         repeats: The number of forwards, 1 except in decode.
-        width: The most tokens of a sequence in a forward of decode, above 1 to verify drafts.
+        width: Maximum tokens per sequence in a forward of decode, above 1 to verify drafts.
     """
 
     chunks: tuple[Chunk, ...]
@@ -95,7 +95,6 @@ class ScheduledStep:
 
     @property
     def decodes(self) -> bool:
-        """True for a step of decode, False for one over prompts."""
         return self.num_prefill_tokens == 0
 
     @property
@@ -105,12 +104,11 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """The scheduler of one call of `generate`.
+    """The scheduler of the sequences that run together.
 
     Args:
         groups: The samples of each prompt; indices count up through all groups. Every sequence fits
             into the allocator's pages when it is alone.
-        max_prefill_tokens: The most prompt tokens of a step.
     """
 
     def __init__(
@@ -162,12 +160,10 @@ class Scheduler:
 
     @property
     def num_groups(self) -> int:
-        """The number of prompts with their samples."""
         return len(self._unfinished)
 
     @property
     def done(self) -> bool:
-        """True when every sequence has ended."""
         return not self.running and not self.waiting
 
     def schedule(
@@ -176,13 +172,12 @@ class Scheduler:
         """Choose the next step and take the pages that it needs; not to be called when `done`.
 
         Args:
-            width: Returns the most tokens of a sequence in each forward, given the number of
+            width: Returns the maximum tokens per sequence in each forward, given the number of
                 sequences that decode.
 
         Returns:
-            The step, or None while the next step depends on draws of earlier ones, which `complete`
-            takes in. Where no draws are pending either, every sequence waits for its environment,
-            whose replies `reply` takes in.
+            The step, or None while the next step depends on draws of earlier ones (`complete`). If
+            no draws are pending either, every sequence waits for its environment (`reply`).
         """
         assert not self.done, "every sequence is finished"
         # Fill the batch, then plan who runs: prompts if any wait for prefill, otherwise decode.
@@ -236,8 +231,8 @@ class Scheduler:
         """Give the draws of a step to its sequences, in the order in which steps were scheduled.
 
         Args:
-            drawn: (token ids, log-probs) for each of `step.draws`: one of each forward, up to
-                `step.width` where drafts are verified, or fewer for a sequence that ends.
+            drawn: (token ids, log-probs) for each of `step.draws`: one per forward, up to
+                `step.width` with drafts, or fewer for a sequence that ends.
 
         Returns:
             The number of tokens taken; draws past the end of a sequence or a turn are dropped.
@@ -288,11 +283,7 @@ class Scheduler:
         return taken
 
     def reply(self, index: int, token_ids: Sequence[int] | None) -> None:
-        """Give an environment's reply to the sequence that waits for the reply.
-
-        Args:
-            token_ids: The tokens of the reply; None ends the sequence.
-        """
+        """Give an environment's reply to the sequence that waits for it; None ends the sequence."""
         sequence = self.sequences[index]
         sequence.reply(token_ids)
         if sequence.finished:
@@ -317,7 +308,7 @@ class Scheduler:
         return ended
 
     def close(self) -> None:
-        """Give back all pages; the scheduler cannot be used afterwards."""
+        """Free all pages; the scheduler cannot be used afterwards."""
         for sequence in self.sequences:
             self.allocator.release(sequence.pages)
         self.running.clear()
@@ -339,7 +330,7 @@ class Scheduler:
         self.allocator.release(sequence.pages)
 
     def _prefills(self) -> list[tuple[RunningSequence, int]]:
-        """Return (sequence, tokens) of the next forward over prompts; empty when none can run."""
+        """Return (sequence, tokens) of the next forward over prompts; empty if none can run."""
         budget = self.max_prefill_tokens
         keys = CONTEXT_TOKENS * budget
         plan: list[tuple[RunningSequence, int]] = []
@@ -363,7 +354,7 @@ class Scheduler:
     def _decodes(
         self, repeats: int, width: Callable[[int], int]
     ) -> tuple[list[tuple[RunningSequence, int]], int, bool]:
-        """Plan the next decode step."""
+        """Return (sequence, tokens) of the next decode step, its width, and whether it fits."""
         plan = [
             (sequence, min(repeats, sequence.draws_left))
             for sequence in self.running
@@ -390,11 +381,9 @@ class Scheduler:
         return needed <= self.allocator.num_free
 
     def _waits_for_draws(self) -> bool:
-        """Return whether a running sequence has draws that have not arrived."""
         return any(sequence.num_pending for sequence in self.running)
 
     def _leads(self, sequence: RunningSequence) -> bool:
-        """Return whether a sequence is the first of its group, which prefills the prompt."""
         return self._groups[sequence.index][0] is sequence
 
     def _draws(self, sequence: RunningSequence) -> tuple[int, ...]:
@@ -466,12 +455,12 @@ class Scheduler:
             self._extend(sequence)
 
     def _extend(self, sequence: RunningSequence) -> None:
-        """Give a sequence pages for all its tokens, so that its prefill needs no more pages."""
+        """Give a sequence pages for all its tokens, so that its prefill needs no more."""
         missing = self.allocator.pages_for(sequence.num_tokens) - len(sequence.pages)
         sequence.pages += self.allocator.allocate(missing)
 
     def _make_room(self, sequence: RunningSequence, length: int) -> bool:
-        """Free pages."""
+        """Free pages from the youngest; return False if that is the sequence itself."""
         allocator = self.allocator
         # The cost changes on the way: with the other users of a page gone, no copy is needed.
         at = sequence.num_computed

@@ -1,9 +1,8 @@
 """The state of one sequence while it is sampled; without torch.
 
-A sequence is a prompt and the tokens drawn for it so far. The cache holds the keys and values of
-its first `num_computed` tokens, in `pages`. The forward of the token at position p gives the
-logits that the token at position p + 1 is drawn from, so the last token drawn is never put into
-the cache: a finished sequence of T tokens used T - 1 slots.
+The cache holds the keys and values of the first `num_computed` tokens, in `pages`. The forward of
+the token at position p gives the logits that the token at p + 1 is drawn from, so the last token
+is never cached: a finished sequence of T tokens used T - 1 slots.
 
     prompt [5, 6, 7], page_size 2                         pages      num_computed  generated
     after the prefill of the prompt                       [4, 0]     3             []
@@ -28,8 +27,7 @@ class NonFiniteLogits(NonFiniteError):  # noqa: N818  (an end of a run, as its b
     """The logits of a sequence have no finite softmax.
 
     Attributes:
-        sequence: The index of the sequence in the call of `generate`.
-        token_ids: The tokens of the sequence so far, once they are known.
+        token_ids: The tokens of the sequence so far; () until they are known.
     """
 
     def __init__(self, sequence: int) -> None:
@@ -43,31 +41,26 @@ class NonFiniteLogits(NonFiniteError):  # noqa: N818  (an end of a run, as its b
 
 @dataclass(eq=False, slots=True)
 class RunningSequence:
-    """The state of one sample of one prompt.
+    """One sample of one prompt.
 
-    With an environment (rules.max_turns > 1) a stop ends a turn and not yet the sequence, which is
-    `awaiting` until `reply` continues or ends it. The sequence keeps its pages meanwhile.
+    With an environment (rules.max_turns > 1) a stop ends a turn: the sequence is `awaiting`, keeps
+    its pages, and continues or ends with `reply`.
 
     Attributes:
-        index: The position among all sequences of the call; lower is older, and older goes first.
-        prompt: Token ids, at least one.
-        key: The key of the sequence's random numbers, made by `sequence_keys`.
-        generated: The tokens after the prompt: drawn ones, and the environment's among them. A
-            sequence that an earlier call cut off begins with the tokens that it had.
-        logprobs: The log-prob of each generated token; 0 for the environment's.
+        index: The position among all sequences that run together; lower is older and goes first.
+        key: The key of its random numbers (`sequence_keys`).
+        generated: The tokens after the prompt: drawn ones, and the environment's.
+        logprobs: Of each generated token; 0 for the environment's.
         pages: Page ids in order of position.
-        num_computed: Tokens whose keys and values are in the pages, or will be when the forwards
-            scheduled so far have run; the fewest, where these verify drafts.
-        num_pending: Tokens that these forwards draw and that have not arrived; one a forward, which
-            is the fewest.
-        num_extra: The most tokens beyond one a forward that pending forwards may draw, since they
-            verify drafts.
-        finish_reason: The reason of the sequence's end; None while it runs.
+        num_computed: Tokens whose keys and values are in the pages once the forwards scheduled so
+            far have run; a lower bound if these verify drafts.
+        num_pending: Scheduled draws that have not arrived, one per forward: a lower bound.
+        num_extra: Upper bound of the further draws of pending forwards that verify drafts.
         text: The text of the turn before a stop string; None without a stop string.
         environment: The spans of `generated` that the environment wrote.
-        turn_start: The start of the present turn in `generated`.
+        turn_start: The start of the current turn in `generated`.
         versions: The policy versions of tokens that earlier calls drew.
-        params: The way its tokens are drawn; `rules` holds the limits.
+        params: The sampling parameters; `rules` holds the limits.
     """
 
     index: int
@@ -96,12 +89,11 @@ class RunningSequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of known tokens: the prompt's and the generated ones."""
         return len(self.prompt) + len(self.generated)
 
     @property
     def max_cached_tokens(self) -> int:
-        """The most slots of the cache that the sequence can use."""
+        """Maximum cache slots; also the position of the last token that may be drawn."""
         return len(self.prompt) + self.rules.max_tokens - 1
 
     @property
@@ -111,28 +103,19 @@ class RunningSequence:
 
     @property
     def finished(self) -> bool:
-        """True once the sequence has ended."""
         return self.finish_reason is not None
 
     @property
     def draws_left(self) -> int:
-        """The number of tokens that can still be drawn beside the pending ones.
-
-        Where drafts are verified, pending forwards may be more than there are tokens left.
-        """
+        """Tokens that can still be drawn, without the pending ones; 0 if drafts may exceed them."""
         return max(0, self.rules.max_tokens - len(self.generated) - self.num_pending)
 
     def most_written(self, forwards: int, width: int) -> int:
-        """Return the most positions, from `num_computed` on, that pending and new forwards write.
-
-        Args:
-            width: The most tokens that each of them writes.
-        """
+        """Return the maximum positions that pending and new forwards write."""
         most = self.num_extra + forwards * width
         return max(forwards, min(most, self.max_cached_tokens - self.num_computed))
 
     def tokens(self, start: int, length: int) -> list[int]:
-        """Return the token ids at positions start to start + length."""
         split = len(self.prompt)
         stop = start + length
         assert 0 <= start < stop <= self.num_tokens, f"tokens {start}:{stop} of {self.num_tokens}"
@@ -142,14 +125,10 @@ class RunningSequence:
         ]
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> int:
-        """Add drawn tokens up to the one that ends the sequence or its turn, and drop the rest.
-
-        Returns:
-            The number of added tokens: all of them unless the sequence or its turn ended.
+        """Add drawn tokens up to the one that ends the sequence or its turn; return how many.
 
         Raises:
-            NonFiniteLogits: An id below 0, which stands for logits that are not finite, comes
-                before the end.
+            NonFiniteLogits: An id below 0 (logits that are not finite) comes before the end.
         """
         assert not self.finished, f"sequence {self.index} is finished"
         assert not self.awaiting, f"sequence {self.index} waits for its environment"
@@ -210,11 +189,10 @@ class RunningSequence:
 
 
 def sequence_keys(prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
-    """Return the random keys of n samples for each prompt, 63-bit integers.
+    """Return the random keys of n samples per prompt, 63-bit integers.
 
-    A key is made of the prompt's tokens, the number of equal prompts before it in this call, and
-    the sample's number, so that the draws for a prompt do not depend on other prompts or on their
-    order.
+    A key hashes the prompt's tokens, the number of equal prompts before it in this call, and the
+    sample's number, so draws do not depend on other prompts or on their order.
     """
     occurrences: Counter[bytes] = Counter()
     keys = []
@@ -226,15 +204,11 @@ def sequence_keys(prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
 
 
 def resumed_key(key: int, num_tokens: int) -> int:
-    """Return the key of a sequence that is continued after `num_tokens` tokens.
-
-    Its draws differ from those that a new sample of the prompt gets at the same positions.
-    """
+    """Return a key for a sequence continued after some tokens, unlike that of a new sample."""
     return _key(key.to_bytes(8, "little"), num_tokens, 0)
 
 
 def _key(content: bytes, occurrence: int, sample: int) -> int:
-    """Return a 63-bit hash of the three values."""
     source = content + occurrence.to_bytes(8, "little") + sample.to_bytes(8, "little")
     digest = hashlib.blake2b(source, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,8 +1,7 @@
-"""The sizes of a rollout's work, halved when memory runs out.
+"""The sizes of a rollout's work: those of decode graphs, and those halved when memory runs out.
 
-Draws do not depend on sizes, so the call that ran out of memory starts over with half of everything
-and gives the same tokens. The sizes stay small for the rest of the run, also across a resume, where
-they only save the time of finding out again.
+Draws do not depend on sizes, so a call that ran out of memory starts over with half of everything
+and gives the same tokens. The sizes stay small for the rest of the run, also after a resume.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def padded_batch(count: int) -> int:
 
 
 def padded_context(tokens: int) -> int:
-    """Return the context size of the graph that runs contexts of up to so many tokens."""
+    """Return the context size of the graph that runs contexts of up to `tokens` tokens."""
     size = _SPLIT_TOKENS
     while size < tokens:
         size *= 2
@@ -42,7 +41,7 @@ class Sizes:
     """The sizes that bound the memory of a rollout.
 
     Attributes:
-        max_pages: KV pages; None for as many as there is memory for.
+        max_pages: KV pages; None for as many as memory has room for.
     """
 
     max_batch_size: int
@@ -51,7 +50,7 @@ class Sizes:
 
 
 class RolloutSizes:
-    """The sizes that a run asked for, and those that hold since memory ran out."""
+    """The requested sizes, and the current ones since memory ran out."""
 
     def __init__(self, requested: Sizes) -> None:
         self._requested = requested
@@ -65,7 +64,7 @@ class RolloutSizes:
             pages: Pages of the cache that existed; None if there was none yet.
 
         Raises:
-            OutOfMemoryStop: A single sequence is all that runs already.
+            OutOfMemoryStop: Only a single sequence runs already.
         """
         before = self.now
         limit = before.max_pages if pages is None else pages
@@ -92,10 +91,10 @@ class RolloutSizes:
         )
 
     def max_pages(self, needed: int) -> int | None:
-        """Return the most pages of a cache whose longest sequence takes `needed` pages.
+        """Return the maximum pages of a cache whose longest sequence takes `needed`.
 
-        The number may have been halved when sequences were shorter: the longest sequence gets
-        enough where as many were asked for.
+        The number may have been halved when sequences were shorter: the longest one gets enough if
+        as many were requested.
         """
         most, requested = self.now.max_pages, self._requested.max_pages
         return None if most is None else max(most, min(needed, requested or needed))
@@ -106,11 +105,10 @@ class RolloutSizes:
         return retries
 
     def state(self) -> Any:
-        """Return the sizes as JSON values for a checkpoint."""
         return {"asked": _as_list(self._requested), "now": _as_list(self.now)}
 
     def load_state(self, state: Any) -> None:
-        """Take over the sizes of a resumed run, unless its settings were changed."""
+        """Restore the sizes of a resumed run, unless its settings were changed."""
         if state["asked"] == _as_list(self._requested):
             self.now = Sizes(*state["now"])
 

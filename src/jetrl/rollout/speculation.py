@@ -1,18 +1,15 @@
-"""Speculation: drafts of a sequence's next tokens, and how long they should be.
+"""Speculation: drafts of a sequence's next tokens, from earlier text or from a draft head.
 
 `Speculation` owns the text that drafts are taken from (`kernels.draft`) for the life of an engine,
-so that a step's completions serve as drafts for the same prompts in later steps and evaluations. It
-is no part of a checkpoint: a run draws the same tokens whatever the drafts are, and resumed it only
-begins without them.
+so that a step's completions serve as drafts for the same prompts later. It is not part of a
+checkpoint: a run draws the same tokens whatever the drafts are. With both sources, a sequence takes
+the text's draft if its last three tokens lead to one, and else the head's.
 
-Another source is a draft head (`head_drafts`), in place of the text or beside it. Of both, a
-sequence takes the text's draft where its last three tokens lead to one, and else the head's.
-
-The host brings what the device does not know: a sequence's tokens when it gets a slot, and a
+The host adds what the device does not know: a sequence's tokens when it gets a slot, and a
 completion when it has ended. In between the device adds what it draws by itself.
 
-How many tokens a forward verifies is one choice for the batch (`draft_widths`). How many of them a
-sequence gets follows from how many of its drafts were right (`DraftText.quality`).
+The number of tokens that a forward verifies is one choice for the batch (`draft_widths`); a
+sequence's share follows from how many of its drafts were right (`DraftText.quality`).
 """
 
 from __future__ import annotations
@@ -52,7 +49,12 @@ from jetrl.rollout.sizes import padded_batch
 
 
 class HeadDrafts:
-    """The draft head of a policy, with the hidden states that it begins at."""
+    """Drafts from a draft head (`models.draft_head`), all on the device.
+
+    The head guesses from the hidden state that a sequence's last token was drawn from, which every
+    forward of decode keeps per slot. A sequence that has just got its slot has none: its first
+    forward goes without the head.
+    """
 
     def __init__(self, head: DraftHead, slots: int) -> None:
         self.head = head
@@ -66,7 +68,6 @@ class HeadDrafts:
 
     @property
     def trained(self) -> bool:
-        """Return whether the head has learned anything."""
         return self.head.trained
 
     def begin(self) -> None:
@@ -75,16 +76,15 @@ class HeadDrafts:
         self._on.fill_(int(self.head.trained))
 
     def arrive(self, slots: Sequence[int]) -> None:
-        """Take in that new sequences have got these slots."""
+        """Forget the hidden states of slots that new sequences have got."""
         self._ready[to_device(slots, self._ready.device)] = 0
 
     def propose(self, state: DecodeState, rows: Tensor, count: int, text: Drafts | None) -> Drafts:
-        """Return a draft for each row: the text's where it has one, else the head's.
+        """Return a draft for each row: the text's if it has one, else the head's.
 
         Args:
             rows: int64 [B], the slot of each row.
-            count: The tokens that the head guesses, from 1.
-            text: The drafts from text, or None.
+            count: Tokens that the head guesses, at least 1.
         """
         # A sequence that has ended may have ended without a token.
         last = state.token[rows].long().clamp(0, self.head.policy.config.vocab_size - 1)
@@ -104,7 +104,7 @@ class HeadDrafts:
         """Keep the hidden states from which a forward drew the sequences' last tokens.
 
         Args:
-            hidden: [R, D], those of all rows of the forward.
+            hidden: [R, D], of all rows of the forward.
             rows: int64 [B], the slot of each row.
         """
         # The query of the last token that counted; any row of a sequence that is not active.
@@ -119,10 +119,10 @@ MODES = ("off", "text", "head", "auto")
 
 @dataclass
 class Spent:
-    """The time that forwards of one size took, and the tokens that they brought.
+    """Time and tokens of the forwards of one size.
 
     Attributes:
-        sequences: Forwards of sequences, each of which drew at least one token.
+        sequences: Forwards times their sequences; each draws at least one token.
     """
 
     forwards: int = 0
@@ -133,13 +133,7 @@ class Spent:
 
 @dataclass
 class _Counts:
-    """The counts of one call, by source of the draft where there are several.
-
-    Attributes:
-        rows: Forwards of sequences, each of which drew at least one token.
-        drafted: Tokens of drafts that were verified.
-        verify_s: Seconds of decode that verified drafts.
-    """
+    """The counts of one call; `drafted` and `accepted` by source, `rows` as `Spent.sequences`."""
 
     rows: int = 0
     tokens: int = 0
@@ -153,15 +147,12 @@ class Speculation:
     """The drafts of one engine.
 
     Args:
-        mode: "text" or "head" to verify drafts of this source in every forward of decode, "auto" to
-            verify those of all sources where that is faster.
-        max_model_len: The most tokens of a sequence.
-        head: The draft head; None: without one.
+        mode: "text" or "head" verifies drafts of this source in every forward of decode, "auto"
+            those of all sources if that is faster.
 
     Attributes:
-        head: The drafts of the head; None without one.
-        spent: What forwards took and brought, by (sequences of the graph, most tokens of a
-            sequence, rows), since this was last cleared.
+        head: None without a draft head.
+        spent: By (sequences of the graph, maximum tokens per sequence, rows), since last cleared.
     """
 
     def __init__(
@@ -204,7 +195,7 @@ class Speculation:
         self._counts = _Counts()
 
     def arrive(self, arrivals: Sequence[tuple[int, RunningSequence]]) -> None:
-        """Take in the text of sequences that get a slot."""
+        """Add the text of sequences that get a slot."""
         self.put_by()
         if not arrivals:
             return
@@ -239,8 +230,7 @@ class Speculation:
 
         Args:
             rows: int64 [B], the slot of each row.
-            width: The most tokens of a sequence in the forward. One of a single token verifies
-                nothing: the text is looked up all the same, and the head is not asked.
+            width: Maximum tokens of a sequence in the forward; at 1 only the text is looked up.
         """
         head = self.head
         text = propose(self.text, state, rows, longest_only=head is not None)
@@ -250,24 +240,19 @@ class Speculation:
         return head.propose(state, rows, count, text if self._reads_text else None)
 
     def keep(self, hidden: Tensor, inputs: VerifyInputs, state: DecodeState, rows: Tensor) -> None:
-        """Keep what the next drafts of the head begin at, after a forward's draws were taken in.
-
-        Args:
-            hidden: [R, D], the hidden states of the forward's rows.
-            rows: int64 [B], the slot of each row.
-        """
+        """Keep what the head's next drafts begin at, after a forward (`HeadDrafts.keep`)."""
         if self.head is not None:
             self.head.keep(hidden, inputs, state, rows)
 
     def ended(self, sequence: RunningSequence) -> None:
-        """Take in that a sequence has ended: its text is put by for drafts of the same prompt."""
+        """Keep the text of an ended sequence for drafts of the same prompt."""
         if self._reads_text:
             self._ended.append(sequence)
 
     def put_by(self) -> None:
         """Write the completions that have ended to the archive, over the oldest ones.
 
-        The host takes a while for the text of a whole step: best while the device is at work.
+        The text of a whole step takes the host a while: best while the device is at work.
         """
         room = len(self.text.text) - self.text.archive_start
         pieces: list[tuple[int, list[int], RunningSequence]] = []
@@ -307,7 +292,7 @@ class Speculation:
         return known
 
     def take_in(self, launched: LaunchedStep, seconds: float) -> None:
-        """Count what a step of decode brought, and choose the next widths by it."""
+        """Count the result of a decode step, by which the next widths are chosen."""
         if launched.offers is None or launched.width is None:
             return
         step, counts = launched.step, self._counts
@@ -346,7 +331,6 @@ class Speculation:
         )
 
     def stats(self) -> SpeculationStats:
-        """Return the counts of the present call."""
         counts = self._counts
         return SpeculationStats(
             sequence_forwards=counts.rows,

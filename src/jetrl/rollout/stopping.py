@@ -1,16 +1,15 @@
 """The rule by which a completion ends: stop ids, stop strings, length; without torch.
 
-`StopRules` applies the rule on the host, token by token, and has the last word. On
-the device `kernels.decode` applies the part of the rule that needs no text (stop ids and length),
-so that a decode step of several forwards stops early; draws past an end that only the host sees, at
-a stop string, are dropped.
+The rule stands here. `StopRules` applies it on the host, token by token, and has the last word.
+`kernels.decode` is its device form, without text: the stop ids that all running sequences share and
+a last position per sequence (`DecodeBatch` writes both). It only lets a step of several forwards
+stop early; the host drops draws past an end that only the host sees.
 
-A stop string is looked for in the decoded text, not in the tokens: it may start and end in the
-middle of a token and span several. Decoding everything again after each token would cost the square
-of the length, and decoding each token alone is wrong (a character may take several byte tokens, and
-some tokenizers put a space before a token or not depending on the one before it). So the text grows
-through a small window of tokens, decoded together and committed once it ends in whole characters.
-The draws of a decode step are looked at together, and one by one where a stop string is among them.
+A stop string is looked for in the decoded text, since it may start and end inside a token and span
+several. Decoding everything after each token would cost the square of the length, and decoding each
+token alone is wrong (a character may take several byte tokens). So the text grows through a small
+window of tokens, decoded together and committed once it ends in whole characters. The draws of a
+step are searched together, and one by one if a stop string is among them.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class StopRules:
     """The limits of one completion.
 
     Attributes:
-        max_tokens: The most tokens, at least 1, already limited to the model's context.
-        strings: Texts, none empty, that end the completion; its text is cut before the first.
-        decode: Maps token ids to text without special tokens; needed for stop strings.
-        max_turns: The most turns; at a stop before the last one an environment replies. 1 without
-            an environment.
+        max_tokens: At least 1, already limited to the model's context.
+        token_ids: Stop ids, which belong to the completion.
+        strings: Stop strings, none empty; the text is cut before the first.
+        decode: Maps token ids to text without special tokens; None without stop strings.
+        max_turns: At a stop before the last turn an environment replies; 1 without an environment.
     """
 
     max_tokens: int
@@ -46,22 +45,14 @@ class StopRules:
     max_turns: int = 1
 
     def text_watch(self, start: int = 0) -> TextWatch | None:
-        """Return a new watch for the text of one turn, or None when there is no stop string.
-
-        Args:
-            start: The number of tokens of the completion before the turn.
-        """
+        """Return a new watch for the turn that starts at a token; None without stop strings."""
         if not self.strings:
             return None
         assert self.decode is not None, "stop strings need a decoder"
         return TextWatch(self.strings, self.decode, start)
 
     def none_ends(self, token_ids: Sequence[int], num_tokens: int) -> bool:
-        """Return whether none of several tokens ends the completion, stop strings apart.
-
-        Args:
-            token_ids: The tokens drawn last; an id below 0 stands for logits that are not finite.
-        """
+        """Return whether none of the newest tokens ends the completion, stop strings apart."""
         return (
             num_tokens + len(token_ids) < self.max_tokens
             and self.token_ids.isdisjoint(token_ids)
@@ -71,7 +62,7 @@ class StopRules:
     def reason_to_stop(
         self, token_id: int, num_tokens: int, stop_string: bool
     ) -> Literal["stop", "length"] | None:
-        """Return the reason why a completion or turn ends with a token, None if it continues."""
+        """Return why a completion or turn ends with a token, None if it continues."""
         if token_id in self.token_ids or stop_string:
             return "stop"
         return "length" if num_tokens == self.max_tokens else None
@@ -80,13 +71,8 @@ class StopRules:
 class TextWatch:
     """The text of one turn as it grows, searched for the first stop string.
 
-    The window is `tokens[first:]`, of which `tokens[first:committed]` is context: these tokens are
-    part of `_text` already and are decoded again only so that the tokens after them decode as they
-    would in the whole text.
-
-    Args:
-        strings: The stop strings, none empty.
-        start: The number of tokens before the turn, which are not looked at.
+    The window is `tokens[first:]`. Of it `tokens[first:committed]` is context: part of `_text`
+    already, decoded again only so that later tokens decode as in the whole text.
     """
 
     def __init__(self, strings: tuple[str, ...], decode: Decode, start: int = 0) -> None:
@@ -100,13 +86,12 @@ class TextWatch:
         self._at_once = not any(UNFINISHED_CHARACTER in string for string in strings)
 
     def pass_over(self, tokens: list[int], added: Sequence[int]) -> bool:
-        """Take in several tokens at once, unless a stop string may have appeared in them.
+        """Add several tokens at once, unless a stop string may have appeared in them.
 
-        Decoding for each token costs the host more than all else that it does for the token.
+        Decoding per token costs the host more than all else that it does for the token.
 
         Returns:
-            False, with nothing taken in, where `update` has to look at each token: a stop string
-            has appeared, or they do not end in whole characters.
+            False, with nothing added, if `update` has to look at each token.
         """
         if not self._at_once or len(added) >= MAX_WINDOW:
             return False
@@ -117,11 +102,7 @@ class TextWatch:
         return True
 
     def update(self, tokens: list[int]) -> str | None:
-        """Search the text that the newest token adds.
-
-        Returns:
-            The text before the first stop string, None while no stop string has appeared.
-        """
+        """Return the text before the first stop string; None while none has appeared."""
         text, window = self._decoded(tokens[self._first :])
         end = self._ends(text)
         if end is not None:
@@ -138,13 +119,11 @@ class TextWatch:
         return self._text + window[len(context) :], window
 
     def _ends(self, text: str) -> int | None:
-        """Return where the first stop string begins that is not in the committed text alone."""
         searched = max(0, len(self._text) - self._reach)
         starts = [text.find(string, searched) for string in self._strings]
         return min((start for start in starts if start >= 0), default=None)
 
     def _commit(self, text: str, num_tokens: int) -> None:
-        """Take a text as that of so many tokens."""
         self._text = text
         self._first = self._committed
         self._committed = num_tokens
