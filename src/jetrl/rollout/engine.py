@@ -239,7 +239,7 @@ class Generation:
             device_idle_s=self._idle_s,
             graphs=forwards.num_graphs - graphs,
             capture_s=forwards.capture_s - capture_s,
-            speculation=None if self._drafts is None else self._drafts.stats(),
+            speculation=None if self._drafts is None else self._drafts.stats,
         )
 
 
@@ -260,6 +260,10 @@ class RolloutEngine:
         speculation: "text" drafts tokens from earlier text and verifies several per forward,
             "head" drafts them by a draft head, "auto" does either if that is faster.
         draft_head: Needed by "head", used by "auto" if given.
+
+    Attributes:
+        stats: The counts of the last call that came to its end.
+        unfinished: The completions that the last call cut off, by their index.
 
     Raises:
         UserError: "head" without a draft head; a size is below 1 or not supported by the device,
@@ -309,24 +313,14 @@ class RolloutEngine:
             self.use_drafts(Speculation(speculation, *shape, policy.device, draft_head))
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
         self._running: Generation | None = None
-        self._stats = RolloutStats()
+        self.stats = RolloutStats()
         self._speculated: SpeculationStats | None = None
-        self._unfinished: dict[int, Unfinished] = {}
+        self.unfinished: dict[int, Unfinished] = {}
 
     @property
     def max_batch_size(self) -> int:
         """The current maximum of sequences at once; halved when memory runs out."""
         return self.sizes.now.max_batch_size
-
-    @property
-    def stats(self) -> RolloutStats:
-        """The counts of the last call that came to its end."""
-        return self._stats
-
-    @property
-    def unfinished(self) -> dict[int, Unfinished]:
-        """The completions that the last call cut off, by their index."""
-        return self._unfinished
 
     @property
     def sequences(self) -> Sequence[RunningSequence]:
@@ -346,10 +340,6 @@ class RolloutEngine:
         """Return the worth of all drafts since the last call of this, None without."""
         taken, self._speculated = self._speculated, None
         return taken
-
-    def _count_drafts(self, call: SpeculationStats | None) -> None:
-        before = self._speculated
-        self._speculated = call if before is None or call is None else before.plus(call)
 
     def free_cache(self) -> None:
         """Free the memory of the KV pages.
@@ -411,9 +401,9 @@ class RolloutEngine:
         started = time.perf_counter()
         # Everything that a user may have got wrong is checked before anything runs.
         groups = self._groups(prompts, params, system_prompt, options)
-        self._unfinished = {}
+        self.unfinished = {}
         if not groups:
-            self._stats = RolloutStats()
+            self.stats = RolloutStats()
             return []
         partial = options.partial
         enough = len(groups) if partial is None else partial.enough
@@ -441,7 +431,7 @@ class RolloutEngine:
             if options.environment is not None:
                 options.environment.close()
         completions = [finished.get(s.index) or complete(s) for s in scheduler.sequences]
-        self._unfinished = unfinished_completions(scheduler.sequences, completions)
+        self.unfinished = unfinished_completions(scheduler.sequences, completions)
         return completions
 
     def add(self, group: Sequence[RunningSequence]) -> None:
@@ -473,8 +463,9 @@ class RolloutEngine:
     def finish(self) -> None:
         """Drop all sequences, free their pages, and store their counts in `stats`."""
         running = self._running_now
-        self._stats = stats = running.stats()
-        self._count_drafts(stats.speculation)
+        self.stats = stats = running.stats()
+        call, before = stats.speculation, self._speculated
+        self._speculated = call if before is None or call is None else before.plus(call)
         if stats.graphs:
             logger.info("%d graphs of decode captured in %.1f s", stats.graphs, stats.capture_s)
         running.scheduler.close()

@@ -160,7 +160,7 @@ class EnvironmentReply(NamedTuple):
 
 
 class Environment(Protocol):
-    """What replies when a turn ends; sample s of prompt p is sequence p * n + s.
+    """The interface of an environment; sample s of prompt p is sequence p * n + s.
 
     Attributes:
         max_turns: Per completion, at least 1.

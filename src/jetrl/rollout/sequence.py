@@ -41,7 +41,7 @@ class NonFiniteLogits(NonFiniteError):  # noqa: N818  (an end of a run, as its b
 
 @dataclass(eq=False, slots=True)
 class RunningSequence:
-    """One sample of one prompt.
+    """A sample of one prompt.
 
     With an environment (rules.max_turns > 1) a stop ends a turn: the sequence is `awaiting`, keeps
     its pages, and continues or ends with `reply`.

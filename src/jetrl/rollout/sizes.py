@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from jetrl.errors import OutOfMemoryStop
@@ -105,13 +105,9 @@ class RolloutSizes:
         return retries
 
     def state(self) -> Any:
-        return {"asked": _as_list(self._requested), "now": _as_list(self.now)}
+        return {"asked": list(astuple(self._requested)), "now": list(astuple(self.now))}
 
     def load_state(self, state: Any) -> None:
         """Restore the sizes of a resumed run, unless its settings were changed."""
-        if state["asked"] == _as_list(self._requested):
+        if state["asked"] == list(astuple(self._requested)):
             self.now = Sizes(*state["now"])
-
-
-def _as_list(sizes: Sizes) -> list[int | None]:
-    return [sizes.max_batch_size, sizes.max_prefill_tokens, sizes.max_pages]

@@ -18,7 +18,7 @@ import hashlib
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -115,6 +115,7 @@ class HeadDrafts:
 
 
 MODES = ("off", "text", "head", "auto")
+_NONE = (0,) * len(SOURCES)
 
 
 @dataclass
@@ -131,18 +132,6 @@ class Spent:
     tokens: int = 0
 
 
-@dataclass
-class _Counts:
-    """The counts of one call; `drafted` and `accepted` by source, `rows` as `Spent.sequences`."""
-
-    rows: int = 0
-    tokens: int = 0
-    drafted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
-    accepted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
-    decode_s: float = 0.0
-    verify_s: float = 0.0
-
-
 class Speculation:
     """The drafts of one engine.
 
@@ -152,6 +141,7 @@ class Speculation:
 
     Attributes:
         head: None without a draft head.
+        stats: The counts of the current call.
         spent: By (sequences of the graph, maximum tokens per sequence, rows), since last cleared.
     """
 
@@ -183,7 +173,7 @@ class Speculation:
         self._ended: list[RunningSequence] = []
         self._written = 0  # Tokens of the archive, from its start, that the next text comes behind.
         self._groups: dict[tuple[int, ...], int] = {}
-        self._counts = _Counts()
+        self.stats = SpeculationStats(0, 0, _NONE, _NONE, 0.0, 0.0)
 
     def begin(self) -> None:
         """Begin a call: its counts are zero."""
@@ -192,7 +182,7 @@ class Speculation:
             self.widths.worth.head_tokens = self.head.head.tokens if self.head.trained else 0
         self.widths.begin()
         self._groups.clear()
-        self._counts = _Counts()
+        self.stats = SpeculationStats(0, 0, _NONE, _NONE, 0.0, 0.0)
 
     def arrive(self, arrivals: Sequence[tuple[int, RunningSequence]]) -> None:
         """Add the text of sequences that get a slot."""
@@ -295,7 +285,7 @@ class Speculation:
         """Count the result of a decode step, by which the next widths are chosen."""
         if launched.offers is None or launched.width is None:
             return
-        step, counts = launched.step, self._counts
+        step = launched.step
         rows = len(step.chunks)
         shape = (len(launched.tokens), rows, step.width)
         tokens = launched.tokens[: shape[0], : rows * step.width].numpy().reshape(shape)
@@ -304,20 +294,22 @@ class Speculation:
         ran = drawn > 0
         drafted, source = offers & 7, (offers >> 3) & 3
         hit, offered = (offers >> 5) & 1, (offers >> 6) & 1
-        counts.rows += int(ran.sum())
-        counts.tokens += int(drawn.sum())
-        for index in range(len(SOURCES)):
-            here = ran & (source == index) & (drafted > 0)
-            counts.drafted[index] += int(drafted[here].sum())
-            counts.accepted[index] += int((drawn[here] - 1).sum())
+        of_source = [ran & (source == index) & (drafted > 0) for index in range(len(SOURCES))]
+        count = SpeculationStats(
+            sequence_forwards=int(ran.sum()),
+            tokens=int(drawn.sum()),
+            drafted=tuple(int(drafted[here].sum()) for here in of_source),
+            accepted=tuple(int((drawn[here] - 1).sum()) for here in of_source),
+            decode_s=seconds,
+            verify_s=seconds if step.width > 1 else 0.0,
+        )
+        self.stats = self.stats.plus(count)
         width = launched.width
         spent = self.spent[padded_batch(rows), width.most, width.rows]
         spent.forwards += step.repeats
         spent.seconds += seconds
-        spent.sequences += int(ran.sum())
-        spent.tokens += int(drawn.sum())
-        counts.decode_s += seconds
-        counts.verify_s += seconds if step.width > 1 else 0.0
+        spent.sequences += count.sequence_forwards
+        spent.tokens += count.tokens
         self.widths.observe(
             sequences=rows,
             width=width,
@@ -328,15 +320,4 @@ class Speculation:
             hit=hit[ran],
             offered=offered[ran],
             by_head=(source == HEAD)[ran],
-        )
-
-    def stats(self) -> SpeculationStats:
-        counts = self._counts
-        return SpeculationStats(
-            sequence_forwards=counts.rows,
-            tokens=counts.tokens,
-            drafted=tuple(counts.drafted),
-            accepted=tuple(counts.accepted),
-            decode_s=counts.decode_s,
-            verify_s=counts.verify_s,
         )
