@@ -55,7 +55,7 @@ class Choices:
     """The choices that are the same for all plans of a benchmark.
 
     Attributes:
-        shape: A name of `jetrl.models.shapes`.
+        shape: A name of `jetrl.models.families`.
         device: "cuda", or "cpu" to try the benchmark out.
         layers: Decoder layers; None: the shape's own.
         learning_rate: Large enough that FP8 codes change.

@@ -18,7 +18,7 @@ import torch
 from benchmarks._command import command_typed
 
 from jetrl.errors import MismatchError
-from jetrl.models.shapes import SHAPES
+from jetrl.models.families import SHAPES
 
 Row = dict[str, Any]
 _COPY_ELEMENTS = 2**31

@@ -20,8 +20,8 @@ from benchmarks._command import command_typed
 from benchmarks._timing import Row, print_table, write_results
 from benchmarks.parity import make_policy
 
+from jetrl.models.families import SHAPES
 from jetrl.models.policy import Policy
-from jetrl.models.shapes import SHAPES
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.types import SamplingParams
 

@@ -33,13 +33,12 @@ from benchmarks._timing import (
 )
 from torch import Tensor
 
-from jetrl.models import attention_hopper, layer_adapter_hopper, layer_hopper
+from jetrl.models import attention_hopper, dense_hopper, layer_hopper
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import DecoderLayer
-from jetrl.models.families import ModelConfig
+from jetrl.models.families import SHAPES, ModelConfig
 from jetrl.models.policy import Policy
-from jetrl.models.shapes import SHAPES
 from jetrl.precision import linear
 from jetrl.precision.plan import PrecisionPlan
 
@@ -55,8 +54,14 @@ ROWS = {  # name: (plan of the layer, plan of its attention)
 OPERATIONS = {
     layer_hopper: (
         "fprop", "dgrad", "wgrad", "quantize_output_gradient", "quantize_for_wgrad",
+        "quantize_for_dgrad", "adapted_fprop", "adapter_gradients",
         "rms_norm_quantize", "rms_norm_squares", "rms_norm_forward", "rms_norm_backward",
-        "swiglu_quantize", "swiglu_forward", "swiglu_backward", "swiglu_backward_quantize",
+    ),
+    dense_hopper: (
+        "fprop", "dgrad", "wgrad", "quantize_output_gradient", "quantize_for_wgrad",
+        "quantize_for_dgrad", "adapter_gradients", "rank_gradient", "rms_norm_backward",
+        "swiglu_quantize", "swiglu_quantize_with_values", "swiglu_forward", "swiglu_backward",
+        "swiglu_backward_quantize", "swiglu_backward_values_",
     ),
     attention_hopper: (
         "qk_norm_rotary_cache", "qk_norm_rotary_backward", "stage_keys", "attend_tiles",
@@ -66,11 +71,6 @@ OPERATIONS = {
         "fprop", "dgrad", "wgrad", "quantize_input", "quantize_output_gradient",
         "quantize_for_wgrad", "quantize_for_dgrad", "adapted_fprop", "adapter_gradients",
     ),
-    layer_adapter_hopper: (
-        "fprop", "dgrad", "quantize_for_dgrad", "rms_norm_quantize", "rms_norm_forward",
-        "rms_norm_backward", "swiglu_quantize_with_values", "swiglu_forward", "swiglu_backward",
-        "adapter_gradients", "rank_gradient", "adapted_fprop", "swiglu_backward_values_",
-    ),
 }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ class LayerBench:
     """A layer of a shape under a plan, with its inputs.
 
     Args:
-        shape: A name of `jetrl.models.shapes`.
+        shape: A name of `jetrl.models.families`.
         plan: The precision preset of the layer.
         attention: The precision preset of the attention.
         tokens: Tokens of all sequences.
@@ -219,7 +219,7 @@ def saved_bytes_of_others(bench: LayerBench) -> int:
     c = bench.policy.config
     heads, fp8 = c.num_heads * c.head_dim, bench.attention.kv != "bf16"
     keys_and_values = 2 * c.num_kv_heads * (c.head_dim + 4 if fp8 else 2 * c.head_dim)
-    wide = 2 * c.hidden_size + 3 * heads + 2 * c.num_kv_heads * c.head_dim + 2 * c.intermediate_size
+    wide = 2 * c.hidden_size + 3 * heads + 2 * c.num_kv_heads * c.head_dim + 2 * c.block.inner
     return bench.tokens * (2 * wide + keys_and_values + 4 * c.num_heads + 2 * 4)
 
 
@@ -228,7 +228,7 @@ def measure(name: str, shape: str, tokens: int, length: int, rank: int = 0) -> R
 
     Args:
         name: A name of `ROWS`.
-        shape: A name of `jetrl.models.shapes`.
+        shape: A name of `jetrl.models.families`.
         tokens: Tokens of all sequences.
         length: Tokens of a sequence.
         rank: The rank of adapters on frozen weights; 0: the weights are trained.
@@ -258,7 +258,7 @@ def run(shape: str, tokens: int, length: int, names: Sequence[str], rank: int = 
     """Return the rows, with ratios to `bf16` and to `unified, fastest attention`.
 
     Args:
-        shape: A name of `jetrl.models.shapes`.
+        shape: A name of `jetrl.models.families`.
         tokens: Tokens of all sequences.
         length: Tokens of a sequence.
         names: Names of `ROWS`.

@@ -34,11 +34,10 @@ import torch
 from benchmarks._timing import print_table, write_results
 
 from jetrl.models.adapter import Adapter, LoRA
-from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
 from jetrl.models.hf import model_config
 from jetrl.models.hf_save import save_model
 from jetrl.models.policy import Policy
-from jetrl.models.shapes import SHAPES
 from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 
@@ -111,7 +110,7 @@ def write_directory(path: Path, shape: str, layers: int, vocabulary: int) -> dic
 
     Args:
         path: The directory.
-        shape: A name of `jetrl.models.shapes`.
+        shape: A name of `jetrl.models.families`.
         layers: Decoder layers.
         vocabulary: Rows of embedding and lm_head.
     """

@@ -19,8 +19,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import GIB, OtherModels, Workload
-from jetrl.models.families import ModelConfig
-from jetrl.models.shapes import SHAPES
+from jetrl.models.families import SHAPES, ModelConfig
 from jetrl.settings.loading import load_config
 
 FREE_GIB = {"H200": 139.8, "H100": 78.8}
@@ -38,7 +37,7 @@ def row_of(shape: str, card: str, count: int, recomputed: bool) -> dict[str, Any
     """Return the row of a model on some GPUs.
 
     Args:
-        shape: A name of `jetrl.models.shapes`.
+        shape: A name of `jetrl.models.families`.
         card: A key of `FREE_GIB`.
         count: The number of GPUs.
         recomputed: Whether layers are computed again in backward.

@@ -7,7 +7,7 @@ Two policies have the same random base and the same adapter, whose B is random w
 deviation. One keeps the adapter beside the base, as training does. The other has the adapter merged
 into the base's weights before these are rounded to FP8. For each deviation:
 
-    error, changed    what is left of the adapter's change in the merged weights (`models.merging`)
+    error, changed    what is left of the adapter's change in the merged weights (`models.peft`)
     effect            mean absolute difference of log-probs that the adapter makes to the base
     merged            mean absolute difference of log-probs between a sampler with merged weights
                       and the trainer, whose adapter stays apart; K3 KL; tokens that differ
@@ -30,9 +30,9 @@ from benchmarks.parity import ALPHA, make_policy
 from benchmarks.rollout import run_case
 
 from jetrl.models.adapter import LoRA
-from jetrl.models.merging import MergedWeights, merging_losses
+from jetrl.models.families import SHAPES
+from jetrl.models.peft import MergedWeights, merging_losses
 from jetrl.models.policy import Policy
-from jetrl.models.shapes import SHAPES
 from jetrl.models.tiny import RandomWeights
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.types import SamplingParams

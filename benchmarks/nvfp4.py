@@ -21,7 +21,7 @@ import torch
 from benchmarks._command import command_typed
 from benchmarks._timing import Row, print_table, seconds_in_turn, write_results
 
-from jetrl.models.shapes import linear_shapes
+from jetrl.models.families import linear_shapes
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper
 from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper, nvfp4_matmul_hopper, widened_hopper
 from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul

@@ -129,7 +129,7 @@ def run(shape: str, states: Sequence[str], layers: int | None) -> Iterator[Row]:
     """Yield the rows; with FP32 states 16 bytes a parameter are held, beside quantized weights.
 
     Args:
-        shape: A name of `jetrl.models.shapes`.
+        shape: A name of `jetrl.models.families`.
         states: The kinds of the optimizer's states.
         layers: Decoder layers; None: the shape's own.
     """

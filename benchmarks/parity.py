@@ -28,9 +28,8 @@ from benchmarks._timing import add_shape_arguments, bench_parser, versions
 
 from jetrl.compiling import compiled_ahead
 from jetrl.models.adapter import Adapter, LoRA
-from jetrl.models.families import ModelConfig
+from jetrl.models.families import SHAPES, ModelConfig
 from jetrl.models.policy import Policy
-from jetrl.models.shapes import SHAPES
 from jetrl.parity import check_policy, failures, located, measure
 from jetrl.precision import PrecisionPlan
 
@@ -51,7 +50,7 @@ def make_policy(
     """Return a policy with random weights, whose logits have a standard deviation of about 2.
 
     Args:
-        shape: A name of `jetrl.models.shapes`.
+        shape: A name of `jetrl.models.families`.
         plan: The precision preset.
         device: "cuda" or "cpu".
         layers: Decoder layers; None: the shape's own.

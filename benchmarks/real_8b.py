@@ -33,8 +33,8 @@ from benchmarks.parity import make_policy
 
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import OtherModels, Workload
-from jetrl.models.shapes import SHAPES
-from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.models.families import SHAPES
+from jetrl.models.tiny import character_tokenizer
 from jetrl.session.building import model_config
 from jetrl.settings.loading import load_config
 from jetrl.tasks import get_task, read_prompts

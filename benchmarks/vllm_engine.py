@@ -17,7 +17,7 @@ from benchmarks._load import tailed_load
 from benchmarks._timing import Row
 from benchmarks.rollout import warm_lengths
 
-from jetrl.models.shapes import SHAPES
+from jetrl.models.families import SHAPES
 
 PREFILL_PROMPTS, PREFILL_PROMPT = 64, 8192
 LINEARS = ("none", "fp8", "fp8_per_block", "fp8_per_channel")

@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from benchmarks._command import command_typed
     from benchmarks._timing import print_table, write_results
 
-    from jetrl.models.shapes import SHAPES
+    from jetrl.models.families import SHAPES
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

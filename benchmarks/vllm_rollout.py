@@ -54,7 +54,7 @@ from benchmarks._timing import Row, copy_bandwidth, print_table, write_results
 from in_turn import in_turn
 from vllm_engine import DRAFTS, LINEARS, Setup, measure
 
-from jetrl.models.shapes import SHAPES
+from jetrl.models.families import SHAPES
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 

@@ -273,7 +273,7 @@ class Batch:
         advantages: float32 [T]; 0 elsewhere.
         sample_ids: int64 [S], the number of each sequence's sample.
         stem_ids: int64 [S]; sequences of equal number begin with the same tokens, which a forward
-            may compute once (`models.stems`). None: each is computed whole.
+            may compute once (`models.packed`). None: each is computed whole.
         stem_lengths: int64 [S], how many tokens that are, 0 for none. None with stem_ids.
         Batch(token_ids=[5, 6, 7, 8, 9], cu_seqlens=[0, 3, 5], loss_mask=[F, F, T, F, T],
               rollout_logprobs=[0, 0, -0.5, 0, -0.1], advantages=[0, 0, 1, 0, -1],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import parity
-from jetrl.models.shapes import SHAPES
+from jetrl.models.families import SHAPES
 from jetrl.parity import Check
 
 

@@ -22,8 +22,7 @@ from benchmarks import _ranks
 from jetrl.errors import UserError
 from jetrl.memory import device as device_memory
 from jetrl.memory.device import DeviceBytes
-from jetrl.models.families import ModelConfig
-from jetrl.models.shapes import SHAPES
+from jetrl.models.families import SHAPES, ModelConfig
 from jetrl.rollout.options import RolloutStats
 from jetrl.training import pack
 from jetrl.training.trainer import TrainedStep

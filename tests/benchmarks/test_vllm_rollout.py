@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from benchmarks._load import tailed_load
 
-from jetrl.models.shapes import SHAPES
+from jetrl.models.families import SHAPES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 VOCABULARY = SHAPES["qwen3-8b"]["vocab_size"]

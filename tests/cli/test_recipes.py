@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from jetrl.models import hub
-from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.models import hf_files
+from jetrl.models.tiny import character_tokenizer
 from jetrl.session import open as opening
 from jetrl.settings.loading import packaged_recipes
 
@@ -40,7 +40,7 @@ def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(opening, "free_bytes", lambda _: int(H200_GIB * 2**30))
     monkeypatch.chdir(tmp_path)
-    hub.snapshot.cache_clear()
+    hf_files.snapshot.cache_clear()
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -18,8 +18,7 @@ pytest.importorskip("triton", reason="it is there on Linux alone")
 from jetrl import compiling
 from jetrl.compiling import Work, compiled_ahead
 from jetrl.models.adapter import LoRA
-from jetrl.models.families import ModelConfig, parameter_shapes
-from jetrl.models.shapes import SHAPES
+from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
 from jetrl.precision import PrecisionPlan
 
 UNIFIED = PrecisionPlan.preset("unified")

@@ -17,7 +17,7 @@ from jetrl.distributed import meeting
 from jetrl.distributed.meeting import Meeting, ranks_that_differ
 from jetrl.distributed.world import ONE_PROCESS, world
 from jetrl.errors import RankLost, Terminated, UserError
-from jetrl.models.shapes import SHAPES
+from jetrl.models.families import SHAPES
 
 
 def _refused(ends: list[Ended]) -> str:

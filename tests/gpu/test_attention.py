@@ -12,7 +12,7 @@ import torch
 from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.kernels.rotary import rotary_table
 from jetrl.models.attention import PackedKeyValues
-from jetrl.models.rotary import Rotary
+from jetrl.models.layer import Rotary
 from jetrl.precision import PrecisionPlan
 from jetrl.presets import key_and_value_formats
 

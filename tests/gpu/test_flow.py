@@ -155,13 +155,14 @@ class AttentionKernels(torch.autograd.Function):
 def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder's reference composition, each operation on the GPU by itself."""
     import jetrl.models.attention as attention
-    import jetrl.models.layer as layer
+    from jetrl.models import decoder, dense
 
     def attend(self: Any, layer: int, qkv: torch.Tensor, rope: Any, last: bool) -> torch.Tensor:
         o = AttentionKernels.apply(*rope.heads(qkv), self._tiles, self._plan)
         return o.flatten(-2, -1)
 
-    monkeypatch.setattr(layer, "_fuses", lambda x: False)
+    for module in (decoder, dense):
+        monkeypatch.setattr(module, "fuses", lambda x: False)
     monkeypatch.setattr(attention.PackedKeyValues, "attend", attend)
 
 

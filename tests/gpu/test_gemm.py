@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetrl.models.shapes import SHAPES as MODELS
+from jetrl.models.families import SHAPES as MODELS
 from jetrl.precision.gemm import fp8_matmul
 from jetrl.precision.quantize import QTensor, quantize
 

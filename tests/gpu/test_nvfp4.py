@@ -15,10 +15,10 @@ from tests.models.nvfp4_directories import to_nvfp4
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.memory.plan import quantized_bytes
 from jetrl.models.adapter import Adapter, LoRA
+from jetrl.models.families import SHAPES as MODELS
 from jetrl.models.families import ModelConfig
 from jetrl.models.hf import model_config, save_model
 from jetrl.models.norm_noise import NormNoise
-from jetrl.models.shapes import SHAPES as MODELS
 from jetrl.models.tiny import random_weights
 from jetrl.parity import measure, random_prompts
 from jetrl.parity.checks import check_policy, failures

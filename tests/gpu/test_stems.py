@@ -9,7 +9,7 @@ import torch
 from small_models import config
 
 from jetrl import Policy
-from jetrl.models.stems import Stems
+from jetrl.models.packed import Stems
 from jetrl.precision import PrecisionPlan
 
 pytestmark = pytest.mark.gpu

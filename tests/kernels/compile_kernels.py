@@ -198,9 +198,8 @@ def policy_of(shape: str, plan: str, rank: int = 0) -> Any:
     """A policy of two layers; with a rank it has adapters."""
     import jetrl.models.model
     from jetrl.models.adapter import Adapter, LoRA
-    from jetrl.models.families import ModelConfig, parameter_shapes
+    from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
     from jetrl.models.policy import Policy
-    from jetrl.models.shapes import SHAPES
     from jetrl.precision import PrecisionPlan
 
     jetrl.models.model.check_device = lambda *_: None
@@ -290,9 +289,8 @@ def update(shape: str, plan: str, rank: int = 0) -> None:
 
 def other_options() -> None:
     """Compile what other sampling and other gradients launch: one after the other, on one shape."""
-    from jetrl.models.families import ModelConfig, parameter_shapes
+    from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
     from jetrl.models.policy import Policy
-    from jetrl.models.shapes import SHAPES
     from jetrl.precision import PrecisionPlan
     from jetrl.precision.plan import SamplerDeviation
 
@@ -345,7 +343,7 @@ def optimizer() -> None:
 
 def stems_of(length: int, rows: int, branches: int = 2) -> Any:
     """Return the stems of a batch that is a stem of some length and branches, all but one short."""
-    from jetrl.models.stems import Stems
+    from jetrl.models.packed import Stems
 
     ends = [0, *(length + i for i in range(branches)), rows]
     empty = torch.zeros(0, dtype=torch.int64)
@@ -355,7 +353,7 @@ def stems_of(length: int, rows: int, branches: int = 2) -> Any:
 def long_attention() -> None:
     """Compile the backward of a sequence whose dS is too large to be kept."""
     from jetrl.models.attention import PackedKeyValues
-    from jetrl.models.rotary import Rotary
+    from jetrl.models.layer import Rotary
     from jetrl.precision import PrecisionPlan
 
     positions = torch.zeros(70_000, dtype=torch.int64, device=META)
@@ -372,9 +370,8 @@ def long_attention() -> None:
 def stored_formats(kv: str, head_dim: int) -> None:
     """Compile what reads and writes keys and values of a format: training, prompts and decode."""
     from jetrl.models.attention import PackedKeyValues
-    from jetrl.models.families import ModelConfig
-    from jetrl.models.rotary import Rotary
-    from jetrl.models.shapes import SHAPES
+    from jetrl.models.families import SHAPES, ModelConfig
+    from jetrl.models.layer import Rotary
     from jetrl.precision import PrecisionPlan
     from jetrl.rollout.kv_cache import PagedCache
     from jetrl.rollout.paged_attention import DecodeWork, Span

@@ -15,10 +15,9 @@ from jetrl.memory import activations
 from jetrl.memory.activations import ProductBytes
 from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan, owned_shapes
-from jetrl.models.families import ModelConfig, parameter_shapes
-from jetrl.models.norm import RMSNorm
+from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
+from jetrl.models.layer import RMSNorm
 from jetrl.models.policy import Policy
-from jetrl.models.shapes import SHAPES
 from jetrl.precision import gradients as ordered_gradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from jetrl.memory.activations import nvfp4_product_bytes, sums_bytes
 from jetrl.memory.plan import memory_plan
-from jetrl.models.families import ModelConfig
-from jetrl.models.shapes import SHAPES
+from jetrl.models.families import SHAPES, ModelConfig
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import HopperNVFP4, RowFactors
 from jetrl.settings.loading import load_config
@@ -127,7 +126,7 @@ def test_dgrad_of_few_rows_holds_a_widened_weight(
 
     monkeypatch.setattr(nvfp4, "widened_hopper", widened)
     config = ModelConfig.from_hf(SHAPES[shape] | ({"quantization_config": CODED} if coded else {}))
-    inner, hidden = config.intermediate_size, config.hidden_size
+    inner, hidden = config.block.inner, config.hidden_size
     dy = torch.empty(tokens, 2 * inner, dtype=torch.bfloat16, device=META)
     nvfp4.nvfp4_dgrad_hopper(dy, weight(2 * inner, hidden, 2 if coded else 1))
     plan = PrecisionPlan.preset("jet").replace(base="nvfp4")
@@ -145,7 +144,7 @@ def test_the_plan_counts_sums_of_matrices_that_may_have_scales_of_their_own(shap
     words = ["adapter.kind=lora", "precision.base=nvfp4", "rollout.max_prefill_tokens=512"]
     settings = load_config("demo", ["sft.steps=0", "eval.every=0", *words])
     plan = PrecisionPlan.from_settings(settings.precision)
-    inner, hidden = plain.intermediate_size, plain.hidden_size
+    inner, hidden = plain.block.inner, plain.hidden_size
     assert nvfp4_product_bytes(coded, plan, 8192) == 4 * inner * hidden + 4 * 2048 * 2 * inner
     assert nvfp4_product_bytes(coded, plan, 256) == 0, "few rows are not widened"
     plans = [memory_plan(settings, config, tokens=4096) for config in (coded, plain)]

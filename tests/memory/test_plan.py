@@ -19,13 +19,13 @@ from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.attention import staged_bytes_per_token
+from jetrl.models.block import DenseShape
 from jetrl.models.draft_head import DraftHead
-from jetrl.models.families import ModelConfig
+from jetrl.models.families import SHAPES, ModelConfig
+from jetrl.models.layer import RMSNorm
 from jetrl.models.model import Model
-from jetrl.models.norm import RMSNorm
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.shapes import SHAPES
 from jetrl.models.tiny import RandomWeights, make_tiny, random_weights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
@@ -101,7 +101,7 @@ def test_nvfp4_takes_57_hundredths_of_fp8_and_a_widened_weight_on_top(shape: str
     beside = 4 * config.vocab_size * config.hidden_size  # embedding and head, in BF16
     fp8, nvfp4 = (row(plan, "quantized weights") - beside for plan in plans)
     assert 0.5 * fp8 < nvfp4 <= 0.57 * fp8
-    inner, hidden = config.intermediate_size, config.hidden_size
+    inner, hidden = config.block.inner, config.hidden_size
     # A forward of 512 tokens: the weight of gate and up, or of down with float32 sums of its parts.
     widened = max(4 * inner * hidden, 2 * inner * hidden + 2 * 4 * 512 * hidden)
     fp8, nvfp4 = (row(plan, "a forward of") for plan in plans)
@@ -416,7 +416,7 @@ def test_shared_prompts_may_have_twice_the_gradients_of_scores(share: str) -> No
     4 x 16 x 8 tiles of 16 KiB for each of 32 heads, in place of 4 x (16 x 8 / 2 + 1); and sums of
     dK and dV in float32 of 8 heads of 128, for as many rows as tokens and one longest sequence.
     """
-    config = replace(LARGE, vocab_size=512, intermediate_size=512)
+    config = replace(LARGE, vocab_size=512, block=DenseShape(512))
     whole, shared = (
         memory_plan(
             settings("train.tokens_per_micro_batch=4096", f"train.share_prompts={value}"),

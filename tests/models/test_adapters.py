@@ -23,7 +23,7 @@ from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny, random_weights
 from jetrl.parity.measuring import measure
 from jetrl.precision import PrecisionPlan
-from jetrl.settings.adapter_section import AdapterSettings
+from jetrl.settings.model_sections import AdapterSettings
 
 CONFIG = ModelConfig.from_hf(
     {

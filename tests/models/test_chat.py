@@ -17,8 +17,7 @@ from jetrl.models.chat import (
     encode_text,
     encode_turns,
 )
-from jetrl.models.tiny import character_tokenizer
-from jetrl.models.tiny_tokenizers import train_bpe_tokenizer
+from jetrl.models.tiny import character_tokenizer, train_bpe_tokenizer
 from jetrl.types import PlainText, Prompt, Turn
 
 TEMPLATE = (

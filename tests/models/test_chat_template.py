@@ -11,7 +11,7 @@ from jetrl.limited import LimitedProcess, LimitError
 from jetrl.models import chat_template
 from jetrl.models.chat import encode_prompt
 from jetrl.models.chat_template import render_messages
-from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.models.tiny import character_tokenizer
 from jetrl.types import Prompt
 
 TEMPLATE = (

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from jetrl.models.embedding import embed
+from jetrl.models.decoder import embed
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.quantized_weight import QuantizedWeight

@@ -18,7 +18,7 @@ from jetrl.models.chat import encode_text
 from jetrl.models.hf_files import load_tensors
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import character_tokenizer, make_tiny
-from jetrl.models.tokenizer_files import encode
+from jetrl.models.tokenizer import encode
 from jetrl.precision import PrecisionPlan
 
 PLAN = PrecisionPlan.preset("bf16")

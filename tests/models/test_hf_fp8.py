@@ -16,9 +16,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from jetrl.errors import UserError
-from jetrl.models.families import ModelConfig
+from jetrl.models.families import ModelConfig, stored_tensors
 from jetrl.models.hf import read_config, save_model
-from jetrl.models.hf_names import stored_tensors
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import random_weights
 from jetrl.precision import PrecisionPlan

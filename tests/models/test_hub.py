@@ -16,7 +16,7 @@ from huggingface_hub import constants, errors
 from jetrl import Policy
 from jetrl.cli.opening import open_policy
 from jetrl.errors import UserError
-from jetrl.models import hub
+from jetrl.models import hf_files
 from jetrl.models.hf import read_config
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
@@ -38,9 +38,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / "snapshots" / COMMIT / blob.name).symlink_to(f"../../blobs/{blob.name}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    hub.snapshot.cache_clear()
+    hf_files.snapshot.cache_clear()
     yield folder
-    hub.snapshot.cache_clear()
+    hf_files.snapshot.cache_clear()
 
 
 def downloads(monkeypatch: pytest.MonkeyPatch, answer: object) -> list[str]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from jetrl import Policy
+from jetrl.models.families import SHAPES
 from jetrl.models.norm_noise import NoiseSchedule, NormNoise
-from jetrl.models.shapes import SHAPES
 from jetrl.parity import measure
 from jetrl.precision import PrecisionPlan
 from jetrl.settings import Settings

@@ -18,8 +18,7 @@ from jetrl.errors import UserError
 from jetrl.memory.plan import quantized_bytes
 from jetrl.models import hf
 from jetrl.models.adapter import Adapter, LoRA
-from jetrl.models.families import ModelConfig
-from jetrl.models.hf_names import stored_tensors
+from jetrl.models.families import ModelConfig, stored_tensors
 from jetrl.models.nvfp4_files import left_in_16_bits
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
@@ -118,7 +117,7 @@ def test_a_policy_multiplies_by_the_files_codes(layout: str, apart: bool, tmp_pa
     p = policy(path)
     whole = read(path)
     for index, layer in enumerate(p.decoder.layers):
-        linears = (layer.qkv, layer.o, layer.feed_forward.gate_up, layer.feed_forward.down)
+        linears = (layer.qkv, layer.o, layer.block.gate_up, layer.block.down)
         for linear, name in zip(linears, ("qkv", "o", "gate_up", "down"), strict=True):
             values = whole[f"layers.{index}.{name}.weight"].double()
             weight = linear.operand("train")
@@ -169,10 +168,10 @@ def test_layers_that_are_left_in_16_bits_stay_so_and_are_counted(
         assert left_in_16_bits(hf.model_config(path)) == expected
     p = policy(path)
     kept = load_file(path / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
-    operand = p.decoder.layers[0].feed_forward.down.operand("rollout")
+    operand = p.decoder.layers[0].block.down.operand("rollout")
     assert isinstance(operand, Tensor)
     assert torch.equal(operand, kept.bfloat16())
-    assert isinstance(p.decoder.layers[1].feed_forward.down.operand("rollout"), NVFP4Weight)
+    assert isinstance(p.decoder.layers[1].block.down.operand("rollout"), NVFP4Weight)
     held = {n: t.nbytes for n, t in p.weights.quantized_tensors().items() if "lora" not in n}
     assert sum(held.values()) + p.decoder.rotary_table.nbytes == quantized_bytes(config, PLAN)
     assert measure(p, num_prompts=2, max_tokens=4).different == 0

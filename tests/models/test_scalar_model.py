@@ -17,8 +17,7 @@ from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
-from jetrl.models.tiny import random_weights
-from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.models.tiny import character_tokenizer, random_weights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
 

@@ -16,17 +16,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from jetrl.errors import UserError
 from jetrl.models.chat import decode, encode_prompt, encode_text
-from jetrl.models.families import FAMILIES, ModelConfig, num_parameters, parameter_shapes
+from jetrl.models.families import (
+    FAMILIES,
+    ModelConfig,
+    num_parameters,
+    parameter_shapes,
+    stored_tensors,
+)
 from jetrl.models.hf import load_tokenizer, read_config, read_generation_config
-from jetrl.models.hf_names import stored_tensors
 from jetrl.models.tiny import (
     RandomWeights,
     character_tokenizer,
     make_tiny,
     random_weights,
+    read_texts,
     train_bpe_tokenizer,
 )
-from jetrl.models.tiny_tokenizers import read_texts
 from jetrl.types import Prompt
 
 SMALL: dict[str, Any] = {
@@ -255,7 +260,7 @@ def test_sizes_reach_config_json(tmp_path: Path) -> None:
     config = ModelConfig.from_hf(read_config(path))
     assert (config.vocab_size, config.hidden_size, config.num_layers) == (128, 32, 2)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
-    assert (config.intermediate_size, config.tie_word_embeddings) == (48, False)
+    assert (config.block.inner, config.tie_word_embeddings) == (48, False)
     assert len(load_tokenizer(path)) == 4
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jetrl import Policy, RolloutEngine, SamplingParams
+from jetrl.models.dense import DenseBlock
 from jetrl.models.tiny import random_weights
 from jetrl.parity import (
     check_policy,
@@ -147,7 +148,7 @@ def test_locate_names_an_operation_that_is_not_exact(
     operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operation that treats a forward of few tokens differently, as a library might."""
-    where = {"rms_norm": "norm", "swiglu": "layer", "rotary": "rotary"}[operation]
+    where = {"rms_norm": "layer", "swiglu": "dense", "rotary": "layer"}[operation]
     module = importlib.import_module(f"jetrl.models.{where}")
     true_operation = getattr(module, operation)
 
@@ -185,9 +186,8 @@ def test_locate_runs_a_prompt_as_the_sampler_does(monkeypatch: pytest.MonkeyPatc
 def test_self_check_passes_and_sees_a_broken_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = self_check()
     assert [c.operation for c in checks if not c.ok] == []
-    import jetrl.parity.checks as module
-
-    monkeypatch.setattr(module, "swiglu", lambda x: x * (1 + len(x) * 2.0**-8))
+    broken = {"SwiGLU": lambda x: x * (1 + len(x) * 2.0**-8)}
+    monkeypatch.setattr(DenseBlock, "self_checks", broken)
     assert [c.operation for c in self_check() if not c.ok] == ["SwiGLU"]
 
 
@@ -200,7 +200,7 @@ def test_a_policys_own_shapes_are_checked_by_its_first_layers(
     assert [c for c in checks if not c.ok] == []
     assert {"layers.0.qkv", "layers.0.down", "lm_head"} <= {c.operation for c in checks}
     assert all(torch.equal(master, before[name]) for name, master in p.master_weights().items())
-    import jetrl.models.layer as module
+    import jetrl.models.dense as module
 
     true_operation = module.swiglu
     monkeypatch.setattr(

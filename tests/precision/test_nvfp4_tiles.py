@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from jetrl.models.shapes import SHAPES, linear_shapes
+from jetrl.models.families import SHAPES, linear_shapes
 from jetrl.precision.nvfp4 import FEW_ROWS, parts_of
 
 pytest.importorskip("triton", reason="it is there on Linux alone")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import jetrl.models.layer as layer
 import jetrl.precision.linear as linear
 from jetrl import load_config, train
 from jetrl.cli.main import main
 from jetrl.errors import NonFiniteError, UserError
+from jetrl.models import dense
 from jetrl.presets import PRESETS
 from jetrl.runs import RunDirectory, reproducible
 from jetrl.session import Session
@@ -95,7 +95,7 @@ def bad_swiglu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The forward of the second layer's SwiGLU gives a NaN where gradients are wanted."""
 
     def install(state: dict[str, bool]) -> None:
-        swiglu, calls = layer.swiglu, []
+        swiglu, calls = dense.swiglu, []
 
         def faulty(gates: torch.Tensor) -> torch.Tensor:
             out = swiglu(gates)
@@ -106,7 +106,7 @@ def bad_swiglu(monkeypatch: pytest.MonkeyPatch) -> Any:
                     out[3, 5] = math.nan
             return out
 
-        monkeypatch.setattr(layer, "swiglu", faulty)
+        monkeypatch.setattr(dense, "swiglu", faulty)
 
     return install
 

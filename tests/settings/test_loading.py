@@ -12,6 +12,7 @@ from tools.documents.settings import with_tables
 from jetrl.errors import UserError
 from jetrl.settings import ModelSettings, RolloutSettings, TaskSettings
 from jetrl.settings.loading import (
+    NAMES_ELSEWHERE,
     Settings,
     describe,
     find_recipe,
@@ -19,7 +20,6 @@ from jetrl.settings.loading import (
     packaged_recipes,
     to_toml,
 )
-from jetrl.settings.names_elsewhere import NAMES_ELSEWHERE
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.models.tiny import character_tokenizer
 from jetrl.tasks import get_task
 from jetrl.types import Prompt
 

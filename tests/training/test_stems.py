@@ -9,9 +9,9 @@ from one_layer import config, scalar_config
 from torch import Tensor
 
 from jetrl.kernels.attention.reference import attend_packed
+from jetrl.models.packed import Stems
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.stems import Stems
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer, pack

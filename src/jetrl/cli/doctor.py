@@ -231,8 +231,8 @@ def check_exactness() -> list[Finding]:
 
     properties = [("exact", checked) for checked in self_check()]
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        from jetrl.models.families import SHAPES
         from jetrl.models.policy import Policy
-        from jetrl.models.shapes import SHAPES
         from jetrl.precision import PrecisionPlan
 
         # At a real model's shapes too, as a run does when it starts.

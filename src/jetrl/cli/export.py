@@ -181,8 +181,8 @@ def _merge(args: argparse.Namespace, parts: _Parts) -> None:
 
     from jetrl.models import hf
     from jetrl.models.adapter import stored_base_digest
-    from jetrl.models.merging import MergedWeights, merging_losses
     from jetrl.models.nvfp4_files import is_nvfp4
+    from jetrl.models.peft import MergedWeights, merging_losses
     from jetrl.session.building import choose_device
 
     device = torch.device(choose_device(args.device))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 
+from jetrl.models.block import DenseShape
+
 # As jetrl.models.families has them, without importing transformers for --help.
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "phi3")
 
@@ -18,14 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the directory to write")
     parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="model family")
     sizes = parser.add_argument_group(
-        "sizes", "FP8 layers need multiples of 128: hidden, heads x head_dim, intermediate"
+        "sizes", "FP8 layers need multiples of 128: hidden, heads x head_dim, MLP"
     )
     sizes.add_argument("--hidden-size", type=int, default=128, help="channels")
     sizes.add_argument("--num-layers", type=int, default=2, help="decoder layers")
     sizes.add_argument("--num-heads", type=int, default=4, help="query heads")
     sizes.add_argument("--num-kv-heads", type=int, default=2, help="key and value heads")
     sizes.add_argument("--head-dim", type=int, default=64, help="channels per head")
-    sizes.add_argument("--intermediate-size", type=int, default=384, help="channels of the MLP")
+    for key, (size, meaning) in DenseShape.hf_sizes.items():
+        option = "--" + key.replace("_", "-")
+        sizes.add_argument(option, type=int, default=size, help=meaning)
     sizes.add_argument(
         "--vocab-size", type=int, help="tokens (default: the tokenizer's; bpe: 4096)"
     )
@@ -61,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
         num_heads=args.num_heads,
         num_kv_heads=args.num_kv_heads,
         head_dim=args.head_dim,
-        intermediate_size=args.intermediate_size,
         vocab_size=args.vocab_size,
         tokenizer=args.tokenizer,
         text_files=args.text,
@@ -70,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         max_position_embeddings=args.context,
         dtype=args.dtype,
         overwrite=args.overwrite,
+        **{key: getattr(args, key) for key in DenseShape.hf_sizes},
     )
     print(f"wrote {out}")
     return 0

@@ -10,7 +10,7 @@ from jetrl.compiling import compiled_ahead
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models import hf
-from jetrl.models.hub import is_hub_name
+from jetrl.models.hf_files import is_hub_name
 from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.models.peft import base_of, is_adapter, read_adapter, without_base
 from jetrl.models.policy import Policy

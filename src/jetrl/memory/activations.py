@@ -3,8 +3,7 @@
 Counted from the tensors of models/layer_hopper and kernels/logprob_hopper, and compared with a GPU
 by tests/gpu/test_memory.py.
 
-Shapes: T tokens, D hidden size, H query heads, G key-value heads, d head size, F intermediate size,
-V vocabulary.
+Shapes: T tokens, D hidden size, H query heads, G key-value heads, d head size, V vocabulary.
 
 Products of a micro-batch are held next to the sums of gradients. On one GPU only lm_head's is. On
 several GPUs every rank makes a linear's product whole and sends its rows to their owners
@@ -30,8 +29,7 @@ from jetrl.kernels.attention.backward_lists import (
 from jetrl.kernels.logit_chunks import rows_at_once
 from jetrl.models.adapter import LoRA
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
-from jetrl.models.families import ModelConfig, parameter_shapes
-from jetrl.models.hf_names import stored_tensors
+from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan
@@ -46,7 +44,7 @@ class ProductBytes:
     """The bytes of products beside the sums, at the highest moments of a backward.
 
     Attributes:
-        in_layer: While the last layer's MLP makes the product of gate_up; that product itself is
+        in_layer: While the last layer's MLP makes the product of its first linear, which itself is
             counted with the layer.
         at_end: While the embedding's rows are added, on several GPUs beside the products of the
             first layer.
@@ -86,8 +84,9 @@ class ProductBytes:
 
         # While the MLP makes its products: all slices of lm_head's, then the latest with the MLP's.
         slice_bytes = min(head, _AT_ONCE)
-        mlp = 2 * (product("down") + product("gate_up"))
-        mlp -= product("gate_up") if in_bf16 else 0
+        first, last = config.block.linears
+        mlp = 2 * (product(last) + product(first))
+        mlp -= product(first) if in_bf16 else 0
         received = max(_TOGETHER * slice_bytes, (_TOGETHER - 2) * slice_bytes + mlp)
         if tied:  # It is received whole, and waits for the embedding's rows.
             received = max(head, mlp)
@@ -97,7 +96,7 @@ class ProductBytes:
             in_layer=head + min(received, head + mlp),
             at_end=rows
             + (head if tied else 0)
-            + 2 * (product("gate_up") + product("o") + product("qkv")),
+            + 2 * (product(first) + product("o") + product("qkv")),
         )
 
 
@@ -205,23 +204,12 @@ def _layer_backward_bytes(
     config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, adapted: bool = False
 ) -> int:
     """Return the most bytes that one layer's backward holds on top."""
-    tokens, hidden, inner = batch.tokens, config.hidden_size, config.intermediate_size
-    # The first micro-batch allocates the gradient of gate_up; later ones add to it in place.
-    gradient = 0 if batch.several else 4 * 2 * inner * hidden
+    tokens, hidden, fp8 = batch.tokens, config.hidden_size, plan.train_linear == "fp8"
     if adapted:
-        weight = 2 * inner * hidden if plan.train_linear == "fp8" else 0
-        weight = nvfp4_product_bytes(config, plan, tokens, backward=True) or weight
-        mlp = (6 * hidden + 6 * inner) * tokens + weight
-        if plan.train_linear == "fp8":  # SwiGLU's dY, then Y in its place, and dX twice
-            mlp = max(mlp, (4 * hidden + 8 * inner) * tokens)
-    elif plan.train_linear == "fp8":
-        # While dY of gate_up is made: dY of down as codes, dY of SwiGLU, the codes of its output.
-        swiglu = (2 * hidden + 3 * inner) * tokens
-        # While dW of gate_up is made: dX, the codes of X, and the product in bfloat16.
-        wgrad = 3 * hidden * tokens + 2 * 2 * inner * hidden + gradient
-        mlp = 2 * hidden * tokens + 2 * _codes(2 * inner, tokens) + max(swiglu, wgrad)
+        wide = nvfp4_product_bytes(config, plan, tokens, backward=True)
+        mlp = config.block.adapted_backward_bytes(hidden, tokens, fp8, wide)
     else:
-        mlp = (6 * hidden + 6 * inner) * tokens + gradient
+        mlp = config.block.backward_bytes(hidden, tokens, fp8, not batch.several, FP8_BLOCK)
     heads = 2 * (3 * config.num_heads + 4 * config.num_kv_heads) * config.head_dim * tokens
     sequences = -(-tokens // batch.longest)
     across = -(-batch.longest // BACKWARD_QUERIES) * -(-batch.longest // BACKWARD_KEYS)
@@ -265,9 +253,7 @@ def forward_bytes(
     """
     wide = _wide(plan)
     hidden, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
-    mlp = wide * (7 * hidden + 3 * config.intermediate_size)
-    if adapted:
-        mlp += wide * config.intermediate_size // 2
+    mlp = wide * config.block.forward_values(hidden, adapted)
     attention = wide * (3 * hidden + (3 * heads + 6 * groups) * config.head_dim)
     attention += 4 * heads * config.head_dim
     earlier = max(0, contexts - tokens) * staged_bytes_per_token(config, plan)
@@ -296,15 +282,9 @@ def _layer_bytes(
     # Queries, attention's output, and the log-sum-exp.
     attended = 2 * wide * heads * config.head_dim + 4 * heads
     stored = kv_bytes_per_token(config, plan) // config.num_layers
-    gates = 2 * wide * config.intermediate_size * tokens
+    block = wide * config.block.kept_values(inputs=linear_input(1) > 0) * tokens
     attention = (qkv + attended + stored) * tokens
-    return 2 * entered + attention + gates + linear_input(config.intermediate_size)
-
-
-def _codes(columns: int, tokens: int) -> int:
-    """Return the bytes of FP8 codes and scales in 128 x 1 groups, in whole groups of tokens."""
-    padded = -(-tokens // FP8_BLOCK) * FP8_BLOCK
-    return columns * (padded + 4 * padded // FP8_BLOCK)
+    return 2 * entered + attention + block
 
 
 def _wide(plan: PrecisionPlan) -> int:

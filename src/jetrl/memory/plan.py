@@ -36,7 +36,7 @@ from jetrl.models.peft import adapted_config, lora_of
 from jetrl.precision.nvfp4 import NVFP4_GROUP
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
 from jetrl.settings.loading import Settings
-from jetrl.settings.speculation import verified_drafts
+from jetrl.settings.sections import verified_drafts
 
 Moment = Literal["rollout", "reward", "reference", "backward", "optimizer", "critic"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)

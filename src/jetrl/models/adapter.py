@@ -26,9 +26,8 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.files import shown_value
-from jetrl.models.coded_weights import CodedWeights, codes_of, left_wide
-from jetrl.models.families import ModelConfig, parameter_shapes
-from jetrl.models.hf_names import StoredTensor, stored_tensors
+from jetrl.models.families import ModelConfig, StoredTensor, parameter_shapes, stored_tensors
+from jetrl.models.nvfp4_files import CodedWeights, codes_of, left_wide
 from jetrl.models.patterns import matching
 from jetrl.precision.adapter import AdapterShape
 from jetrl.precision.nvfp4 import NVFP4Tensor

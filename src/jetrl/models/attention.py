@@ -21,9 +21,8 @@ from jetrl.kernels.attention.reference import (
     stored_values,
 )
 from jetrl.models.families import ModelConfig
-from jetrl.models.rotary import Rotary
-from jetrl.models.stems import Stems
-from jetrl.models.trace import tell
+from jetrl.models.layer import Rotary, tell
+from jetrl.models.packed import Stems
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
 from jetrl.presets import key_and_value_formats

@@ -24,8 +24,7 @@ from jetrl.kernels.attention.hopper import (
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.rotary_backward_hopper import qk_norm_rotary_backward
 from jetrl.kernels.rotary_hopper import dense_cache, qk_norm_rotary_cache
-from jetrl.models.rotary import Rotary
-from jetrl.models.trace import tell
+from jetrl.models.layer import Rotary, tell
 from jetrl.precision.plan import PrecisionPlan
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from jetrl.limited import LimitedProcess, LimitError
-from jetrl.models.tokenizer_files import MOST_TEMPLATE
+from jetrl.models.tokenizer import MOST_TEMPLATE
 
 LIMIT_S = 5.0
 MEMORY_MIB = 512

@@ -7,10 +7,12 @@ made. `families` says what is missing and what is not supported.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
+from jetrl.errors import UserError
 from jetrl.files import Stored
 
 Name = Annotated[str, Field(max_length=200)]
@@ -101,3 +103,38 @@ class HfConfig(Stored):
 
 
 HF_CONFIG = TypeAdapter(HfConfig)
+
+
+def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a whole number of at least 1.
+
+    Args:
+        default: The value where the key is absent; None where it must be there.
+    """
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise UserError(f"config.json: {key} is missing")
+    return int(value)
+
+
+def positive(
+    config: Mapping[str, Any], key: str, where: str = "config.json", default: float | None = None
+) -> float:
+    """Return a number above 0.
+
+    Args:
+        default: The value where the key is absent; None where it must be there.
+    """
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise UserError(f"{where}: {key} is missing")
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """Return true or false; false where the key is absent."""
+    return bool(config.get(key))

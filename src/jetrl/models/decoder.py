@@ -3,11 +3,11 @@
     x = embed(tokens)
     for each layer:
         q, k, v = qkv(norm(x));    x = x + o(attention(rope(norm(q)), rope(norm(k)), v))
-        gate, up = gate_up(norm(x));    x = x + down(silu(gate) * up)
+        x = x + block(norm(x))
     logits = lm_head(norm(x))
 
 A layer hands on x and what is to be added to it, so that the addition can be part of the next norm
-(`models.layer`).
+(`norm_linear`).
 
 Both sides of the flow run this code. They differ in the `KeyValues` they pass (pages of a cache, or
 the packed batch itself) and in `side`, which picks formats from the plan. Between operations values
@@ -21,6 +21,7 @@ V vocabulary.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,20 +30,19 @@ from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels.rotary import rotary_table
 from jetrl.models.attention import KeyValues
-from jetrl.models.embedding import embed
+from jetrl.models.dense import DenseBlock
 from jetrl.models.families import ModelConfig, inverse_frequencies
-from jetrl.models.feed_forward import FeedForward
-from jetrl.models.layer import add_norm, norm_linear
-from jetrl.models.rotary import Rotary
-from jetrl.models.trace import Trace, prefixed, tell
+from jetrl.models.layer import NormedLinears, RMSNorm, Rotary, Trace, fuses, prefixed, tell
 from jetrl.models.weights import Weights
 from jetrl.precision.exact import exact_matmul
+from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Side
+from jetrl.precision.quantized_weight import QuantizedWeight
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward block, each behind a norm and added to the residual stream.
+    """Attention and a block, each behind a norm and added to the residual stream.
 
     Args:
         index: The layer's number, from 0.
@@ -58,7 +58,7 @@ class DecoderLayer(nn.Module):
         self.k_norm = weights.norm(f"{name}.k_norm", eps) if config.qk_norm else None
         self.qkv = weights.linear(f"{name}.qkv", formats, config.qkv_bias)
         self.o = weights.linear(f"{name}.o", formats)
-        self.feed_forward = FeedForward(name, config, weights, formats)
+        self.block = DenseBlock(name, config, weights, formats)
 
     def forward(
         self,
@@ -93,8 +93,8 @@ class DecoderLayer(nn.Module):
         delta = self.o(attended, side)
         tell(trace, "o", delta)
         del attended
-        # The feed-forward block, with the sum of both in front.
-        return self.feed_forward(x, delta, side, trace)
+        # The block, with the sum of both in front.
+        return self.block(x, delta, side, trace)
 
     def _rotary(self, positions: Tensor, table: Tensor, trace: Trace | None) -> Rotary:
         norms = None
@@ -234,3 +234,68 @@ def _without_adapters(module: nn.Module) -> nn.Module:
     if isinstance(part, Linear):
         part.adapter = None
     return part
+
+
+def embed(token_ids: Tensor, embedding: QuantizedWeight, gradients: Gradients) -> Tensor:
+    """Return the embeddings [T, D] of tokens, in the activations' dtype.
+
+    Args:
+        token_ids: int64 [T].
+        embedding: The weight [V, D], rounded to the activations' dtype.
+        gradients: The sink that backward adds the rows' gradients to.
+    """
+    rounded = embedding.operand("train")
+    assert isinstance(rounded, Tensor), "an embedding is never FP8"
+    if rounded.dtype == torch.float32:
+        return nn.functional.embedding(token_ids, embedding.master)
+    rows: Tensor = _Embed.apply(token_ids, embedding.master, rounded, gradients)
+    return rows
+
+
+class _Embed(torch.autograd.Function):
+    """Rows of the rounded weight; the master weight is an input for its gradient alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token_ids: Tensor, master: Tensor, rounded: Tensor, gradients: Gradients
+    ) -> Tensor:
+        ctx.save_for_backward(token_ids)
+        ctx.master, ctx.gradients = master, gradients
+        return nn.functional.embedding(token_ids, rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (token_ids,) = ctx.saved_tensors
+        return None, ctx.gradients.add_rows(ctx.master, token_ids, grads[0]), None, None
+
+
+def norm_linear(
+    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
+) -> tuple[Tensor, Tensor]:
+    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N]: how attention is entered.
+
+    The body is the reference; BF16 tensors on a GPU go to the fused form, with the same bits in
+    the forward.
+
+    Args:
+        x: The residual stream [T, D].
+        delta: What is added to the stream first, [T, D] or None.
+    """
+    if fuses(x):
+        from jetrl.models.layer_hopper import norm_linear_hopper
+
+        return norm_linear_hopper(x, delta, NormedLinears(norm, (linear,), side, trace))
+    x = x if delta is None else x + delta
+    normed = norm(x)
+    tell(trace, "input_norm", normed)
+    return x, linear(normed, side)
+
+
+def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
+    """Return norm(x + delta) [T, D]: how the last layer is left."""
+    if fuses(x):
+        from jetrl.models.layer_hopper import add_norm_hopper
+
+        return add_norm_hopper(x, delta, norm)
+    normed: Tensor = norm(x + delta)
+    return normed

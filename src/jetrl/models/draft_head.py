@@ -30,8 +30,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear, rms_norm
 
+from jetrl.models.block import DenseShape
+from jetrl.models.dense import dense_mlp
 from jetrl.precision.quantize import QTensor, dequantize
 from jetrl.precision.quantized_weight import FP8Weight, WeightOfCodedInputs
 
@@ -45,10 +47,10 @@ _EPS = 1e-6
 def draft_head_shapes(hidden_size: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the head's weights by name."""
     size = hidden_size
+    mlp = DenseShape(size).linear_shapes(size)
     return {
         "fc.weight": (size, 2 * size),
-        "gate_up.weight": (2 * size, size),
-        "down.weight": (size, size),
+        **{f"{name}.weight": shape for name, shape in mlp.items()},
         "norm.weight": (size,),
     }
 
@@ -113,8 +115,7 @@ class DraftHead:
         both = torch.cat([rms_norm(hidden, size, eps=_EPS), rms_norm(embedded, size, eps=_EPS)], 1)
         stream = linear(both, weights["fc.weight"])
         normed = rms_norm(stream, size, eps=_EPS)
-        gate, up = linear(normed, weights["gate_up.weight"]).chunk(2, dim=1)
-        stream = stream + linear(silu(gate) * up, weights["down.weight"])
+        stream = stream + dense_mlp(normed, weights)
         return rms_norm(stream, size, eps=_EPS) * weights["norm.weight"]
 
     @torch.no_grad()

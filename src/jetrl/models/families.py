@@ -27,6 +27,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -34,8 +35,8 @@ from transformers import CONFIG_MAPPING
 
 from jetrl.errors import UserError
 from jetrl.files import checked, printable, shown_value
-from jetrl.models.config_schema import HF_CONFIG, HfConfig
-from jetrl.models.config_values import flag, integer, positive
+from jetrl.models.block import DenseShape
+from jetrl.models.config_schema import HF_CONFIG, HfConfig, flag, integer, positive
 from jetrl.models.rope import TYPES, Scaling, frequencies_of, read_rope
 
 
@@ -104,8 +105,8 @@ _SMALL_TABLE = 2**29  # bytes of a table of rotary positions that any model may 
 _MOST_TOKENS = 2**31  # of a vocabulary
 # They have to be there, though transformers has defaults: a file without them is damaged.
 _SIZES = {
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "max_position_embeddings",
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", *DenseShape.hf_sizes,
 }  # fmt: skip
 
 
@@ -125,7 +126,7 @@ class ModelConfig:
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    block: DenseShape
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -147,6 +148,12 @@ class ModelConfig:
         """The entry of config.json's `architectures`."""
         causal = FAMILIES[self.family].architecture
         return causal if self.head == "lm" else causal.removesuffix(_LM) + _SCORE
+
+    def flat(self) -> dict[str, Any]:
+        """Return the fields as checkpoints keep them, the block's by its keys of config.json."""
+        fields = dataclasses.asdict(self).items()
+        block = self.block.to_hf().items()
+        return dict(chain.from_iterable(block if k == "block" else [(k, v)] for k, v in fields))
 
     def with_scalar_head(self) -> ModelConfig:
         """Return the config of the same decoder with one number for a head."""
@@ -181,7 +188,7 @@ class ModelConfig:
             family=family,
             vocab_size=integer(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=integer(config, "intermediate_size"),
+            block=DenseShape.from_hf(config),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -225,10 +232,9 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return every parameter's internal name and shape, in the order of the forward pass.
 
-    Linear weights are [out, in]; `qkv` stacks the Q, the K and the V heads, `gate_up` the gate and
-    the up projection.
+    Linear weights are [out, in]; `qkv` stacks the Q, the K and the V heads.
     """
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden, head_dim = config.hidden_size, config.head_dim
     heads = config.num_heads + 2 * config.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
@@ -241,9 +247,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.q_norm.weight"] = (head_dim,)
             shapes[f"{prefix}.k_norm.weight"] = (head_dim,)
         shapes[f"{prefix}.o.weight"] = (hidden, config.num_heads * head_dim)
-        shapes[f"{prefix}.post_norm.weight"] = (hidden,)
-        shapes[f"{prefix}.gate_up.weight"] = (2 * inner, hidden)
-        shapes[f"{prefix}.down.weight"] = (hidden, inner)
+        block = config.block.parameter_shapes(hidden)
+        shapes |= {f"{prefix}.{name}": shape for name, shape in block.items()}
     shapes["norm.weight"] = (hidden,)
     if config.head == "score":
         shapes["score.weight"] = (1, hidden)
@@ -340,12 +345,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
             f"config.json: layer_types has {printable(', '.join(sorted(layer_types)))}; only "
             "full_attention is supported"
         )
-    for key in ("attention_bias", "mlp_bias"):
-        if flag(config, key):
-            raise UserError(f"config.json: {key} is true, which is not supported for {family}")
-    activation = config.get("hidden_act")
-    if activation not in ("silu", "swish"):  # two names of one function
-        raise UserError(f"config.json: hidden_act = {activation!r}; only 'silu' is supported")
+    if flag(config, "attention_bias"):
+        raise UserError(f"config.json: attention_bias is true, which is not supported for {family}")
 
 
 def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
@@ -391,3 +392,125 @@ def _check_positions(model: ModelConfig) -> None:
             f"rotary positions would take {size / 2**30:.1f} GiB, more than the weights; lower it "
             "to the longest sequence that is needed, prompt and completion"
         )
+
+
+FP8_BLOCK = (128, 128)  # of weights, in checkpoints as in the policy
+SCALE_SUFFIX = (
+    "_scale_inv"  # of the tensor of scales beside an FP8 weight; a scale, not its inverse
+)
+
+_WHOLE = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+    "score.weight": "score.weight",
+}
+_IN_LAYER = {
+    "input_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "o": ("self_attn.o_proj",),
+}
+_FUSED_QKV = ("self_attn.qkv_proj",)  # Phi-3 and Phi-4
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, which may be a part of one of our parameters.
+
+    Attributes:
+        shape: The tensor's shape, as the config has it.
+        layer: The decoder layer that the tensor belongs to; None outside the layers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    linear_weight: bool
+
+    @property
+    def num_elements(self) -> int:
+        """The number of the tensor's elements."""
+        return math.prod(self.shape)
+
+
+def stored_tensors(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:
+    """Return the parts of each parameter in a checkpoint, in stacking order, by internal name."""
+    return {name: _parts(config, name, shape) for name, shape in parameter_shapes(config).items()}
+
+
+def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+    if name in _WHOLE:
+        return (StoredTensor(_WHOLE[name], shape, None, False),)
+    _, number, module, kind = name.split(".")
+    fused = FAMILIES[config.family].fused
+    names = {**_IN_LAYER, **config.block.stored_names(fused)}[module]
+    rows = [shape[0] // len(names)] * len(names)
+    if module == "qkv":
+        names = _FUSED_QKV if fused else names
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        rows = [shape[0]] if fused else [query, key, key]
+    return tuple(
+        StoredTensor(
+            name=f"model.layers.{number}.{part}.{kind}",
+            shape=(num_rows, *shape[1:]),
+            layer=int(number),
+            linear_weight=kind == "weight" and module in ("qkv", "o", *config.block.linears),
+        )
+        for part, num_rows in zip(names, rows, strict=True)
+    )
+
+
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6}
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
+
+
+def _shape(
+    base: dict[str, Any],
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+) -> dict[str, Any]:
+    return {
+        **base,
+        "hidden_size": hidden,
+        **DenseShape(inner).to_hf(),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": vocab,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
+
+
+# `tiny` is no well-known model: for trying a benchmark out on a CPU.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {**_shape(_QWEN3, 1024, 3072, 28, 16, 8, 151936), "tie_word_embeddings": True},
+    "qwen3-1.7b": {**_shape(_QWEN3, 2048, 6144, 28, 16, 8, 151936), "tie_word_embeddings": True},
+    "qwen3-8b": _shape(_QWEN3, 4096, 12288, 36, 32, 8, 151936),
+    "qwen3-14b": _shape(_QWEN3, 5120, 17408, 40, 40, 8, 151936),
+    "qwen3-32b": _shape(_QWEN3, 5120, 25600, 64, 64, 8, 151936),
+    "qwen2.5-7b": _shape(_QWEN2, 3584, 18944, 28, 28, 4, 152064),
+    "llama3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, 8, 128256),
+    "llama3.1-70b": _shape(_LLAMA, 8192, 28672, 80, 64, 8, 128256),
+    "tiny": _shape(_QWEN3, 256, 512, 2, 2, 1, 256),
+}
+
+
+def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
+    """Return (N, K) of each linear layer of a model of `SHAPES`, as our layers stack them."""
+    config = ModelConfig.from_hf(SHAPES[model])
+    shapes = parameter_shapes(dataclasses.replace(config, num_layers=1))
+    found = {}
+    for name in ("qkv", "o", *config.block.linears):
+        rows, columns = shapes[f"layers.0.{name}.weight"]
+        found[name] = (rows, columns)
+    return found

@@ -15,12 +15,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig, token_ids
-from jetrl.models.hf_files import first_line, model_directory, read_object
+from jetrl.models.hf_files import TOKENIZER_FILES, first_line, model_directory, read_object
 from jetrl.models.hf_save import save_model
 from jetrl.models.hf_weights import open_weights
-from jetrl.models.hub import TOKENIZER_FILES
 from jetrl.models.nvfp4_files import SIDECAR, nvfp4_layout
-from jetrl.models.tokenizer_files import check_tokenizer_files, check_vocabulary
+from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
 
 __all__ = [
     "eos_token_ids",

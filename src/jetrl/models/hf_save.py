@@ -31,9 +31,8 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
 from jetrl.errors import StorageError, UserError, is_of_disk
-from jetrl.models.families import ModelConfig
+from jetrl.models.families import FP8_BLOCK, SCALE_SUFFIX, ModelConfig, StoredTensor, stored_tensors
 from jetrl.models.hf_files import sync
-from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
 from jetrl.precision.quantize import quantize
 
 SaveDtype = Literal["bfloat16", "float32", "fp8"]

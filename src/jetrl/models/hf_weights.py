@@ -18,12 +18,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.models.coded_weights import CodedWeights
-from jetrl.models.families import ModelConfig, parameter_shapes
-from jetrl.models.hf_files import model_directory, open_tensors, tensor_files
-from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
-from jetrl.models.hub import INDEX, is_hub_name
+from jetrl.models.families import (
+    FP8_BLOCK,
+    SCALE_SUFFIX,
+    ModelConfig,
+    StoredTensor,
+    parameter_shapes,
+    stored_tensors,
+)
+from jetrl.models.hf_files import INDEX, is_hub_name, model_directory, open_tensors, tensor_files
 from jetrl.models.nvfp4_files import (
+    CodedWeights,
     NVFP4Layout,
     left_in_16_bits,
     nvfp4_layout,

@@ -1,103 +1,144 @@
-"""The operations of a decoder that a GPU fuses: their references, and the choice between the two.
+"""What the operations of a decoder layer share: the norm, the rotation, and the trace of a forward.
 
-    norm_linear   total = x + delta;  y = linear(norm(total))
-    norm_mlp      total = x + delta;  y = down(swiglu(gate_up(norm(total))))
-    add_norm      norm(x + delta)
+A trace is a function that is called with the output of each operation: `parity.locating` finds the
+first operation that differs between two forwards by it, and `training.first_nonfinite` the first
+one whose output is not finite.
 
-Each function's body is the reference and the specification. BF16 tensors on a GPU go to the fused
-form (`models.layer_hopper`, with adapters `models.layer_adapter_hopper`), which has the same bits
-in the forward. `delta` is what the operation
-before adds to the residual stream x, handed on so that the addition can be part of the next norm.
-
-Legend: T tokens, D hidden size, N output features.
+Legend: T tokens, H query heads, G key-value heads, D head size (of a norm its width).
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from jetrl.kernels.swiglu import swiglu
-from jetrl.models.norm import RMSNorm
-from jetrl.models.normed_linears import NormedLinears
-from jetrl.models.trace import Trace, tell
+import torch
+from torch import Tensor, nn
+
+from jetrl.kernels.norm import rms_norm
+from jetrl.kernels.rotary import rotary
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Side
+from jetrl.precision.quantize import QTensor, dequantize
+from jetrl.precision.quantized_weight import QuantizedWeight
+
+Trace = Callable[[str, Tensor], None]  # (name of the operation, its output)
 
 
-def _fuses(x: Tensor) -> bool:
+def tell(trace: Trace | None, name: str, value: Tensor | QTensor) -> None:
+    """Call the trace, if there is one, with an operation's output; codes as the values they mean.
+
+    Args:
+        trace: The function that watches, or None.
+    """
+    if trace is not None:
+        trace(name, dequantize(value) if isinstance(value, QTensor) else value)
+
+
+def prefixed(trace: Trace | None, prefix: str) -> Trace | None:
+    """Return a trace that puts `prefix` before the names of operations."""
+    return None if trace is None else lambda name, value: trace(prefix + name, value)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with an FP32 master weight.
+
+    Fused kernels and forwards without gradient read the rounded weight. With gradients the
+    reference rounds the master weight itself, to the same bits, so that autograd reaches it.
+
+    Args:
+        quantized: The weight [D], in the activations' dtype on both sides.
+    """
+
+    def __init__(self, quantized: QuantizedWeight, eps: float) -> None:
+        super().__init__()
+        self.quantized, self.weight, self.eps = quantized, quantized.master, eps
+
+    @property
+    def rounded(self) -> Tensor:
+        """The weight [D] in the activations' dtype."""
+        weight = self.quantized.operand("train")
+        assert isinstance(weight, Tensor), "a norm's weight is never FP8"
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x [..., D], with the same shape and dtype."""
+        if not torch.is_grad_enabled():
+            return rms_norm(x, self.rounded, self.eps)
+        noise = self.quantized.noise
+        weight = self.weight if noise is None else self.weight + noise
+        return rms_norm(x, weight.to(x.dtype), self.eps)
+
+
+@dataclass(frozen=True)
+class NormedLinears:
+    """A norm and the linear layers behind it, for one call of `models.layer`.
+
+    Attributes:
+        trace: A function that sees the outputs of operations, or None.
+    """
+
+    norm: RMSNorm
+    linears: tuple[Linear, ...]
+    side: Side
+    trace: Trace | None
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The positions, rotation and norms by which one layer makes queries and keys from qkv.
+
+    On a GPU all tensors are the caller's and are read in place: a captured forward follows what is
+    written into them.
+
+    Attributes:
+        positions: int64 [T], each token's position in its sequence.
+        table: float32 [positions, 2, D / 2], cosines and sines.
+        norms: The norms of query heads and of key heads, before the rotation; None without.
+        trace: A function that sees the rotated queries and keys, or None.
+        as_values: Whether what reads attention's output reads BF16 values, as an adapter does, and
+            not the codes of the next linear layer.
+    """
+
+    positions: Tensor
+    table: Tensor
+    norms: tuple[RMSNorm, RMSNorm] | None
+    num_heads: int
+    num_kv_heads: int
+    trace: Trace | None = None
+    as_values: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """The head size D."""
+        return 2 * self.table.shape[-1]
+
+    @property
+    def norm_weights(self) -> tuple[Tensor, Tensor] | None:
+        """The rounded weights [D] of the query heads' norm and of the key heads'."""
+        return None if self.norms is None else (self.norms[0].rounded, self.norms[1].rounded)
+
+    @property
+    def eps(self) -> float:
+        """The epsilon of both norms."""
+        return 0.0 if self.norms is None else self.norms[0].eps
+
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries [T, H, D] and keys [T, G, D], and values: the reference.
+
+        Args:
+            qkv: [T, (H + 2G) * D], the query heads first, then the key heads, then the values.
+        """
+        counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(counts, dim=1)
+        if self.norms is not None:
+            q, k = self.norms[0](q), self.norms[1](k)
+        q, k = rotary(q, self.positions, self.table), rotary(k, self.positions, self.table)
+        if self.trace is not None:  # the concatenation is for whoever watches
+            tell(self.trace, "rotary", torch.cat([q, k], dim=1))
+        return q, k, v
+
+
+def fuses(x: Tensor) -> bool:
     """Return whether the fused forms take x: BF16 on a GPU."""
     return x.is_cuda and x.dtype == torch.bfloat16
-
-
-def norm_linear(
-    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
-) -> tuple[Tensor, Tensor]:
-    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N]: how attention is entered.
-
-    Args:
-        x: The residual stream [T, D].
-        delta: What is added to the stream first, [T, D] or None.
-        trace: A function that sees the norm's output, or None.
-    """
-    if _fuses(x) and linear.adapter is not None:
-        from jetrl.models.layer_adapter_hopper import norm_linear_adapted
-
-        return norm_linear_adapted(x, delta, NormedLinears(norm, (linear,), side, trace))
-    if _fuses(x):
-        from jetrl.models.layer_hopper import norm_linear_hopper
-
-        return norm_linear_hopper(x, delta, NormedLinears(norm, (linear,), side, trace))
-    x = x if delta is None else x + delta
-    normed = norm(x)
-    tell(trace, "input_norm", normed)
-    return x, linear(normed, side)
-
-
-def norm_mlp(
-    x: Tensor,
-    delta: Tensor,
-    norm: RMSNorm,
-    gate_up: Linear,
-    down: Linear,
-    side: Side,
-    trace: Trace | None,
-) -> tuple[Tensor, Tensor]:
-    """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), both [T, D].
-
-    Args:
-        x: The residual stream [T, D].
-        delta: What is added to the stream first, [T, D].
-        trace: A function that sees the output of each operation but the last, or None.
-    """
-    if _fuses(x) and not (gate_up.adapter is None and down.adapter is None):
-        from jetrl.models.layer_adapter_hopper import norm_mlp_adapted
-
-        return norm_mlp_adapted(x, delta, NormedLinears(norm, (gate_up, down), side, trace))
-    if _fuses(x):
-        from jetrl.models.layer_hopper import norm_mlp_hopper
-
-        return norm_mlp_hopper(x, delta, NormedLinears(norm, (gate_up, down), side, trace))
-    x = x + delta
-    normed = norm(x)
-    tell(trace, "post_norm", normed)
-    gates = gate_up(normed, side)
-    tell(trace, "gate_up", gates)
-    gated = swiglu(gates)
-    tell(trace, "swiglu", gated)
-    return x, down(gated, side)
-
-
-def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
-    """Return norm(x + delta) [T, D]: how the last layer is left.
-
-    Args:
-        x: The residual stream [T, D].
-        delta: What the last layer adds to the stream, [T, D].
-    """
-    if _fuses(x):
-        from jetrl.models.layer_hopper import add_norm_hopper
-
-        return add_norm_hopper(x, delta, norm)
-    normed: Tensor = norm(x + delta)
-    return normed

@@ -1,18 +1,17 @@
-"""The operations of `models.layer` on Hopper, each one autograd function, so that codes flow.
+"""A norm and the linear layer behind it on Hopper, each one autograd function, so that codes flow.
 
-    norm_linear_hopper   total = x + delta;  y = linear(norm(total))
-    norm_mlp_hopper      total = x + delta;  y = down(swiglu(gate_up(norm(total))))
-    add_norm_hopper      norm(x + delta)
+They are the composition of the operations that `models.decoder` names, with the same bits in the
+forward (tests/gpu/test_flow.py). What is saved is the BF16 result that the next operation would
+only read and quantize: the norm writes the codes that FProp reads. For WGrad nothing is kept:
+backward makes the norm's codes again from the residual stream, and the residual's gradient joins
+inside the norm's. Layers kept in BF16 take the same functions, with BF16 in the place of codes;
+they keep what FProp read, which had to be written anyway.
 
-They are the composition of the operations that `models.layer` names, with the same bits in the
-forward (tests/gpu/test_flow.py); what is saved is where a BF16 result would be written only to
-be read and quantized by the next operation: the norm and SwiGLU make the codes that FProp reads.
-For WGrad nothing of them is kept: backward makes the norm's codes again from the residual stream,
-and SwiGLU's in the pass that makes its gradient, which leaves as the codes of gate_up's dY. The
-residual's gradient joins inside the norm's. Layers kept in BF16 take the same functions, with BF16
-in the place of codes; they keep what FProp read, which had to be written anyway.
+If linear layers have adapters, the norm writes its BF16 values next to the codes, in the same pass,
+since an adapter reads the values. The base is frozen, so backward has no WGrad and quantizes dY for
+DGrad only; the adapters' own gradients are made from values that backward makes again.
 
-Legend: T tokens, D hidden size, N output features, F intermediate size.
+Legend: T tokens, D hidden size, N output features.
 """
 
 from __future__ import annotations
@@ -30,28 +29,29 @@ from jetrl.kernels.norm_hopper import (
     rms_norm_quantize,
     rms_norm_squares,
 )
-from jetrl.kernels.swiglu_backward_hopper import swiglu_backward_quantize
-from jetrl.kernels.swiglu_hopper import swiglu_backward, swiglu_forward, swiglu_quantize
-from jetrl.models.norm import RMSNorm
-from jetrl.models.normed_linears import NormedLinears
-from jetrl.models.trace import Trace, tell
+from jetrl.models.layer import NormedLinears, RMSNorm, Trace, tell
+from jetrl.precision.adapter import AdapterWeight, adapter_gradients
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import (
     FP8Weight,
     GEMMInput,
+    Linear,
     Operand,
-    OutputGradient,
+    adapted_fprop,
     dgrad,
     fprop,
+    quantize_for_dgrad,
     quantize_for_wgrad,
     quantize_output_gradient,
     wgrad,
 )
-from jetrl.precision.plan import PrecisionPlan
+from jetrl.precision.plan import PrecisionPlan, Side
+
+NONE = torch.empty(0)  # in place of a tensor that a layer without an adapter does not have
 
 
 @dataclass(frozen=True)
-class _Fixed:
+class Fixed:
     """The arguments of a fused function that get no gradients.
 
     Attributes:
@@ -68,17 +68,117 @@ class _Fixed:
     trace: Trace | None
 
     @staticmethod
-    def of(layers: NormedLinears) -> _Fixed:
+    def of(layers: NormedLinears) -> Fixed:
         """Read from the layers what one call on a side needs."""
         norm, first, keep = layers.norm, layers.linears[0], torch.is_grad_enabled()
         weights = tuple(linear.operand(layers.side) for linear in layers.linears)
         plan, gradients, trace = first.plan.on(layers.side), first.gradients, layers.trace
-        return _Fixed(norm.eps, norm.rounded, weights, plan, gradients, keep, trace)
+        return Fixed(norm.eps, norm.rounded, weights, plan, gradients, keep, trace)
 
     @property
     def fp8(self) -> bool:
         """True where the linear layers multiply codes."""
         return isinstance(self.weights[0], FP8Weight)
+
+
+@dataclass(frozen=True)
+class FrozenLinear:
+    """A linear layer with a frozen weight, and perhaps an adapter, as one call on a side reads it.
+
+    Attributes:
+        bias: The bias, or None.
+        adapter: The adapter, or None.
+    """
+
+    weight: Operand
+    bias: Tensor | None
+    adapter: AdapterWeight | None
+    plan: PrecisionPlan
+
+    @staticmethod
+    def of(linear: Linear, side: Side) -> FrozenLinear:
+        """Read from a layer what one call on a side needs."""
+        bias = None if linear.bias is None else linear.bias.detach()
+        return FrozenLinear(linear.operand(side), bias, linear.adapter, linear.plan.on(side))
+
+    @property
+    def masters(self) -> tuple[Tensor | None, Tensor | None]:
+        """The adapter's master weights, which are inputs for their gradients alone."""
+        return (None, None) if self.adapter is None else (self.adapter.a, self.adapter.b)
+
+    def forward(self, entered: GEMMInput, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the layer's output, and the adapter's product with A.
+
+        Args:
+            values: X in BF16.
+        """
+        if self.adapter is not None:
+            return adapted_fprop(entered, values, self.weight, self.plan, self.bias, self.adapter)
+        y = fprop(entered, self.weight, self.plan)
+        if self.bias is not None:
+            y += self.bias.to(y.dtype)
+        return y, NONE
+
+    def backward(
+        self, dy: Tensor, values: Tensor, u: Tensor, codes: GEMMInput | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of X, A and B.
+
+        Args:
+            dy: bfloat16 [T, N], the gradient of the output.
+            values: X in BF16.
+        """
+        if codes is None:
+            codes = quantize_for_dgrad(dy, self.weight, self.plan)
+        dx = dgrad(codes, self.weight)
+        if self.adapter is None:
+            return dx, None, None
+        gradients = adapter_gradients(dy, values, u, self.adapter)
+        return dx.addmm_(gradients.u, self.adapter.down), gradients.a, gradients.b
+
+
+@dataclass(frozen=True)
+class AdaptedFixed:
+    """The arguments of a fused function that get no gradients.
+
+    Attributes:
+        norm_weight: The norm's rounded weight, bfloat16 [D].
+        trace: A function that sees the outputs of operations, or None.
+    """
+
+    eps: float
+    norm_weight: Tensor
+    linears: tuple[FrozenLinear, ...]
+    keep: bool
+    trace: Trace | None
+
+    @staticmethod
+    def of(layers: NormedLinears) -> AdaptedFixed:
+        """Read from the layers what one call on a side needs."""
+        norm, keep = layers.norm, torch.is_grad_enabled()
+        frozen = tuple(FrozenLinear.of(linear, layers.side) for linear in layers.linears)
+        return AdaptedFixed(norm.eps, norm.rounded, frozen, keep, layers.trace)
+
+    @property
+    def fp8(self) -> bool:
+        """True where the linear layers multiply codes."""
+        return isinstance(self.linears[0].weight, FP8Weight)
+
+    def enter(
+        self, x: Tensor, delta: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, GEMMInput, Tensor]:
+        """Return x + delta, the inverse rms, and the norm as FProp reads it and in BF16."""
+        if not self.fp8:
+            y, inverse, total = rms_norm_forward(x, self.norm_weight, self.eps, delta)
+            return total, inverse, y, y
+        scales = self.linears[0].plan.scales
+        n = rms_norm_quantize(x, self.norm_weight, self.eps, delta, self.keep, scales, True)
+        assert n.values is not None, "the values were asked for"
+        return n.total, n.inverse_rms, n.rows, n.values
+
+    def normed(self, total: Tensor) -> Tensor:
+        """Return the norm of the residual stream in BF16 once more."""
+        return rms_norm_forward(total, self.norm_weight, self.eps)[0]
 
 
 def norm_linear_hopper(
@@ -90,25 +190,28 @@ def norm_linear_hopper(
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D] or None.
     """
-    fixed = _Fixed.of(layers)
     [linear] = layers.linears
+    if linear.adapter is not None:
+        return _norm_linear_adapted(x, delta, layers)
+    fixed = Fixed.of(layers)
     total, y = _NormLinear.apply(x, delta, layers.norm.weight, linear.weight, fixed)
     return total, linear.with_bias(y)
 
 
-def norm_mlp_hopper(x: Tensor, delta: Tensor, layers: NormedLinears) -> tuple[Tensor, Tensor]:
-    """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), as `models.layer.norm_mlp`.
+def _norm_linear_adapted(
+    x: Tensor, delta: Tensor | None, layers: NormedLinears
+) -> tuple[Tensor, Tensor]:
+    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], as `models.layer.norm_linear`.
 
     Args:
         x: The residual stream, bfloat16 [T, D].
-        delta: What is added to the stream first, bfloat16 [T, D].
+        delta: What is added to the stream first, bfloat16 [T, D] or None.
     """
-    gate_up, down = layers.linears
-    assert gate_up.bias is None, "SwiGLU reads the product of gate_up alone"
-    fixed = _Fixed.of(layers)
-    masters = (gate_up.weight, down.weight)
-    total, y = _NormMLP.apply(x, delta, layers.norm.weight, *masters, fixed)
-    return total, down.with_bias(y)
+    fixed = AdaptedFixed.of(layers)
+    total, y = _AdaptedNormLinear.apply(
+        x, delta, layers.norm.weight, *fixed.linears[0].masters, fixed
+    )
+    return total, y
 
 
 def add_norm_hopper(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
@@ -122,7 +225,7 @@ def add_norm_hopper(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
     return y
 
 
-def _enter(x: Tensor, delta: Tensor | None, s: _Fixed) -> tuple[Tensor, Tensor | None, GEMMInput]:
+def enter(x: Tensor, delta: Tensor | None, s: Fixed) -> tuple[Tensor, Tensor | None, GEMMInput]:
     """Return x + delta, the inverse rms, and the normalised values as FProp reads them."""
     if s.fp8:
         n = rms_norm_quantize(x, s.norm_weight, s.eps, delta, s.keep, s.plan.scales)
@@ -131,7 +234,7 @@ def _enter(x: Tensor, delta: Tensor | None, s: _Fixed) -> tuple[Tensor, Tensor |
     return total, inverse, y
 
 
-def _entered(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: _Fixed) -> GEMMInput:
+def entered_again(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: Fixed) -> GEMMInput:
     """Return the normalised values as WGrad reads them: codes made again, or the kept BF16."""
     if not s.fp8:
         return kept[0]
@@ -140,8 +243,8 @@ def _entered(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: _Fixed) 
     return quantize_for_wgrad(rms_norm_forward(total, s.norm_weight, s.eps)[0], s.plan)
 
 
-def _leave(
-    dnormed: Tensor, total: Tensor, inverse: Tensor, dtotal: Tensor, s: _Fixed
+def leave(
+    dnormed: Tensor, total: Tensor, inverse: Tensor, dtotal: Tensor, s: Fixed
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x (which is delta's as well) and of the norm's weight.
 
@@ -155,9 +258,9 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, master: Tensor, s: _Fixed
+        ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, master: Tensor, s: Fixed
     ) -> tuple[Tensor, Tensor]:
-        total, inverse, entered = _enter(x, delta, s)
+        total, inverse, entered = enter(x, delta, s)
         tell(s.trace, "input_norm", entered)
         y = fprop(entered, s.weights[0], s.plan)
         if s.keep:
@@ -168,79 +271,45 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        s: _Fixed = ctx.fixed
+        s: Fixed = ctx.fixed
         dtotal, dy = grads
         total, inverse, *kept = ctx.saved_tensors
         operands = quantize_output_gradient(dy.contiguous(), s.weights[0], s.plan)
         dnormed = dgrad(operands.rows, s.weights[0])
         dw = None
         if ctx.needs_input_grad[3]:
-            dw = wgrad(operands, _entered(total, inverse, kept, s), ctx.master, s.gradients)
-        dx, dnorm = _leave(dnormed, total, inverse, dtotal, s)
+            dw = wgrad(operands, entered_again(total, inverse, kept, s), ctx.master, s.gradients)
+        dx, dnorm = leave(dnormed, total, inverse, dtotal, s)
         return dx, dx if ctx.two_inputs else None, dnorm, dw, None
 
 
-class _NormMLP(torch.autograd.Function):
+class _AdaptedNormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         norm: Tensor,
-        gate_up_master: Tensor,
-        down_master: Tensor,
-        s: _Fixed,
+        a: Tensor | None,
+        b: Tensor | None,
+        s: AdaptedFixed,
     ) -> tuple[Tensor, Tensor]:
-        # The norm's and SwiGLU's outputs are made as the codes that the GEMM behind them reads.
-        total, inverse, entered = _enter(x, delta, s)
-        tell(s.trace, "post_norm", entered)
-        gate_up = fprop(entered, s.weights[0], s.plan)
-        tell(s.trace, "gate_up", gate_up)
-        gated = swiglu_quantize(gate_up, s.plan.scales) if s.fp8 else swiglu_forward(gate_up)
-        tell(s.trace, "swiglu", gated)
-        y = fprop(gated, s.weights[1], s.plan)
+        total, inverse, entered, values = s.enter(x, delta)
+        tell(s.trace, "input_norm", entered)
+        y, u = s.linears[0].forward(entered, values)
         if s.keep:
-            kept = [value for value in (entered, gated) if isinstance(value, Tensor)]
-            ctx.save_for_backward(total, inverse, gate_up, *kept)
-        ctx.fixed, ctx.masters = s, (gate_up_master, down_master)
+            ctx.save_for_backward(total, inverse, u)
+        ctx.fixed, ctx.two_inputs = s, delta is not None
         return total, y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        s: _Fixed = ctx.fixed
+        s: AdaptedFixed = ctx.fixed
         dtotal, dy = grads
-        total, inverse, gate_up, *kept = ctx.saved_tensors
-        # Through `down` and SwiGLU: one kernel makes gate_up's dY and, again, down's X.
-        operands = quantize_output_gradient(dy.contiguous(), s.weights[1], s.plan)
-        dgate_up, gated = _swiglu_backward(dgrad(operands.rows, s.weights[1]), gate_up, kept[1:], s)
-        dw_gate_up = dw_down = None
-        if ctx.needs_input_grad[4]:
-            dw_down = wgrad(operands, gated, ctx.masters[1], s.gradients)
-        del operands, gated  # here a backward holds most
-        # Through `gate_up`, whose X the norm makes again, and the norm.
-        dnormed = dgrad(dgate_up.rows, s.weights[0])
-        if ctx.needs_input_grad[3]:
-            entered = _entered(total, inverse, kept, s)
-            dw_gate_up = wgrad(dgate_up, entered, ctx.masters[0], s.gradients)
-            del entered
-        del dgate_up
-        dx, dnorm = _leave(dnormed, total, inverse, dtotal, s)
-        return dx, dx, dnorm, dw_gate_up, dw_down, None
-
-
-def _swiglu_backward(
-    dgated: Tensor, gate_up: Tensor, kept: Sequence[Tensor], s: _Fixed
-) -> tuple[OutputGradient, GEMMInput]:
-    """Return dY of gate_up, and swiglu(gate_up) as WGrad of `down` reads the values."""
-    plan = s.plan
-    if s.fp8 and plan.grad_output == "e4m3" and not plan.widens_wgrad:
-        rows, tokens, gated = swiglu_backward_quantize(
-            dgated, gate_up, plan.grad_output, plan.scales
-        )
-        return OutputGradient(rows, tokens), gated
-    dgate_up = swiglu_backward(dgated, gate_up)
-    y = quantize_for_wgrad(swiglu_forward(gate_up), plan) if s.fp8 else kept[0]
-    return quantize_output_gradient(dgate_up, s.weights[0], plan), y
+        total, inverse, u = ctx.saved_tensors
+        dnormed, da, db = s.linears[0].backward(dy.contiguous(), s.normed(total), u)
+        dx, dnorm = rms_norm_backward(dnormed, total, s.norm_weight, inverse, dtotal.contiguous())
+        return dx, dx if ctx.two_inputs else None, dnorm, da, db, None
 
 
 class _AddNorm(torch.autograd.Function):

@@ -22,9 +22,8 @@ from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.nvfp4_files import check_base
-from jetrl.models.packed import token_positions, upload
+from jetrl.models.packed import Stems, token_positions, upload
 from jetrl.models.peft import save_adapter
-from jetrl.models.stems import Stems
 from jetrl.models.tiny import RandomWeights
 from jetrl.models.weights import Weights, WholeMasters
 from jetrl.precision.plan import PrecisionPlan

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from jetrl.models.layer import RMSNorm
 from jetrl.models.model import Model
-from jetrl.models.norm import RMSNorm
 from jetrl.randomness import derive_seed
 from jetrl.settings.loading import Settings
 

@@ -1,11 +1,26 @@
-"""Sequences packed end to end, on their way from the host to a forward."""
+"""Sequences packed end to end for a forward, and the stems that several of them share.
+
+The samples of a group have one prompt. A token's activations depend on the tokens before it only,
+so those of the prompt are the same in each sample, to the bit, and one copy serves all: the stem.
+What is left of a sequence after its stem is a branch. Stems have whole blocks of 128 tokens, so
+that the blocks of keys that attention reads begin at the positions at which they would begin in
+the whole sequence; the rest of a prompt belongs to each branch.
+
+A batch itself keeps its sequences whole (`types.Batch`). `Stems` says which of its rows a forward
+computes, and where the results of the others are.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from jetrl.types import Batch
 
 
 def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -34,3 +49,70 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
     if host.is_cuda or device.type == "cpu":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Stems:
+    """The rows of a packed batch that a forward computes, where sequences share stems.
+
+    A run is a number of rows that are computed one after the other: a stem, a branch, or a whole
+    sequence. Legend: T rows of the batch, C rows that are computed, R runs.
+
+    Attributes:
+        rows: int64 [C] on the CPU, the batch's rows that are computed, run after run.
+        row_of: int64 [T] on the CPU, the computed row that holds each row of the batch.
+        positions: int64 [C] on the CPU, each computed row's position in its sequence.
+        run_starts: The first computed row of each run, and C; R + 1 numbers.
+        stem_of: The number of the run that is each run's stem, -1 without one; R numbers.
+        Two sequences [a b c] and [a b d e] that share two tokens (if STEM_BLOCK were 2):
+        Stems(rows=[0, 1, 2, 5, 6], row_of=[0, 1, 2, 0, 1, 3, 4], positions=[0, 1, 2, 2, 3],
+              run_starts=[0, 2, 3, 5], stem_of=[-1, 0, 0])
+    """
+
+    rows: Tensor
+    row_of: Tensor
+    positions: Tensor
+    run_starts: Sequence[int]
+    stem_of: Sequence[int]
+
+    @staticmethod
+    def of(batch: Batch) -> Stems | None:
+        """Return the stems of a batch; None where no two of its sequences share one."""
+        if batch.stem_ids is None or batch.stem_lengths is None:
+            return None
+        if batch.num_computed_tokens == batch.num_tokens:
+            return None
+        stems, counts = np.unique(batch.stem_ids, return_counts=True)
+        shared = set(stems[counts > 1].tolist())
+        row_of = np.empty(batch.num_tokens, dtype=np.int64)
+        rows: list[np.ndarray] = []
+        run_starts, stem_of = [0], []
+        run_of_stem: dict[int, int] = {}
+
+        def add_run(first: int, end: int, stem: int) -> None:
+            row_of[first:end] = np.arange(run_starts[-1], run_starts[-1] + end - first)
+            rows.append(np.arange(first, end))
+            run_starts.append(run_starts[-1] + end - first)
+            stem_of.append(stem)
+
+        ends = batch.cu_seqlens.tolist()
+        for i, (start, end) in enumerate(itertools.pairwise(ends)):
+            stem, length = int(batch.stem_ids[i]), int(batch.stem_lengths[i])
+            if stem not in shared or length == 0:
+                add_run(start, end, -1)
+                continue
+            if stem not in run_of_stem:
+                run_of_stem[stem] = len(stem_of)
+                add_run(start, start + length, -1)
+            first = run_starts[run_of_stem[stem]]
+            row_of[start : start + length] = np.arange(first, first + length)
+            add_run(start + length, end, run_of_stem[stem])
+        computed = np.concatenate(rows)
+        starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))
+        return Stems(
+            rows=torch.from_numpy(computed),
+            row_of=torch.from_numpy(row_of),
+            positions=torch.from_numpy(computed - starts[computed]),
+            run_starts=run_starts,
+            stem_of=stem_of,
+        )

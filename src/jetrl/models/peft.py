@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,8 @@ from jetrl.models.adapter import (
     adapted_parts,
     adapter_names,
 )
-from jetrl.models.families import ModelConfig
-from jetrl.models.hf_files import load_tensors, read_object
-from jetrl.models.hf_names import stored_tensors
+from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
+from jetrl.models.hf_files import is_hub_name, load_tensors, read_object
 from jetrl.models.hf_save import (
     begin_directory,
     filling,
@@ -44,9 +44,10 @@ from jetrl.models.hf_save import (
     save_tokenizer,
     write_json,
 )
-from jetrl.models.hub import is_hub_name
-from jetrl.models.peft_whole import PREFIX, checked_numbers, modules_to_save, take_whole
-from jetrl.settings.adapter_section import MOST_RANK, AdapterSettings
+from jetrl.precision.adapter import AdapterShape
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import dequantize, quantize
+from jetrl.settings.model_sections import MOST_RANK, AdapterSettings
 
 logger = logging.getLogger(__name__)
 
@@ -393,3 +394,222 @@ def _target_names(config: ModelConfig, lora: LoRA) -> list[str]:
     same = adapted_parts(config, last)
     every = [part.name for of_layer in same.values() for part in of_layer]
     return list(last) if lora.targets in (ALL_LINEAR, (ALL_LINEAR,)) or every == names else names
+
+
+PREFIX = "base_model.model."
+_EMBEDDINGS, _HEAD = "embed.weight", "lm_head.weight"
+
+
+def take_whole(
+    stored: dict[str, Tensor],
+    file: Path,
+    contents: Mapping[str, Any],
+    config: ModelConfig,
+    tied: bool,
+) -> tuple[dict[str, Tensor], bool]:
+    """Return the parameters that an adapter replaces, and whether it unties the embedding.
+
+    Raises:
+        UserError: A module of `modules_to_save` is not stored; a tensor has another shape or is not
+            finite; a pair that is to be tied differs.
+    """
+    saved = _modules_to_save(file, contents, stored, config)
+    replaced = _taken_whole(stored, file, _untied(config))
+    tied = tied or bool(contents.get("ensure_weight_tying"))
+    return replaced, config.tie_word_embeddings and _unties(replaced, file, saved, tied)
+
+
+def modules_to_save(config: ModelConfig, stored: Iterable[str]) -> list[str]:
+    """Return `modules_to_save` of an adapter's tensors: last names, or whole ones if need be."""
+    every = {part.name for parts in stored_tensors(_untied(config)).values() for part in parts}
+    whole = {name for name in every if PREFIX + name in stored}
+    modules = {name.rpartition(".")[0] for name in whole}
+    last = {module.rpartition(".")[2] for module in modules}
+    return sorted(last if {name for name in every if _is_saved(name, last)} == whole else modules)
+
+
+def _untied(config: ModelConfig) -> ModelConfig:
+    """Return the config of a model whose output head has a tensor of its own, if it has a head."""
+    return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def _modules_to_save(
+    file: Path, contents: Mapping[str, Any], stored: Mapping[str, Tensor], config: ModelConfig
+) -> tuple[str, ...]:
+    """Return `modules_to_save`, all tensors of which the adapter has to hold."""
+    names, config_file = contents.get("modules_to_save") or [], file.parent / "adapter_config.json"
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{config_file}: modules_to_save = {shown_value(names)}: a list of names")
+    for parts in stored_tensors(_untied(config)).values():
+        for name in (part.name for part in parts):
+            if _is_saved(name, names) and PREFIX + name not in stored:
+                module = name.rpartition(".")[0]
+                raise UserError(
+                    f"{config_file}: modules_to_save names {module}, and {file.name} has no tensor "
+                    f"{PREFIX}{name}: save the adapter again, or take the module off the list"
+                )
+    return tuple(names)
+
+
+def _is_saved(tensor: str, modules_to_save: Iterable[str]) -> bool:
+    """Return whether a tensor is of a saved module: its name ends so, without regard to dots."""
+    parts = tensor.split(".")
+    around = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return any(module.endswith(name) for module in around for name in modules_to_save)
+
+
+def _unties(replaced: dict[str, Tensor], file: Path, saved: Iterable[str], tied: bool) -> bool:
+    """Return whether an adapter unties its base's pair; of a tied pair leave the embedding."""
+    embedding, head = replaced.get(_EMBEDDINGS), replaced.get(_HEAD)
+    if embedding is None and head is None:
+        return False
+    same = embedding is not None and head is not None and torch.equal(embedding, head)
+    copies = _is_saved("model.embed_tokens.weight", saved) or _is_saved("lm_head.weight", saved)
+    if copies and not tied and not same:
+        return True
+    if not same and embedding is not None and head is not None:
+        raise UserError(
+            f"{file}: embed_tokens and lm_head differ, and the adapter ties them: train it again, "
+            "with both in modules_to_save and without ensure_weight_tying"
+        )
+    if head is not None:
+        replaced[_EMBEDDINGS] = replaced.pop(_HEAD)
+    return False
+
+
+def _taken_whole(stored: dict[str, Tensor], file: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """Return the parameters that the adapter replaces, by our names, and take them out."""
+    replaced = {}
+    for name, parts in stored_tensors(config).items():
+        key = PREFIX + parts[0].name
+        if len(parts) == 1 and not parts[0].linear_weight and key in stored:
+            replaced[name] = stored.pop(key)
+            if tuple(replaced[name].shape) != parts[0].shape:
+                raise UserError(
+                    f"{file}: tensor {key} has shape {list(replaced[name].shape)}, and the model "
+                    f"needs {list(parts[0].shape)}"
+                )
+            checked_numbers(replaced[name], key, file)
+    return replaced
+
+
+def checked_numbers(tensor: Tensor, name: str, file: Path) -> Tensor:
+    """Return a stored tensor as float32, once its values are known to be finite numbers."""
+    if not tensor.is_floating_point():
+        raise UserError(f"{file}: tensor {name} is {tensor.dtype}: a floating dtype is needed")
+    if not bool(tensor.float().isfinite().all()):
+        raise UserError(
+            f"{file}: tensor {name} has a NaN or an infinity: take an earlier checkpoint of the "
+            "adapter"
+        )
+    return tensor.float()
+
+
+_MEASURED_LINEARS = 28
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """The parameters of a base with an adapter merged in, float32, made when they are asked for.
+
+    Args:
+        masters: The whole master weights that were trained: A and B of the adapter, and parameters
+            that take the place of the base's.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        lora: LoRA,
+        base: Mapping[str, Tensor],
+        masters: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self._base, self._masters, self._device = base, masters, device
+        self._names, self._stored = list(parameter_shapes(config)), set(base)
+        self._shapes = lora.shapes(config)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._masters:
+            return self._masters[name].detach()
+        stored = name if name in self._stored else "embed.weight"  # of a head that is untied
+        weight = self._base[stored].to(self._device, torch.float32)
+        layer = name.removesuffix(".weight")
+        return weight + self.change(layer) if layer in self._shapes else weight
+
+    def change(self, layer: str) -> Tensor:
+        """Return what the adapter adds to a linear layer's weight, float32 [N, K]."""
+        a, b = (self._masters[n].detach().to(self._device) for n in adapter_names(layer))
+        return dense_change(self._shapes[layer], a, b)
+
+    @property
+    def adapted(self) -> list[str]:
+        """The names of the linear layers with an adapter."""
+        return list(self._shapes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def dense_change(shape: AdapterShape, a: Tensor, b: Tensor) -> Tensor:
+    """Return s B A of every part in its rows, float32 [N, K].
+
+    Args:
+        a: The master weight A [P * r, K].
+        b: The master weight B [rows of all parts, r].
+    """
+    change = torch.zeros(shape.num_rows, shape.num_columns, device=a.device)
+    counts = [count for _, count in shape.parts]
+    parts = zip(shape.parts, a.split(shape.rank), b.split(counts), strict=True)
+    for (first, count), part_a, part_b in parts:
+        change[first : first + count] = (shape.scale * part_b) @ part_a
+    return change
+
+
+@dataclass(frozen=True)
+class MergingLoss:
+    """The loss of an adapter's change when the merged weights are rounded to a format.
+
+    Attributes:
+        error: The norm of the difference between the change of the rounded weights and the
+            adapter's change, over the norm of the latter; 1 where rounding leaves nothing of it.
+        changed: The share of the stored numbers that the adapter changes.
+    """
+
+    error: float
+    changed: float
+
+
+def merging_losses(base: Mapping[str, Tensor], merged: MergedWeights) -> dict[str, MergingLoss]:
+    """Return the losses of merging into BF16 and into FP8, by format; none where nothing changes.
+
+    They are measured on linear layers from the first to the last, 28 at most.
+    """
+    step = max(1, -(-len(merged.adapted) // _MEASURED_LINEARS))
+    sums = {format: torch.zeros(4, dtype=torch.float64) for format in ("bfloat16", "fp8")}
+    for layer in merged.adapted[::step]:
+        change = merged.change(layer)
+        before = base[f"{layer}.weight"].to(change.device, torch.float32)
+        for format, total in sums.items():
+            left, left_stored = _rounded(before, format)
+            right, right_stored = _rounded(before + change, format)
+            error = (right - left - change).double().square().sum()
+            differ = (right_stored != left_stored).sum()
+            numbers = (error, change.double().square().sum(), differ, change.numel())
+            total += torch.tensor([float(n) for n in numbers], dtype=torch.float64)
+    losses = {}
+    for format, (error, norm, differ, count) in ((f, t.tolist()) for f, t in sums.items()):
+        if norm:
+            losses[format] = MergingLoss((error / norm) ** 0.5, differ / count)
+    return losses
+
+
+def _rounded(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Return a weight rounded to a format, as float32, and the stored numbers: of FP8 the codes."""
+    if format == "bfloat16":
+        rounded = weight.bfloat16().float()
+        return rounded, rounded
+    quantized = quantize(weight, (FP8_BLOCK, FP8_BLOCK))
+    return dequantize(quantized), quantized.codes.view(torch.uint8)

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.models.attention import KeyValues
 from jetrl.models.model import Model
-from jetrl.models.packed import pack, token_positions, upload
-from jetrl.models.stems import Stems
+from jetrl.models.packed import Stems, pack, token_positions, upload
 
 _LOGITS_AT_ONCE = 2**24  # float32 logits held for one chunk of rows of the training side
 

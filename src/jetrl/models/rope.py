@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jetrl.errors import UserError
-from jetrl.models.config_values import flag, integer, positive
+from jetrl.models.config_schema import flag, integer, positive
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,10 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.adapter import Adapter
-from jetrl.models.coded_weights import CodedWeights, codes_of, left_wide
 from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model, check_device
-from jetrl.models.nvfp4_files import check_base
-from jetrl.models.packed import pack, upload
-from jetrl.models.stems import Stems
+from jetrl.models.nvfp4_files import CodedWeights, check_base, codes_of, left_wide
+from jetrl.models.packed import Stems, pack, upload
 from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.precision.plan import PrecisionPlan
 

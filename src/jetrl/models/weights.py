@@ -32,8 +32,8 @@ from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.adapter import Adapter, adapter_names
-from jetrl.models.coded_weights import codes_of, left_wide
-from jetrl.models.norm import RMSNorm
+from jetrl.models.layer import RMSNorm
+from jetrl.models.nvfp4_files import codes_of, left_wide
 from jetrl.precision.adapter import AdapterWeight
 from jetrl.precision.gradients import Gradients, OrderedGradients
 from jetrl.precision.linear import Linear

@@ -17,11 +17,12 @@ from jetrl.errors import MismatchError
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.kernels.norm import rms_norm
 from jetrl.kernels.rotary import rotary_table
-from jetrl.kernels.swiglu import swiglu
 from jetrl.models.attention import PackedKeyValues
+from jetrl.models.block import DenseShape
+from jetrl.models.dense import DenseBlock
+from jetrl.models.layer import Rotary
 from jetrl.models.packed import token_positions
 from jetrl.models.policy import Policy
-from jetrl.models.rotary import Rotary
 from jetrl.parity.locating import located
 from jetrl.parity.measuring import ParityResult, measure
 from jetrl.precision import PrecisionPlan, quantize
@@ -170,12 +171,16 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
     shape = AdapterShape(8, 1.0, num_rows=96, num_columns=256, parts=((0, 96),))
     a, b = (nn.Parameter(normal(*size).float()) for size in (shape.a_shape, shape.b_shape))
     adapter = AdapterWeight("adapter", a, b, shape, torch.bfloat16)
+
+    def of_rows(operation: Callable[[Tensor], Tensor]) -> Callable[[slice], Tensor]:
+        return lambda s: operation(x[s])
+
     by_rows: dict[str, Callable[[slice], Tensor]] = {
         "FP8 GEMM": lambda s: fp8_matmul(quantize(x[s]), weight, torch.float32),
         "BF16 GEMM": lambda s: bf16_matmul(x[s], bf16_weight, torch.float32),
         "adapter": lambda s: add_adapter(product[s].clone(), x[s], adapter),
         "RMSNorm": lambda s: rms_norm(x[s], norm_weight, 1e-6),
-        "SwiGLU": lambda s: swiglu(x[s]),
+        **{name: of_rows(operation) for name, operation in DenseBlock.self_checks.items()},
         "log-probs": lambda s: chosen_logprobs(logits[s], chosen[s], 0.7)[0],
     }
     checks = [_quantizer_check(device)]
@@ -209,7 +214,7 @@ def _flow_check(preset: str, device: str | torch.device) -> Check:
         "model_type": "qwen3",
         "vocab_size": 256,
         "hidden_size": 128,
-        "intermediate_size": 256,
+        **DenseShape(256).to_hf(),
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

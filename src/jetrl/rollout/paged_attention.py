@@ -32,7 +32,7 @@ from jetrl.kernels.attention.layout import (
     stored_dtype,
 )
 from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values, stored_values
-from jetrl.models.rotary import Rotary
+from jetrl.models.layer import Rotary
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
 from jetrl.presets import key_and_value_formats

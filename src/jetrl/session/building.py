@@ -24,15 +24,13 @@ from jetrl.models.nvfp4_files import check_base
 from jetrl.models.peft import adapter_of
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
-from jetrl.models.tiny import RandomWeights
-from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.models.tiny import RandomWeights, character_tokenizer
 from jetrl.precision import PrecisionPlan
 from jetrl.rewards.reward import Reward
 from jetrl.session.checkpoints import RunCheckpoints
-from jetrl.settings.adapter_section import AdapterSettings
 from jetrl.settings.loading import Settings
-from jetrl.settings.sections import ModelSettings
-from jetrl.settings.speculation import verified_drafts
+from jetrl.settings.model_sections import AdapterSettings
+from jetrl.settings.sections import ModelSettings, verified_drafts
 from jetrl.tasks import build_task
 from jetrl.training import Critic
 from jetrl.training.checkpoint_files import StoredTensors, tensor_differences, whole_layouts

@@ -18,7 +18,7 @@ from jetrl.errors import NonFiniteError
 from jetrl.memory.out_of_memory import is_out_of_memory
 from jetrl.models.model import Model
 from jetrl.models.policy import Policy
-from jetrl.models.tiny_tokenizers import alphabet_of
+from jetrl.models.tiny import alphabet_of
 from jetrl.rollout.sequence import NonFiniteLogits
 from jetrl.runs import RunDirectory
 from jetrl.session.checkpoints import RunCheckpoints

@@ -50,7 +50,7 @@ from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import problem_of
 from jetrl.settings.loading import Settings
-from jetrl.settings.speculation import verified_drafts
+from jetrl.settings.sections import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
 from jetrl.training import Checkpoints
 from jetrl.training.objectives import Objective

@@ -6,7 +6,7 @@ the models beside the policy; `section.py` their base class; `loading.py` reads 
 torch.
 """
 
-from jetrl.settings.algorithm_section import AlgorithmSettings
+from jetrl.settings.algorithms import AlgorithmSettings
 from jetrl.settings.model_sections import RewardSettings
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.sections import (

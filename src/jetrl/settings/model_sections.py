@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
 from pydantic import Field, model_validator
 
-from jetrl.settings.section import NonNegativeFloat, PositiveFloat, Section
+from jetrl.settings.algorithms import AlgorithmSettings
+from jetrl.settings.precision_section import PrecisionSettings
+from jetrl.settings.section import NonNegativeFloat, Positive, PositiveFloat, Section
 
 
 class ReferenceSettings(Section):
@@ -68,4 +73,114 @@ class RewardSettings(Section):
             raise ValueError("reward.model_path is set, but reward.model = 0: give it a weight")
         if self.offload and self.model_path is None:
             raise ValueError("reward.offload is set, but there is no reward model")
+        return self
+
+
+MOST_RANK = 512
+Rank = Annotated[int, Field(ge=1, le=MOST_RANK)]
+
+
+class AdapterSettings(Section):
+    """The adapter that is trained in place of the model's own weights (docs/adapters.md)."""
+
+    kind: Literal["lora"] | None = Field(
+        None,
+        description="lora: the model is frozen, and low-rank adapters are trained; unset: all "
+        "parameters are trained",
+    )
+    path: str | None = Field(
+        None, description="a directory of PEFT's to begin with; unset: a new adapter"
+    )
+    rank: Rank | None = Field(None, description="rank of A and B; unset: the path's, or 32")
+    alpha: PositiveFloat | None = Field(
+        None, description="the product is scaled by alpha / rank; unset: the path's, or 32"
+    )
+    rslora: bool | None = Field(
+        None, description="scale by alpha / sqrt(rank) instead; unset: the path's, or false"
+    )
+    targets: tuple[str, ...] | str | None = Field(
+        None,
+        description="linear layers as PEFT names them, or one regular expression; unset: the "
+        "path's, or all-linear: every linear layer of the decoder",
+    )
+    train_embeddings: bool = Field(False, description="train the embedding too, as a whole")
+    train_norms: bool = Field(False, description="train the norms' weights too")
+    train_head: bool = Field(False, description="train the output head too, as a whole")
+    noise_start: NonNegativeFloat = Field(
+        0.0,
+        description="RL samples and trains with Gaussian noise of this deviation on the weights of "
+        "norms, after a first part of the run without any (QeRL: 0.01); 0: no noise",
+    )
+    noise_end: PositiveFloat = Field(
+        5e-4, description="deviation of the noise in the last part of the run"
+    )
+    noise_stages: Positive = Field(
+        10, description="parts of the run with noise, whose deviation falls from one to the next"
+    )
+
+    @property
+    def trains_more(self) -> bool:
+        """Return whether parameters of the base are trained beside the adapter."""
+        return self.train_embeddings or self.train_norms or self.train_head
+
+    def base_problems(self, precision: PrecisionSettings) -> Iterator[str]:
+        """Yield messages about a precision that does not agree with the section.
+
+        Args:
+            precision: The section [precision].
+        """
+        if precision.base == "nvfp4" and self.kind is None:
+            yield (
+                "precision.base = nvfp4 is for a model that is not trained: set adapter.kind=lora, "
+                "or leave precision.base out"
+            )
+        if precision.preset == "fp32" and self.noise_start:
+            yield (
+                "adapter.noise_start is noise on the rounded weights of norms, and "
+                "precision.preset = fp32 has none: choose another preset, or leave it out"
+            )
+
+    def problems(self, algorithm: AlgorithmSettings, reference: ReferenceSettings) -> Iterator[str]:
+        """Yield messages about settings of a reinforcement learning run that an adapter excludes.
+
+        Args:
+            algorithm: The section [algorithm].
+            reference: The section [reference].
+        """
+        if self.kind is None:
+            return
+        if algorithm.calibrate_clip_every:
+            yield (
+                "algorithm.calibrate_clip_every compares with a BF16 copy of the model's master "
+                "weights, and with adapter.kind = lora the model has none; set it to 0"
+            )
+        if reference.path is None and reference.offload:
+            yield (
+                "reference.offload is set, but with adapter.kind = lora the reference is the "
+                "policy's own base and takes no memory; leave it out"
+            )
+        if reference.path is None and algorithm.kl and self.trains_more:
+            yield (
+                "algorithm.kl measures against the base without its adapter, and "
+                "adapter.train_embeddings, train_norms and train_head change that base: set "
+                "reference.path to the model's directory, or train the adapter alone"
+            )
+
+    @model_validator(mode="after")
+    def is_switched_on(self) -> AdapterSettings:
+        """Check that no other key is set where adapter.kind is unset."""
+        if self.kind is not None:
+            if 0 < self.noise_start < self.noise_end:
+                raise ValueError(
+                    f"adapter.noise_start = {self.noise_start:g} is below adapter.noise_end = "
+                    f"{self.noise_end:g}, and the noise falls over a run: raise noise_start, or "
+                    "lower noise_end"
+                )
+            return self
+        for key, field in type(self).model_fields.items():
+            if getattr(self, key) != field.default:
+                raise ValueError(
+                    f"adapter.{key} is set, and adapter.kind is not: set adapter.kind=lora, or "
+                    f"leave adapter.{key} out"
+                )
         return self

@@ -37,7 +37,7 @@ from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World, world
 from jetrl.errors import StorageError, UserError
 from jetrl.models.hf_files import sync
-from jetrl.models.tiny_tokenizers import alphabet_of
+from jetrl.models.tiny import alphabet_of
 from jetrl.training.checkpoint_files import (
     Fingerprint,
     StoredTensors,
@@ -485,7 +485,7 @@ def load_into(
 
 def model_dict(policy: Model) -> dict[str, Any]:
     """Return the configuration of a model as a checkpoint keeps it."""
-    config = dataclasses.asdict(policy.config)
+    config = policy.config.flat()
     config.pop("raw", None)  # the source's config.json; what matters of it is in the other fields
     if not config.get("layers_without_rope"):  # checkpoints of earlier versions have no such key
         config.pop("layers_without_rope", None)

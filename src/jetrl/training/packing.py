@@ -4,8 +4,8 @@ The samples of an update are packed longest first into the first micro-batch wit
 decreasing); within a micro-batch they are in sample order. A sequence longer than the budget gets a
 micro-batch of its own. Nothing is random: the same samples give the same batches. No torch here.
 
-With shared prompts (`models.stems`) a stem, the whole blocks of 128 tokens of a prompt, counts once
-per micro-batch. Samples of a prompt follow each other, and prefer a micro-batch that has their
+With shared prompts (`models.packed`) a stem, the whole blocks of 128 tokens of a prompt, counts
+once per micro-batch. Samples of a prompt follow each other, and prefer a micro-batch that has their
 stem. That changes which samples meet, so `train.share_prompts = "auto"` shares only if enough
 tokens are saved. It decides by the samples' lengths only, so all ranks and a resumed run agree.
 """

@@ -238,7 +238,7 @@ def attend_packed(
         kv_format: `PrecisionPlan.kv`, how keys and values are stored.
         scales: "fp32", or "pow2" for scales that are powers of two.
         row_of: int64, for each row that cu_seqlens counts its row in q, where sequences share their
-            first rows (`models.stems`); None: the row itself.
+            first rows (`models.packed`); None: the row itself.
     """
     o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales, row_of)
     return o

@@ -14,8 +14,8 @@ import torch
 
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
+from jetrl.models.packed import Stems
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.stems import Stems
 from jetrl.settings.loading import Settings
 from jetrl.training.guard import Guard
 from jetrl.training.losses import MicroBatchLoss, value_loss

@@ -1,0 +1,117 @@
+"""The block of a decoder layer, the half after attention: its shape, names and costs.
+
+A block kind is a record here and a module (`models.dense`). The record owns the names and shapes
+of the weights, the config.json keys and tensor names of Hugging Face, and the bytes of activations
+that the memory plan adds up; the module owns the forward of each side and the self-checks. Nothing
+else names a weight of a block. `DenseShape` is the only kind today. No torch.
+
+Legend: T tokens, D hidden size, F inner size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jetrl.errors import UserError
+from jetrl.models.config_schema import flag, integer
+
+
+@dataclass(frozen=True)
+class DenseShape:
+    """SwiGLU between two dense linear layers: y = down(silu(gate) * up), gate, up = gate_up(x).
+
+    `gate_up` stacks the gate projection and the up projection, one GEMM.
+
+    Attributes:
+        inner: F, the columns of `down`.
+    """
+
+    inner: int
+
+    hf_sizes: ClassVar[Mapping[str, tuple[int, str]]] = {
+        "intermediate_size": (384, "channels of the MLP")
+    }
+    """Required keys of config.json: the value of a tiny model, and the meaning."""
+    linears: ClassVar[tuple[str, ...]] = ("gate_up", "down")
+    """The linear layers in the order of the forward pass; the last writes the residual stream."""
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any]) -> DenseShape:
+        """Return the shape of a config.json; a UserError names a key that is not supported."""
+        if flag(config, "mlp_bias"):
+            raise UserError("config.json: mlp_bias is true, which is not supported")
+        activation = config.get("hidden_act")
+        if activation not in ("silu", "swish"):  # two names of one function
+            raise UserError(f"config.json: hidden_act = {activation!r}; only 'silu' is supported")
+        return DenseShape(integer(config, "intermediate_size"))
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the block's keys of config.json."""
+        return {"intermediate_size": self.inner}
+
+    def linear_shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Return [out, in] of each linear layer by name."""
+        return {"gate_up": (2 * self.inner, hidden), "down": (hidden, self.inner)}
+
+    def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Return every parameter's name in a layer and its shape, in the order of the forward."""
+        linears = {f"{name}.weight": shape for name, shape in self.linear_shapes(hidden).items()}
+        return {"post_norm.weight": (hidden,), **linears}
+
+    @staticmethod
+    def stored_names(fused: bool) -> dict[str, tuple[str, ...]]:
+        """Return the modules of a checkpoint that each weight stacks, equal numbers of rows each.
+
+        Args:
+            fused: Whether the checkpoint stacks them as we do (Phi-3 and Phi-4).
+        """
+        return {
+            "post_norm": ("post_attention_layernorm",),
+            "gate_up": ("mlp.gate_up_proj",) if fused else ("mlp.gate_proj", "mlp.up_proj"),
+            "down": ("mlp.down_proj",),
+        }
+
+    def kept_values(self, inputs: bool) -> int:
+        """Return the values per token that a forward keeps for backward.
+
+        Args:
+            inputs: Whether the inputs of the linear layers are kept; FP8 and adapters make them
+                again. The norm's output, the input of the first, is counted by the caller.
+        """
+        return 2 * self.inner + (self.inner if inputs else 0)
+
+    def forward_values(self, hidden: int, adapted: bool) -> int:
+        """Return the most values per token that a forward without gradients holds."""
+        return 7 * hidden + 3 * self.inner + (self.inner // 2 if adapted else 0)
+
+    def backward_bytes(self, hidden: int, tokens: int, fp8: bool, first: bool, group: int) -> int:
+        """Return the most bytes that backward holds on top of what the forward kept.
+
+        Args:
+            first: Whether backward allocates the gradients; later ones add to them in place.
+            group: Tokens of dY that share a scale.
+        """
+        gradient = 4 * 2 * self.inner * hidden if first else 0
+        if not fp8:
+            return (6 * hidden + 6 * self.inner) * tokens + gradient
+        # While dY of gate_up is made: dY of down as codes, dY of SwiGLU, the codes of its output.
+        gated = (2 * hidden + 3 * self.inner) * tokens
+        # While dW of gate_up is made: dX, the codes of X, and the product in bfloat16.
+        wgrad = 3 * hidden * tokens + 2 * 2 * self.inner * hidden + gradient
+        groups = -(-tokens // group)  # codes and scales along tokens
+        codes = 2 * self.inner * groups * (group + 4)
+        return 2 * hidden * tokens + 2 * codes + max(gated, wgrad)
+
+    def adapted_backward_bytes(self, hidden: int, tokens: int, fp8: bool, weight: int) -> int:
+        """Return the same for a frozen block with adapters.
+
+        Args:
+            weight: The bytes of a weight in 16 bits that NVFP4 needs; 0: it is not NVFP4.
+        """
+        weight = weight or (2 * self.inner * hidden if fp8 else 0)
+        held = (6 * hidden + 6 * self.inner) * tokens + weight
+        if fp8:  # SwiGLU's dY, then Y in its place, and dX twice
+            held = max(held, (4 * hidden + 8 * self.inner) * tokens)
+        return held

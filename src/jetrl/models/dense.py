@@ -1,0 +1,70 @@
+"""The dense block of a decoder layer: `models.block.DenseShape` as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from jetrl.kernels.swiglu import swiglu
+from jetrl.models.families import ModelConfig
+from jetrl.models.layer import NormedLinears, Trace, fuses, tell
+from jetrl.models.weights import Weights
+from jetrl.precision.plan import LinearFormat, Side
+
+
+class DenseBlock(nn.Module):
+    """The second half of a decoder layer: a norm, `gate_up`, SwiGLU and `down`.
+
+    A decoder layer makes its block, calls it, and knows nothing of its weights.
+    """
+
+    self_checks: Mapping[str, Callable[[Tensor], Tensor]] = {"SwiGLU": swiglu}
+    """Operations [T, 2F] -> [T, F] whose rows must not depend on the batch, for `jetrl parity`."""
+
+    def __init__(
+        self, name: str, config: ModelConfig, weights: Weights, formats: Mapping[Side, LinearFormat]
+    ) -> None:
+        super().__init__()
+        self.norm = weights.norm(f"{name}.post_norm", config.rms_norm_eps)
+        self.gate_up = weights.linear(f"{name}.gate_up", formats)
+        self.down = weights.linear(f"{name}.down", formats)
+
+    def forward(
+        self, x: Tensor, delta: Tensor, side: Side, trace: Trace | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + delta and what the block adds to that sum, both [T, D].
+
+        BF16 tensors on a GPU go to the fused form, with the same bits in the forward.
+
+        Args:
+            x: The residual stream [T, D].
+            delta: What attention adds to the stream, [T, D].
+        """
+        if fuses(x):
+            from jetrl.models.dense_hopper import norm_mlp_hopper
+
+            layers = NormedLinears(self.norm, (self.gate_up, self.down), side, trace)
+            x, delta = norm_mlp_hopper(x, delta, layers)
+        else:
+            x = x + delta
+            normed = self.norm(x)
+            tell(trace, "post_norm", normed)
+            gates = self.gate_up(normed, side)
+            tell(trace, "gate_up", gates)
+            gated = swiglu(gates)
+            tell(trace, "swiglu", gated)
+            delta = self.down(gated, side)
+        tell(trace, "down", delta)
+        return x, delta
+
+
+def dense_mlp(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return down(silu(gate) * up) of x [B, D] by torch's own operations, differentiable.
+
+    Args:
+        weights: The weights by the names of `DenseShape.linear_shapes` with `.weight`.
+    """
+    gate, up = linear(x, weights["gate_up.weight"]).chunk(2, dim=1)
+    return linear(silu(gate) * up, weights["down.weight"])

@@ -1,0 +1,213 @@
+"""The dense block on Hopper, one autograd function, so that codes flow (`models.layer_hopper`).
+
+    total = x + delta;  y = down(swiglu(gate_up(norm(total))))
+
+As the norm does, SwiGLU writes the codes that FProp of `down` reads; backward makes them again in
+the pass that makes SwiGLU's gradient, which leaves as the codes of gate_up's dY. With adapters
+SwiGLU writes its BF16 values next to the codes, and nothing of them is kept but the small products
+with A.
+
+Legend: T tokens, D hidden size, N output features, F inner size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.norm_hopper import rms_norm_backward
+from jetrl.kernels.swiglu_backward_hopper import swiglu_backward_quantize
+from jetrl.kernels.swiglu_hopper import (
+    swiglu_backward,
+    swiglu_backward_values_,
+    swiglu_forward,
+    swiglu_quantize,
+    swiglu_quantize_with_values,
+)
+from jetrl.models.layer import NormedLinears, tell
+from jetrl.models.layer_hopper import NONE, AdaptedFixed, Fixed, enter, entered_again, leave
+from jetrl.precision.adapter import adapter_gradients, rank_gradient
+from jetrl.precision.linear import (
+    GEMMInput,
+    OutputGradient,
+    dgrad,
+    fprop,
+    quantize_for_dgrad,
+    quantize_for_wgrad,
+    quantize_output_gradient,
+    wgrad,
+)
+
+
+def norm_mlp_hopper(x: Tensor, delta: Tensor, layers: NormedLinears) -> tuple[Tensor, Tensor]:
+    """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), as `models.layer.norm_mlp`.
+
+    Args:
+        x: The residual stream, bfloat16 [T, D].
+        delta: What is added to the stream first, bfloat16 [T, D].
+    """
+    gate_up, down = layers.linears
+    if not (gate_up.adapter is None and down.adapter is None):
+        return _norm_mlp_adapted(x, delta, layers)
+    assert gate_up.bias is None, "SwiGLU reads the product of gate_up alone"
+    fixed = Fixed.of(layers)
+    masters = (gate_up.weight, down.weight)
+    total, y = _NormMLP.apply(x, delta, layers.norm.weight, *masters, fixed)
+    return total, down.with_bias(y)
+
+
+def _norm_mlp_adapted(x: Tensor, delta: Tensor, layers: NormedLinears) -> tuple[Tensor, Tensor]:
+    """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), as `models.layer.norm_mlp`.
+
+    Args:
+        x: The residual stream, bfloat16 [T, D].
+        delta: What is added to the stream first, bfloat16 [T, D].
+    """
+    fixed = AdaptedFixed.of(layers)
+    masters = (*fixed.linears[0].masters, *fixed.linears[1].masters)
+    total, y = _AdaptedNormMLP.apply(x, delta, layers.norm.weight, *masters, fixed)
+    return total, y
+
+
+class _NormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor,
+        norm: Tensor,
+        gate_up_master: Tensor,
+        down_master: Tensor,
+        s: Fixed,
+    ) -> tuple[Tensor, Tensor]:
+        # The norm's and SwiGLU's outputs are made as the codes that the GEMM behind them reads.
+        total, inverse, entered = enter(x, delta, s)
+        tell(s.trace, "post_norm", entered)
+        gate_up = fprop(entered, s.weights[0], s.plan)
+        tell(s.trace, "gate_up", gate_up)
+        gated = swiglu_quantize(gate_up, s.plan.scales) if s.fp8 else swiglu_forward(gate_up)
+        tell(s.trace, "swiglu", gated)
+        y = fprop(gated, s.weights[1], s.plan)
+        if s.keep:
+            kept = [value for value in (entered, gated) if isinstance(value, Tensor)]
+            ctx.save_for_backward(total, inverse, gate_up, *kept)
+        ctx.fixed, ctx.masters = s, (gate_up_master, down_master)
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        s: Fixed = ctx.fixed
+        dtotal, dy = grads
+        total, inverse, gate_up, *kept = ctx.saved_tensors
+        # Through `down` and SwiGLU: one kernel makes gate_up's dY and, again, down's X.
+        operands = quantize_output_gradient(dy.contiguous(), s.weights[1], s.plan)
+        dgate_up, gated = _swiglu_backward(dgrad(operands.rows, s.weights[1]), gate_up, kept[1:], s)
+        dw_gate_up = dw_down = None
+        if ctx.needs_input_grad[4]:
+            dw_down = wgrad(operands, gated, ctx.masters[1], s.gradients)
+        del operands, gated  # here a backward holds most
+        # Through `gate_up`, whose X the norm makes again, and the norm.
+        dnormed = dgrad(dgate_up.rows, s.weights[0])
+        if ctx.needs_input_grad[3]:
+            entered = entered_again(total, inverse, kept, s)
+            dw_gate_up = wgrad(dgate_up, entered, ctx.masters[0], s.gradients)
+            del entered
+        del dgate_up
+        dx, dnorm = leave(dnormed, total, inverse, dtotal, s)
+        return dx, dx, dnorm, dw_gate_up, dw_down, None
+
+
+def _swiglu_backward(
+    dgated: Tensor, gate_up: Tensor, kept: Sequence[Tensor], s: Fixed
+) -> tuple[OutputGradient, GEMMInput]:
+    """Return dY of gate_up, and swiglu(gate_up) as WGrad of `down` reads the values."""
+    plan = s.plan
+    if s.fp8 and plan.grad_output == "e4m3" and not plan.widens_wgrad:
+        rows, tokens, gated = swiglu_backward_quantize(
+            dgated, gate_up, plan.grad_output, plan.scales
+        )
+        return OutputGradient(rows, tokens), gated
+    dgate_up = swiglu_backward(dgated, gate_up)
+    y = quantize_for_wgrad(swiglu_forward(gate_up), plan) if s.fp8 else kept[0]
+    return quantize_output_gradient(dgate_up, s.weights[0], plan), y
+
+
+class _AdaptedNormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor,
+        norm: Tensor,
+        gate_up_a: Tensor | None,
+        gate_up_b: Tensor | None,
+        down_a: Tensor | None,
+        down_b: Tensor | None,
+        s: AdaptedFixed,
+    ) -> tuple[Tensor, Tensor]:
+        total, inverse, entered, values = s.enter(x, delta)
+        tell(s.trace, "post_norm", entered)
+        gate_up, u_gate_up = s.linears[0].forward(entered, values)
+        del entered, values
+        tell(s.trace, "gate_up", gate_up)
+        entered, values = _gated(s, gate_up)
+        tell(s.trace, "swiglu", entered)
+        y, u_down = s.linears[1].forward(entered, values)
+        if s.keep:
+            ctx.save_for_backward(total, inverse, gate_up, u_gate_up, u_down)
+        ctx.fixed = s
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        s: AdaptedFixed = ctx.fixed
+        dtotal, dy = grads[0].contiguous(), grads[1].contiguous()
+        total, inverse, gate_up, u_gate_up, u_down = ctx.saved_tensors
+        dgate_up, codes, da_down, db_down = _through_swiglu(s, dy, gate_up, u_down)
+        values = s.normed(total) if s.linears[0].adapter is not None else NONE
+        dnormed, da, db = s.linears[0].backward(dgate_up, values, u_gate_up, codes)
+        del values, dgate_up, codes
+        dx, dnorm = rms_norm_backward(dnormed, total, s.norm_weight, inverse, dtotal)
+        return dx, dx, dnorm, da, db, da_down, db_down, None
+
+
+def _gated(s: AdaptedFixed, gate_up: Tensor) -> tuple[GEMMInput, Tensor]:
+    """Return SwiGLU's output as FProp reads it and in BF16."""
+    if not s.fp8:
+        y = swiglu_forward(gate_up)
+        return y, y
+    return swiglu_quantize_with_values(gate_up, s.linears[0].plan.scales)
+
+
+def _through_swiglu(
+    s: AdaptedFixed, dy: Tensor, gate_up: Tensor, u_down: Tensor
+) -> tuple[Tensor, GEMMInput | None, Tensor | None, Tensor | None]:
+    """Return the gradient of gate_up in BF16 and perhaps as codes, and those of `down`'s A and B.
+
+    Args:
+        dy: bfloat16 [T, D], the gradient of the output of `down`.
+        gate_up: bfloat16 [T, 2F], the output of gate_up.
+        u_down: The product with A of `down`.
+    """
+    down = s.linears[1]
+    dgated = dgrad(quantize_for_dgrad(dy, down.weight, down.plan), down.weight)
+    du = None
+    if down.adapter is not None:
+        du = rank_gradient(dy, down.adapter)
+        dgated.addmm_(du, down.adapter.down)
+    codes: GEMMInput | None = None
+    fused = s.fp8 and down.plan.grad_output == "e4m3"
+    if fused:  # SwiGLU's output takes the place of its gradient
+        codes, dgate_up = swiglu_backward_values_(dgated, gate_up, down.plan.scales)
+    da = db = None
+    if down.adapter is not None:
+        values = dgated if fused else swiglu_forward(gate_up)
+        gradients = adapter_gradients(dy, values, u_down, down.adapter, du)
+        da, db = gradients.a, gradients.b
+        del values
+    if not fused:
+        dgate_up = swiglu_backward(dgated, gate_up)
+    return dgate_up, codes, da, db
