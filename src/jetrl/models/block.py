@@ -87,7 +87,7 @@ class DenseShape:
         return 7 * hidden + 3 * self.inner + (self.inner // 2 if adapted else 0)
 
     def backward_bytes(self, hidden: int, tokens: int, fp8: bool, first: bool, group: int) -> int:
-        """Return the most bytes that backward holds on top of what the forward kept.
+        """Return the maximum bytes that backward holds on top of the saved activations.
 
         Args:
             first: Whether backward allocates the gradients; later ones add to them in place.

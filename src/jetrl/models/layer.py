@@ -1,4 +1,4 @@
-"""What the operations of a decoder layer share: the norm, the rotation, and the trace of a forward.
+"""Records that the operations of a decoder layer share: norm, rotation, trace of a forward.
 
 A trace is a function that is called with the output of each operation: `parity.locating` finds the
 first operation that differs between two forwards by it, and `training.first_nonfinite` the first

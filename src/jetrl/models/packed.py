@@ -1,4 +1,4 @@
-"""Sequences packed end to end for a forward, and the stems that several of them share.
+"""Sequences packed end to end for a forward, and stems: first tokens that several share.
 
 The samples of a group have one prompt. A token's activations depend on the tokens before it only,
 so those of the prompt are the same in each sample, to the bit, and one copy serves all: the stem.
