@@ -1,8 +1,8 @@
 """Files that somebody else may have written: read within limits, and checked against a schema.
 
-Run directories, checkpoints, reproductions and model directories are copied from machine to
-machine. Whatever is in one of their files, a reader gets the values that jetrl writes there or a
-`UserError` that names the file and the field. Each file has one schema, a pydantic model or type
+Run directories, checkpoints and model directories are copied from machine to machine. Whatever is
+in one of their files, a reader gets the values that jetrl writes there or a `UserError` that names
+the file and the field. Each file has one schema, a pydantic model or type
 adapter beside the code that writes the file: strict (a text is no number, `true` is no 1) and with
 bounds for every number that something is sized or counted by.
 """

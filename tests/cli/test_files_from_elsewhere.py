@@ -1,4 +1,4 @@
-"""Commands on a run, a model or a reproduction from elsewhere import no Python file that it names.
+"""Commands on a run or a model from elsewhere import no Python file that it names.
 
 The run is trained with a task and an algorithm of users' files, which then leave a mark when they
 are imported.
@@ -10,15 +10,12 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jetrl import load_config, train
 from jetrl.cli.opening import open_policy
-from jetrl.session.reproduction import Facts, write_reproduction
 from jetrl.training.checkpoint_files import fingerprint
 
 TASK = """
@@ -68,16 +65,6 @@ def run(trained: Path) -> Path:
 
 def imported(run: Path) -> list[str]:
     return sorted(path.stem for path in run.parent.glob("*.imported"))
-
-
-def make_reproduction(run: Path, folder: Path, **facts: Any) -> Path:
-    """Write what `jetrl replay` takes: weights of the run, and a sequence that was sampled."""
-    known = {"kind": "sampling", "step": 1, "update": 0, "what": "a logit", "first": ""}
-    known |= {"seed": 0, "device": "cpu", "alphabet": "0123456789+="}
-    settings = load_config(run / "config.toml")
-    policy = open_policy(run, None, "cpu")
-    write_reproduction(folder, Facts(**{**known, **facts}), settings, policy, token_ids=[2, 3, 4])
-    return folder
 
 
 @pytest.mark.parametrize("place", ["", "model", "checkpoints/step_000001"])
@@ -149,18 +136,11 @@ def test_a_file_in_a_tasks_options_is_asked_for_as_well(
     assert imported(run) == ["evil"]
 
 
-def test_replay_imports_no_file(jetrl: Callable, run: Path, tmp_path: Path) -> None:
-    """A reproduction of an update needs the algorithm, which is asked for."""
-    sampled = make_reproduction(run, tmp_path / "sampling")
-    done = jetrl("replay", sampled)
-    assert (done.code, imported(run)) == (0, []), done.err
-    update = make_reproduction(run, tmp_path / "update", kind="update")
-    done = jetrl("replay", update)
-    assert (done.code, imported(run)) == (2, [])
-    assert str(run.parent / "loss.py") in done.err
-    assert "--trust-task" in done.err
-    jetrl("replay", update, "--trust-task")
-    assert imported(run) == ["loss"]
+def test_replay_asks_for_the_files(jetrl: Callable, run: Path) -> None:
+    done = jetrl("replay", run)
+    assert (done.code, "--trust-task" in done.err, imported(run)) == (2, True, [])
+    assert jetrl("replay", run, "--trust-task").code == 0
+    assert imported(run) == ["evil", "loss"]
 
 
 def test_of_older_files_without_an_alphabet_the_task_is_asked_for(
@@ -178,14 +158,6 @@ def test_of_older_files_without_an_alphabet_the_task_is_asked_for(
     assert (done.code, "--trust-task" in done.err, imported(run)) == (2, True, [])
     assert jetrl("sample", last, "1+1=", "--trust-task", *SHORT).code == 0
     assert imported(run) == ["evil"]
-
-    folder = make_reproduction(run, tmp_path / "sampling", alphabet=None)
-    facts = json.loads((folder / "reproduction.json").read_text())
-    assert facts.pop("alphabet") is None
-    assert facts.keys() == asdict(Facts("sampling", 1, 0, "", "", 0, "cpu")).keys() - {"alphabet"}
-    (folder / "reproduction.json").write_text(json.dumps(facts))
-    assert "--trust-task" in jetrl("replay", folder).err
-    assert jetrl("replay", folder, "--trust-task").code == 0
 
 
 def test_commands_that_look_at_a_run_import_no_file(jetrl: Callable, run: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,12 +27,10 @@ from jetrl.models import hf
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.precision import PrecisionPlan
-from jetrl.session.building import build_policy, build_reference, policy_of_masters
-from jetrl.session.reproduction import Facts, write_reproduction
+from jetrl.session.building import build_policy, build_reference
 from jetrl.settings.loading import Settings, load_config, to_toml
 from jetrl.tasks import get_task
 from jetrl.training import Checkpoints, Optimizer
-from jetrl.training.checkpoint_folder import masters_of
 
 DTYPES = ("bfloat16", "float32", "fp8")
 PLAN = PrecisionPlan.preset("unified")
@@ -106,7 +103,7 @@ def test_an_export_is_one_directory_with_the_bytes_of_one_process(tmp_path: Path
 
 
 def numbers(folder: Path) -> dict[str, Any]:
-    """Return numbers of a reference, a new critic, BF16 weights and a reproduction's weights."""
+    """Return numbers of a reference, a new critic, and BF16 weights."""
     settings = Settings.model_validate({"model": {"config": CONFIG}, "algorithm": {"kl": 0.1}})
     policy, optimizer = make_policy(seed=1)
     update(policy, optimizer)
@@ -115,13 +112,6 @@ def numbers(folder: Path) -> dict[str, Any]:
     masters = policy.whole_masters()
     critic = ScalarModel.with_new_head(policy.config, masters, PLAN, "cpu", None)
     bf16 = Policy(policy.config, PrecisionPlan.preset("bf16"), masters, frozen=True)
-    micro = SimpleNamespace(to_tensors=lambda: {"token_ids": torch.arange(3)})
-    facts = Facts("update", 3, 0, "a gradient", "", 0, "cpu")
-    write_reproduction(folder / "kept", facts, settings, policy, [micro])  # type: ignore[list-item]
-    saved = masters_of(folder / "kept")
-    assert saved is not None
-    again = policy_of_masters(settings, PLAN, saved, None)
-    assert all(torch.equal(p, again.weights.masters[n]) for n, p in policy.weights.masters.items())
     tokens = [[1, 2, 3, 299]]
     return {
         "reference": reference.logprobs(tokens)[0].tolist(),
@@ -129,7 +119,6 @@ def numbers(folder: Path) -> dict[str, Any]:
             torch.tensor(tokens[0]), torch.tensor([0, 4]), torch.arange(4)
         ).tolist(),
         "bf16": bf16.logprobs(tokens)[0].tolist(),
-        "reproduction": again.logprobs(tokens)[0].tolist(),
         "rows": len(critic.weights.masters["embed.weight"]),
     }
 
@@ -140,34 +129,6 @@ def test_all_that_reads_whole_master_weights_gets_them(tmp_path: Path) -> None:
     assert [r.pop("rows") for r in (alone, *ranks)] == [300, 128, 172]
     assert ranks == [alone, alone]
     same_bytes(tmp_path / "alone" / "reference", tmp_path / "ranks" / "reference")
-    kept = tmp_path / "ranks" / "kept"
-    assert len(list((kept / "masters").iterdir())) == 2
-    assert (kept / "micro_batches.safetensors").is_file()
-
-
-def test_a_reproduction_links_to_the_files_of_ranks(tmp_path: Path) -> None:
-    """And never writes into them, where links are refused half of the way."""
-    policy, _ = make_policy(seed=1)
-    settings = Settings.model_validate({"model": {"config": CONFIG}})
-    facts = Facts("update", 3, 0, "a gradient", "", 0, "cpu")
-    saved = tmp_path / "step_000002" / "masters"
-    saved.mkdir(parents=True)
-    for name in ("a.safetensors", "b.safetensors"):
-        (saved / name).write_text(name)
-    write_reproduction(tmp_path / "kept", facts, settings, policy, saved_masters=saved)
-    assert (tmp_path / "kept" / "masters" / "b.safetensors").stat().st_nlink == 2
-    link = os.link
-
-    def refused(source: Path, target: Path) -> None:
-        if source.name == "b.safetensors":
-            raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
-        link(source, target)
-
-    with mock.patch("os.link", refused):
-        write_reproduction(tmp_path / "kept", facts, settings, policy, saved_masters=saved)
-    assert not (tmp_path / "kept" / "masters").exists()
-    assert (tmp_path / "kept" / "masters.safetensors").is_file()
-    assert (saved / "a.safetensors").read_text() == "a.safetensors"
 
 
 # A checkpoint of several ranks in commands

@@ -37,7 +37,6 @@ from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, compare_runs, comparison_rows, list_runs, runs_table, show_run
 from jetrl.runs.attempts import StatusFile, read_status
 from jetrl.runs.format import visible
-from jetrl.session.reproduction import _read_facts
 from jetrl.session.stored_states import check_extra
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.training.checkpoint import Checkpoints
@@ -458,27 +457,6 @@ def test_results_of_a_study(
     survives(file, lambda: read_study(file))
 
 
-FACTS = {
-    "kind": "update",
-    "step": 7,
-    "update": 0,
-    "what": "loss",
-    "first": "",
-    "seed": 3,
-    "device": "cpu",
-    "format": 1,
-    "alphabet": None,
-}
-
-
-@fuzzed
-@given(data=file_of(FACTS))
-def test_reproduction(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    (folder / "reproduction.json").write_bytes(data)
-    survives(folder / "reproduction.json", lambda: _read_facts(folder))
-
-
 HF_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -600,8 +578,6 @@ def test_what_jetrl_writes_is_taken(whole: Path, checkpoint: Path, tmp_path: Pat
     (checkpoint / "state.json").write_text(json.dumps(STATE))
     (checkpoint / "manifest.json").write_text(json.dumps(manifest_of(checkpoint)))
     Checkpoints.check(checkpoint)
-    (tmp_path / "reproduction.json").write_text(json.dumps(FACTS))
-    assert _read_facts(tmp_path).step == 7
     for config in (HF_CONFIG, LLAMA3):
         (tmp_path / "config.json").write_text(json.dumps(config))
         hf.model_config(tmp_path)

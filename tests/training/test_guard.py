@@ -127,8 +127,6 @@ def test_what_is_reported(poisoned):
     assert update.index == 0
     assert update.parameters == ["table.weight", "table.bias"]
     assert math.isfinite(update.values["policy/entropy"])
-    tokens = sum(int(m.batch.loss_mask.sum()) for m in update.micro_batches)
-    assert tokens == sum(len(s.completion.token_ids) for s in samples)
 
 
 def test_a_run_that_does_not_come_out_of_it_stops(poisoned):
@@ -146,7 +144,7 @@ def test_a_run_that_does_not_come_out_of_it_stops(poisoned):
 
 def test_good_updates_between_end_the_row(bigram):
     guard = Guard("skip")
-    bad = NonFiniteUpdate(0, bigram(), {"policy/loss": math.nan}, [], [], lambda: None)
+    bad = NonFiniteUpdate(0, bigram(), {"policy/loss": math.nan}, [], lambda: None)
     for _ in range(3 * MOST_IN_A_ROW):
         guard.refuse(bad)
         assert guard.passes({"policy/loss": 0.0})

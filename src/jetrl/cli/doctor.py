@@ -275,7 +275,6 @@ def run_checks(path: Path) -> list[Finding]:
         "hang": check_hang,
         "ranks": check_ranks,
         "numbers": check_numbers,
-        "not finite": check_nonfinite,
         "disk": lambda _: [check_disk(path)],
         "to continue": how_to_continue,
     }
@@ -425,7 +424,9 @@ def check_numbers(run: RunDirectory) -> list[Finding]:
     """Return a finding for each number that should be 0 over the run and is not."""
     from jetrl.precision.plan import PrecisionPlan
 
-    skipped, operation = "were not finite and were skipped", "log.txt names operation and layer"
+    skipped = "were not finite and were skipped"
+    replay = shlex.join(["jetrl", "replay", str(run.path)])
+    operation = f"log.txt names operation and layer; to run it again: {replay}"
     warnings = {
         "policy/skipped_updates": (f"updates {skipped}", operation),
         "critic/skipped_updates": (f"updates of the critic {skipped}", operation),
@@ -453,16 +454,6 @@ def check_numbers(run: RunDirectory) -> list[Finding]:
         detail = f"{different:g} tokens differ between sampler and trainer"
         findings.insert(0, Finding("FAIL", "mismatch/num_different", detail))
     return findings
-
-
-def check_nonfinite(run: RunDirectory) -> list[Finding]:
-    """Return the stored updates that were not finite, and the command that replays the last."""
-    folders = sorted((run.path / "nonfinite").glob("*step_*"))
-    if not folders:
-        return []
-    again = shlex.join(["jetrl", "replay", str(folders[-1])])
-    names = ", ".join(folder.name for folder in folders)
-    return [Finding("WARN", "not finite", f"kept for replay: {names}", again)]
 
 
 def how_to_continue(run: RunDirectory) -> list[Finding]:

@@ -137,17 +137,6 @@ class RunCheckpoints:
         snapshot = self._supervised.snapshot(update, model, optimizer, self._extra({}))
         self._write(self._supervised, snapshot)
 
-    def masters_after(self, step: int, rl: bool) -> Path | None:
-        """Return where the master weights after a step or supervised update are, if anywhere.
-
-        Returns:
-            A file, or of several ranks a folder.
-        """
-        checkpoints = self._steps if rl else self._supervised
-        return world().from_first(
-            "the saved master weights", lambda: checkpoints.masters(checkpoints.path(step))
-        )
-
     def _load_state(self, states: Mapping[str, Any]) -> None:
         """Give each part its state, where the checkpoint has one."""
         for name, part in self._states.items():

@@ -326,7 +326,7 @@ class Session:
 
         Raises:
             MismatchError: Sampler and trainer differ under an exact plan; names the operation.
-            NonFiniteError, OutOfMemoryStop: As the trainer's step; a reproduction was kept.
+            NonFiniteError, OutOfMemoryStop: As the trainer's step.
         """
         number, phases = step.number, self.run.phases
         self.context.free_kv_pages()

@@ -9,7 +9,6 @@ from jetrl.distributed.world import world
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import Learning, RunDirectory
 from jetrl.runs.anomalies import Anomalies
-from jetrl.session.nonfinite import FOLDER
 from jetrl.session.step_metrics import speculation_metrics
 from jetrl.training.micro_batches import MicroBatchSize
 
@@ -26,7 +25,7 @@ class StepNotes:
         micro_batch_size: MicroBatchSize,
         note: Callable[[str], None],
     ) -> None:
-        self._reproductions = directory.path / FOLDER
+        self._run_path = directory.path
         self._engine, self._micro_batch_size, self._note = engine, micro_batch_size, note
         lines = world().from_first("the metrics", lambda: directory.metrics("rl"))
         self._anomalies = Anomalies([line for line in lines if line["step"] > 0])
@@ -52,8 +51,8 @@ class StepNotes:
             )
         if skipped := int(metrics.get("policy/skipped_updates", 0)):
             notes.append(
-                f"{skipped} update{'s' * (skipped > 1)} not finite and skipped; log.txt says more, "
-                f"{self._reproductions} has what `jetrl replay` takes"
+                f"{skipped} update{'s' * (skipped > 1)} not finite and skipped; log.txt names the "
+                f"operation, `jetrl replay {self._run_path}` runs it again"
             )
         if rollout_retries:
             notes.append("out of memory in rollout; fewer sequences at a time now")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,14 +38,13 @@ class NonFiniteUpdate:
 
     Attributes:
         index: The number of the update in its training step, from 0.
-        micro_batches: The data of the update: `MicroBatch`es, or lists of a reward model's pairs.
+        repeat: Runs forward and backward again.
     """
 
     index: int
     model: Model
     values: dict[str, float]
     parameters: list[str]
-    micro_batches: Sequence[Any]
     repeat: Callable[[], None]
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BATCH_FIELDS = [field.name for field in dataclasses.fields(Batch)]
 _OF_SEQUENCES = ("sample_ids", "stem_ids", "stem_lengths")
 
 
@@ -37,8 +36,7 @@ _OF_SEQUENCES = ("sample_ids", "stem_ids", "stem_lengths")
 class MicroBatch:
     """The packed sequences of one forward and backward, with numbers for their N trained tokens.
 
-    The numbers are from before the training step's first update: float32 [N], no gradient. The
-    names of the fields are also those in a kept reproduction's file.
+    The numbers are from before the training step's first update: float32 [N], no gradient.
 
     Attributes:
         before: The trainer's log-probs; None in the first minibatch, whose own forward gives them.
@@ -75,23 +73,6 @@ class MicroBatch:
             ),
             **{name: tensor[trained] for name, tensor in self.known().items()},
         )
-
-    def to_tensors(self) -> dict[str, torch.Tensor]:
-        """Return everything in this micro-batch by name, in CPU memory, for a file."""
-        arrays = {
-            name: torch.from_numpy(np.ascontiguousarray(getattr(self.batch, name)))
-            for name in _BATCH_FIELDS
-            if getattr(self.batch, name) is not None
-        }
-        return arrays | {name: tensor.cpu() for name, tensor in self.known().items()}
-
-    @classmethod
-    def from_tensors(
-        cls, tensors: Mapping[str, torch.Tensor], device: torch.device | str
-    ) -> MicroBatch:
-        """Return the micro-batch whose `to_tensors` gave these tensors."""
-        batch = Batch(**{n: tensors[n].numpy() for n in _BATCH_FIELDS if n in tensors})
-        return cls(batch, **{n: t.to(device) for n, t in tensors.items() if n not in _BATCH_FIELDS})
 
     def known(self) -> dict[str, torch.Tensor]:
         """Return the tensors [N] that are known, by name."""

@@ -76,11 +76,6 @@ class SftTrainer:
         del metrics["sft/loss"], metrics["sft/grad_norm"]
         return metrics | {"policy/skipped_updates": 1.0}
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Run forward and backward of one update again, keep the gradients, return its metrics."""
-        minibatch = Minibatch(micro_batches, self.micro_batch_size)
-        return _metrics(self._update.measure(minibatch))
-
 
 def _loss(
     policy: Policy, checkpoint_layers: bool, micro: MicroBatch, minibatch: Minibatch

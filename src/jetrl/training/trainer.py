@@ -219,10 +219,6 @@ class Trainer:
             },
         )
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Run forward and backward of one update again, keep the gradients, return its metrics."""
-        return _means([self._update.measure(Minibatch(micro_batches, self.micro_batch_size))])
-
     def _loss(self, micro: MicroBatch, minibatch: Minibatch) -> MicroBatchLoss:
         """Run the forward of a micro-batch, and return its share of the minibatch's loss."""
         batch, device = micro.batch, self.policy.device

@@ -185,22 +185,13 @@ class Update(Generic[AnyMinibatch]):
         if not self.guard.passes(watched):
             nonfinite = self.optimizer.nonfinite_gradients()
             self.optimizer.zero_grad()
-            minibatch = accumulated.minibatch
-            repeat, micro_batches = partial(self._repeat, minibatch), minibatch.micro_batches
-            self.guard.refuse(
-                NonFiniteUpdate(index, self.model, watched, nonfinite, micro_batches, repeat)
-            )
+            repeat = partial(self._repeat, accumulated.minibatch)
+            self.guard.refuse(NonFiniteUpdate(index, self.model, watched, nonfinite, repeat))
             return stats
         with explained(self.optimizer_name, ADVICE):
             optimizer_s = self._seconds(partial(self.optimizer.apply, accumulated.grad_norm))
             requantize_s = self._seconds(self.model.requantize)
         return replace(stats, applied=True, optimizer_s=optimizer_s, requantize_s=requantize_s)
-
-    def measure(self, minibatch: AnyMinibatch) -> UpdateStats:
-        """Run forward and backward once, keep the gradients, and return the numbers."""
-        accumulated = self._forward_backward(minibatch)
-        accumulated.grad_norm = self.optimizer.gradient_norm()
-        return self._read(accumulated)
 
     def _forward_backward(self, minibatch: AnyMinibatch) -> Accumulated[AnyMinibatch]:
         """Run forward and backward of all micro-batches, from gradients of zero."""

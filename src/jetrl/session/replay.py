@@ -1,0 +1,121 @@
+"""The steps after a run's last checkpoint, run again: `jetrl replay`.
+
+A NaN is reproduced by the run's last checkpoint: every draw is counted, so the steps after it have
+the same bits. They run in a copy of the run (hard links to its checkpoints), which is removed at
+the end. The first value that is not finite ends the replay with the name of the operation that made
+it (session/nonfinite.py). Under another precision preset or device other tokens are drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jetrl.errors import NonFiniteError
+from jetrl.precision import PrecisionPlan
+from jetrl.runs import RunDirectory
+from jetrl.runs.jsonl import write_atomically
+from jetrl.session.nonfinite import REPLAY
+from jetrl.session.session import Session
+from jetrl.settings import PrecisionSettings, SamplerDeviationSettings
+from jetrl.settings.loading import Settings, load_config, to_toml
+from jetrl.training.checkpoint_files import fingerprint
+from jetrl.training.checkpoint_folder import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    manifest_of,
+    problem_of,
+    state_of,
+)
+
+# What a replay does not need of a run, and what it must do.
+_OVERRIDES = (
+    "train.on_nonfinite=stop",
+    "checkpoint.every=0",
+    "report.enabled=false",
+    "trackers.names=[]",
+)
+
+
+def replay(path: Path, preset: str | None = None, device: str | None = None) -> tuple[int, str]:
+    """Run the steps after a run's last checkpoint again; the run itself is left as it is.
+
+    Args:
+        path: A run directory, or a folder in its `nonfinite`, which earlier versions wrote.
+        preset: A precision preset in place of the run's plan.
+        device: A device in place of the run's.
+
+    Returns:
+        The last step that was begun, and in words what was not finite, "" if everything is.
+    """
+    path = path.resolve()
+    run = RunDirectory.open(next((p.parent for p in path.parents if p.name == "nonfinite"), path))
+    # A run that ended with a NaN has no line of that step.
+    last = max((line["step"] for line in run.metrics("rl")), default=0) + 1
+    number = 0
+    with tempfile.TemporaryDirectory(prefix=REPLAY, dir=run.path) as folder:
+        try:
+            with Session(_copied(run, Path(folder), preset, device), resume=True) as session:
+                session.warm_up()
+                session.evaluate_start()
+                for number in session.steps():
+                    if number > last:
+                        return last, ""
+                    step = session.score(session.sample(session.draw_prompts(number)))
+                    step = session.update(session.sample_dynamically(step))
+                    session.record(session.evaluate(step))
+        except NonFiniteError as error:
+            return number, str(error)
+    return number, ""
+
+
+def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | None) -> Settings:
+    """Copy into a folder what a resume reads of a run; return the settings to resume it with."""
+    where = [f"run.dir={folder.parent}", f"run.name={folder.name}"]
+    where += [f"run.device={device}"] * (device is not None)
+    settings = load_config(run.path / "config.toml", [*_OVERRIDES, *where])
+    plan = run.plan()
+    if preset is not None:
+        algorithm = {"correction_under_exact_plan": True}  # the preset may be exact
+        settings = settings.model_copy(
+            update={
+                "precision": PrecisionSettings(preset=preset),
+                "sampler_deviation": SamplerDeviationSettings(),
+                "algorithm": settings.algorithm.model_copy(update=algorithm),
+            }
+        )
+        plan = PrecisionPlan.from_settings(settings.precision, None).to_dict()
+    (folder / "config.toml").write_text(to_toml(settings), encoding="utf-8")
+    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    if run.metrics_file.is_file():
+        shutil.copy(run.metrics_file, folder)
+    for name in ("checkpoints", "reference"):
+        if (run.path / name).is_dir():
+            shutil.copytree(run.path / name, folder / name, copy_function=_link)
+    if preset is not None:
+        for file in (folder / "checkpoints").rglob(STATE_FILE):
+            _set_plan(file.parent, plan)
+    return settings
+
+
+def _set_plan(checkpoint: Path, plan: Mapping[str, Any]) -> None:
+    """Put another precision plan into a copied checkpoint, which is read under that plan alone."""
+    if problem_of(checkpoint):
+        return  # a resume says how it is damaged
+    state = state_of(checkpoint) | {"plan": plan}
+    write_atomically(checkpoint / STATE_FILE, json.dumps(state))
+    manifest = manifest_of(checkpoint) | {STATE_FILE: fingerprint(checkpoint / STATE_FILE)}
+    write_atomically(checkpoint / MANIFEST_FILE, json.dumps(manifest))
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file, or copy it on a file system without links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy(source, target)
