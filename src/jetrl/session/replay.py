@@ -19,7 +19,7 @@ from typing import Any
 from jetrl.errors import NonFiniteError
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
-from jetrl.runs.jsonl import write_atomically
+from jetrl.runs.storage import write_atomically
 from jetrl.session.nonfinite import REPLAY
 from jetrl.session.session import Session
 from jetrl.settings import PrecisionSettings, SamplerDeviationSettings
