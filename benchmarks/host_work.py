@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from jetrl.rewards.sampling import _packed, _unpacked
-from jetrl.session.replicas import samples_digest
+from jetrl.session.ranks import samples_digest
 from jetrl.training import pack
 from jetrl.types import Completion, Prompt, Sample, Score
 

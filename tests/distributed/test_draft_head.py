@@ -14,7 +14,7 @@ from jetrl.errors import RanksDiffer
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
-from jetrl.session.replicas import compare_weights
+from jetrl.session.ranks import compare_weights
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
 from jetrl.training.extras.draft_head import DraftHeadTraining

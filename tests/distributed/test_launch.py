@@ -124,7 +124,7 @@ def test_a_rank_beyond_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"train", "sft", "eval", "bench"}))
 def test_commands_of_one_process_are_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jetrl.session import last_words
+    from jetrl.session import ranks
 
     said: list[tuple[str, int]] = []
 
@@ -132,7 +132,7 @@ def test_commands_of_one_process_are_refused(command: str, monkeypatch: pytest.M
         said.append((words, code))
         raise SystemExit(code)
 
-    monkeypatch.setattr(last_words, "end", end)
+    monkeypatch.setattr(ranks, "end", end)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     arguments = {

@@ -24,7 +24,7 @@ from jetrl.rollout.sequence import NonFiniteLogits
 from jetrl.runs import RunDirectory
 from jetrl.session import session as verbs
 from jetrl.session.prompt_order import PromptOrder
-from jetrl.session.replicas import compare_weights
+from jetrl.session.ranks import compare_weights
 from jetrl.training import StepMismatchError, Trainer
 from jetrl.training.mismatch import Difference
 

@@ -17,7 +17,7 @@ from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import ONE_PROCESS, world
 from jetrl.errors import RanksDiffer, UserError
 from jetrl.rollout.options import Progress
-from jetrl.session.rank_progress import RankProgress
+from jetrl.session.training_run import RankProgress
 
 
 def _shares() -> list[int]:

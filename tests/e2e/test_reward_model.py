@@ -18,8 +18,8 @@ from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, reproducible
 from jetrl.session import open as opening
-from jetrl.session.reward_training import train_reward_model
 from jetrl.session.session import Session
+from jetrl.session.supervised import train_reward_model
 from jetrl.training import Checkpoints
 from jetrl.training.checkpoint import Background, Snapshot
 from jetrl.training.sft import RewardTrainer

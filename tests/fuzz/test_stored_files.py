@@ -37,7 +37,7 @@ from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, compare_runs, comparison_rows, list_runs, runs_table, show_run
 from jetrl.runs.attempts import StatusFile, read_status
 from jetrl.runs.format import visible
-from jetrl.session.stored_states import check_extra
+from jetrl.session.checkpoints import check_extra
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.checkpoint_files import fingerprint

@@ -15,8 +15,7 @@ from jetrl.memory.plan import adapter_bytes, quantized_bytes
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import random_weights
-from jetrl.parity import locate, measure, random_prompts
-from jetrl.parity.checks import check_policy, failures
+from jetrl.parity import check_policy, failures, locate, measure, random_prompts
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.adapter import (
     add_adapter,

@@ -20,8 +20,7 @@ from jetrl.models.families import ModelConfig
 from jetrl.models.hf import model_config, save_model
 from jetrl.models.norm_noise import NormNoise
 from jetrl.models.tiny import random_weights
-from jetrl.parity import measure, random_prompts
-from jetrl.parity.checks import check_policy, failures
+from jetrl.parity import check_policy, failures, measure, random_prompts
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import (
     WIDENED_FACTOR,

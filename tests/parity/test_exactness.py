@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jetrl import Policy, RolloutEngine, SamplingParams
+from jetrl import parity as parity_checks
 from jetrl.models.dense import DenseBlock
 from jetrl.models.tiny import random_weights
 from jetrl.parity import (
@@ -22,7 +23,6 @@ from jetrl.parity import (
     said_when_slow,
     self_check,
 )
-from jetrl.parity import checks as parity_checks
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4_weight import NVFP4Weight
 from jetrl.rollout.paged_attention import PagedKeyValues

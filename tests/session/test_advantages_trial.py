@@ -13,7 +13,7 @@ import torch
 from jetrl.errors import UserError
 from jetrl.loop import train
 from jetrl.session import open as opening
-from jetrl.session.advantages_trial import made_up_rewards, try_advantages
+from jetrl.session.open import made_up_rewards, try_advantages
 from jetrl.settings.loading import Settings, load_config
 from jetrl.training.objectives.objective import Objective
 

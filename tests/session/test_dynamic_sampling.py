@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jetrl.session.dynamic_sampling import refill
+from jetrl.session.step import refill
 from jetrl.types import Completion, Prompt, Sample, Score
 
 

@@ -9,8 +9,7 @@ import torch
 
 from jetrl.errors import OutOfMemoryStop
 from jetrl.session import Session
-from jetrl.session.memory_peaks import MemoryPeaks
-from jetrl.session.phases import Phases
+from jetrl.session.training_run import MemoryPeaks, Phases
 from jetrl.settings.loading import load_config
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.session import replicas
+from jetrl.session import ranks
 
 
 def swap(x: Tensor, a: int, b: int) -> None:
@@ -31,15 +31,15 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 def test_a_digest_sees_bits_and_places(
     change: Callable[[Tensor], object], start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "_BLOCK", 256)  # words: the 37 * 41 bytes are two blocks
-    factors = replicas._factors(torch.device("cpu"))
+    monkeypatch.setattr(ranks, "_BLOCK", 256)  # words: the 37 * 41 bytes are two blocks
+    factors = ranks._factors(torch.device("cpu"))
     whole = torch.randint(0, 256, (1 + 37 * 41,), generator=torch.Generator().manual_seed(0))
     x = whole.to(torch.uint8)[start : start + 37 * 41].view(37, 41)
-    before = replicas._in_order(x, factors)
-    assert replicas._in_order(x.clone(), factors) == before, "wherever it is in memory"
+    before = ranks._in_order(x, factors)
+    assert ranks._in_order(x.clone(), factors) == before, "wherever it is in memory"
     change(x)
-    assert replicas._in_order(x, factors) != before
+    assert ranks._in_order(x, factors) != before
 
 
 def test_an_empty_tensor_has_a_digest() -> None:
-    assert replicas._in_order(torch.empty(0), replicas._factors(torch.device("cpu"))) == 0
+    assert ranks._in_order(torch.empty(0), ranks._factors(torch.device("cpu"))) == 0

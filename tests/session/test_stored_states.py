@@ -7,7 +7,7 @@ import json
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.session.stored_states import NAMES, check_extra
+from jetrl.session.checkpoints import NAMES, check_extra
 
 MEMBER = [7, [1, 2], [-0.5, -1.0], "cancelled", "a\ud800b", [1, 1]]
 EXTRA = {

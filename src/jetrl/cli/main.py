@@ -94,9 +94,9 @@ def _end_rank(
     words: str, code: int, error: BaseException | None = None, printed: bool = False
 ) -> NoReturn:
     """End this rank, and the others with it, after an error."""
-    from jetrl.session import last_words
+    from jetrl.session import ranks
 
-    last_words.end(words, code, error, printed)
+    ranks.end(words, code, error, printed)
 
 
 def _open_closed_streams() -> None:

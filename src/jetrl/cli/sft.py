@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reward(args: argparse.Namespace, settings: Settings, resume: bool) -> int:
-    from jetrl.session.reward_training import train_reward_model
+    from jetrl.session.supervised import train_reward_model
 
     try:
         with joined(settings, resume):

@@ -2,6 +2,7 @@
 
 Whatever is not a function of (seed, step) and must outlive a crash is registered here by name: its
 `state()` goes into every checkpoint, and comes back through `load_state` when the run is resumed.
+The schema of each state is `States`.
 Tensors go through `register_tensors` in the same way.
 
 A checkpoint is copied to CPU memory and written by another thread while training continues; at most
@@ -24,25 +25,141 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, Self
 
 import torch
+from pydantic import Field, TypeAdapter, model_validator
 
 from jetrl.distributed.agreement import Decision, agree
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import world
 from jetrl.errors import RunStopped, UserError
+from jetrl.files import Count, Finite, Seed, Step, Stored, checked
 from jetrl.memory.cpu import available_bytes
 from jetrl.models.hf_files import sync
 from jetrl.models.model import Model
 from jetrl.runs import RunDirectory
 from jetrl.runs.storage import storing
-from jetrl.session.stored_states import NAMES, check_extra
 from jetrl.settings.loading import Settings
 from jetrl.training import Checkpoints, Optimizer, Trainer
 from jetrl.training.checkpoint import Background, Loaded, Snapshot
 from jetrl.training.checkpoint_files import divided
-from jetrl.types import StepStats
+from jetrl.types import FinishReason, StepStats
+
+RandomKey = Annotated[int, Field(ge=0, lt=2**64)]
+Positive = Annotated[int, Field(ge=1, lt=2**53)]
+Ratio = Annotated[float, Field(gt=0, lt=2**53, allow_inf_nan=False)]
+Tried = Annotated[float, Field(ge=0, lt=2**53, allow_inf_nan=False)]
+PassRate = Annotated[list[Tried], Field(min_length=2, max_length=2)]
+# JSON has lists in place of tuples, so a tuple is not strict; what is in it is.
+Member = Annotated[
+    tuple[RandomKey, list[Count], list[Finite], FinishReason, str, list[Step]], Field(strict=False)
+]
+WaitingGroup = Annotated[tuple[str, list[Member]], Field(strict=False)]
+
+
+class GuardState(Stored):
+    """The state of a guard against updates that are not finite (`training.guard`)."""
+
+    in_a_row: Count
+
+
+class ClipState(Stored):
+    """The state of the calibration of clip bounds (`training.extras.calibration`).
+
+    Attributes:
+        high: The upper bound of a ratio.
+    """
+
+    steps: Count
+    low: Ratio
+    high: Ratio
+
+
+class MicroBatchState(Stored):
+    """The size of micro-batches (`training.micro_batches.MicroBatchSize`).
+
+    Attributes:
+        tokens: The tokens that a micro-batch may have.
+        setting: The setting train.tokens_per_micro_batch that the size began with.
+    """
+
+    tokens: Positive
+    setting: Positive
+
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+RolloutSizes = Annotated[list[Positive | None], Field(min_length=3, max_length=3)]
+
+
+class RolloutSizesState(Stored):
+    """The sizes of a rollout's work (`rollout.sizes`)."""
+
+    asked: RolloutSizes
+    now: RolloutSizes
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        if None in self.now[:2]:
+            raise ValueError("now has null in place of a size")
+        return self
+
+
+class States(Stored):
+    """The states of a run's parts, by the name that each part registers.
+
+    Attributes:
+        data: The digest of the prompts; none of a version that kept no such digest.
+        prompts: The pass rates of prompts, [solved, tried] by prompt id.
+    """
+
+    data: Digest | None = None
+    prompts: dict[str, PassRate] = Field(default_factory=dict)
+    partial_rollouts: list[WaitingGroup] = Field(default_factory=list, alias="partial rollouts")
+    micro_batches: MicroBatchState | None = None
+    rollout_sizes: RolloutSizesState | None = None
+    guard: GuardState | None = None
+    sft_guard: GuardState | None = None
+    critic_guard: GuardState | None = None
+    clip: ClipState | None = None
+
+
+class Extra(Stored):
+    """The contents of `extra` in state.json.
+
+    Attributes:
+        metrics: The metrics of the step; none of a supervised update.
+    """
+
+    states: States
+    metrics: dict[str, float] = Field(default_factory=dict)
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _check_members(self) -> Self:
+        for _, members in self.states.partial_rollouts:
+            for _, token_ids, logprobs, _, _, versions in members:
+                if len(token_ids) != len(logprobs) or len(versions) not in (0, len(token_ids)):
+                    raise ValueError("states.partial rollouts has log-probs of other tokens")
+        return self
+
+
+NAMES = frozenset(field.alias or name for name, field in States.model_fields.items())
+"""The names that a part may register under."""
+_EXTRA = TypeAdapter(Extra)
+
+
+def check_extra(extra: Mapping[str, Any], where: str) -> None:
+    """Check what a run's parts kept in a checkpoint.
+
+    Args:
+        extra: The contents of `extra` in state.json.
+
+    Raises:
+        UserError: A part's state is nothing that the part writes.
+    """
+    checked(_EXTRA, extra, f"{where}: extra")
+
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +208,7 @@ class RunCheckpoints:
     def register(self, name: str, part: Stateful) -> None:
         """Put the state of a part into every checkpoint, under a name of its own."""
         assert name not in self._states, name
-        assert name in NAMES, f"{name}: its schema belongs into session/stored_states.py"
+        assert name in NAMES, f"{name}: its schema belongs into session/checkpoints.py"
         self._states[name] = part
 
     def register_tensors(self, name: str, part: StatefulTensors) -> None:

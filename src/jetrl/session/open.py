@@ -6,10 +6,13 @@ A mistake in settings, data or models is found here, while no run directory exis
 from __future__ import annotations
 
 import contextlib
+import random
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from jetrl.distributed.world import world
@@ -27,14 +30,12 @@ from jetrl.models.scalar_model import ScalarModel
 from jetrl.parity import check_correction, require_exact
 from jetrl.precision import PrecisionPlan
 from jetrl.randomness import derive_seed
-from jetrl.rewards.environment import turns_of
 from jetrl.rewards.reward import Reward
-from jetrl.rewards.sampling import EncodedPrompt, encode_prompts
+from jetrl.rewards.sampling import EncodedPrompt, encode_prompts, turns_of
 from jetrl.rollout.engine import RolloutEngine, check_gpu_sizes
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.kv_pool import check_room, too_small
 from jetrl.runs import RunDirectory, check_trackers
-from jetrl.session.advantages_trial import try_advantages
 from jetrl.session.building import (
     build_policy,
     build_reward,
@@ -53,7 +54,8 @@ from jetrl.settings.loading import Settings
 from jetrl.settings.sections import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
 from jetrl.training import Checkpoints
-from jetrl.training.objectives import Objective
+from jetrl.training.advantages import StepRewards
+from jetrl.training.objectives.objective import Objective, UsersEstimator
 from jetrl.training.sft import Pair
 
 _ADVICE = "`jetrl train --dry-run` prints what a run holds"
@@ -344,6 +346,23 @@ def open_context(
     )
 
 
+def open_reward_context(settings: Settings, resume: bool | None = None) -> RewardContext:
+    """Check the training of a reward model, then load its model.
+
+    Args:
+        resume: As of `check_pairs`.
+
+    Raises:
+        UserError: As `check_pairs`; weights that cannot be used.
+    """
+    checked = check_pairs(settings, resume)
+    began = time.monotonic()
+    with explained("loading the model", "`jetrl sft --task reward --dry-run` prints what it holds"):
+        model = build_scalar_model(settings, checked.model.plan, checked.task.alphabet)
+    loading = f"models loaded in {time.monotonic() - began:.1f} s"
+    return replace(checked, model=model, loading=loading)
+
+
 def _objective(settings: Settings) -> Objective:
     """Return what a run optimizes; the record of a user's algorithm is known from here on."""
     objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
@@ -375,3 +394,66 @@ def _check_contexts(
                 f"than a sequence can be here: the longest prompt has {longest_prompt} tokens and "
                 f"rollout.max_tokens = {max_tokens}; lower that, or take another model"
             )
+
+
+_SHORT = 7  # tokens: completions of the trial have 1 to so many, but for the first
+
+
+def try_advantages(objective: Objective, settings: Settings) -> None:
+    """Call a user's advantage function once with rewards such as the first step of a run may have.
+
+    The global random generators are left as they were. The trainer has an objective of its own,
+    for which the user's file is run again, so that nothing which the file keeps comes from here.
+
+    Raises:
+        UserError: The function raised, or returned something else than advantages.
+    """
+    if not isinstance(objective.advantages, UsersEstimator):
+        return
+    step = made_up_rewards(objective, settings)
+    try:
+        with _same_random_state():
+            objective.advantages(step)
+    except UserError as error:
+        rollout = settings.rollout
+        raise UserError(
+            f"{error} (tried before the run on made-up rewards of {rollout.prompts_per_step} x "
+            f"{rollout.samples_per_prompt} samples)"
+        ) from error
+
+
+def made_up_rewards(objective: Objective, settings: Settings) -> StepRewards:
+    """Return rewards of a whole step, of 0 and 1.
+
+    Every second group has equal rewards, unless the algorithm samples other groups in their place.
+    """
+    rollout = settings.rollout
+    count = rollout.samples_per_prompt
+    group_S = np.repeat(np.arange(rollout.prompts_per_step), count)
+    which_S = np.tile(np.arange(count), rollout.prompts_per_step)
+    reward_S = ((which_S + group_S // 2) % 2).astype(np.float64)
+    if not objective.dynamic_sampling:
+        reward_S[group_S % 2 == 1] = 0.0
+    longest = rollout.max_tokens
+    lengths = [longest if i == 0 else min(1 + i % _SHORT, longest) for i in range(len(group_S))]
+    penalty = 0.01 if objective.kl_in_reward else 0.0
+    has_critic = settings.critic.path is not None
+    return StepRewards(
+        reward_S,
+        group_S,
+        [np.full(length, penalty) for length in lengths],
+        [np.full(length, 0.5, np.float32) for length in lengths] if has_critic else None,
+    )
+
+
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Put the global random generators of Python, NumPy and torch back at the end of the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=cards):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

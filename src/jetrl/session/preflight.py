@@ -12,10 +12,9 @@ from jetrl.models.chat import decode
 from jetrl.rewards.sampling import Scoring, sample_prompts
 from jetrl.runs import problems
 from jetrl.session.examples import PairFacts, preference_pair
-from jetrl.session.open import open_context
+from jetrl.session.open import open_context, open_reward_context
 from jetrl.session.prompt_order import PromptOrder
-from jetrl.session.reward_training import open_reward_context
-from jetrl.session.sampling_params import rollout_params
+from jetrl.session.step import rollout_params
 from jetrl.session.step_metrics import sample_metrics
 from jetrl.settings.loading import Settings
 from jetrl.types import Prompt, Sample

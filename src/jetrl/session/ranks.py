@@ -1,28 +1,58 @@
-"""The ranks that torchrun has started, joined around a run.
+"""The ranks of a run on several GPUs: how they are joined, compared and ended.
 
-The command line joins them around its commands (cli/train.py). `jetrl.train`, called in a user's
-own script, joins them by itself, and ends the script's processes as the command would.
+The command line joins them around its commands. `jetrl.train`, called in a user's own script, joins
+them itself, and ends the script's processes as the command would. An error that all ranks end with
+is printed once, by rank 0; a rank that fails alone is named.
+
+Each step compares digests of prompts, samples and weights over the ranks. A rank that differs, by a
+fault of a GPU or by a task that gives other prompts each time, ends the run by name. A run of one
+process computes no digest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+from torch import Tensor
 
+from jetrl.distributed.console import exit_now, tell_once
+from jetrl.distributed.meeting import NoMeeting, meet
+from jetrl.distributed.peers import Trouble, peers
 from jetrl.distributed.process_group import TIMEOUT_S, open_world, record_collectives
-from jetrl.distributed.world import ONE_PROCESS, launched_size, started_by_torchrun, world
-from jetrl.errors import Terminated, TimeLimitReached, ending
+from jetrl.distributed.world import (
+    ONE_PROCESS,
+    launched_rank,
+    launched_size,
+    named,
+    ranks_that_differ,
+    started_by_torchrun,
+    world,
+)
+from jetrl.errors import (
+    RankLost,
+    RanksDiffer,
+    RunStopped,
+    Terminated,
+    TimeLimitReached,
+    UserError,
+    ending,
+)
+from jetrl.models.model import Model
+from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.runs.attempts import read_attempts, versions
 from jetrl.runs.format import visible
 from jetrl.session.building import choose_device
-from jetrl.session.last_words import end, leave
 from jetrl.settings.loading import Settings
+from jetrl.types import Sample
 
 
 @contextlib.contextmanager
@@ -147,3 +177,159 @@ def _started_before(process: int, moment: float) -> bool | None:
     except (OSError, IndexError, StopIteration, ValueError):
         return None
     return boot + int(fields[19]) / os.sysconf("SC_CLK_TCK") < moment
+
+
+def end(
+    words: str, code: int, error: BaseException | None = None, printed: bool = False
+) -> NoReturn:
+    """End this rank with an exit code, after an error of any kind; the other ranks end as well.
+
+    Args:
+        error: The error that ends it; None: one that is no other rank's.
+        printed: Whether rank 0 has printed its message already.
+    """
+    trouble = peers().trouble() if _may_follow(error) else None
+    if trouble is not None and trouble.rank != launched_rank():
+        leave(trouble)
+    peers().failed(words, code)
+    first = launched_rank() == 0
+    try:
+        meeting = meet()
+        if not meeting.compared:  # the others may still be about to begin
+            try:
+                problem = words.removeprefix("error: ") or "its command line is wrong"
+                meeting.compare({}, problem=problem)
+            except UserError as common:
+                words = words and f"error: {common}"
+        # Where this rank was the first to fail, the others follow without words of their own.
+        trouble = peers().trouble() if first else None
+        heard = peers().is_well(0) or (trouble is not None and trouble.rank == 0)
+        to_print = meeting.end(words, heard)
+        if first and not printed:
+            tell_once(to_print or words)
+        elif to_print is not None:
+            tell_once(to_print)
+        if first:
+            meeting.told()
+    except (NoMeeting, RuntimeError) as lost:  # there is no store, or no longer
+        reason = f" ({lost})" if isinstance(lost, NoMeeting) and str(lost) not in words else ""
+        tell_once(words + reason if first else f"rank {launched_rank()}: {words}{reason}")
+    exit_now(code)
+
+
+def leave(trouble: Trouble) -> NoReturn:
+    """End this rank because of another's trouble, which one rank prints."""
+    rank = launched_rank()
+    if rank == trouble.printed_by:
+        tell_once(visible(trouble.message, newlines=True))
+    if trouble.rank < 0:  # the store, or who knows which rank
+        exit_now(trouble.code)
+    with contextlib.suppress(NoMeeting, RuntimeError):
+        meeting = meet().again()  # the main thread may be waiting on its connection
+        meeting.end("", heard=True)
+        if rank == 0:
+            meeting.told()
+    exit_now(trouble.code)
+
+
+def _may_follow(error: BaseException | None) -> bool:
+    """Return whether an error may be nothing but the consequence of another rank's end."""
+    if isinstance(error, UserError | RunStopped):
+        return isinstance(error, RankLost)
+    return isinstance(error, Exception | Terminated)
+
+
+_BLOCK = 2**22  # words whose products are held at a time: 32 MiB
+_FACTOR = -0x61C8864680B583EB  # odd, as an int64: 2**64 over the golden ratio
+
+
+def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
+    """Check that all ranks have drawn the same prompts for a step.
+
+    Raises:
+        RanksDiffer: They have not.
+    """
+    if world().size == 1:
+        return
+    what = f"the prompts of step {step}, which a task has to give alike on every rank"
+    own = [(p.prompt.id, p.prompt.task, p.prompt.answer, p.token_ids, p.stop) for p in prompts]
+    world().same(what, _digest(own))
+
+
+def compare_samples(step: int, samples: Sequence[Sample]) -> None:
+    """Check that all ranks are about to train on the same samples.
+
+    Raises:
+        RanksDiffer: They are not.
+    """
+    if world().size == 1:
+        return
+    world().same(f"the samples of step {step}", samples_digest(samples))
+
+
+def samples_digest(samples: Sequence[Sample]) -> str:
+    """Return a digest of all that is trained on, the same in every process."""
+    digest = hashlib.blake2b(digest_size=8)
+    for sample in samples:  # as bytes: the texts of their numbers take ten times as long
+        digest.update(array("i", sample.prompt_token_ids))
+        digest.update(array("i", sample.completion.token_ids))
+        digest.update(array("f", sample.completion.logprobs))
+    sizes = [(s.group, len(s.completion.token_ids), s.score.reward) for s in samples]
+    digest.update(repr(sizes).encode())
+    return digest.hexdigest()
+
+
+def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | None = None) -> None:
+    """Check that all ranks read the same quantized weights, and the same undivided master weights.
+
+    Raises:
+        RanksDiffer: They do not; the message names a weight.
+    """
+    if world().size == 1:
+        return
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in (beside or {}).items():
+        tensors[f"draft head: {name}"] = tensor.to(models[0].device)
+    for number, model in enumerate(models):
+        weights, prefix = model.weights, f"model {number + 1}: " if number else ""
+        whole = {n: m.detach() for n, m in weights.masters.items() if n not in weights.shards}
+        for name, tensor in (weights.quantized_tensors() | whole).items():
+            tensors[prefix + name] = tensor
+    factors = _factors(models[0].device)
+    digests = torch.stack([_in_order(tensor, factors) for tensor in tensors.values()]).tolist()
+    all_digests = world().gather("digests of the weights", digests)
+    ranks = ranks_that_differ(all_digests)
+    if not ranks:
+        return
+    usual = next(digests for rank, digests in enumerate(all_digests) if rank not in ranks)
+    places = zip(tensors, all_digests[ranks[0]], usual, strict=True)
+    differing = [name for name, there, here in places if there != here]
+    raise RanksDiffer(
+        f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from the other ranks in "
+        f"{len(differing)} of {len(tensors)} weights {when}, first in {differing[0]}: a fault of a "
+        "GPU or of its memory, or a bug; go on with --resume from the last checkpoint"
+    )
+
+
+def _factors(device: torch.device) -> Tensor:
+    """Return the odd factors of the words of a block, int64 [_BLOCK], the same on any device."""
+    mixed = torch.arange(1, _BLOCK + 1, device=device) * _FACTOR  # modulo 2**64
+    return (mixed ^ (mixed >> 29)) * _FACTOR | 1
+
+
+def _in_order(tensor: Tensor, factors: Tensor) -> Tensor:
+    """Return a digest of a tensor's bytes and of their order: int64 [], modulo 2**64."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 4:
+        data = data.clone()
+    words = len(data) // 4 * 4
+    digest = factors.new_zeros(())
+    for part in (data[:words].view(torch.int32), data[words:]):
+        for block in part.split(len(factors)):
+            digest = digest * _FACTOR + (block * factors[: len(block)]).sum()
+    return digest
+
+
+def _digest(value: object) -> str:
+    """Return a digest of plain values that is the same in every process."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

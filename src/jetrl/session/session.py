@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -28,24 +28,21 @@ from jetrl.rewards.sampling import Scoring, sample_prompts
 from jetrl.rollout.options import Progress
 from jetrl.runs import RunDirectory
 from jetrl.session.building import build_critic, build_draft_head, build_reference
-from jetrl.session.dynamic_sampling import refill
 from jetrl.session.examples import worked_answer
 from jetrl.session.nonfinite import NonFiniteReports
 from jetrl.session.open import open_context
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder
-from jetrl.session.replicas import compare_prompts, compare_samples, compare_weights
-from jetrl.session.results import RunResult
-from jetrl.session.sampling_params import eval_params, rollout_params
-from jetrl.session.step import Step
+from jetrl.session.ranks import compare_prompts, compare_samples, compare_weights
+from jetrl.session.step import Step, eval_params, refill, rollout_params
 from jetrl.session.step_metrics import (
+    StepNotes,
     distributed_metrics,
     eval_metrics,
     largest_of_ranks,
     sample_metrics,
     throughput_metrics,
 )
-from jetrl.session.step_notes import StepNotes
 from jetrl.session.stop_signals import StepGivenUp
 from jetrl.session.supervised import SupervisedUpdates
 from jetrl.session.training_run import TrainingRun
@@ -56,6 +53,24 @@ from jetrl.training.micro_batches import MicroBatchSize
 from jetrl.types import Sample
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The end of a run.
+
+    Attributes:
+        report_path: The report, None if reports are off.
+        checkpoint_path: The last checkpoint, None if none was written.
+        stopped: Why the run ended before its last step, "" if it did not.
+    """
+
+    run_path: Path
+    report_path: Path | None
+    checkpoint_path: Path | None
+    model_path: Path | None
+    steps: int
+    stopped: str = ""
 
 
 class Session:

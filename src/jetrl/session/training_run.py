@@ -1,18 +1,26 @@
-"""An attempt at a run while it is open: directory, console, phases, stop signals, checkpoints.
+"""An attempt at a run while it is open: run directory, console, phases and checkpoints.
 
 Every kind of training has one: reinforcement learning with its supervised warm-up, supervised
-training alone, and the training of a reward model.
+training alone, and the training of a reward model. Whatever may take long runs inside
+`with phases.phase(NAME)`. Console, watchdog, memory peaks and status file observe the phases.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
+import torch
+
+from jetrl.distributed.meeting import Meeting, meet
 from jetrl.distributed.peers import Trouble, peers
 from jetrl.distributed.world import world
 from jetrl.errors import (
@@ -23,24 +31,320 @@ from jetrl.errors import (
     UserError,
     ending,
 )
-from jetrl.runs import open_trackers, summary_of, write_report
+from jetrl.memory.device import peak_bytes, reset_peak
+from jetrl.memory.fitting import Fitted, shown
+from jetrl.memory.out_of_memory import explained
+from jetrl.memory.plan import GIB
+from jetrl.rollout.options import Progress
+from jetrl.runs import Console, open_trackers, summary_of, write_report
 from jetrl.runs.attempts import StatusFile
 from jetrl.runs.follower import FOLDER, open_run_directory
 from jetrl.runs.storage import storing
 from jetrl.runs.trackers import Trackers
 from jetrl.session.checkpoints import RunCheckpoints
-from jetrl.session.display import Display, SilentDisplay
-from jetrl.session.memory_peaks import MemoryPeaks, memory_plan_notes, micro_batch_notes
 from jetrl.session.open import TrainingContext
-from jetrl.session.phases import Phases
 from jetrl.session.prompt_order import PromptDigest
-from jetrl.session.rank_progress import RankProgress
 from jetrl.session.stop_signals import StopSignals
 from jetrl.session.watchdog import Watchdog
 from jetrl.settings.loading import Settings
 from jetrl.types import Sample, StepStats
 
+_ADVICE = "`jetrl train --dry-run` prints what is held and when. The last checkpoint is good"
+
+
+class PhaseObserver(Protocol):
+    """An object that hears what a run is doing."""
+
+    def begin(self, phase: str, step: int) -> None:
+        """Hear that a phase of a step begins."""
+
+    def beat(self) -> None:
+        """Hear that the present phase shows a sign of life."""
+
+    def end(self, phase: str, seconds: float) -> None:
+        """Hear that a phase has ended without an error."""
+
+
+class Phases:
+    """The clock of a run's phases.
+
+    Attributes:
+        timings: The seconds of each phase of the present step, by name: the sum where a phase ran
+            several times.
+        observers: The observers, in the order in which they hear of a phase.
+        step: The number of the present step, 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.timings: dict[str, float] = {}
+        self.observers: list[PhaseObserver] = []
+        self.step = 0
+        self._step_began, self._waited_before = time.monotonic(), world().waited_s
+
+    def start_step(self, step: int) -> None:
+        """Begin a step, without the timings of the step before."""
+        self.step = step
+        self.timings.clear()
+        self._step_began, self._waited_before = time.monotonic(), world().waited_s
+
+    @property
+    def step_s(self) -> float:
+        """The seconds since the present step began."""
+        return time.monotonic() - self._step_began
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds of the present step in which this process waited for others, on the host."""
+        return world().waited_s - self._waited_before
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the body of the `with` as a phase, and tell the observers.
+
+        Raises:
+            OutOfMemoryStop: Memory ran out where no part of the phase could do with less.
+        """
+        for observer in self.observers:
+            observer.begin(name, self.step)
+        began = time.monotonic()
+        with explained(f"the phase {name}", _ADVICE):
+            yield
+        seconds = time.monotonic() - began
+        self.timings[name] = self.timings.get(name, 0.0) + seconds
+        for observer in self.observers:
+            observer.end(name, seconds)
+
+    def beat(self) -> None:
+        """Show a sign of life of the present phase: a forward of the sampler, an update."""
+        for observer in self.observers:
+            observer.beat()
+
+
+class Display:
+    """The console of the present stretch of a run, opened with the stretch's first line.
+
+    It is an observer of the run's phases.
+
+    Args:
+        elapsed_s: Returns the wall time of all attempts at the run, in seconds.
+    """
+
+    def __init__(self, total_steps: int, elapsed_s: Callable[[], float]) -> None:
+        self._elapsed_s = elapsed_s
+        self._console: Console | None = None
+        self._open: Callable[[], Console]
+        self.show_steps(total_steps)
+
+    def show_steps(self, total: int, first: int = 0) -> None:
+        """Begin the stretch of `total` steps, of which earlier attempts did `first`."""
+        self.close()
+        self._open = lambda: Console(total, first_step=first, elapsed_s=self._elapsed_s())
+
+    def show_updates(self, title: str, total: int, first: int = 0) -> None:
+        """Begin a stretch of supervised updates."""
+        self.close()
+        self._open = lambda: Console(
+            total, first_step=first, title=title, samples_every=0, lines_every=25
+        )
+
+    def close(self) -> None:
+        """Take the bar away; the next line opens it again."""
+        if self._console is not None:
+            self._console.close()
+            self._console = None
+
+    def note(self, *notes: str) -> None:
+        """Show each note on a line of its own."""
+        for text in notes:
+            self._opened().note(text)
+
+    def step(self, stats: StepStats) -> None:
+        """Show the line of a step or of a supervised update."""
+        self._opened().step(stats)
+
+    def progress(self, progress: Progress) -> None:
+        """Show how far a rollout is."""
+        self._opened().progress(
+            progress.sequences_done,
+            progress.sequences_total,
+            progress.tokens_per_s,
+            (progress.pages_in_use, progress.pages_total),
+            progress.eta_s,
+        )
+
+    def begin(self, phase: str, step: int) -> None:
+        """Show which phase runs."""
+        self._opened().phase(phase)
+
+    def beat(self) -> None:
+        """Show nothing: the progress of a rollout says more than a sign of life."""
+
+    def end(self, phase: str, seconds: float) -> None:
+        """Show nothing: the next phase takes the place of this one."""
+
+    def _opened(self) -> Console:
+        """Return the console of the present stretch, opened if it is not."""
+        if self._console is None:
+            self._console = self._open()
+        return self._console
+
+
+class SilentDisplay(Display):
+    """The display of a rank other than the first, which shows nothing."""
+
+    def close(self) -> None:
+        """Do nothing: no console was opened."""
+
+    def note(self, *notes: str) -> None:
+        """Show nothing."""
+
+    def step(self, stats: StepStats) -> None:
+        """Show nothing."""
+
+    def progress(self, progress: Progress) -> None:
+        """Show nothing."""
+
+    def begin(self, phase: str, step: int) -> None:
+        """Show nothing."""
+
+
 logger = logging.getLogger(__name__)
+
+
+class MemoryPeaks:
+    """The most memory that each phase of a run held, as an observer of the phases.
+
+    On a GPU it counts tensors, KV pages and the memory that CUDA graphs work in; on the CPU only
+    the peak of the process is known.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._highest = 0
+        self._phases: dict[str, int] = {}
+
+    def begin(self, phase: str, step: int) -> None:
+        self._take()
+        if self._device is not None:
+            reset_peak(self._device)
+
+    def beat(self) -> None:
+        """Do nothing: a peak is kept until it is read."""
+
+    def end(self, phase: str, seconds: float) -> None:
+        peak = self._take()
+        self._phases[phase] = max(peak, self._phases.get(phase, 0))
+
+    def _take(self) -> int:
+        """Return the peak since the last reset, in bytes; 0 on the CPU."""
+        if self._device is None:
+            return 0
+        peak = peak_bytes(self._device)
+        self._highest = max(self._highest, peak)
+        return peak
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics memory/* of the phases since the last call."""
+        self._take()
+        if self._device is None:
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return {"memory/peak_gib": peak / GIB}
+        phases = {
+            f"memory/{name}_peak_gib": self._phases[name] / GIB
+            for name in ("rollout", "update")
+            if name in self._phases
+        }
+        self._phases.clear()
+        return {"memory/peak_gib": self._highest / GIB, **phases}
+
+
+def memory_plan_notes(memory: Fitted, loading: str, device: torch.device) -> list[str]:
+    """Write the memory plan to the log; on a GPU return its lines, to be shown to the user."""
+    lines = [f"{loading}; memory plan", *shown(memory.plan).splitlines()]
+    if memory.free is not None:
+        lines.append(f"  of {memory.free / GIB:.1f} GiB that were free")
+    logger.info("%s", "\n".join(lines))
+    return lines if device.type == "cuda" else []
+
+
+def micro_batch_notes(memory: Fitted, tokens: int, setting: int) -> list[str]:
+    """Return what to say where micro-batches do not have train.tokens_per_micro_batch tokens.
+
+    Args:
+        tokens: The tokens of a micro-batch, those of the checkpoint after a resume.
+    """
+    if tokens != memory.tokens:
+        return [
+            f"micro-batches of up to {tokens} tokens, as before the run was cut, since its bits "
+            f"depend on it; the memory plan is for {memory.tokens}"
+        ]
+    if tokens < setting:
+        return [
+            f"micro-batches of up to {tokens} tokens: there is no room for "
+            f"train.tokens_per_micro_batch = {setting}"
+        ]
+    return []
+
+
+EVERY_S = 1.0
+_NOTHING = (0, 0, 0)  # sequences done, all sequences, tokens
+
+
+class RankProgress:
+    """The progress of all ranks, an observer of the run's phases.
+
+    Args:
+        clock: A function that returns seconds, for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._meeting: Meeting | None = meet() if world().size > 1 else None
+        self._clock, self._phase, self._last = clock, 0, -EVERY_S
+        self._others = _NOTHING
+
+    def begin(self, phase: str, step: int) -> None:
+        """Forget the progress of the phase before; every rank begins the same phases."""
+        self._phase += 1
+        self._last = -EVERY_S
+        self._others = _NOTHING
+
+    def beat(self) -> None:
+        """Do nothing: the progress of a rollout says more than a sign of life."""
+
+    def end(self, phase: str, seconds: float) -> None:
+        """Do nothing: a phase forgets the progress before it when it begins."""
+
+    def of_all(self, own: Progress) -> Progress:
+        """Return the progress of all ranks on rank 0, and this rank's own on the others."""
+        if self._meeting is None:
+            return own
+        if self._clock() - self._last >= EVERY_S:
+            self._last = self._clock()
+            written = [self._phase, own.sequences_done, own.sequences_total, own.tokens]
+            self._meeting.write(f"progress {world().rank}", json.dumps(written))
+            if world().is_first:
+                self._others = self._read()
+        done, total, tokens = self._others
+        tokens += own.tokens
+        return replace(
+            own,
+            sequences_done=own.sequences_done + done,
+            sequences_total=own.sequences_total + total,
+            tokens=tokens,
+            tokens_per_s=tokens / own.seconds if own.seconds > 0 else 0.0,
+        )
+
+    def _read(self) -> tuple[int, int, int]:
+        """Return the sums of the progress that the other ranks have written in this phase."""
+        assert self._meeting is not None
+        done = total = tokens = 0
+        for rank in range(1, world().size):
+            text = self._meeting.read(f"progress {rank}")
+            phase, *counts = json.loads(text) if text else [0, 0, 0, 0]
+            if phase == self._phase:
+                done, total, tokens = done + counts[0], total + counts[1], tokens + counts[2]
+        return done, total, tokens
+
 
 _SETTLE_S = 5.0  # for a checkpoint of several ranks, of which one has met an error
 

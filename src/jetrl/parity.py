@@ -1,0 +1,518 @@
+"""The comparison of the policy that samples with the policy that trains, bit by bit.
+
+`measure` samples and compares the sampler's log-probs with the trainer's, token by token.
+`locate` runs one sequence both ways, operation by operation, and names the first that differs.
+`self_check` tests each property that the agreement rests on, on this machine. `check_policy` tests
+the promise for a run's own shapes, and `require_exact` makes it a condition of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from jetrl.errors import MismatchError, UserError
+from jetrl.kernels.logprob import chosen_logprobs
+from jetrl.kernels.norm import rms_norm
+from jetrl.kernels.rotary import rotary_table
+from jetrl.models.attention import PackedKeyValues
+from jetrl.models.block import DenseShape
+from jetrl.models.dense import DenseBlock
+from jetrl.models.layer import Rotary
+from jetrl.models.packed import token_positions
+from jetrl.models.policy import Policy
+from jetrl.precision import PrecisionPlan, quantize
+from jetrl.precision.adapter import AdapterShape, AdapterWeight, add_adapter
+from jetrl.precision.gemm import bf16_matmul, fp8_matmul
+from jetrl.precision.linear import Linear
+from jetrl.presets import PRESETS
+from jetrl.randomness import derive_seed
+from jetrl.rollout.decode import DecodeBatch
+from jetrl.rollout.engine import ProgressCallback, RolloutEngine
+from jetrl.rollout.kv_cache import PagedCache
+from jetrl.rollout.pages import PageAllocator
+from jetrl.rollout.prefill import Prefill
+from jetrl.rollout.scheduler import Scheduler
+from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.stopping import StopRules
+from jetrl.settings import AlgorithmSettings
+from jetrl.training.mismatch import different, mismatch_metrics
+from jetrl.types import SamplingParams
+
+_TOKENS_AT_ONCE = 2**16  # of a forward of the trainer
+
+
+@dataclass(frozen=True)
+class ParityResult:
+    """The mismatch of sampled tokens.
+
+    Attributes:
+        different: The number of tokens whose float32 log-probs differ in any bit.
+        k3_kl: The K3 estimate of the KL divergence, in nats.
+        first_different: The first sequence with a token that differs, as (prompt ids, completion
+            ids); None if there is none.
+    """
+
+    tokens: int
+    different: int
+    mean_abs: float
+    max_abs: float
+    k3_kl: float
+    token_mult_prob_error: float
+    first_different: tuple[list[int], list[int]] | None = field(default=None, repr=False)
+
+
+def measure(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]] | None = None,
+    num_prompts: int = 8,
+    samples: int = 2,
+    max_tokens: int = 64,
+    temperature: float = 1.0,
+    seed: int = 0,
+    progress: ProgressCallback | None = None,
+    max_batch_size: int = 256,
+    gradients: bool = False,
+) -> ParityResult:
+    """Sample completions, and compare their log-probs with the trainer's in other batches.
+
+    Args:
+        prompts: Token ids of each prompt; None: random ones of mixed lengths.
+        max_tokens: Tokens a completion: the end of sequence is ignored.
+        gradients: True: the trainer's forward keeps what a backward needs; on a GPU other kernels
+            run then.
+    """
+    if prompts is None:
+        prompts = random_prompts(policy, num_prompts, max_tokens, seed)
+    params = SamplingParams(
+        n=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True
+    )
+    completions = RolloutEngine(policy, max_batch_size=max_batch_size).generate(
+        prompts, params, progress
+    )
+    pairs = [
+        (list(prompts[i // samples]), list(completion.token_ids))
+        for i, completion in enumerate(completions)
+    ]
+    rollout = [np.array(c.logprobs, dtype=np.float32) for c in completions]
+    trainer = _trainer_logprobs(policy, pairs, temperature or 1.0, gradients)
+    metrics = mismatch_metrics(np.concatenate(trainer), np.concatenate(rollout))
+    first = next(
+        (p for p, a, b in zip(pairs, trainer, rollout, strict=True) if different(a, b).any()), None
+    )
+    return ParityResult(
+        tokens=int(metrics["mismatch/num_tokens"]),
+        different=int(metrics["mismatch/num_different"]),
+        mean_abs=metrics["mismatch/mean_abs_logprob_diff"],
+        max_abs=metrics["mismatch/max_abs_logprob_diff"],
+        k3_kl=metrics["mismatch/k3_kl"],
+        token_mult_prob_error=metrics["mismatch/token_mult_prob_error"],
+        first_different=first,
+    )
+
+
+def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[str]:
+    """Refuse a correction of a mismatch that an exact plan does not have.
+
+    Returns:
+        What to tell a user whose sampler differs from the trainer, beyond the rounding of one
+        precision, without a correction; nothing for others.
+
+    Raises:
+        UserError: An exact plan has a correction, without correction_under_exact_plan.
+    """
+    correction = algorithm.correction
+    if correction == "none":
+        if plan.rollout_linear == plan.train_linear and not plan.deviation:
+            return []
+        return [
+            f"under the plan {plan.name} sampler and trainer differ: consider "
+            "algorithm.correction=tis or icepop (in docs/study.md some runs without one were lost, "
+            "none with one)"
+        ]
+    if not plan.exact or algorithm.correction_under_exact_plan:
+        return []
+    raise UserError(
+        f"algorithm.correction = {correction} corrects nothing under the exact plan "
+        f"{plan.name!r}: sampler and trainer agree bit for bit, which each step checks for all of "
+        "its tokens, so every weight is 1. Leave it out, or set "
+        "algorithm.correction_under_exact_plan=true"
+    )
+
+
+def random_prompts(policy: Policy, count: int, max_tokens: int, seed: int) -> list[list[int]]:
+    """Return prompts of random tokens, from 1 token to half of the room in the context.
+
+    Args:
+        max_tokens: The tokens of a completion, which the context has to hold as well.
+    """
+    generator = np.random.Generator(np.random.Philox(derive_seed("parity", seed)))
+    room = max(2, (policy.config.max_position_embeddings - max_tokens) // 2)
+    lengths = generator.integers(1, min(room, 256), size=count)
+    return [generator.integers(0, policy.config.vocab_size, n).tolist() for n in lengths]
+
+
+def _trainer_logprobs(
+    policy: Policy,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    temperature: float,
+    gradients: bool,
+) -> list[np.ndarray]:
+    """Return the trainer's log-probs of each completion, float32, by forwards of bounded size."""
+    whole: list[np.ndarray] = []
+    batch: list[list[int]] = []
+    for index, (prompt, answer) in enumerate(pairs):
+        batch.append(prompt + answer)
+        if index + 1 == len(pairs) or sum(map(len, batch)) >= _TOKENS_AT_ONCE:
+            with torch.set_grad_enabled(gradients):
+                rows = policy.logprobs(batch, temperature)
+            whole += [row.detach().cpu().numpy() for row in rows]
+            batch = []
+    return [row[len(prompt) - 1 :] for (prompt, _), row in zip(pairs, whole, strict=True)]
+
+
+_PAGE_SIZE = 64  # tokens
+
+
+@dataclass(frozen=True)
+class Location:
+    """The first operation whose output differs between sampler and trainer.
+
+    Attributes:
+        operation: The name of the operation, such as `layers.3.attention`.
+    """
+
+    operation: str
+    position: int
+    values: int
+    of: int
+    largest: float
+
+    def __str__(self) -> str:
+        return (
+            f"the first operation that differs is {self.operation}, at token {self.position}: "
+            f"{self.values} of {self.of} values, by at most {self.largest:.3g}"
+        )
+
+
+@torch.no_grad()
+def locate(
+    policy: Policy,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    temperature: float = 1.0,
+) -> Location | None:
+    """Run one sequence as sampler and as trainer; return the first operation that differs.
+
+    The sampler's way is prefill of the prompt, then token by token over a paged cache, by the
+    engine's own classes. Every operation's output is compared in order, and after them the
+    log-probs.
+
+    Args:
+        completion: Token ids, at least one.
+        temperature: The temperature of the log-probs; 0 is greedy, with the log-probs of 1.
+
+    Returns:
+        The operation; None where none differs, since the difference depended on the batch.
+    """
+    tokens = torch.tensor([*prompt, *completion], device=policy.device)
+    trainer, rollout = _Recorder(), _Recorder()
+    decoder = policy.decoder
+    try:
+        decoder.trace = trainer
+        targets = torch.arange(len(prompt), len(tokens), device=policy.device)
+        ends = torch.tensor([0, len(tokens)], device=policy.device)
+        with torch.enable_grad():  # with gradients other kernels run: those of a training step
+            policy.train_logprobs(tokens, ends, targets)
+        decoder.trace = rollout
+        drawn, logprobs = _replay(policy, prompt, completion, temperature)
+    finally:
+        decoder.trace = None
+    compared = [(name, ours, rollout.output(name)) for name, ours in trainer.outputs()]
+    expected, _ = chosen_logprobs(trainer.output("lm_head"), drawn, temperature or 1.0)
+    compared.append(("log-probs", expected[:, None], logprobs[:, None]))
+    for name, ours, theirs in compared:
+        # The sampler's last layer gives a prompt's last token alone, as lm_head does for both.
+        first = len(prompt) - 1 if len(theirs) == len(completion) else 0
+        ours = ours[first:] if len(ours) == len(tokens) else ours
+        rows = min(len(ours), len(theirs))  # the sampler never runs the last token
+        difference = _compare(ours[:rows], theirs[:rows])
+        if difference is not None:
+            row, values, largest = difference
+            return Location(name, first + row, values, ours[row].numel(), largest)
+    return None
+
+
+def located(
+    policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
+) -> str:
+    """Return in words which operation differs first.
+
+    Args:
+        completion: Token ids, at least one.
+    """
+    location = locate(policy, prompt, completion, temperature)
+    return str(
+        location or "no operation differs when the sequence runs alone: it depends on the batch"
+    )
+
+
+class _Recorder:
+    """A trace of the decoder that keeps every output."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = {}
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        self._values.setdefault(name, []).append(value.detach().clone())
+
+    def outputs(self) -> list[tuple[str, Tensor]]:
+        return [(name, torch.cat(values)) for name, values in self._values.items()]
+
+    def output(self, name: str) -> Tensor:
+        return torch.cat(self._values[name])
+
+
+def _replay(
+    policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Run the sampler's forwards of a sequence whose tokens are given."""
+    params = SamplingParams(max_tokens=len(completion), temperature=temperature)
+    rules = StopRules(len(completion))
+    sequence = RunningSequence(0, tuple(prompt), 0, rules, params=params)
+    allocator = PageAllocator(-(-sequence.max_cached_tokens // _PAGE_SIZE), _PAGE_SIZE)
+    scheduler = Scheduler([[sequence]], allocator, 1, len(prompt))
+    cache = PagedCache(policy.config, policy.plan, allocator.num_pages, _PAGE_SIZE, policy.device)
+    prefill = Prefill(policy, cache)
+    decode = DecodeBatch(policy, cache, 1, len(prompt) + len(completion))
+    drawn: list[int] = []
+    logprobs: list[float] = []
+    for token in completion:
+        step = scheduler.schedule()
+        assert step is not None, "a sequence that is alone waits for nothing"
+        if step.decodes:
+            decode.begin()  # what it drew is not what comes next
+            ((ids, values),) = decode.launch(step, scheduler.sequences).drawn()
+        else:
+            logits = prefill.forward(step, scheduler.sequences)
+            ids, values = (x.tolist() for x in prefill.draw(logits, step, [sequence]))
+        drawn += ids
+        logprobs += values
+        scheduler.complete(step, [([token], values)])
+    device = policy.device
+    tokens = torch.tensor(drawn, device=device).clamp(min=0)  # below 0: logits that are not finite
+    return tokens, torch.tensor(logprobs, device=device)
+
+
+def _compare(a: Tensor, b: Tensor) -> tuple[int, int, float] | None:
+    """Return the first row that differs in any bit, how many of its values do, and by how much."""
+    a, b = a.float().flatten(1), b.float().flatten(1)
+    unequal = (a.view(torch.int32) != b.view(torch.int32)).cpu()
+    rows = unequal.any(1).nonzero().flatten()
+    if not len(rows):
+        return None
+    row = int(rows[0])
+    return row, int(unequal[row].sum()), float((a[row] - b[row]).abs().max())
+
+
+# Rows of a batch that are computed alone and must have the bits of the whole batch.
+_SLICES = (slice(0, 1), slice(3, 10), slice(5, 69))
+_ROWS = 1000
+_SILENT_S = 5.0
+_COMPILING = (
+    "proving on this GPU that sampling and training agree; kernels that are in no cache yet are "
+    "compiled first, which takes about a minute once"
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of testing one property that exactness rests on.
+
+    Attributes:
+        ok: True if the property holds.
+    """
+
+    operation: str
+    ok: bool
+    detail: str
+
+
+def failures(checks: Sequence[Check]) -> list[str]:
+    """Return the checks that failed, in words."""
+    return [f"{check.operation}: {check.detail}" for check in checks if not check.ok]
+
+
+def require_exact(policy: Policy) -> float | None:
+    """Prove an exact plan's promise on this GPU before a run relies on it, by `check_policy`.
+
+    On the CPU there is nothing to prove: its references are exact by construction.
+
+    Returns:
+        The seconds that the proof took; None where nothing is promised, or nothing to prove.
+
+    Raises:
+        MismatchError: The promise is broken; the message names the operations.
+    """
+    if not policy.plan.exact or policy.device.type != "cuda":
+        return None
+    began = time.monotonic()
+    with said_when_slow():
+        broken = failures(check_policy(policy))
+    if broken:
+        raise MismatchError(
+            f"this GPU does not keep what the {policy.plan.name} plan promises for this model: "
+            + "; ".join(broken)
+            + ". Please report it with `jetrl doctor --json`; precision.preset=bf16 promises "
+            "nothing and runs"
+        )
+    return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def said_when_slow() -> Iterator[None]:
+    """Print on stderr, after a while, what a proof on a GPU is waiting for."""
+    timer = threading.Timer(_SILENT_S, print, [_COMPILING], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@torch.no_grad()
+def check_policy(policy: Policy) -> list[Check]:
+    """Test an exact plan's promise on the first two layers of a policy, with its own weights.
+
+    Every linear has to give a row the same bits at any number of rows, and the log-probs of sampled
+    tokens (short and long contexts, large and small batches) have to be those of the training
+    forward, with gradients as in a step.
+    """
+    small = policy.first_layers(min(2, policy.config.num_layers))
+    linears = [m for m in small.decoder.layers[0].modules() if isinstance(m, Linear)]
+    checks = [_rows_check(linear, policy.device) for linear in [*linears, small.decoder.lm_head]]
+    generator = np.random.Generator(np.random.Philox(derive_seed("check", 0)))
+    room = policy.config.max_position_embeddings - 24
+    lengths = [n for n in (1, 5, 63, 64, 65, 130, 300, 2100) if n < room]
+    prompts = [generator.integers(0, policy.config.vocab_size, n).tolist() for n in lengths]
+    for batch in (64, 3):
+        result = measure(
+            small, prompts, samples=2, max_tokens=24, max_batch_size=batch, gradients=True
+        )
+        checks.append(_flow_result(f"sampling, {batch} sequences at a time", small, result))
+    return checks
+
+
+def _rows_check(linear: Linear, device: torch.device) -> Check:
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(_ROWS, linear.weight.shape[1], generator=generator, device=device).bfloat16()
+    whole = linear(x, "train")
+    rows = (*_SLICES, slice(0, 256))
+    return _batch_check(linear.name, lambda s: linear(x[s], "rollout"), whole, rows)
+
+
+def _batch_check(
+    name: str,
+    operation: Callable[[slice], Tensor],
+    whole: Tensor,
+    rows: Sequence[slice] = _SLICES,
+) -> Check:
+    """Check that an operation gives rows alone the bits that they have in the whole batch."""
+    bad = [s for s in rows if not torch.equal(operation(s), whole[s])]
+    detail = f"rows {bad[0].start}-{bad[0].stop} differ" if bad else "same bits in any batch"
+    return Check(name, not bad, detail)
+
+
+def _flow_result(name: str, policy: Policy, result: ParityResult) -> Check:
+    detail = f"{result.different} of {result.tokens} sampled tokens differ"
+    if result.first_different is not None:
+        detail += f"; {located(policy, *result.first_different)}"
+    return Check(name, result.different == 0, detail)
+
+
+def self_check(device: str | torch.device = "cpu") -> list[Check]:
+    """Test each property that exactness rests on by itself.
+
+    A row's bits do not depend on the batch, the quantizer divides as IEEE says, and the sampler of
+    a tiny model gives the log-probs of its trainer.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16().to(device)
+
+    def of_rows(operation: Callable[[Tensor], Tensor]) -> Callable[[slice], Tensor]:
+        return lambda s: operation(x[s])
+
+    x, weight, bf16_weight = (
+        normal(70, 256),
+        quantize(normal(128, 256), (128, 128)),
+        normal(96, 256),
+    )
+    cu = torch.tensor([0, 30, 70], device=device)
+    qkv = normal(70, (4 + 2 + 2) * 64)
+    logits, chosen = normal(70, 999).float() * 4, torch.arange(70, device=device)
+    norm_weight, product = normal(256), normal(70, 96)
+    shape = AdapterShape(8, 1.0, num_rows=96, num_columns=256, parts=((0, 96),))
+    a, b = (nn.Parameter(normal(*size).float()) for size in (shape.a_shape, shape.b_shape))
+    adapter = AdapterWeight("adapter", a, b, shape, torch.bfloat16)
+    by_rows: dict[str, Callable[[slice], Tensor]] = {
+        "FP8 GEMM": lambda s: fp8_matmul(quantize(x[s]), weight, torch.float32),
+        "BF16 GEMM": lambda s: bf16_matmul(x[s], bf16_weight, torch.float32),
+        "adapter": lambda s: add_adapter(product[s].clone(), x[s], adapter),
+        "RMSNorm": lambda s: rms_norm(x[s], norm_weight, 1e-6),
+        **{name: of_rows(operation) for name, operation in DenseBlock.self_checks.items()},
+        "log-probs": lambda s: chosen_logprobs(logits[s], chosen[s], 0.7)[0],
+    }
+    checks = [_quantizer_check(device)]
+    for name, operation in by_rows.items():
+        checks.append(_batch_check(name, operation, operation(slice(None))))
+    same = torch.equal(_attended(qkv, cu)[30:], _attended(qkv[30:], cu[1:] - 30))
+    checks.append(Check("attention", same, "same bits in any batch" if same else "rows differ"))
+    exact = (name for name in PRESETS if PrecisionPlan.preset(name).exact)
+    return [*checks, *(_flow_check(name, device) for name in exact)]
+
+
+def _attended(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return what the trainer's attention gives for a packed batch with FP8 keys and values."""
+    table = rotary_table(1e4 ** (-np.arange(32) / 32), len(qkv)).to(qkv.device)
+    rope = Rotary(token_positions(cu_seqlens), table, None, num_heads=4, num_kv_heads=2)
+    kv = PackedKeyValues(cu_seqlens, PrecisionPlan.preset("unified"))
+    return kv.attend(0, qkv, rope, last=False)
+
+
+def _quantizer_check(device: str | torch.device) -> Check:
+    x = (torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) * 1e-3).to(device)
+    q, values = quantize(x), x.cpu().numpy()
+    scales = np.abs(values).max(1, keepdims=True) / np.float32(torch.finfo(q.codes.dtype).max)
+    ok = bool(np.array_equal(q.scales.cpu().numpy(), scales))
+    return Check("quantizer", ok, "IEEE division" if ok else "scales are not the IEEE quotient")
+
+
+def _flow_check(preset: str, device: str | torch.device) -> Check:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 256,
+        "hidden_size": 128,
+        **DenseShape(256).to_hf(),
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+    }
+    policy = Policy.from_config(config, PrecisionPlan.preset(preset), seed=0, device=device)
+    result = measure(policy, num_prompts=6, samples=2, max_tokens=16)
+    return _flow_result(f"flow {preset}", policy, result)
