@@ -86,7 +86,7 @@ class NonFiniteReports:
             raise NonFiniteError(f"{error}. {self._where(step, first)}") from None
 
     def _report_update(self, step: int, samples: Sequence[Sample], refused: NonFiniteUpdate) -> str:
-        """Keep the rollouts of a refused update; return what is known of it, in words."""
+        """Keep the rollouts of a refused update; return a sentence about it."""
         first = agree(_FIRST, self._first_nonfinite(refused.repeat, refused.model))
         where = self._where(step, first, refused.index)
         try:

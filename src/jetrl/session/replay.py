@@ -43,7 +43,7 @@ _OVERRIDES = (
 
 
 def replay(path: Path, preset: str | None = None, device: str | None = None) -> tuple[int, str]:
-    """Run the steps after a run's last checkpoint again; the run itself is left as it is.
+    """Run the steps after a run's last checkpoint again; the run itself does not change.
 
     Args:
         path: A run directory, or a folder in its `nonfinite`, which earlier versions wrote.
