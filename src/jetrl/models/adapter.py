@@ -81,11 +81,7 @@ class LoRA:
             )
 
     def shapes(self, config: ModelConfig) -> dict[str, AdapterShape]:
-        """Return the shape of the adapter of each linear layer that has one, by the layer's name.
-
-        Raises:
-            UserError: A target matches no linear layer of the decoder.
-        """
+        """Return the shape of the adapter of each linear layer that has one, by the layer's name."""
         self.check(config)
         whole = parameter_shapes(config)
         shapes: dict[str, AdapterShape] = {}
@@ -117,9 +113,6 @@ def adapted_parts(
 
     Args:
         targets: As of `LoRA`.
-
-    Raises:
-        UserError: A target matches no linear layer of the decoder.
     """
     linears = {
         name.removesuffix(".weight"): parts
@@ -195,11 +188,7 @@ class Adapter:
 
     @staticmethod
     def new(config: ModelConfig, lora: LoRA, seed: int) -> Adapter:
-        """Return an adapter that changes nothing yet: A of small numbers, and B zero.
-
-        Raises:
-            UserError: As `LoRA.shapes`.
-        """
+        """Return an adapter that changes nothing yet: A of small numbers, and B zero."""
         shapes = lora.shapes(config)
         return Adapter(lora, shapes, _NewTensors(config, lora, shapes, seed))
 
@@ -219,9 +208,6 @@ class Adapter:
 
         An adapter that replaces parameters of the base has the digest of what it put there, which
         is not compared.
-
-        Raises:
-            UserError: The digests differ.
         """
         if not self.replaced and self.base_digest not in (None, digest):
             raise UserError(

@@ -44,11 +44,6 @@ def encode_prompt(
     Args:
         tokenizer: The model's tokenizer, or None.
         plain_text: "all" encodes special tokens in the prompt as text.
-
-    Raises:
-        UserError: No tokenizer; no chat template, or one that fails on these messages; a system
-            prompt for a text prompt or for messages that bring their own; characters the tokenizer
-            lacks; a prompt of no tokens. The message names the prompt.
     """
     where = f"prompt {prompt.id!r}"
     if tokenizer is None:
@@ -83,9 +78,6 @@ def encode_text(
     Args:
         begin: False for the continuation of a sequence (an answer), which gets no such token.
         as_text: Encode special tokens in the text as text.
-
-    Raises:
-        UserError: The tokenizer has no token for some of the text.
     """
     try:
         as_text = as_text and has_special_tokens(tokenizer, text)
@@ -116,12 +108,6 @@ def encode_reply(
 
     Args:
         as_text: Encode special tokens in the reply as text, so that it cannot end its own turn.
-
-    Raises:
-        ReplyError: The characters of the reply are no tokens, or the chat template refuses it or
-            leaves it out, and would take another text in the same message.
-        UserError: There is no chat template for a message, or one that takes no such message,
-            whatever its text; or it ends an assistant's message otherwise when another follows.
     """
     if isinstance(reply, str):
         return _encode_reply_text(tokenizer, reply, where, {}, as_text)
@@ -198,9 +184,6 @@ def encode_turns(
             has one, and so does a turn that a message follows. A turn that a text follows is
             written without: the task's stop string is part of the turn.
         plain_text: Whose special tokens are encoded as text: those of replies, "all" or "none".
-
-    Raises:
-        UserError: As `encode_text` and `encode_reply`.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     completion: list[int] = []

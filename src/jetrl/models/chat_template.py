@@ -25,12 +25,7 @@ _CACHED = 2**16  # bytes of a request whose text is kept
 def render_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], open_turn: bool
 ) -> str:
-    """Return the text of messages by a tokenizer's chat template, as `apply_chat_template` does.
-
-    Raises:
-        LimitError: The template is too long, raised an error, took too much time or memory, or gave
-            a text far longer than template and messages.
-    """
+    """Return the text of messages by a tokenizer's chat template, as `apply_chat_template` does."""
     template = tokenizer.get_chat_template()
     if len(template) > MOST_TEMPLATE:
         raise LimitError(f"it has {len(template):,} characters, at most {MOST_TEMPLATE:,}")

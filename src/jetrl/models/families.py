@@ -161,13 +161,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Return the model of a config.json, in the layout of transformers 4 or 5.
-
-        Raises:
-            UserError: An architecture or option this decoder does not compute, a missing key, a
-                value of the wrong type or out of bounds, head counts that do not divide; the
-                message names the key.
-        """
+        """Return the model of a config.json, in the layout of transformers 4 or 5."""
         checked(HF_CONFIG, config, "config.json")
         family, head = _family(config)
         raw, config = config, {**defaults(family), **config}
@@ -263,11 +257,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
-    """Return a token id field of a Hugging Face JSON file (absent, one id, or a list) as a tuple.
-
-    Raises:
-        UserError: Anything else; `where` names the file and key.
-    """
+    """Return a token id field of a Hugging Face JSON file (absent, one id, or a list) as a tuple."""
     values = [] if value is None else value if isinstance(value, list | tuple) else [value]
     for item in values:
         if type(item) is not int or not 0 <= item < _MOST_TOKENS:

@@ -35,11 +35,7 @@ _GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # to
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return the contents of `path`/config.json.
-
-    Raises:
-        UserError: No such directory or file, or not a JSON object.
-    """
+    """Return the contents of `path`/config.json."""
     directory = model_directory(path)
     if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
         raise UserError(
@@ -50,11 +46,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def model_config(path: str | Path) -> ModelConfig:
-    """Return the model of `path`/config.json.
-
-    Raises:
-        UserError: As `read_config` and `ModelConfig.from_hf`; the message names the file.
-    """
+    """Return the model of `path`/config.json."""
     contents = read_config(path)
     sidecar = model_directory(path) / SIDECAR
     if "quantization_config" not in contents and sidecar.exists():
@@ -103,10 +95,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     class of its own in place of the one a directory declares for some model types (of `qwen2` it
     makes a Qwen2Tokenizer, which splits text in Qwen's way whatever tokenizer.json says); where it
     does that, tokenizer.json alone is read.
-
-    Raises:
-        UserError: No such directory, no tokenizer files there, files that do not load, a tokenizer
-            that needs code from the directory, or its settings without its vocabulary.
     """
     directory = model_directory(path)
     tokenizer = _load_tokenizer(directory)

@@ -54,11 +54,7 @@ def is_hub_name(path: str | Path) -> bool:
 
 @functools.cache
 def snapshot(name: str, part: Part) -> Path:
-    """Return the folder of the hub's cache that holds a model, downloading what it lacks.
-
-    Raises:
-        UserError: The model is not in the cache and cannot be downloaded; says why and what to do.
-    """
+    """Return the folder of the hub's cache that holds a model, downloading what it lacks."""
     repository, _, revision = name.partition("@")
     cached = _cached(repository, revision or None)
     if cached is not None and _is_whole(cached, part):
@@ -186,11 +182,7 @@ def _refuse_without_weights(directory: Path) -> None:
 
 @contextlib.contextmanager
 def reading_tensors(file: Path) -> Iterator[None]:
-    """Turn an error of reading a safetensors file into one that says what is wrong with it.
-
-    Raises:
-        UserError: The file is missing, no regular file, cannot be read, or is not safetensors.
-    """
+    """Turn an error of reading a safetensors file into one that says what is wrong with it."""
     try:
         open_regular(file).close()
         yield
@@ -213,11 +205,7 @@ def open_tensors(file: Path) -> Any:
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, in CPU memory.
-
-    Raises:
-        UserError: The file is missing, no regular file, or not safetensors.
-    """
+    """Return the tensors of a safetensors file, in CPU memory."""
     with reading_tensors(file):
         return load_file(file)
 
@@ -228,9 +216,6 @@ def model_directory(path: str | Path, part: Part = "small") -> Path:
     Args:
         path: A directory, OWNER/NAME or OWNER/NAME@REVISION.
         part: The part of a model of the hub that is read, and downloaded where it is not here.
-
-    Raises:
-        UserError: There is no such directory, and no such model on the hub.
     """
     directory = Path(path)
     if is_hub_name(path):

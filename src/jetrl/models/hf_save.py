@@ -67,12 +67,6 @@ def save_model(
         scales: The quantizer's rule for the scales of an FP8 directory.
         overwrite: Replace a model directory that is already at `path`, which stays as it was until
             the new one is complete.
-
-    Raises:
-        UserError: Something is at `path` already, nothing can be made there, dimensions FP8 blocks
-            do not fit.
-        StorageError: The disk is full, or refuses.
-        ValueError: Weights that are not the config's parameters, an unknown dtype.
     """
     if dtype not in ("bfloat16", "float32", "fp8"):
         raise ValueError(f"save_model: dtype = {dtype!r}; one of bfloat16, float32, fp8")
@@ -98,11 +92,7 @@ def save_model(
 
 @contextlib.contextmanager
 def filling(scratch: Path, target: Path) -> Iterator[None]:
-    """Remove the folder of `begin_directory` after the block, which fills and publishes it.
-
-    Raises:
-        StorageError: The disk is full, or refuses.
-    """
+    """Remove the folder of `begin_directory` after the block, which fills and publishes it."""
     try:
         yield
     except OSError as error:
@@ -276,11 +266,7 @@ def _check_names(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
 
 
 def save_file(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write a safetensors file."""
     try:
         save_safetensors(tensors, str(file), metadata={"format": "pt"})
     except SafetensorError as error:

@@ -58,11 +58,6 @@ def open_weights(
     Args:
         device: The device that tensors are put on; with "meta" they have shapes only, and of a
             name of the hub no file of weights is needed.
-
-    Raises:
-        UserError: Missing, damaged or unexpected files and tensors, shapes that do not fit
-            config.json, an unsupported quantization; each by name. What is wrong with a tensor's
-            contents is raised when the tensor is read.
     """
     try:
         layout = check_quantization(config.raw.get("quantization_config"))

@@ -109,9 +109,6 @@ def nvfp4_layout(quantization: Any) -> NVFP4Layout | None:
     Args:
         quantization: config.json's `quantization_config`, or the contents of
             hf_quant_config.json in its place.
-
-    Raises:
-        UserError: ModelOpt or compressed-tensors, with another format than NVFP4 in groups of 16.
     """
     if not isinstance(quantization, Mapping):
         return None
@@ -234,11 +231,7 @@ def left_in_16_bits(config: ModelConfig) -> set[str]:
 
 
 def check_base(config: ModelConfig, plan: PrecisionPlan, path: str | Path) -> None:
-    """Raise where a directory is in NVFP4 and a plan would round its linear layers again.
-
-    Raises:
-        UserError: A layer of the plan is not in NVFP4 on both sides.
-    """
+    """Raise where a directory is in NVFP4 and a plan would round its linear layers again."""
     layout = nvfp4_layout(config.raw.get("quantization_config"))
     if layout is None:
         return
@@ -267,9 +260,6 @@ def read_nvfp4(
 
     Args:
         read: Returns the tensor of a name, after comparing its shape with those that may be.
-
-    Raises:
-        UserError: A tensor has another shape or dtype, or scales that are no positive numbers.
     """
     num_rows, num_columns = part.shape
     if num_columns % NVFP4_GROUP:

@@ -27,9 +27,6 @@ def matching(
 
     Args:
         whole: Match a name from its first to its last character, not only its beginning.
-
-    Raises:
-        UserError: A pattern does not compile, or takes too much time or memory.
     """
     if not patterns:
         return set()

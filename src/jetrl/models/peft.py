@@ -77,11 +77,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def base_of(path: str | Path) -> str | None:
-    """Return the model that an adapter's directory names as its base, None where it names none.
-
-    Raises:
-        UserError: It names a directory that is not there.
-    """
+    """Return the model that an adapter's directory names as its base, None where it names none."""
     base = read_object(Path(path) / CONFIG).get(_BASE)
     if not isinstance(base, str) or not base:
         return None
@@ -102,10 +98,6 @@ def lora_of(settings: AdapterSettings, config: ModelConfig) -> LoRA | None:
 
     Args:
         settings: The section [adapter].
-
-    Raises:
-        UserError: As `read_lora`, of adapter.path; a setting that the adapter there contradicts;
-            targets that match nothing of the model.
     """
     if settings.kind is None:
         return None
@@ -148,9 +140,6 @@ def adapter_of(
     Args:
         settings: The section [adapter].
         device: The device of the model; for "meta" no tensor is read or made.
-
-    Raises:
-        UserError: As `lora_of` and `read_adapter`.
     """
     lora = lora_of(settings, config)
     if lora is None:
@@ -175,12 +164,7 @@ def is_scalar(path: str | Path) -> bool:
 
 
 def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
-    """Return the kind of the adapter of a directory, without reading its tensors.
-
-    Raises:
-        UserError: There is no adapter; it is of a kind, or has a key, that is not supported; its
-            targets match nothing of the model.
-    """
+    """Return the kind of the adapter of a directory, without reading its tensors."""
     directory = Path(path)
     file = directory / CONFIG
     if not file.is_file():
@@ -240,10 +224,6 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
 
     Args:
         trains: What is trained whole beside the adapter is as in this one; None: nothing.
-
-    Raises:
-        UserError: As `read_lora`; tensors that are missing or have another shape, tensors that no
-            target has a place for; a pickled file.
     """
     directory = Path(path)
     lora = read_lora(directory, config)
@@ -315,10 +295,6 @@ def save_adapter(
             that the adapter replaces.
         tokenizer: The tokenizer to write, or None.
         overwrite: Replace an adapter or a model that is at `path`.
-
-    Raises:
-        UserError: Something is at `path` already, or nothing can be made there.
-        StorageError: The disk is full, or refuses.
     """
     target = Path(path)
     scratch = world().from_first(
@@ -407,12 +383,7 @@ def take_whole(
     config: ModelConfig,
     tied: bool,
 ) -> tuple[dict[str, Tensor], bool]:
-    """Return the parameters that an adapter replaces, and whether it unties the embedding.
-
-    Raises:
-        UserError: A module of `modules_to_save` is not stored; a tensor has another shape or is not
-            finite; a pair that is to be tied differs.
-    """
+    """Return the parameters that an adapter replaces, and whether it unties the embedding."""
     saved = _modules_to_save(file, contents, stored, config)
     replaced = _taken_whole(stored, file, _untied(config))
     tied = tied or bool(contents.get("ensure_weight_tying"))

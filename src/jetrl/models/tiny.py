@@ -49,9 +49,6 @@ class RandomWeights(Mapping[str, Tensor]):
 
     A seed gives the same weights on every CPU, and others on a GPU, where 8B parameters take a
     second instead of minutes.
-
-    Raises:
-        UserError: The config's `initializer_range` is no number above 0.
     """
 
     def __init__(self, config: ModelConfig, seed: int, device: str | torch.device = "cpu") -> None:
@@ -156,9 +153,6 @@ def make_tiny(
 
     Returns:
         The directory, `out`.
-
-    Raises:
-        UserError: An unknown family, sizes that do not fit, files that do not read, `out` in use.
     """
     if family not in FAMILIES:
         raise UserError(f"family {family!r}: one of {', '.join(FAMILIES)}")
@@ -237,9 +231,6 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
 
     A character outside the alphabet has no token and is an error, never an unknown token that a
     model would be trained on. Decoding joins characters without spaces.
-
-    Raises:
-        UserError: An empty alphabet, one that repeats a character or has half of a character.
     """
     repeated = sorted(character for character, count in Counter(alphabet).items() if count > 1)
     if not alphabet or repeated:
@@ -278,10 +269,6 @@ def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qw
     Args:
         text_files: `.jsonl` files, of which every string value is read, or plain text.
         vocab_size: The number of tokens at most; fewer if the text has fewer pairs to merge.
-
-    Raises:
-        UserError: No files, a file that does not read (with the line), text without content, a
-            vocabulary too small for the bytes.
     """
     special = [_BPE_PAD, _BPE_START, _BPE_END]
     smallest = 256 + len(special)
@@ -313,12 +300,7 @@ def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qw
 
 
 def read_texts(file: str | Path) -> list[str]:
-    """Return the texts of a file: every string in every record of `.jsonl`, else all as one text.
-
-    Raises:
-        UserError: A file that does not open or is not UTF-8, a line that is not JSON, no text at
-            all.
-    """
+    """Return the texts of a file: every string in every record of `.jsonl`, else all as one text."""
     file = Path(file)
     try:
         contents = file.read_text(encoding="utf-8-sig")  # some editors put a mark in front

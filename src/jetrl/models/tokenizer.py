@@ -35,13 +35,7 @@ _READ = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Check the files of a tokenizer's directory before a library reads them.
-
-    Raises:
-        UserError: Something in the directory is no file that could be read, or too large to be a
-            tokenizer's; tokenizer.json is damaged, or describes a tokenizer that makes texts far
-            longer.
-    """
+    """Check the files of a tokenizer's directory before a library reads them."""
     for entry in sorted((*directory.iterdir(), *directory.glob("additional_chat_templates/*"))):
         if entry.exists() and not entry.is_file() and not entry.is_dir():
             raise UserError(f"{entry}: not a regular file (a pipe or a device)")
@@ -74,10 +68,7 @@ def check_tokenizer_files(directory: Path) -> None:
 
 
 def _growth(stage: dict[str, Any]) -> float:
-    """Return how many times as long a stage can make a text, an upper bound.
-
-    It is above 1, so that the number of stages is bounded too.
-    """
+    """Return how many times as long a stage can make a text, an upper bound."""
     if stage["type"] == "Replace":
         content, pattern = stage["content"], stage["pattern"]
         if "String" in pattern:
@@ -120,10 +111,6 @@ def encode(
     Args:
         special: Whether the tokenizer adds its special tokens, such as one at the beginning.
         as_text: Encode special tokens in the text as text.
-
-    Raises:
-        UserError: The text is too long, or the tokenizer makes far more tokens than characters.
-        Exception: The tokenizer has no token for some of the text; of the tokenizers library.
     """
     if len(text) > MOST_TEXT:
         raise UserError(f"a text of {len(text):,} characters, and at most {MOST_TEXT:,} are read")

@@ -59,9 +59,6 @@ class Weights:
             none of the parameters that are not trained.
         shards: The division of the rows of each matrix that is divided among ranks, by name.
         dtype: The dtype of activations: bfloat16, or float32 under the fp32 plan.
-
-    Raises:
-        UserError: The fp32 plan in a run of several processes.
     """
 
     def __init__(
@@ -216,11 +213,7 @@ class Weights:
 
     @torch.no_grad()
     def requantize(self) -> None:
-        """Round every master weight into its quantized weight, in place; a fixed weight stays.
-
-        Raises:
-            RuntimeError: A quantized weight lies at another address than when it was made.
-        """
+        """Round every master weight into its quantized weight, in place; a fixed weight stays."""
         assert not self.frozen, "a frozen model has no master weights to round"
         for layer, weight in self._quantized.items():
             if not weight.fixed:

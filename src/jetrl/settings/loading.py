@@ -92,11 +92,7 @@ def packaged_recipes() -> list[str]:
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """Return the file of a recipe, given by its path or by the name of a packaged recipe.
-
-    Raises:
-        UserError: There is no such recipe; the message names the nearest packaged one.
-    """
+    """Return the file of a recipe, given by its path or by the name of a packaged recipe."""
     path = Path(recipe)
     if path.is_file():
         return path
