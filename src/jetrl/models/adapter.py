@@ -81,7 +81,7 @@ class LoRA:
             )
 
     def shapes(self, config: ModelConfig) -> dict[str, AdapterShape]:
-        """Return the shape of the adapter of each linear layer that has one, by the layer's name."""
+        """Return the shape of each adapter by the name of its linear layer."""
         self.check(config)
         whole = parameter_shapes(config)
         shapes: dict[str, AdapterShape] = {}

@@ -108,6 +108,9 @@ def encode_reply(
 
     Args:
         as_text: Encode special tokens in the reply as text, so that it cannot end its own turn.
+
+    Raises:
+        ReplyError: The reply's text is at fault; another text in the same message would do.
     """
     if isinstance(reply, str):
         return _encode_reply_text(tokenizer, reply, where, {}, as_text)

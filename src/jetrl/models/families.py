@@ -17,6 +17,11 @@ attention bias, another activation) is refused here, at start, by name, with the
 nearest: a model that loads is a model whose numbers are right. Keys that only matter to dropout,
 caching or initialisation are ignored. What a file leaves out is transformers' default. No torch in
 this file.
+
+A checkpoint keeps Q, K and V apart (and gate and up), which are one matrix and one GEMM here: a
+parameter is the concatenation, along dimension 0, of one or more stored tensors.
+
+    layers.0.qkv.weight [(Hq + 2 Hkv) Dh, D]  =  model.layers.0.self_attn.{q,k,v}_proj.weight
 """
 
 from __future__ import annotations
@@ -257,7 +262,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
-    """Return a token id field of a Hugging Face JSON file (absent, one id, or a list) as a tuple."""
+    """Return a token id field of a Hugging Face file (absent, one id, or a list) as a tuple."""
     values = [] if value is None else value if isinstance(value, list | tuple) else [value]
     for item in values:
         if type(item) is not int or not 0 <= item < _MOST_TOKENS:

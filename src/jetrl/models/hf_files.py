@@ -1,6 +1,13 @@
-"""The files of a Hugging Face model directory: finding, opening and flushing them.
+"""The files of a Hugging Face model directory: finding, downloading, opening and flushing them.
 
-Whatever is missing or damaged is an error that names the file and says what to do.
+    Qwen/Qwen3-8B              the branch `main` of a model of the hub
+    Qwen/Qwen3-8B@b968826d9c   a branch, a tag or a commit
+
+The hub's cache is used as it is, without asking the network: a resumed run reads what it began
+with, and a machine without network works. huggingface_hub downloads a name that the cache lacks,
+or holds in part. Only configuration, tokenizer and safetensors weights are ever fetched, the small
+files first: `--dry-run` needs no weights. Whatever is missing or damaged is an error that names the
+file and says what to do.
 """
 
 from __future__ import annotations

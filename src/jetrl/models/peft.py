@@ -2,11 +2,15 @@
 
 transformers with peft, and vLLM, read what is written here. Tensors are float32, the master weights
 themselves, so an adapter that is written and read again has the same bits. What is trained whole
-beside the adapter (embedding, norms, head) is written as PEFT's `modules_to_save`.
-A tied pair of embedding and head is written twice, since PEFT would untie it (peft_whole.py).
+next to the adapter (embedding, norms, head) is written as PEFT's `modules_to_save`. PEFT copies
+these modules, and so unties an embedding from its head unless `ensure_weight_tying` is set: a tied
+pair is written twice.
 
 A key of adapter_config.json that this reader does not know is refused unless it is off: an adapter
 of another kind would be read as something that it is not.
+
+A merged weight is W + s B A, made in FP32. An adapter that changes a weight by less than a rounding
+step does not change what is stored: `merging_losses` measures that for BF16 and for FP8.
 """
 
 from __future__ import annotations

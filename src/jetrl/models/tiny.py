@@ -300,7 +300,7 @@ def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qw
 
 
 def read_texts(file: str | Path) -> list[str]:
-    """Return the texts of a file: every string in every record of `.jsonl`, else all as one text."""
+    """Return the texts of a file: every string in a `.jsonl` file, else all as one text."""
     file = Path(file)
     try:
         contents = file.read_text(encoding="utf-8-sig")  # some editors put a mark in front

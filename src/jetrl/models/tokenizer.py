@@ -1,9 +1,14 @@
-"""Bounds on the files of a tokenizer, and on the tokens of a text.
+"""A model's tokenizer: bounds on its files, text to tokens, and special tokens as plain text.
 
-A tokenizer's stages rewrite a text one after another in a library of others, in this process, and
-each may write more than it read. A stage at most doubles a text, unless the file brings a text or a
-list that it writes; so the file bounds the product, before the library reads it. What comes out is
-bounded again by `encode`, which makes all tokens.
+A tokenizer's stages rewrite a text one after another in another library, in this process, and each
+may write more than it read. A stage at most doubles a text, unless the file brings a text or a list
+that it writes; so the file bounds the product before the library reads it. `encode`, which makes
+all tokens, bounds the result again.
+
+A tokenizer makes a control token of a special token's name wherever the name stands, so a tool's
+reply could end the environment's turn and speak as the user or the model. Such text is therefore
+encoded with `split_special_tokens`. The text of a chat template needs its own control tokens: there
+each name in a message's content is a placeholder while the template is rendered.
 """
 
 from __future__ import annotations

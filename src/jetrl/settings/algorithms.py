@@ -255,18 +255,18 @@ class AlgorithmSettings(Section):
     )
     dynamic_sampling: bool | None = Field(
         None,
-        description="draw more prompts in place of groups with equal rewards; unset: dapo alone",
+        description="draw more prompts in place of groups with equal rewards; unset: only dapo",
     )
     dynamic_sampling_rounds: Positive = Field(
         DYNAMIC_SAMPLING_ROUNDS,
-        description="draws a step at most, the first included, with dynamic_sampling",
+        description="maximum draws per step, the first included, with dynamic_sampling",
     )
     overlong_buffer: NonNegative | None = Field(
         None,
         description="tokens before rollout.max_tokens in which the reward falls by up to 1; "
         "unset: a fifth of rollout.max_tokens for dapo, else 0 (off)",
     )
-    gamma: Mass | None = Field(None, description="discount a token, ppo; unset: 1")
+    gamma: Mass | None = Field(None, description="discount per token, ppo; unset: 1")
     gae_lambda: Share | None = Field(None, description="GAE's lambda, ppo; unset: 0.95")
     kl: NonNegativeFloat = Field(0.0, description="weight of the KL to a frozen reference; 0: none")
     kl_estimator: KlEstimator | None = Field(

@@ -89,7 +89,7 @@ class AdapterSettings(Section):
         "parameters are trained",
     )
     path: str | None = Field(
-        None, description="a directory of PEFT's to begin with; unset: a new adapter"
+        None, description="a PEFT directory to start from; unset: a new adapter"
     )
     rank: Rank | None = Field(None, description="rank of A and B; unset: the path's, or 32")
     alpha: PositiveFloat | None = Field(
@@ -103,9 +103,9 @@ class AdapterSettings(Section):
         description="linear layers as PEFT names them, or one regular expression; unset: the "
         "path's, or all-linear: every linear layer of the decoder",
     )
-    train_embeddings: bool = Field(False, description="train the embedding too, as a whole")
+    train_embeddings: bool = Field(False, description="train the whole embedding too")
     train_norms: bool = Field(False, description="train the norms' weights too")
-    train_head: bool = Field(False, description="train the output head too, as a whole")
+    train_head: bool = Field(False, description="train the whole output head too")
     noise_start: NonNegativeFloat = Field(
         0.0,
         description="RL samples and trains with Gaussian noise of this deviation on the weights of "

@@ -34,8 +34,8 @@ class PrecisionSettings(Section):
     )
     base: BaseFormat | None = Field(
         None,
-        description="linears of a base that is not trained, beside an adapter: nvfp4 has 4.5 bits "
-        "a weight and BF16 activations (docs/precision.md); unset: fp8",
+        description="linears of a frozen base under an adapter: nvfp4 has 4.5 bits "
+        "per weight and BF16 activations (docs/precision.md); unset: fp8",
     )
     wgrad_input: Literal["128x128", "1x128"] | None = Field(
         None, description="values of X in WGrad that share a scale; 1x128: along tokens; unset: "
@@ -44,7 +44,7 @@ class PrecisionSettings(Section):
     pinned_sums: bool | None = Field(
         None,
         description="sum in one order whatever the batch, so that bf16 promises equal bits too; "
-        "unset: where both sides are FP8",
+        "unset: if both sides are FP8",
     )
 
 

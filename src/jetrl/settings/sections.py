@@ -47,9 +47,9 @@ class DraftHeadSettings(Section):
     tokens: Tokens = Field(3, description="tokens that it guesses, one after the other")
     lr: PositiveFloat = Field(5e-4, description="learning rate of its AdamW")
     share: PositiveShare = Field(
-        0.2, description="share of the tokens of a step's first update that it learns from"
+        0.2, description="fraction of the tokens of a step's first update that it learns from"
     )
-    most_tokens: Positive = Field(16384, description="tokens of a step that it learns from at most")
+    most_tokens: Positive = Field(16384, description="maximum tokens per step that it learns from")
     tokens_per_update: Positive = Field(1024, description="tokens of one of its updates")
 
 
@@ -86,9 +86,7 @@ class RunSettings(Section):
         None,
         description="this attempt ends, with a checkpoint, within these hours; unset: no limit",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: cuda where it can run"
-    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if it can run")
 
     @field_validator("name")
     @classmethod
@@ -110,7 +108,7 @@ class ModelSettings(Section):
     )
     tokenizer: str | None = Field(
         None,
-        description="tokenizer directory, where it is not model.path; 'characters': one token each",
+        description="tokenizer directory, if not model.path; 'characters': one token each",
     )
 
     _config = field_validator("config", mode="before")(without_none)
@@ -129,7 +127,7 @@ class TaskSettings(Section):
     name: str = Field(
         "arithmetic", description="a built-in name, reasoning_gym:NAME, or file.py:Class"
     )
-    path: str | None = Field(None, description="data file or folder, where the task reads one")
+    path: str | None = Field(None, description="data file or folder, if the task reads one")
     split: str = Field("train", description="split that is trained on")
     eval_split: str = Field("test", description="held-out split")
     system_prompt: str | None = Field(None, description="put before chat prompts")
@@ -140,7 +138,7 @@ class TaskSettings(Section):
         "control token: replies of the environment; all: prompts and worked answers too",
     )
     max_turns: Positive | None = Field(
-        None, description="turns of a completion at most; unset: the task's own (1 for most)"
+        None, description="maximum turns per completion; unset: the task's own (1 for most)"
     )
     workers: NonNegative = Field(2, description="scoring processes; 0: score in this process")
     timeout_s: PositiveFloat = Field(
@@ -196,18 +194,18 @@ class RolloutSettings(Section):
     """The section `[rollout]`: the number of completions, their sampling and its limits."""
 
     prompts_per_step: Positive = Field(32, description="prompts drawn each step")
-    samples_per_prompt: Positive = Field(8, description="completions a prompt (the group)")
-    max_tokens: Positive = Field(1024, description="tokens a completion at most")
+    samples_per_prompt: Positive = Field(8, description="completions per prompt (the group)")
+    max_tokens: Positive = Field(1024, description="maximum tokens per completion")
     temperature: NonNegativeFloat = Field(1.0, description="logits are divided by it")
     top_p: Mass = Field(1.0, description="keep the most probable tokens up to this mass; 1: all")
     top_k: NonNegative = Field(0, description="keep this many most probable tokens; 0: all")
     stop: tuple[Text, ...] = Field(
-        (), description="strings that end a completion, beside the task's"
+        (), description="strings that end a completion, in addition to the task's"
     )
-    max_batch_size: Positive = Field(256, description="sequences decoded together at most")
-    page_size: Positive = Field(64, description="tokens a KV page")
+    max_batch_size: Positive = Field(256, description="maximum sequences decoded together")
+    page_size: Positive = Field(64, description="tokens per KV page")
     num_pages: Positive | None = Field(None, description="KV pages; unset: what the batch can use")
-    max_prefill_tokens: Positive = Field(8192, description="prompt tokens a forward at most")
+    max_prefill_tokens: Positive = Field(8192, description="maximum prompt tokens per forward")
     keep_every: Positive = Field(
         1,
         description="steps between files of a step's completions with their log-probs; the first "
@@ -215,15 +213,15 @@ class RolloutSettings(Section):
     )
     oversample: NonNegativeFloat = Field(
         0.0,
-        description="prompts on their way beside prompts_per_step, as a share of it: sampling ends "
-        "when prompts_per_step are complete, and the others go on in the next step",
+        description="extra prompts to sample at once, as a fraction of prompts_per_step: sampling "
+        "ends when prompts_per_step are complete; unfinished ones carry over to the next step",
     )
     speculation: Speculation | None = Field(
         None,
         description="text: draft tokens from the prompt's own, sibling and earlier completions and "
         "verify several in a forward, which changes no token; head: from a small network that is "
-        "trained beside the policy; auto: from both, where that is faster; off; unset: from text, "
-        "where that is faster, on a GPU under a plan that is exact with oversample = 0, else off",
+        "trained next to the policy; auto: both, if that is faster; off; unset: text, "
+        "if that is faster, on a GPU under a plan that is exact with oversample = 0, else off",
     )
 
     @property
@@ -244,16 +242,16 @@ class TrainSettings(Section):
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's decoupled weight decay")
     optimizer_states: Literal["fp32", "compact"] = Field(
         "fp32",
-        description="AdamW's two moments: 8 bytes a parameter, or compact: 3, for a model of "
+        description="AdamW's two moments: 8 bytes per parameter, or compact: 3, for a model of "
         "billions (docs/optimizer.md)",
     )
     grad_clip: PositiveFloat = Field(1.0, description="maximum global gradient norm")
     updates_per_step: Positive = Field(
-        1, description="optimizer updates a step, on disjoint samples"
+        1, description="optimizer updates per step, on disjoint samples"
     )
     tokens_per_micro_batch: Positive = Field(
         16384,
-        description="tokens a forward and backward at most; fewer on a GPU where the memory plan "
+        description="maximum tokens per forward and backward; fewer if the memory plan of a GPU "
         "has no room (docs/memory.md)",
     )
     on_nonfinite: Literal["stop", "skip"] = Field(
@@ -265,8 +263,8 @@ class TrainSettings(Section):
     share_prompts: bool | Literal["auto"] = Field(
         "auto",
         description="compute the whole blocks of 128 tokens of a prompt once for all of its "
-        "samples in a micro-batch: less work where prompts are long beside their completions; "
-        "auto: in updates where that saves at least 8% of the tokens",
+        "samples in a micro-batch: less work if prompts are long compared with completions; "
+        "auto: in updates in which it saves at least 8% of the tokens",
     )
 
     @model_validator(mode="after")
@@ -300,7 +298,7 @@ class SftSettings(Section):
     """Supervised training on the task's worked answers: `jetrl sft`, or before RL if steps > 0."""
 
     steps: NonNegative = Field(0, description="optimizer updates; `jetrl train` runs them first")
-    examples_per_step: Positive = Field(64, description="worked answers an update")
+    examples_per_step: Positive = Field(64, description="worked answers per update")
     lr: PositiveFloat = Field(1e-4, description="peak learning rate of AdamW")
     warmup_steps: NonNegative = Field(0, description="optimizer updates of linear warm-up")
     schedule: Schedule = Field("constant", description="learning rate after warm-up")
@@ -315,11 +313,11 @@ class EvalSettings(Section):
 
     every: NonNegative = Field(10, description="steps between evaluations; 0: never")
     prompts: NonNegative = Field(128, description="held-out prompts, from the start; 0: all")
-    samples: Positive = Field(1, description="completions a prompt: mean@n and pass@n")
+    samples: Positive = Field(1, description="completions per prompt: mean@n and pass@n")
     temperature: NonNegativeFloat = Field(0.0, description="0: greedy")
     top_p: Mass = Field(1.0, description="keep the most probable tokens up to this mass; 1: all")
     max_tokens: Positive | None = Field(
-        None, description="tokens a completion at most; unset: rollout.max_tokens"
+        None, description="maximum tokens per completion; unset: rollout.max_tokens"
     )
     threshold: float = Field(
         1.0, description="a reward of at least this counts as solved in pass@k"
