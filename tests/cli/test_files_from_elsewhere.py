@@ -67,7 +67,7 @@ def imported(run: Path) -> list[str]:
     return sorted(path.stem for path in run.parent.glob("*.imported"))
 
 
-@pytest.mark.parametrize("place", ["", "model", "checkpoints/step_000001"])
+@pytest.mark.parametrize("place", ["", "checkpoints/step_000001"])
 def test_no_file_is_imported_to_sample_export_or_compare_the_sides(
     place: str, jetrl: Callable, run: Path, tmp_path: Path
 ) -> None:
@@ -87,7 +87,7 @@ def test_the_checkpoints_own_alphabet_is_the_tokenizers(run: Path) -> None:
     assert tokenizer.convert_ids_to_tokens([0, 1, 2, 13]) == ["<pad>", "<eos>", "0", "="]
 
 
-@pytest.mark.parametrize("place", ["", "model", "checkpoints/step_000001"])
+@pytest.mark.parametrize("place", ["", "checkpoints/step_000001"])
 def test_a_runs_own_task_is_named_and_asked_for(place: str, jetrl: Callable, run: Path) -> None:
     words = ("eval", run / place, "--prompts", 1, "--samples", 1, *SHORT)
     done = jetrl(*words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jetrl.precision import PrecisionPlan
+from jetrl.runs.attempts import StatusFile
 from jetrl.runs.directory import RunDirectory
 from jetrl.settings.loading import load_config
 from jetrl.types import StepStats
@@ -62,16 +64,31 @@ def test_plot(jetrl: Callable, folder: Path, tmp_path: Path) -> None:
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+def test_watch_writes_the_report_and_shows_the_run(jetrl: Callable, folder: Path) -> None:
+    done = jetrl("runs", "watch", "first", "--dir", folder, "--browser", "--port", 0)
+    assert (done.code, done.out) == (0, jetrl("runs", "show", folder / "first").out)
+    assert f"wrote {folder / 'first' / 'report.html'}" in done.err
+    assert (folder / "first" / "report.html").is_file()
+
+
+def test_show_has_the_phase_of_a_run_that_is_running(jetrl: Callable, folder: Path) -> None:
+    settings = load_config("demo", [f"run.dir={folder}", "run.name=first"])
+    with RunDirectory.create(settings, PrecisionPlan.preset("unified").to_dict(), resume=True):
+        status = StatusFile(folder / "first")
+        status.begin("update", 3)
+        assert re.search("now +update of step 3 for", jetrl("runs", "show", folder / "first").out)
+        status.close()
+    assert "now " not in jetrl("runs", "show", folder / "first").out
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (["show"], "needs a run"),
-        (["plot"], "needs a run"),
         (["list", "first"], "did you mean: jetrl runs show first?"),
         (["show", "second"], "no such run directory"),
         (["show", "elsewhere/second"], "error: elsewhere/second: no such run directory"),
         (["plot", "first", "--out", "/"], "/: cannot be written: "),
-        (["plot", "second"], "no such run directory"),
         (["plot", "first", "--metric", "reward/men"], "metric reward/men"),
     ],
 )

@@ -75,29 +75,18 @@ def test_failed_scores_are_shown(synthetic):
     assert file.getvalue() == "step 1/3  reward 0.000  2 not scored\n"
 
 
-def test_long_phase_speaks_every_half_minute_when_plain():
-    now, file = [0.0], io.StringIO()
-    console = Console(30, file=file, clock=lambda: now[0])
-    console.phase("rollout")
-    for done in range(1, 8):
-        now[0] += 10
-        console.progress(done, 8, 1000)
-    assert file.getvalue().splitlines() == [
-        "  rollout 3/8, 1,000 tokens/s after 30.0 s",
-        "  rollout 6/8, 1,000 tokens/s after 1m 00s",
-    ]
-
-
-def test_progress_says_pages_and_what_is_left(capsys):
+def test_a_long_phase_reports_every_half_minute_when_plain(capsys):
     now = [0.0]
     with contextlib.closing(Console(4, clock=lambda: now[0])) as console:
         console.phase("rollout")
-        now[0] = 40.0
-        console.progress(3, 8, 1000, pages=(30, 120), eta_s=75)
-    text = capsys.readouterr().out
-    assert (
-        "rollout 3/8, 1,000 tokens/s, 25% of the KV pages, about 1m 15s left after 40.0 s" in text
-    )
+        for done in range(1, 8):
+            now[0] += 10
+            console.progress(done, 8, 1000, pages=(30, 120), eta_s=75)
+    shown = "1,000 tokens/s, 25% of the KV pages, about 1m 15s left after"
+    assert capsys.readouterr().out.splitlines() == [
+        f"  rollout 3/8, {shown} 30.0 s",
+        f"  rollout 6/8, {shown} 1m 00s",
+    ]
 
 
 def test_time_left_comes_from_this_attempt():
@@ -108,13 +97,6 @@ def test_time_left_comes_from_this_attempt():
     assert console._time_text() == "17m 30s gone, 50.0 s left"
     console.close()
     console.close()
-
-
-def test_output_that_cannot_hold_a_character_gets_a_question_mark():
-    raw = io.BytesIO()
-    console = Console(1, file=io.TextIOWrapper(raw, encoding="ascii"))
-    console.note("caf\u00e9")
-    assert raw.getvalue() == b"caf?\n"
 
 
 @pytest.mark.parametrize("opened", [os.pipe, os.openpty])

@@ -11,7 +11,6 @@ import pytest
 
 from jetrl.errors import RunStopped, StorageError, UserError
 from jetrl.runs import RunDirectory
-from jetrl.runs.attempts import StatusFile
 from jetrl.runs.schemas import sample_of
 from jetrl.settings.loading import load_config
 from jetrl.types import StepStats
@@ -32,18 +31,13 @@ def test_name_in_use_is_refused_with_both_ways_out(create):
         create()
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "a..b", "a\\b", "/abs", " a", "a\n", "x" * 200, "."])
+@pytest.mark.parametrize("name", [None, "a/b", "..", "a\\b", " a", "a\n", "x" * 200])
 def test_name_that_is_no_folder_name_is_refused(tmp_path, name, synthetic):
     settings = synthetic.settings_for(tmp_path)
     section = settings.run.model_copy(update={"name": name})
     with pytest.raises(UserError, match=r"run\.name"):
         RunDirectory.create(settings.model_copy(update={"run": section}), synthetic.PLAN)
     assert not list(tmp_path.iterdir())
-
-
-def test_missing_name_is_refused(tmp_path, synthetic):
-    with pytest.raises(UserError, match=r"run\.name is not set"):
-        RunDirectory.create(load_config(None, [f"run.dir={tmp_path}"]), synthetic.PLAN)
 
 
 def test_runs_folder_that_is_a_file_is_refused(tmp_path, synthetic):
@@ -90,14 +84,6 @@ def test_metrics_read_back_bit_equal(create):
         assert list(line)[:2] == ["step", "time"]
 
 
-def test_lines_of_a_clock_before_1970_are_read(create, monkeypatch):
-    monkeypatch.setattr("time.time", lambda: -86400.5)
-    with create() as run, run.attempt(["jetrl"]):
-        run.write_step(StepStats(1, {}))
-    assert run.metrics()[0]["time"] == run.attempts()[0].ended == -86400.5
-    assert run.state() == "finished"
-
-
 def test_each_step_is_on_disk_when_write_returns(create):
     with create() as run:
         for step in (1, 2):
@@ -111,15 +97,6 @@ def test_step_out_of_order_is_refused(step, phase, create):
         run.write_step(StepStats(2, {"reward/mean": 0.5}))
         with pytest.raises(ValueError, match="out of order"):
             run.write_step(StepStats(step, {}), phase=phase)
-
-
-def test_supervised_steps_are_numbered_apart(create):
-    with create() as run:
-        run.write_step(StepStats(7, {"sft/loss": 2.0}), phase="sft")
-        run.write_step(StepStats(0, {"eval/a/mean": 0.1}))
-        run.write_step(StepStats(1, {"reward/mean": 0.5}))
-        assert [r["step"] for r in run.metrics("sft")] == [7]
-        assert [r["step"] for r in run.metrics("rl")] == [0, 1]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "ti', b'{"step": 3}\xff', b"\0\0\0", b"[1]\n"])
@@ -210,26 +187,6 @@ def test_who_asks_at_the_same_moment_is_no_writer(create):
         assert RunDirectory.open(path).state() == "new"
 
 
-def test_a_disk_that_is_full_when_a_run_goes_on_is_said_so(create, monkeypatch):
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    with create() as run:
-        for step in (1, 2):
-            run.write_step(StepStats(step, {}))
-    with create(resume=True) as run, monkeypatch.context() as patch:
-        patch.setattr("os.fsync", full)
-        with pytest.raises(StorageError, match=r"could not be written: No space"):
-            run.truncate_after(1)
-    assert [line["step"] for line in run.metrics()] == [1, 2]
-    with monkeypatch.context() as patch:
-        status = StatusFile(run.path)
-        patch.setattr("os.pwrite", full)
-        with pytest.raises(StorageError, match=r"status\.json could not be written: No space"):
-            status.begin("rollout", 1)
-        status.close()
-
-
 def test_second_writer_is_refused_while_the_first_lives(create):
     with create() as run:
         assert run.state() == "running"
@@ -289,6 +246,7 @@ def test_attempt_records_how_it_ended(create, state, error):
     (attempt,) = run.attempts()
     assert run.state() == attempt.state == state
     assert "why" in attempt.reason or state == "interrupted"
+    assert ("Traceback" in run.log_file.read_text()) == (state == "failed")
     assert attempt.notes == {"device": "CPU"}
     assert attempt.command == "jetrl train"
     assert "python" in attempt.versions
@@ -328,12 +286,6 @@ def test_log_takes_all_logging_and_gives_it_back(create):
     assert text.count("==== ") == 2
     assert "after the end" not in text
     assert (root.level, root.handlers) == (level, handlers)
-
-
-def test_log_has_the_traceback_of_a_failure(create):
-    with create() as run, pytest.raises(ZeroDivisionError), run.attempt(["jetrl"]):
-        _ = 1 / 0
-    assert "Traceback" in run.log_file.read_text()
 
 
 def test_history_adds_up_attempts(create, synthetic):

@@ -71,9 +71,7 @@ def test_hostile_names_are_escaped(make_run):
     assert "<img src=x onerror=alert(1)>" in page.texts
 
 
-@pytest.mark.parametrize(
-    "steps, evaluate", [(0, True), (1, True), (1, False), (2, False), (45, True), (900, True)]
-)
+@pytest.mark.parametrize("steps, evaluate", [(0, True), (1, False), (2, True), (450, True)])
 def test_any_number_of_steps(make_run, steps, evaluate):
     text = write_report(make_run(steps=steps, evaluate=evaluate)).read_text(encoding="utf-8")
     page = Page(text)
@@ -132,9 +130,7 @@ def test_drafts_are_shown_where_a_run_verified_some(synthetic, create):
     "seconds, text",
     [
         (0.0004, "0 ms"),
-        (0.0994, "99 ms"),
         (0.0996, "0.1 s"),
-        (59.94, "59.9 s"),
         (59.96, "1m 00s"),
         (3599.6, "1h 00m"),
         (86399.9, "1d 00h"),
@@ -159,7 +155,7 @@ def test_visible_and_clip():
     assert clip("abcdef", 5) == "ab..."
 
 
-def test_an_answer_is_shown_as_people_write_it_too(make_run):
+def test_an_answer_is_shown_as_people_write_it_and_how_to_read_it(make_run):
     path = make_run()
     for file in (path / "rollouts").iterdir():
         lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
@@ -167,11 +163,7 @@ def test_an_answer_is_shown_as_people_write_it_too(make_run):
         file.write_text("\n".join([*read, ""]), encoding="utf-8")
     page = write_report(path).read_text(encoding="utf-8")
     assert '<p class="readable">20 + 5 = &lt;25&gt;</p>' in page
-
-
-def test_how_completions_are_read_is_beside_them(make_run):
-    path = make_run()
-    assert "In this task" not in write_report(path).read_text(encoding="utf-8")
+    assert "In this task" not in page
     RunDirectory(path).write_reading("answers are written backwards: <52>")
     page = write_report(path).read_text(encoding="utf-8")
     assert "In this task answers are written backwards: &lt;52&gt;." in page

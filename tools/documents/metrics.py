@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from jetrl.runs.metrics import METRICS
-
-SYSTEMS = ("verl", "NeMo RL", "TRL", "prime-rl", "others")
+from jetrl.runs.metrics import KNOWN_AS, METRICS
 
 
 def render_metrics_document() -> str:
@@ -33,12 +31,12 @@ def render_metrics_document() -> str:
         "`token_mult_prob_error` above 1.05 is NeMo RL's alarm; here, under an exact plan, any",
         "value but 1, that is any `mismatch/num_different` but 0, stops the run.",
         "",
-        "| jetrl | " + " | ".join(SYSTEMS) + " |",
-        "| --- |" + " --- |" * len(SYSTEMS),
+        "| jetrl | " + " | ".join(KNOWN_AS) + " |",
+        "| --- |" + " --- |" * len(KNOWN_AS),
     ]
     for metric in METRICS:
-        if metric.known_as:
-            names = (_cell(metric.known_as.get(system, "")) for system in SYSTEMS)
+        names = [_cell(known.get(metric.name, "")) for known in KNOWN_AS.values()]
+        if any(names):
             lines.append(f"| `{metric.name}` | " + " | ".join(names) + " |")
     return "\n".join(lines) + "\n"
 

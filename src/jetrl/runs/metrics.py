@@ -11,7 +11,7 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 FREE = r"[^/<>\s]+"
 """Pattern of <task> and <name>: a path component without blanks or angle brackets."""
@@ -24,14 +24,12 @@ class Metric:
     Attributes:
         measured: Whether it is a time, speed or memory. All others have the same bits when a run is
             repeated on the CPU.
-        known_as: Its name in other systems, by system.
     """
 
     name: str
     unit: str
     meaning: str
     measured: bool = False
-    known_as: Mapping[str, str] = field(default_factory=dict)
 
     def matches(self, name: str) -> bool:
         """Return whether a name is this metric, or fits its free part."""
@@ -41,29 +39,14 @@ class Metric:
         return re.fullmatch(pattern, name) is not None
 
 
-def _timing(phase: str, meaning: str, **known_as: str) -> Metric:
-    return Metric(f"timing/{phase}_s", "s", meaning, measured=True, known_as=known_as)
-
-
 METRICS: tuple[Metric, ...] = (
-    Metric(
-        "reward/mean",
-        "reward",
-        "mean reward of the step's completions",
-        known_as={"verl": "critic/score/mean", "TRL": "reward", "prime-rl": "reward/all/mean"},
-    ),
-    Metric(
-        "reward/std",
-        "reward",
-        "standard deviation of the step's rewards (population)",
-        known_as={"TRL": "reward_std"},
-    ),
+    Metric("reward/mean", "reward", "mean reward of the step's completions"),
+    Metric("reward/std", "reward", "standard deviation of the step's rewards (population)"),
     Metric(
         "reward/zero_std_groups",
         "share",
         "groups whose completions all got the same reward, which teach nothing; absent if the "
         "algorithm does not compare them (reinforce_pp, ppo)",
-        known_as={"TRL": "frac_reward_zero_std"},
     ),
     Metric(
         "reward/failures",
@@ -87,13 +70,11 @@ METRICS: tuple[Metric, ...] = (
         "reward/kl_penalty",
         "reward",
         "mean reduction of rewards by the KL to the reference (algorithm.kl_in = reward)",
-        known_as={"TRL": "objective/non_score_reward (its negative)"},
     ),
     Metric(
         "dynamic_sampling/rounds",
         "count",
         "draws of prompts in the step, including the first (algorithm.dynamic_sampling)",
-        known_as={"verl": "train/num_gen_batches"},
     ),
     Metric(
         "dynamic_sampling/dropped_groups",
@@ -109,53 +90,48 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "partial_rollout/earlier_tokens",
         "share",
-        "trained tokens sampled by the policy of an earlier step; mismatch/* excludes them. "
-        "Absent if there are none",
+        "trained tokens sampled by the policy of an earlier step; mismatch/* excludes them. Absent "
+        "if there are none",
     ),
     Metric(
         "speculation/tokens_per_forward",
         "tokens",
         "tokens per sequence and decode forward since the last step, including evaluations; "
         "speculation/* is absent if rollout.speculation is off",
-        measured=True,
+        True,
     ),
     Metric(
         "speculation/verify_share",
         "share",
         "share of decode time in forwards that verified drafts",
-        measured=True,
+        True,
     ),
     Metric(
         "speculation/acceptance_self",
         "share",
         "acceptance rate of verified draft tokens from the sequence's own text; this and the next "
         "three are absent without such drafts",
-        measured=True,
+        True,
     ),
     Metric(
         "speculation/acceptance_siblings",
         "share",
         "the same for drafts from other running completions of the prompt",
-        measured=True,
+        True,
     ),
     Metric(
         "speculation/acceptance_earlier",
         "share",
         "the same for drafts from finished completions of the prompt, in this step, earlier steps "
         "and evaluations",
-        measured=True,
+        True,
     ),
-    Metric(
-        "speculation/acceptance_head",
-        "share",
-        "the same for drafts of the draft head",
-        measured=True,
-    ),
+    Metric("speculation/acceptance_head", "share", "the same for drafts of the draft head", True),
     Metric(
         "draft_head/loss",
         "nats",
-        "cross entropy of the draft head over its known tokens, before each update (mean over "
-        "the step); draft_head/* needs rollout.speculation = head or auto",
+        "cross entropy of the draft head over its known tokens, before each update (mean over the "
+        "step); draft_head/* needs rollout.speculation = head or auto",
     ),
     Metric(
         "draft_head/accuracy",
@@ -167,24 +143,14 @@ METRICS: tuple[Metric, ...] = (
         "count",
         "its updates skipped because of a gradient that is not finite; absent if there are none",
     ),
-    _timing("draft_head", "training of the draft head; part of timing/update_s"),
+    Metric("timing/draft_head_s", "s", "training of the draft head; part of timing/update_s", True),
     Metric(
         "noise/sigma",
         "deviation",
         "of the Gaussian noise on the norm weights in this step (adapter.noise_start)",
     ),
-    Metric(
-        "response_length/mean",
-        "tokens",
-        "mean length of a completion",
-        known_as={"verl": "response_length/mean", "TRL": "completions/mean_length"},
-    ),
-    Metric(
-        "response_length/clip_ratio",
-        "share",
-        "completions cut off at rollout.max_tokens",
-        known_as={"verl": "response_length/clip_ratio", "TRL": "completions/clipped_ratio"},
-    ),
+    Metric("response_length/mean", "tokens", "mean length of a completion"),
+    Metric("response_length/clip_ratio", "share", "completions cut off at rollout.max_tokens"),
     Metric("response_length/turns", "turns", "mean number of turns, in a task with turns"),
     Metric(
         "response_length/sampled",
@@ -197,32 +163,10 @@ METRICS: tuple[Metric, ...] = (
         "mean length of a completion of one of several mixed tasks",
     ),
     Metric(
-        "policy/entropy",
-        "nats",
-        "mean entropy of the next-token distribution at sampled tokens",
-        known_as={
-            "verl": "actor/entropy",
-            "NeMo RL": "approx_entropy",
-            "TRL": "entropy",
-            "prime-rl": "entropy/all/mean",
-        },
+        "policy/entropy", "nats", "mean entropy of the next-token distribution at sampled tokens"
     ),
-    Metric(
-        "policy/kl_ref",
-        "nats",
-        "KL to the frozen reference (K3 estimate, mean over tokens)",
-        known_as={"verl": "actor/kl_loss (times kl_loss_coef: kl_coef)", "TRL": "kl"},
-    ),
-    Metric(
-        "policy/clip_fraction",
-        "share",
-        "tokens whose probability ratio was clipped",
-        known_as={
-            "verl": "actor/pg_clipfrac",
-            "NeMo RL": "probs_ratio_clamped (the clipped ratio itself)",
-            "TRL": "clip_ratio/*",
-        },
-    ),
+    Metric("policy/kl_ref", "nats", "KL to the frozen reference (K3 estimate, mean over tokens)"),
+    Metric("policy/clip_fraction", "share", "tokens whose probability ratio was clipped"),
     Metric(
         "policy/clip_low",
         "ratio",
@@ -239,21 +183,10 @@ METRICS: tuple[Metric, ...] = (
         "policy/grad_norm",
         "norm",
         "global gradient norm before clipping (mean over the step's updates)",
-        known_as={"verl": "actor/grad_norm", "TRL": "grad_norm", "prime-rl": "optim/grad_norm"},
     ),
-    Metric(
-        "policy/loss",
-        "loss",
-        "policy loss (mean over the step's updates, by their tokens)",
-        known_as={"verl": "actor/pg_loss", "TRL": "loss", "prime-rl": "loss/mean"},
-    ),
+    Metric("policy/loss", "loss", "policy loss (mean over the step's updates, by their tokens)"),
     Metric("policy/active_fraction", "share", "sampled tokens whose advantage is not 0"),
-    Metric(
-        "policy/lr",
-        "1/update",
-        "learning rate of the step's last update",
-        known_as={"verl": "actor/lr", "TRL": "learning_rate", "prime-rl": "optim/lr"},
-    ),
+    Metric("policy/lr", "1/update", "learning rate of the step's last update"),
     Metric(
         "policy/skipped_updates",
         "count",
@@ -269,33 +202,20 @@ METRICS: tuple[Metric, ...] = (
         "correction/weight_mean",
         "ratio",
         "mean importance weight of algorithm.correction, after its bounds",
-        known_as={"verl": "rollout_corr/rollout_is_mean", "TRL": "importance_sampling_ratio/mean"},
     ),
-    Metric(
-        "correction/weight_max",
-        "ratio",
-        "largest importance weight after the bounds",
-        known_as={"TRL": "importance_sampling_ratio/max"},
-    ),
+    Metric("correction/weight_max", "ratio", "largest importance weight after the bounds"),
     Metric("correction/ratio_max", "ratio", "largest importance ratio before the bounds"),
     Metric(
         "correction/touched_fraction",
         "share",
         "trained tokens whose weight the bounds changed or set to 0",
-        known_as={"verl": "rollout_corr/rollout_rs_masked_fraction (of the masks)"},
     ),
     Metric("critic/loss", "reward^2", "half the squared error of the critic, mean over tokens"),
-    Metric(
-        "critic/clip_fraction",
-        "share",
-        "tokens whose change of value was clipped",
-        known_as={"verl": "critic/vf_clipfrac"},
-    ),
+    Metric("critic/clip_fraction", "share", "tokens whose change of value was clipped"),
     Metric(
         "critic/grad_norm",
         "norm",
         "global gradient norm of the critic before clipping (mean over the step's updates)",
-        known_as={"verl": "critic/grad_norm"},
     ),
     Metric("critic/lr", "1/update", "learning rate of the critic (mean over the step's updates)"),
     Metric(
@@ -304,18 +224,12 @@ METRICS: tuple[Metric, ...] = (
         "updates of the critic skipped because of a NaN or infinite loss or gradient; absent if "
         "there are none",
     ),
-    Metric(
-        "critic/value_mean",
-        "reward",
-        "mean value before the step",
-        known_as={"verl": "critic/values/mean"},
-    ),
-    Metric("critic/return_mean", "reward", "mean return", known_as={"verl": "critic/returns/mean"}),
+    Metric("critic/value_mean", "reward", "mean value before the step"),
+    Metric("critic/return_mean", "reward", "mean return"),
     Metric(
         "critic/explained_variance",
         "share",
         "1 - var(return - value) / var(return); 1 is a perfect critic",
-        known_as={"verl": "critic/vf_explained_var"},
     ),
     Metric(
         "sampling/surprise_z",
@@ -335,109 +249,74 @@ METRICS: tuple[Metric, ...] = (
         "tokens",
         "of these, tokens whose log-probs differ in any bit; 0 is right",
     ),
+    Metric("mismatch/mean_abs_logprob_diff", "nats", "mean |trainer log-prob - sampler log-prob|"),
     Metric(
-        "mismatch/mean_abs_logprob_diff",
-        "nats",
-        "mean |trainer log-prob - sampler log-prob|",
-        known_as={
-            "verl": "training/rollout_probs_diff_mean (of probabilities)",
-            "TRL": "sampling/sampling_logp_difference/mean",
-            "others": "slime train/train_rollout_logprob_abs_diff; "
-            "SkyRL policy/rollout_train_logprobs_abs_diff_mean; TitanRL bit_wise/logprob_diff/mean",
-        },
+        "mismatch/max_abs_logprob_diff", "nats", "largest |trainer log-prob - sampler log-prob|"
     ),
-    Metric(
-        "mismatch/max_abs_logprob_diff",
-        "nats",
-        "largest |trainer log-prob - sampler log-prob|",
-        known_as={
-            "verl": "training/rollout_probs_diff_max (of probabilities)",
-            "TRL": "sampling/sampling_logp_difference/max",
-            "others": "TitanRL bit_wise/logprob_diff/max",
-        },
-    ),
-    Metric(
-        "mismatch/k3_kl",
-        "nats",
-        "K3 estimate of the KL between sampler and trainer",
-        known_as={
-            "verl": "rollout_corr/k3_kl",
-            "NeMo RL": "gen_kl_error",
-            "prime-rl": "mismatch_kl/all/mean",
-        },
-    ),
+    Metric("mismatch/k3_kl", "nats", "K3 estimate of the KL between sampler and trainer"),
     Metric(
         "mismatch/token_mult_prob_error",
         "ratio",
         "mean of exp|trainer log-prob - sampler log-prob|; 1 is right",
-        known_as={"NeMo RL": "token_mult_prob_error"},
     ),
-    _timing("rollout", "sampling completions", verl="timing_s/gen"),
-    _timing(
-        "reward",
-        "scoring completions, except while others were still sampled",
-        verl="timing_s/reward",
+    Metric("timing/rollout_s", "s", "sampling completions", True),
+    Metric(
+        "timing/reward_s", "s", "scoring completions, except while others were still sampled", True
     ),
-    _timing("update", "forward, backward and optimizer", verl="timing_s/update_actor"),
-    _timing("optimizer", "AdamW on the master weights; part of timing/update_s"),
-    _timing("requantize", "quantizing the master weights"),
-    _timing(
-        "checkpoint",
+    Metric("timing/update_s", "s", "forward, backward and optimizer", True),
+    Metric("timing/optimizer_s", "s", "AdamW on the master weights; part of timing/update_s", True),
+    Metric("timing/requantize_s", "s", "quantizing the master weights", True),
+    Metric(
+        "timing/checkpoint_s",
+        "s",
         "waiting until a checkpoint is copied, and the previous one is written",
-        verl="timing_s/save_checkpoint",
+        True,
     ),
-    _timing("eval", "held-out evaluation", verl="timing_s/testing"),
-    _timing(
-        "step",
-        "the whole step",
-        verl="timing_s/step",
-        **{"TRL": "step_time", "prime-rl": "time/step"},
-    ),
+    Metric("timing/eval_s", "s", "held-out evaluation", True),
+    Metric("timing/step_s", "s", "the whole step", True),
     Metric(
         "throughput/rollout_tokens_per_s",
         "tokens/s",
         "sampled tokens per second of timing/rollout_s",
-        measured=True,
+        True,
     ),
     Metric(
         "throughput/train_tokens_per_s",
         "tokens/s",
         "trained tokens, including prompts, per second of timing/update_s",
-        measured=True,
-        known_as={"verl": "perf/throughput (of the whole step, per GPU)"},
+        True,
     ),
     Metric(
         "distributed/size",
         "ranks",
         "processes of the run, one per GPU; distributed/* is absent unless torchrun started "
         "several",
-        measured=True,
+        True,
     ),
     Metric(
         "distributed/wait_share",
         "share",
         "share of timing/step_s in which a rank waited for others on the host (the longest "
         "completion, a score, a message), mean over ranks",
-        measured=True,
+        True,
     ),
     Metric(
         "distributed/rollout_tokens_per_s_per_rank",
         "tokens/s",
         "throughput/rollout_tokens_per_s divided by the number of ranks",
-        measured=True,
+        True,
     ),
     Metric(
         "distributed/train_tokens_per_s_per_rank",
         "tokens/s",
         "throughput/train_tokens_per_s divided by the number of ranks",
-        measured=True,
+        True,
     ),
     Metric(
         "memory/peak_gib",
         "GiB",
         "peak memory of the device (on CPU: of the process); maximum over ranks",
         True,
-        known_as={"verl": "perf/max_memory_allocated_gb", "prime-rl": "perf/peak_memory"},
     ),
     Metric("memory/rollout_peak_gib", "GiB", "peak memory while sampling (GPU)", True),
     Metric("memory/update_peak_gib", "GiB", "peak memory while training (GPU)", True),
@@ -457,13 +336,11 @@ METRICS: tuple[Metric, ...] = (
         "eval/<task>/mean",
         "reward",
         "mean reward on the held-out split, over eval.samples completions per prompt",
-        known_as={"verl": "val-core/*/mean@N", "prime-rl": "eval/<env>/avg@k"},
     ),
     Metric(
         "eval/<task>/pass_at_k",
         "share",
         "held-out prompts solved by at least one of k = eval.samples completions",
-        known_as={"prime-rl": "eval/<env>/pass@k"},
     ),
     Metric("eval/<task>/response_length", "tokens", "mean length of a held-out completion"),
     Metric("eval/<task>/clip_ratio", "share", "held-out completions cut off at the token limit"),
@@ -481,13 +358,11 @@ METRICS: tuple[Metric, ...] = (
         "reward_model/accuracy",
         "share",
         "pairs of an update in which the better completion scored higher, before the update",
-        known_as={"TRL": "accuracy"},
     ),
     Metric(
         "reward_model/margin",
         "score",
         "mean score of the better minus that of the worse completion",
-        known_as={"TRL": "margin"},
     ),
     Metric(
         "reward_model/skipped_updates",
@@ -496,6 +371,85 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("reward_model/eval_accuracy", "share", "held-out pairs in the right order"),
 )
+
+KNOWN_AS: dict[str, dict[str, str]] = {
+    "verl": {
+        "reward/mean": "critic/score/mean",
+        "dynamic_sampling/rounds": "train/num_gen_batches",
+        "response_length/mean": "response_length/mean",
+        "response_length/clip_ratio": "response_length/clip_ratio",
+        "policy/entropy": "actor/entropy",
+        "policy/kl_ref": "actor/kl_loss (times kl_loss_coef: kl_coef)",
+        "policy/clip_fraction": "actor/pg_clipfrac",
+        "policy/grad_norm": "actor/grad_norm",
+        "policy/loss": "actor/pg_loss",
+        "policy/lr": "actor/lr",
+        "correction/weight_mean": "rollout_corr/rollout_is_mean",
+        "correction/touched_fraction": "rollout_corr/rollout_rs_masked_fraction (of the masks)",
+        "critic/clip_fraction": "critic/vf_clipfrac",
+        "critic/grad_norm": "critic/grad_norm",
+        "critic/value_mean": "critic/values/mean",
+        "critic/return_mean": "critic/returns/mean",
+        "critic/explained_variance": "critic/vf_explained_var",
+        "mismatch/mean_abs_logprob_diff": "training/rollout_probs_diff_mean (of probabilities)",
+        "mismatch/max_abs_logprob_diff": "training/rollout_probs_diff_max (of probabilities)",
+        "mismatch/k3_kl": "rollout_corr/k3_kl",
+        "timing/rollout_s": "timing_s/gen",
+        "timing/reward_s": "timing_s/reward",
+        "timing/update_s": "timing_s/update_actor",
+        "timing/checkpoint_s": "timing_s/save_checkpoint",
+        "timing/eval_s": "timing_s/testing",
+        "timing/step_s": "timing_s/step",
+        "throughput/train_tokens_per_s": "perf/throughput (of the whole step, per GPU)",
+        "memory/peak_gib": "perf/max_memory_allocated_gb",
+        "eval/<task>/mean": "val-core/*/mean@N",
+    },
+    "NeMo RL": {
+        "policy/entropy": "approx_entropy",
+        "policy/clip_fraction": "probs_ratio_clamped (the clipped ratio itself)",
+        "mismatch/k3_kl": "gen_kl_error",
+        "mismatch/token_mult_prob_error": "token_mult_prob_error",
+    },
+    "TRL": {
+        "reward/mean": "reward",
+        "reward/std": "reward_std",
+        "reward/zero_std_groups": "frac_reward_zero_std",
+        "reward/kl_penalty": "objective/non_score_reward (its negative)",
+        "response_length/mean": "completions/mean_length",
+        "response_length/clip_ratio": "completions/clipped_ratio",
+        "policy/entropy": "entropy",
+        "policy/kl_ref": "kl",
+        "policy/clip_fraction": "clip_ratio/*",
+        "policy/grad_norm": "grad_norm",
+        "policy/loss": "loss",
+        "policy/lr": "learning_rate",
+        "correction/weight_mean": "importance_sampling_ratio/mean",
+        "correction/weight_max": "importance_sampling_ratio/max",
+        "mismatch/mean_abs_logprob_diff": "sampling/sampling_logp_difference/mean",
+        "mismatch/max_abs_logprob_diff": "sampling/sampling_logp_difference/max",
+        "timing/step_s": "step_time",
+        "reward_model/accuracy": "accuracy",
+        "reward_model/margin": "margin",
+    },
+    "prime-rl": {
+        "reward/mean": "reward/all/mean",
+        "policy/entropy": "entropy/all/mean",
+        "policy/grad_norm": "optim/grad_norm",
+        "policy/loss": "loss/mean",
+        "policy/lr": "optim/lr",
+        "mismatch/k3_kl": "mismatch_kl/all/mean",
+        "timing/step_s": "time/step",
+        "memory/peak_gib": "perf/peak_memory",
+        "eval/<task>/mean": "eval/<env>/avg@k",
+        "eval/<task>/pass_at_k": "eval/<env>/pass@k",
+    },
+    "others": {
+        "mismatch/mean_abs_logprob_diff": "slime train/train_rollout_logprob_abs_diff; SkyRL "
+        "policy/rollout_train_logprobs_abs_diff_mean; TitanRL bit_wise/logprob_diff/mean",
+        "mismatch/max_abs_logprob_diff": "TitanRL bit_wise/logprob_diff/max",
+    },
+}
+"""Names of metrics in other systems, by system; in brackets what they measure differently."""
 
 
 @functools.lru_cache(maxsize=4096)  # called for each metric of each line of a long run
