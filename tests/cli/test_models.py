@@ -373,8 +373,8 @@ def test_what_is_no_model_is_refused_with_words(tmp_path: Path) -> None:
 def test_doctor_reports_every_check_with_a_next_step(
     jetrl: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "check_exactness", lambda: [doctor.Finding("OK", "exact: x", "y")])
-    monkeypatch.setattr(doctor, "check_answers", lambda: 1 / 0)
+    monkeypatch.setattr(doctor, "_check_exactness", lambda: [doctor.Finding("OK", "exact: x", "y")])
+    monkeypatch.setattr(doctor, "_check_answers", lambda: 1 / 0)
     monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "nothing"})
     done = jetrl("doctor")
     assert done.code == 1  # a check that breaks is a FAIL, and the others still run
@@ -393,7 +393,7 @@ def test_doctor_gives_a_clear_error_as_it_is(
     def refuse() -> list[doctor.Finding]:
         raise UserError("no toolkit: set CUDA_HOME")
 
-    monkeypatch.setattr(doctor, "check_exactness", refuse)
+    monkeypatch.setattr(doctor, "_check_exactness", refuse)
     monkeypatch.setattr(doctor, "CORE", ("math-verify",))
     monkeypatch.setattr(doctor, "installed", lambda name: None)
     done = jetrl("doctor")
@@ -405,29 +405,29 @@ def test_doctor_gives_a_clear_error_as_it_is(
 
 
 def test_the_fp8_check_sees_a_wrong_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.check_fp8_cast()[0].status == "OK"
+    assert doctor._check_fp8_cast()[0].status == "OK"
     dequantize = precision.dequantize
     monkeypatch.setattr(precision, "dequantize", lambda q: dequantize(q) * 1.0625)
-    assert doctor.check_fp8_cast()[0].status == "FAIL"
+    assert doctor._check_fp8_cast()[0].status == "FAIL"
 
 
 def test_the_exactness_and_answer_checks_pass_here() -> None:
-    assert {check.status for check in doctor.check_exactness()} == {"OK"}
-    assert {check.status for check in doctor.check_answers()} == {"OK"}
+    assert {check.status for check in doctor._check_exactness()} == {"OK"}
+    assert {check.status for check in doctor._check_answers()} == {"OK"}
 
 
 def test_low_disk_and_missing_packages_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "LOW_DISK_GIB", 1e9)
-    assert doctor.check_disk(tmp_path).status == "WARN"
+    assert doctor._check_disk(tmp_path).status == "WARN"
     monkeypatch.setattr(doctor, "NO_DISK_GIB", 1e9)
-    assert doctor.check_disk(tmp_path).status == "FAIL"
+    assert doctor._check_disk(tmp_path).status == "FAIL"
     for version, status in (("3.6.0", "OK"), ("3.9.1", "OK"), ("3.10.0", "WARN"), (None, "OK")):
         monkeypatch.setattr(doctor, "installed", lambda _, found=version: found)
-        assert doctor.check_triton().status == status
+        assert doctor._check_triton().status == status
     monkeypatch.undo()
-    missing = doctor.check_core("no-such-package")
+    missing = doctor._check_core("no-such-package")
     assert (missing.status, missing.next_step) == ("FAIL", "pip install no-such-package")
 
 

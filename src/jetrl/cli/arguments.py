@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jetrl.distributed.console import tell as tell
+from jetrl.errors import UserError
 from jetrl.presets import PRESETS
+
+if TYPE_CHECKING:
+    from jetrl.types import SamplingParams
 
 PLANS = tuple(PRESETS)
 DEVICES = ("auto", "cpu", "cuda")
@@ -47,11 +51,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a Hugging Face directory or hub name, a run directory, or a checkpoint",
     )
-    add_plan_arguments(parser)
+    _add_plan_arguments(parser)
     add_trust_argument(parser)
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan", choices=PLANS, help="precision preset (default: the run's, or unified)"
     )
@@ -91,6 +95,26 @@ def add_sampling_arguments(
         "--top-k", type=int, default=0, help="keep this many most probable tokens; 0: all"
     )
     parser.add_argument("--seed", type=int, default=seed, help="random seed of the draws")
+
+
+def sampling_params(
+    args: argparse.Namespace, n: int, temperature: float, stop: Sequence[str] = ()
+) -> SamplingParams:
+    """Return the sampling parameters that the options ask for."""
+    from jetrl.types import SamplingParams
+
+    try:
+        return SamplingParams(
+            n=n,
+            max_tokens=args.max_tokens,
+            temperature=temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            stop=tuple(stop),
+            seed=args.seed,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "") -> str:

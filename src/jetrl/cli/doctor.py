@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.cli.runs import find_run
     from jetrl.runs.format import visible
 
-    findings = all_checks() if args.run is None else run_checks(find_run(args.run, Path(args.dir)))
+    findings = _all_checks() if args.run is None else run_checks(find_run(args.run, Path(args.dir)))
     if args.json:
         print_json([finding._asdict() for finding in findings])
     else:
@@ -85,26 +85,26 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(finding.status == "FAIL" for finding in findings) else 0
 
 
-def all_checks() -> list[Finding]:
+def _all_checks() -> list[Finding]:
     """Return the findings about this machine, in the order of the output."""
     findings = [
-        check_python(),
-        check_torch(),
-        check_device(),
-        *(check_core(name) for name in CORE),
-        check_triton(),
-        *(check_optional(name, use) for name, use in OPTIONAL.items()),
-        check_disk(Path.cwd()),
+        _check_python(),
+        _check_torch(),
+        _check_device(),
+        *(_check_core(name) for name in CORE),
+        _check_triton(),
+        *(_check_optional(name, use) for name, use in OPTIONAL.items()),
+        _check_disk(Path.cwd()),
     ]
-    self_checks = {"FP8 cast": check_fp8_cast, "exactness": check_exactness}
+    self_checks = {"FP8 cast": _check_fp8_cast, "exactness": _check_exactness}
     if installed("math-verify"):
-        self_checks["math-verify"] = check_answers
+        self_checks["math-verify"] = _check_answers
     for name, self_check in self_checks.items():
-        findings += guarded(name, self_check)
+        findings += _guarded(name, self_check)
     return findings
 
 
-def guarded(name: str, self_check: Callable[[], list[Finding]]) -> list[Finding]:
+def _guarded(name: str, self_check: Callable[[], list[Finding]]) -> list[Finding]:
     """Return the findings of a check; a check that raises is a FAIL."""
     try:
         return self_check()
@@ -115,14 +115,14 @@ def guarded(name: str, self_check: Callable[[], list[Finding]]) -> list[Finding]
         return [Finding("FAIL", name, detail, "please report this with `jetrl doctor --json`")]
 
 
-def check_python() -> Finding:
+def _check_python() -> Finding:
     version = platform.python_version()
     if (3, 11) <= sys.version_info[:2] <= (3, 13):
         return Finding("OK", "python", f"{version}, {platform.platform()}")
     return Finding("WARN", "python", version, "use Python 3.11 to 3.13: jetrl is tested on these")
 
 
-def check_torch() -> Finding:
+def _check_torch() -> Finding:
     import torch
 
     version = torch.__version__
@@ -131,7 +131,7 @@ def check_torch() -> Finding:
     return Finding("FAIL", "torch", version, "pip install 'torch>=2.11'")
 
 
-def check_device() -> Finding:
+def _check_device() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
@@ -146,21 +146,21 @@ def check_device() -> Finding:
     return Finding("OK", "device", f"{detail}; FP8 GEMM: {gemm}, and Triton for few rows")
 
 
-def check_core(name: str) -> Finding:
+def _check_core(name: str) -> Finding:
     version = installed(name)
     if version is None:
         return Finding("FAIL", name, "not installed", f"pip install {name}")
     return Finding("OK", name, version)
 
 
-def check_optional(name: str, use: str) -> Finding:
+def _check_optional(name: str, use: str) -> Finding:
     return Finding("OK", name, installed(name) or f"not installed (optional; for {use})")
 
 
-def check_triton() -> Finding:
+def _check_triton() -> Finding:
     version = installed("triton")
     if version is None or _minor(FIRST_TRITON) <= _minor(version) <= _minor(LAST_TRITON):
-        return check_optional("triton", "GPU kernels; it comes with a CUDA build of torch")
+        return _check_optional("triton", "GPU kernels; it comes with a CUDA build of torch")
     step = (
         f"the GPU kernels need Triton {FIRST_TRITON} (torch 2.11) to {LAST_TRITON} (torch 2.15): "
         "install one of these versions of torch"
@@ -180,7 +180,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def check_disk(folder: Path) -> Finding:
+def _check_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free / 2**30
     detail = f"{free:.1f} GiB free in {folder}"
     step = (
@@ -192,7 +192,7 @@ def check_disk(folder: Path) -> Finding:
     return Finding("OK", "disk", detail)
 
 
-def e4m3_values() -> list[float]:
+def _e4m3_values() -> list[float]:
     """Return the 127 finite non-negative E4M3 values, from the definition of the format."""
     # 4 bits of exponent with bias 7, 3 of mantissa; exponent 0 is subnormal, all ones is NaN.
     codes = ((code >> 3, code & 7) for code in range(0x7F))
@@ -202,14 +202,14 @@ def e4m3_values() -> list[float]:
     ]
 
 
-def check_fp8_cast() -> list[Finding]:
+def _check_fp8_cast() -> list[Finding]:
     """Check that the quantizer keeps E4M3 values and rounds ties to the even code."""
     import torch
 
     from jetrl.precision import dequantize, quantize
 
     # The largest value is in each group, so the scale is 1 and only the cast is tested.
-    values = e4m3_values()
+    values = _e4m3_values()
     exact = torch.tensor([[*values, -values[-1]]])
     halfway = [(low + high) / 2 for low, high in itertools.pairwise(values)]
     even = [values[code + code % 2] for code in range(len(halfway))]
@@ -223,7 +223,7 @@ def check_fp8_cast() -> list[Finding]:
     return [Finding("OK", "FP8 cast", "256 values: exact, ties to even")]
 
 
-def check_exactness() -> list[Finding]:
+def _check_exactness() -> list[Finding]:
     """Check that no operation's result for a row depends on the rest of the batch."""
     import torch
 
@@ -251,7 +251,7 @@ def check_exactness() -> list[Finding]:
     ]
 
 
-def check_answers() -> list[Finding]:
+def _check_answers() -> list[Finding]:
     """Check that a scoring process starts and judges known answers correctly."""
     from jetrl.tasks import Scorer
 
@@ -269,14 +269,14 @@ def run_checks(path: Path) -> list[Finding]:
 
     run = RunDirectory.open(path)
     checks: dict[str, Callable[[RunDirectory], list[Finding]]] = {
-        "end": lambda run: [check_end(run)],
-        "progress": lambda run: [check_progress(run)],
-        "checkpoints": check_checkpoints,
-        "hang": check_hang,
-        "ranks": check_ranks,
-        "numbers": check_numbers,
-        "disk": lambda _: [check_disk(path)],
-        "to continue": how_to_continue,
+        "end": lambda run: [_check_end(run)],
+        "progress": lambda run: [_check_progress(run)],
+        "checkpoints": _check_checkpoints,
+        "hang": _check_hang,
+        "ranks": _check_ranks,
+        "numbers": _check_numbers,
+        "disk": lambda _: [_check_disk(path)],
+        "to continue": _how_to_continue,
     }
     findings: list[Finding] = []
     for name, check in checks.items():
@@ -287,7 +287,7 @@ def run_checks(path: Path) -> list[Finding]:
     return findings
 
 
-def check_end(run: RunDirectory) -> Finding:
+def _check_end(run: RunDirectory) -> Finding:
     """Return how the last attempt ended, and in which phase."""
     from jetrl.runs.attempts import read_status
     from jetrl.runs.format import duration
@@ -316,7 +316,7 @@ def check_end(run: RunDirectory) -> Finding:
     return Finding(level, "end", detail, step)
 
 
-def check_progress(run: RunDirectory) -> Finding:
+def _check_progress(run: RunDirectory) -> Finding:
     from jetrl.runs.format import duration
 
     total = run.config().get("loop", {}).get("steps", "?")
@@ -334,7 +334,7 @@ def check_progress(run: RunDirectory) -> Finding:
     return Finding("OK", "progress", ", ".join(facts))
 
 
-def check_checkpoints(run: RunDirectory) -> list[Finding]:
+def _check_checkpoints(run: RunDirectory) -> list[Finding]:
     """Return which checkpoints are whole or damaged, and how many steps a resume would repeat."""
     from jetrl.training import Checkpoints
 
@@ -364,7 +364,7 @@ def check_checkpoints(run: RunDirectory) -> list[Finding]:
     return [*damaged, Finding("OK", "checkpoints", f"whole: {', '.join(whole)}{again}")]
 
 
-def check_hang(run: RunDirectory) -> list[Finding]:
+def _check_hang(run: RunDirectory) -> list[Finding]:
     """Return the last hang that hang.txt reports, if any."""
     from jetrl.files import read_bytes
 
@@ -387,7 +387,7 @@ def check_hang(run: RunDirectory) -> list[Finding]:
     return [Finding("WARN", "hang", f"{last}{where}", step)]
 
 
-def check_ranks(run: RunDirectory) -> list[Finding]:
+def _check_ranks(run: RunDirectory) -> list[Finding]:
     """Return where each rank was when one rank ended the last attempt, and the records kept."""
     from jetrl.files import checked, read_bytes
     from jetrl.runs.schemas import BOARD
@@ -420,7 +420,7 @@ def check_ranks(run: RunDirectory) -> list[Finding]:
     return findings
 
 
-def check_numbers(run: RunDirectory) -> list[Finding]:
+def _check_numbers(run: RunDirectory) -> list[Finding]:
     """Return a finding for each number that should be 0 over the run and is not."""
     from jetrl.precision.plan import PrecisionPlan
 
@@ -456,7 +456,7 @@ def check_numbers(run: RunDirectory) -> list[Finding]:
     return findings
 
 
-def how_to_continue(run: RunDirectory) -> list[Finding]:
+def _how_to_continue(run: RunDirectory) -> list[Finding]:
     """Return the command that resumes the run, unless it is running or finished."""
     if run.state() in ("running", "finished"):
         return []

@@ -27,7 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments, print_json, table
+from jetrl.cli.arguments import (
+    add_model_arguments,
+    add_sampling_arguments,
+    print_json,
+    sampling_params,
+    table,
+)
 from jetrl.errors import UserError
 from jetrl.randomness import derive_seed
 from jetrl.users_code import files_named, trust_only
@@ -70,30 +76,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    names = [args.task] if args.task is None else task_names(args)
-    sets = [one_set(args, name) for name in names]
+    names = [args.task] if args.task is None else _task_names(args)
+    sets = [_one_set(args, name) for name in names]
     for own in sets[1:]:  # report a problem of any set before evaluating the first
-        build_scored(own)[1].close()
+        _build_scored(own)[1].close()
     results: dict[str, Evaluation] = {}
     policy: Policy | None = None
     for own in sets:
-        task, scorer = build_scored(own)
+        task, scorer = _build_scored(own)
         with scorer:
-            policy = policy or opened(args)
+            policy = policy or _opened(args)
             policy.plain_text = own.task.special_tokens_as_text
-            results[own.label] = evaluated(own, policy, task, scorer)
+            results[own.label] = _evaluated(own, policy, task, scorer)
     if args.json:
-        objects = {name: as_object(result) for name, result in results.items()}
+        objects = {name: _as_object(result) for name, result in results.items()}
         one, *others = objects.values()
         print_json({"sets": objects} if others else one, indent=None)
     elif len(results) == 1:
-        print(as_text(next(iter(results.values())), sets[0].params.n))
+        print(_as_text(next(iter(results.values())), sets[0].params.n))
     else:
-        print(as_table(results, sets[0].params.n))
+        print(_as_table(results, sets[0].params.n))
     return 0
 
 
-def opened(args: argparse.Namespace) -> Policy:
+def _opened(args: argparse.Namespace) -> Policy:
     """Return the policy to evaluate; warn on stderr if its weights are rounded to BF16."""
     from jetrl.cli.opening import find_model, open_policy
 
@@ -118,7 +124,7 @@ class OneSet:
     params: SamplingParams
 
 
-def task_names(args: argparse.Namespace) -> list[str]:
+def _task_names(args: argparse.Namespace) -> list[str]:
     """Return the comma-separated names of --task."""
     names = [name.strip() for name in args.task.split(",")]
     if len(set(names)) < len(names) or not all(names):
@@ -129,25 +135,25 @@ def task_names(args: argparse.Namespace) -> list[str]:
     return names
 
 
-def one_set(args: argparse.Namespace, name: str | None) -> OneSet:
+def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
     """Return the set of a name; None: of the run's own task."""
     own = argparse.Namespace(**vars(args) | {"task": name})
-    settings = own_settings(own)
+    settings = _own_settings(own)
     fill_in(own, settings)
-    params = sampling_params(own, () if settings is None else settings.rollout.stop)
-    return OneSet(name or "", own, task_settings(own, settings), params)
+    params = _sampling_params(own, () if settings is None else settings.rollout.stop)
+    return OneSet(name or "", own, _task_settings(own, settings), params)
 
 
-def build_scored(one: OneSet) -> tuple[Task, Scorer]:
+def _build_scored(one: OneSet) -> tuple[Task, Scorer]:
     from jetrl.tasks import Scorer, build_task
 
     limits = {"workers": one.args.workers, "timeout_s": one.args.timeout}
-    with typed_files_trusted(one.args):
+    with _typed_files_trusted(one.args):
         task = build_task(one.task)
         return task, Scorer.from_settings(one.task.model_copy(update=limits))
 
 
-def evaluated(one: OneSet, policy: Policy, task: Task, scorer: Scorer) -> Evaluation:
+def _evaluated(one: OneSet, policy: Policy, task: Task, scorer: Scorer) -> Evaluation:
     from jetrl.rewards.evaluate import evaluate_model
 
     return evaluate_model(
@@ -163,13 +169,13 @@ def evaluated(one: OneSet, policy: Policy, task: Task, scorer: Scorer) -> Evalua
     )
 
 
-def own_settings(args: argparse.Namespace) -> Settings | None:
+def _own_settings(args: argparse.Namespace) -> Settings | None:
     """Return the settings of the run MODEL, whose own task is evaluated; None with --task."""
     from jetrl.settings.loading import load_config
 
     if args.task is not None:
         return None
-    run = run_of(Path(args.model))
+    run = _run_of(Path(args.model))
     if run is None:
         raise UserError(
             f"{args.model} is not a run directory, so there is no task to evaluate: add --task NAME"
@@ -177,7 +183,7 @@ def own_settings(args: argparse.Namespace) -> Settings | None:
     return load_config(run / "config.toml")
 
 
-def typed_files_trusted(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+def _typed_files_trusted(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
     """Return a context that allows imports of the Python files in --task and --option.
 
     The files named in the settings of the run MODEL need --trust-task.
@@ -194,7 +200,7 @@ def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
         "samples": 1,
         "top_p": 1.0,
         "threshold": 1.0,
-        "max_tokens": usual_tokens(args.task),
+        "max_tokens": _usual_tokens(args.task),
         "seed": 0,
         "workers": 2,
         "timeout": 10.0,
@@ -219,7 +225,7 @@ def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
         args.temperature = None if several_greedy else settings.eval.temperature
 
 
-def usual_tokens(task: str | None) -> int:
+def _usual_tokens(task: str | None) -> int:
     """Return the default of --max-tokens for a task."""
     from jetrl.tasks.questions import SOURCES, benchmark_name
 
@@ -227,7 +233,7 @@ def usual_tokens(task: str | None) -> int:
     return SOURCES[known].max_tokens if known else 1024
 
 
-def task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSettings:
+def _task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSettings:
     """Return the settings of the task, with --path, --option, --split and --system applied."""
     from jetrl.settings import TaskSettings
 
@@ -238,16 +244,14 @@ def task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSe
     return task.model_copy(update=changes)
 
 
-def run_of(model: Path) -> Path | None:
+def _run_of(model: Path) -> Path | None:
     """Return the run directory that MODEL is or lies in; None: it belongs to no run."""
     folders = (model, *model.absolute().parents[:2])
     return next((folder for folder in folders if (folder / "config.toml").is_file()), None)
 
 
-def sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingParams:
+def _sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingParams:
     """Return how to sample; by default greedily, or at temperature 1 for several completions."""
-    from jetrl.types import SamplingParams
-
     temperature = args.temperature
     if temperature is None:
         temperature = 0.0 if args.samples == 1 else 1.0
@@ -257,18 +261,7 @@ def sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingPa
         )
     if args.prompts < 0:
         raise UserError(f"--prompts {args.prompts}: 0 (all) or more")
-    try:
-        return SamplingParams(
-            n=args.samples,
-            max_tokens=args.max_tokens,
-            temperature=temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            stop=tuple(stop),
-            seed=args.seed,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    return sampling_params(args, args.samples, temperature, stop)
 
 
 def task_options(options: Sequence[str]) -> dict[str, Any]:
@@ -285,7 +278,7 @@ def task_options(options: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def as_text(result: Evaluation, samples: int) -> str:
+def _as_text(result: Evaluation, samples: int) -> str:
     """Return the results as a table; print the first scoring failure on stderr."""
     num_prompts = len(result.samples) // samples
     from jetrl.runs.format import visible
@@ -310,7 +303,7 @@ def as_text(result: Evaluation, samples: int) -> str:
     return table(rows)
 
 
-def as_table(results: Mapping[str, Evaluation], samples: int) -> str:
+def _as_table(results: Mapping[str, Evaluation], samples: int) -> str:
     """Return the results of several sets as a table, with their mean in the last line."""
     from jetrl.runs.format import visible
 
@@ -330,7 +323,7 @@ def as_table(results: Mapping[str, Evaluation], samples: int) -> str:
     return table([[*head, "tokens", "cut off", "not judged"], *rows, ["mean", "", f"{mean:.4f}"]])
 
 
-def as_object(result: Evaluation) -> dict[str, Any]:
+def _as_object(result: Evaluation) -> dict[str, Any]:
     """Return the results, also by task of a mixture, with every completion, for --json."""
     names = ("mean", "pass_at_k", "maj_at_k", "response_length", "clip_ratio", "failures")
     return {

@@ -67,11 +67,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(facts)
     else:
-        print(as_text(facts))
+        print(_as_text(facts))
     return 1 if policy.plan.exact and result.different else 0
 
 
-def as_text(facts: dict[str, object]) -> str:
+def _as_text(facts: dict[str, object]) -> str:
     promise = "promises equal bits" if facts["exact_plan"] else "promises nothing"
     rows = [
         ("plan", f"{facts['plan']} ({promise})"),

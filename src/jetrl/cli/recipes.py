@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         print(find_recipe(args.name).read_text(encoding="utf-8"), end="")
         return 0
     recipes = {
-        name: description(find_recipe(name).read_text("utf-8")) for name in packaged_recipes()
+        name: _description(find_recipe(name).read_text("utf-8")) for name in packaged_recipes()
     }
     if args.json:
         print_json([{"name": name, **about} for name, about in recipes.items()])
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def description(recipe: str) -> dict[str, str]:
+def _description(recipe: str) -> dict[str, str]:
     """Return what a recipe does and needs: the first and the `Needs:` paragraph of its comment."""
     lines = []
     for line in recipe.splitlines():

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "list":
         if args.run:
             raise UserError(f"runs list takes no run; did you mean: jetrl runs show {args.run[0]}?")
-        return list_command(folder, args.json)
+        return _list_command(folder, args.json)
     if not args.run:
         raise UserError(f"runs {args.action} needs a run: its name or directory")
     paths = [find_run(name, folder) for name in args.run]
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     for path in paths:
         try:
             if args.action == "watch":
-                write_report_now(path)
-            show_command(path, args.json)
+                _write_report_now(path)
+            _show_command(path, args.json)
         except UserError as error:  # one damaged run does not hide the others
             problems.append(str(error))
     if problems:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_report_now(path: Path) -> None:
+def _write_report_now(path: Path) -> None:
     """Write the report of a run that may still be running: the answer of `runs watch`."""
     from jetrl.runs import write_report
 
@@ -83,7 +83,7 @@ def find_run(name: str, folder: Path) -> Path:
     return Path(name) if by_path else folder / name
 
 
-def list_command(folder: Path, as_json: bool) -> int:
+def _list_command(folder: Path, as_json: bool) -> int:
     from rich.console import Console
 
     from jetrl.runs import list_runs, runs_table
@@ -102,7 +102,7 @@ def list_command(folder: Path, as_json: bool) -> int:
     return 0
 
 
-def show_command(path: Path, as_json: bool) -> None:
+def _show_command(path: Path, as_json: bool) -> None:
     from jetrl.runs import RunDirectory, show_run
 
     if not as_json:

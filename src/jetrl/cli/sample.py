@@ -15,7 +15,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments, print_json
+from jetrl.cli.arguments import (
+    add_model_arguments,
+    add_sampling_arguments,
+    print_json,
+    sampling_params,
+)
 from jetrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,23 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from jetrl.types import SamplingParams
-
     if args.system is not None and not args.chat:
         raise UserError("--system needs --chat: plain text has no system prompt")
-    try:
-        params = SamplingParams(
-            n=args.n,
-            max_tokens=args.max_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            seed=args.seed,
-            stop=tuple(args.stop),
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    prompts = list(read_prompts(args.prompts, args.chat))
+    params = sampling_params(args, args.n, args.temperature, args.stop)
+    prompts = list(_read_prompts(args.prompts, args.chat))
 
     from jetrl.cli.opening import open_policy
     from jetrl.rollout.engine import RolloutEngine
@@ -67,13 +59,13 @@ def run(args: argparse.Namespace) -> int:
     for index, completion in enumerate(completions):
         prompt = prompts[index // params.n]
         if args.json:
-            print_json(as_object(prompt, completion), indent=None)
+            print_json(_as_object(prompt, completion), indent=None)
         else:
-            print(as_text(prompt, completion))
+            print(_as_text(prompt, completion))
     return 0
 
 
-def read_prompts(arguments: Sequence[str], chat: bool) -> Iterator[Prompt]:
+def _read_prompts(arguments: Sequence[str], chat: bool) -> Iterator[Prompt]:
     """Yield prompts from the arguments, or from the lines of standard input with text.
 
     Raises:
@@ -95,7 +87,7 @@ def read_prompts(arguments: Sequence[str], chat: bool) -> Iterator[Prompt]:
             yield Prompt(id=str(number), text=text)
 
 
-def as_text(prompt: Prompt, completion: Completion) -> str:
+def _as_text(prompt: Prompt, completion: Completion) -> str:
     total = math.fsum(completion.logprobs)
     facts = f"{len(completion.token_ids)} tokens, {completion.finish_reason}, log-prob {total:.3f}"
     from jetrl.runs.format import visible
@@ -106,7 +98,7 @@ def as_text(prompt: Prompt, completion: Completion) -> str:
     return f"{text}\n  [{facts}]"
 
 
-def as_object(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+def _as_object(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     """Return one completion with its tokens and their log-probs, for --json."""
     return {
         "prompt": prompt.asked,

@@ -150,7 +150,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
     own = Path(settings.run.dir) / str(settings.run.name) / "config.toml"
     if resume and own.is_file():
         given, settings = settings, load_config(own, overrides)
-        unused = unused_of_recipe(recipes[0], given, settings, own) if recipes else ""
+        unused = _unused_of_recipe(recipes[0], given, settings, own) if recipes else ""
         if unused and launched_rank() == 0:
             tell(unused)
         settings = RunDirectory.settings_of_resume(settings)
@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
             print(part)
         return 0
     if args.preflight:
-        return run_preflight(settings)
+        return _run_preflight(settings)
     from jetrl import loop
 
     try:
@@ -229,7 +229,7 @@ def goes_on(settings: Settings) -> bool:
     return ranks.goes_on(settings)
 
 
-def unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path) -> str:
+def _unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path) -> str:
     """Return a sentence about the recipe's settings that a resumed run does not use, or ""."""
     from jetrl.runs.directory import settings_that_differ
     from jetrl.runs.format import clip, visible
@@ -274,13 +274,13 @@ def say_how_to_go_on(
     return code
 
 
-def run_preflight(settings: Settings) -> int:
+def _run_preflight(settings: Settings) -> int:
     from jetrl.session.preflight import preflight
 
     result = preflight(settings)
     for _, samples in itertools.groupby(result.samples, key=lambda sample: sample.group):
         group = list(samples)
-        lines = [line for sample in group for line in sample_lines(sample)]
+        lines = [line for sample in group for line in _sample_lines(sample)]
         print("\n".join([*prompt_lines(group[0].prompt), *lines, ""]))
     if settings.sft.steps:
         print(f"this is the model before its {settings.sft.steps} supervised updates")
@@ -295,7 +295,7 @@ def say_warnings(warnings: Sequence[str]) -> int:
     return 1 if warnings else 0
 
 
-def sample_lines(sample: Sample) -> list[str]:
+def _sample_lines(sample: Sample) -> list[str]:
     from jetrl.runs.format import number, visible
 
     completion = sample.completion
@@ -334,14 +334,14 @@ def closing_lines(result: RunResult, settings: Settings) -> str:
     }
     lines = [table([(label, str(path)) for label, path in paths.items() if path is not None])]
     if result.model_path is not None:
-        lines.append(f"sample from it: {sample_command(result.model_path, settings)}")
+        lines.append(f"sample from it: {_sample_command(result.model_path, settings)}")
         reading = RunDirectory(result.run_path).reading()
         if reading:
             lines.append(f"in this task {reading}")
     return "\n".join(lines)
 
 
-def sample_command(model: Path, settings: Settings) -> str:
+def _sample_command(model: Path, settings: Settings) -> str:
     prompt = "12+07=" if settings.task.name == "arithmetic" else "PROMPT"
     chat = " --chat" if (model / "chat_template.jinja").is_file() else ""
     return f"jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'"

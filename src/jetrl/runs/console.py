@@ -114,7 +114,7 @@ class Console:
         """Print the step's line, move the bar, and show samples at their interval."""
         self._last = max(self._last, stats.step)
         if stats.step % self._lines_every == 0 or stats.step == self._total:
-            self._print(step_line(self._title, stats.step, self._total, stats.metrics))
+            self._print(_step_line(self._title, stats.step, self._total, stats.metrics))
         if self._bar is not None:
             self._bar.update(self._task, completed=self._last, phase="")
         every = self._samples_every
@@ -202,7 +202,7 @@ class _Remaining(ProgressColumn):
         return Text(self._text(), style=QUIET)
 
 
-def step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -> list[Piece]:
+def _step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -> list[Piece]:
     """Return a step's line in styled pieces, its metrics in a fixed order."""
     pieces: list[Piece] = [(f"{title} {step:>{len(str(total))}}/{total}", "bold")]
 

@@ -73,7 +73,7 @@ class FollowedDirectory(RunDirectory):
     @contextlib.contextmanager
     def _logged(self, attempt: Attempt) -> Iterator[Attempt]:
         log = self.log_file
-        with logging_to(log, attempt), printing_to(log), end_of_attempt(attempt):
+        with logging_to(log, attempt), _printing_to(log), end_of_attempt(attempt):
             yield attempt
 
     def end_attempt_for_hang(self, reason: str) -> None:
@@ -91,7 +91,7 @@ class FollowedDirectory(RunDirectory):
 
 
 @contextlib.contextmanager
-def printing_to(file: Path) -> Iterator[None]:
+def _printing_to(file: Path) -> Iterator[None]:
     """Append the output of this process and its libraries to a file, within the block."""
     sys.stdout.flush()
     sys.stderr.flush()

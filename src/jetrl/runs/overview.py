@@ -101,7 +101,7 @@ def show_run(path: str | Path) -> str:
         ends = " -> ".join(metric_value(change.name, v) for v in (change.first, change.last))
         rows.append((change.name, f"{ends}  (step {change.first_step} to {change.last_step})"))
     if history.num_different is not None:
-        differing = mismatch_text(history.num_different, history.num_tokens)
+        differing = _mismatch_text(history.num_different, history.num_tokens)
         rows.append(("mismatch", f"{differing} different"))
     checkpoints = [
         path
@@ -126,7 +126,7 @@ def _row(path: Path) -> RunRow:
         return RunRow(path.name, path, "damaged", RunHistory(), problem=str(error))
 
 
-def mismatch_text(num_different: int | None, num_tokens: int | None) -> str:
+def _mismatch_text(num_different: int | None, num_tokens: int | None) -> str:
     """Return how many of the compared tokens differ between sampler and trainer, or ""."""
     if num_different is None:
         return ""
@@ -209,7 +209,7 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         ("precision", *(run.preset for run in runs)),
         ("steps", *(count(run.num_steps) for run in runs)),
         ("wall time", *(duration(run.elapsed_s) for run in runs)),
-        ("tokens different", *(mismatch_text(r.num_different, r.num_tokens) for r in runs)),
+        ("tokens different", *(_mismatch_text(r.num_different, r.num_tokens) for r in runs)),
     ]
     for name in dict.fromkeys(name for run in runs for name in run.reached):
         cells = (_reached(name, run.reached, first.reached, run is first) for run in runs)

@@ -154,7 +154,7 @@ def line(axes: Axes, steps: np.ndarray, values: np.ndarray, label: str, color: s
     steps, values = thin(steps, values)
     if len(steps) >= SMOOTH_FROM and len(np.unique(values)) > 1:  # a mean of equals has noise
         axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
-        axes.plot(steps, moving_mean(values, max(2, len(steps) // 32)), color=color, label=label)
+        axes.plot(steps, _moving_mean(values, max(2, len(steps) // 32)), color=color, label=label)
     else:
         marker = "o" if len(steps) <= 30 else ""
         axes.plot(steps, values, color=color, label=label, marker=marker, markersize=3.2)
@@ -191,7 +191,7 @@ def thin(
     return np.array([steps[g].mean() for g in groups]), np.array(joined)
 
 
-def moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
+def _moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
     """Return the mean over each value and `radius` neighbors on both sides, ignoring gaps.
 
     Near the ends the radius shrinks, so that the curve starts and ends at measured values.

@@ -160,7 +160,7 @@ def tile(label: str, value: Html, note: str, tone: str = "") -> Html:
     )
 
 
-def from_to(first: str, last: str) -> Html:
+def _from_to(first: str, last: str) -> Html:
     return Html(f'<span class="from">{text(first)} &rarr;</span> {text(last)}')
 
 
@@ -242,11 +242,11 @@ def write_report(run_path: str | Path) -> Path:
     for chart in charts_of(run.metrics()):
         to_png(chart, plots / f"{chart.key}.png")
     path = run.path / "report.html"
-    write_atomically(path, report_page(run_path))
+    write_atomically(path, _report_page(run_path))
     return path
 
 
-def report_page(run_path: str | Path) -> str:
+def _report_page(run_path: str | Path) -> str:
     """Return the current report of a run, as HTML."""
     run = RunDirectory.open(run_path)
     records, attempts, history = run.metrics(), run.attempts(), run.history()
@@ -336,7 +336,7 @@ def _change_tile(label: str, change: Change) -> Html:
     if change.first_step == change.last_step:
         return tile(label, text(form(change.last)), f"step {change.last_step}")
     steps = f"step {change.first_step} to {change.last_step}"
-    return tile(label, from_to(form(change.first), form(change.last)), steps)
+    return tile(label, _from_to(form(change.first), form(change.last)), steps)
 
 
 def _warnings(records: list[Record]) -> Html:

@@ -140,12 +140,12 @@ def storing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{path} could not be written: {error.strerror or error} ({free_space(path.parent)}). "
+            f"{path} could not be written: {error.strerror or error} ({_free_space(path.parent)}). "
             "What was written before is whole; free some space and continue with --resume"
         ) from None
 
 
-def free_space(folder: Path) -> str:
+def _free_space(folder: Path) -> str:
     try:
         return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free there"
     except OSError:
