@@ -44,13 +44,7 @@ def train(settings: Settings, resume: bool = False) -> RunResult:
 def sft(settings: Settings, out: str | Path | None = None, resume: bool = False) -> RunResult:
     """Train on the task's worked answers (`sft.steps`) and write the model.
 
-    Args:
-        settings: The settings of the run.
-        out: A second directory to write the model to; None: none.
-        resume: Whether to resume from the last checkpoint.
-
-    Raises:
-        As `train`.
+    Raises the same errors as `train`. If `out` is given, the model is written there as well.
     """
     with joined_in_script(settings, resume) as resumed, Session(settings, resumed) as session:
         session.warm_up()

@@ -426,7 +426,6 @@ def _batch_check(
     whole: Tensor,
     rows: Sequence[slice] = _SLICES,
 ) -> Check:
-    """Check that an operation gives rows alone the bits that they have in the whole batch."""
     bad = [s for s in rows if not torch.equal(operation(s), whole[s])]
     detail = f"rows {bad[0].start}-{bad[0].stop} differ" if bad else "same bits in any batch"
     return Check(name, not bad, detail)

@@ -82,7 +82,6 @@ def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
 
 
 def _numbers_of_completions(n: int) -> list[int]:
-    """Return the powers of two up to n, and n."""
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
@@ -105,7 +104,6 @@ def _majorities(
 
 
 def _pass_at_k(solved: np.ndarray, n: int, k: int) -> float:
-    """Return the mean over prompts of the chance that one of k of its n completions is right."""
     return float(np.mean([1.0 - math.comb(n - int(c), k) / math.comb(n, k) for c in solved]))
 
 

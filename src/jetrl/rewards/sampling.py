@@ -235,7 +235,6 @@ def _packed(sample: Sample) -> _PackedSample:
 
 
 def _unpacked(completion: Completion, token_ids: bytes, logprobs: bytes) -> Completion:
-    """Return the completion that `_packed` took apart."""
     return dataclasses.replace(
         completion, token_ids=tuple(array("i", token_ids)), logprobs=tuple(array("f", logprobs))
     )

@@ -122,15 +122,7 @@ def policy_of_masters(
 def build_scalar_model(
     settings: Settings, plan: PrecisionPlan, alphabet: str | None, device: str | None = None
 ) -> ScalarModel:
-    """Return the reward model to be trained: the decoder of [model] with a new or its own head.
-
-    Args:
-        alphabet: As of `build_policy`.
-        device: As of `build_policy`.
-
-    Raises:
-        UserError: As `build_policy`.
-    """
+    """Return the reward model to be trained: the decoder of [model] with a new or its own head."""
     path, config = settings.model.path, model_config(settings)
     device = device or choose_device(settings.run.device)
     adapter = adapter_of(settings.adapter, config.with_scalar_head(), settings.run.seed, device)
@@ -236,9 +228,6 @@ def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None)
     Args:
         policy: The policy, whose tokens the value model must read.
         guard: Refuses updates of the critic that are not finite; None: a guard of its own.
-
-    Raises:
-        UserError: As `value_model`.
     """
     model = value_model(settings, policy)
     return None if model is None else Critic(model, settings, guard)
@@ -376,7 +365,6 @@ def _say_replaced(
 
 
 def _tokenizer(name: str, alphabet: str | None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of model.tokenizer, one of characters with an alphabet."""
     if name != CHARACTERS:
         return hf.load_tokenizer(name)
     return character_tokenizer() if alphabet is None else character_tokenizer(alphabet)

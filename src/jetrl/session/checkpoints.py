@@ -255,24 +255,18 @@ class RunCheckpoints:
         self._write(self._supervised, snapshot)
 
     def _load_state(self, states: Mapping[str, Any]) -> None:
-        """Give each part its state, where the checkpoint has one."""
         for name, part in self._states.items():
             if name in states:
                 part.load_state(states[name])
 
     def _score(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the number that `keep_best` compares; None for a step without one.
-
-        It is the held-out mean reward (of several tasks, their mean), or the step's own reward in a
-        run that never evaluates.
-        """
+        """Return the number that `keep_best` compares; None for a step without one."""
         if not self._evaluates:
             return metrics.get("reward/mean")
         means = [metrics[n] for n in metrics if n.startswith("eval/") and n.endswith("/mean")]
         return sum(means) / len(means) if means else None
 
     def _extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint holds beside tensors, with the states of all parts."""
         states = {name: part.state() for name, part in self._states.items()}
         return {**extra, "seed": self._seed, "states": states}
 
@@ -314,7 +308,6 @@ class RunCheckpoints:
                 shutil.rmtree(self._supervised.directory, ignore_errors=True)
 
     def _flush_lines(self) -> None:
-        """Put the lines of the run so far on the disk: they are not written again by a resume."""
         for path in (self._run.metrics_file, self._run.rollouts_dir, self._run.path):
             with storing(path):
                 sync(path)
@@ -449,6 +442,5 @@ class RunCheckpoints:
 
 
 def _ranks_note(ranks: int) -> list[str]:
-    """Return a note where a checkpoint was written by another number of processes than read."""
     size = world().size
     return [] if ranks == size else [f"resumed on {size} rank{'s' * (size > 1)}, was {ranks}"]

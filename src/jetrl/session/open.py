@@ -244,10 +244,6 @@ def check_pairs(
 ) -> RewardContext:
     """Refuse whatever the training of a reward model can be refused for without its weights.
 
-    Args:
-        resume: As of `check_run`.
-        machine: As of `check_run`.
-
     Raises:
         UserError: Settings, data or a model that cannot be used; a task without pairs.
     """
@@ -300,10 +296,6 @@ def open_context(
 ) -> RunContext:
     """Check a run, then load its models; the stack closes the scoring processes.
 
-    Args:
-        stack: As of `check_run`.
-        resume: As of `check_run`.
-
     Raises:
         UserError: As `check_run`; weights that cannot be used.
     """
@@ -348,9 +340,6 @@ def open_context(
 
 def open_reward_context(settings: Settings, resume: bool | None = None) -> RewardContext:
     """Check the training of a reward model, then load its model.
-
-    Args:
-        resume: As of `check_pairs`.
 
     Raises:
         UserError: As `check_pairs`; weights that cannot be used.

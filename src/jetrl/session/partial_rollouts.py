@@ -205,7 +205,6 @@ class PartialRollouts:
         )
 
     def state(self) -> Any:
-        """Return the waiting groups of all ranks for a checkpoint, as JSON values."""
         return [_state(group) for group in _in_turn(self._waiting)]
 
     def load_state(self, state: Any) -> None:
@@ -258,7 +257,6 @@ def _problem(
 
 
 def _is_complete(member: Unfinished) -> bool:
-    """Return whether a completion has come to its end."""
     return member.completion.finish_reason != "cancelled"
 
 
@@ -275,7 +273,6 @@ def _dated(group: Group, version: int) -> Group:
 
 
 def _in_turn(lists: Sequence[Sequence[Item]]) -> list[Item]:
-    """Return the first item of each list, then the second ones, and so on."""
     longest = max(map(len, lists))
     return [items[i] for i in range(longest) for items in lists if i < len(items)]
 
@@ -285,7 +282,6 @@ def _state(group: Group) -> Any:
 
 
 def _record(member: Unfinished) -> list[Any]:
-    """Return a completion as JSON values."""
     c = member.completion
     return [member.key, c.token_ids, c.logprobs, c.finish_reason, c.text, c.versions]
 

@@ -88,11 +88,7 @@ class PairPreflight:
 
 
 def preflight_pairs(settings: Settings) -> PairPreflight:
-    """Score the first pairs of the first update with a reward model before its training.
-
-    Raises:
-        UserError: As `train_reward_model`.
-    """
+    """Score the first pairs of the first update with a reward model before its training."""
     context = open_reward_context(settings)
     model, facts, tokenizer = context.model, context.facts, context.model.tokenizer
     assert tokenizer is not None, "pairs were encoded"

@@ -57,11 +57,9 @@ class PassRates:
         return (solved + PRIOR) / (tried + 2 * PRIOR)
 
     def state(self) -> dict[str, list[float]]:
-        """Return the history as JSON values."""
         return {prompt_id: list(counts) for prompt_id, counts in self._history.items()}
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Take over the history that `state` returned."""
         self._history = {key: (float(counts[0]), float(counts[1])) for key, counts in state.items()}
 
 
@@ -79,7 +77,6 @@ class PromptDigest:
         return self._digest
 
     def load_state(self, state: str | None) -> None:
-        """Warn if the digest of a checkpoint is of other prompts."""
         if state not in (None, self._digest):
             logger.warning(
                 "the training prompts or their answers are not those of the checkpoint: the data, "
@@ -187,14 +184,11 @@ class PromptOrder:
             self._order.pass_rates.observe(members[0].prompt.id, num_solved, len(members))
 
     def _task_score(self, sample: Sample) -> float:
-        """Return the task's own score of a sample, before [reward] weighs it."""
         score = sample.score
         return score.parts["rule"] if self._weighed else score.reward
 
     def state(self) -> Any:
-        """Return the measured pass rates for a checkpoint."""
         return self._order.pass_rates.state()
 
     def load_state(self, state: Any) -> None:
-        """Take over the pass rates of a checkpoint."""
         self._order.pass_rates.load_state(state)

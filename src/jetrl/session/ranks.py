@@ -140,7 +140,6 @@ def joined_on(
 
 
 def _gpu_name() -> str:
-    """Return the name of this rank's GPU; empty where there are fewer GPUs than ranks."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     there = local_rank < torch.cuda.device_count()
     return torch.cuda.get_device_name(local_rank) if there else ""
@@ -233,7 +232,6 @@ def leave(trouble: Trouble) -> NoReturn:
 
 
 def _may_follow(error: BaseException | None) -> bool:
-    """Return whether an error may be nothing but the consequence of another rank's end."""
     if isinstance(error, UserError | RunStopped):
         return isinstance(error, RankLost)
     return isinstance(error, Exception | Terminated)
@@ -312,7 +310,6 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
 
 
 def _factors(device: torch.device) -> Tensor:
-    """Return the odd factors of the words of a block, int64 [_BLOCK], the same on any device."""
     mixed = torch.arange(1, _BLOCK + 1, device=device) * _FACTOR  # modulo 2**64
     return (mixed ^ (mixed >> 29)) * _FACTOR | 1
 
@@ -331,5 +328,4 @@ def _in_order(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def _digest(value: object) -> str:
-    """Return a digest of plain values that is the same in every process."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

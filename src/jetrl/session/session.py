@@ -233,7 +233,7 @@ class Session:
         more = self._partial_rollouts.start_step()
         if more > 0:
             prompts += self._order("oversample").draw(number, more)
-        prompts = prompts[: len(prompts) + min(more, 0)]
+        prompts = prompts[: len(prompts) + min(more, 0)]  # fewer if too many groups wait
         compare_prompts(number, prompts)
         return Step(number, prompts=prompts, metrics=self.context.noise.begin_step(number))
 
@@ -248,6 +248,7 @@ class Session:
         prompts, params = step.prompts, rollout_params(self.settings, number, step.round)
         metrics = {}
         if partial_rollouts.on:
+            # Scored later: which completions are complete is known once sampling ends.
             with self._rollout(number):
                 groups = partial_rollouts.sample(
                     context.engine, prompts, params, number, self._show_progress
@@ -344,6 +345,7 @@ class Session:
             NonFiniteError, OutOfMemoryStop: As the trainer's step.
         """
         number, phases = step.number, self.run.phases
+        # The pages of the rollout make room for activations and gradients.
         self.context.free_kv_pages()
         self._nonfinite.expect_updates(number, step.samples)
         compare_samples(number, step.samples)
@@ -351,9 +353,11 @@ class Session:
             with phases.phase("update"):
                 trained = self.trainer.step(step.samples, number)
         except StepMismatchError as error:
+            # Under an exact plan a mismatch is a bug: keep the samples and name the operation.
             with ending_together(f"the search for the operation that differs in step {number}"):
                 self.run.directory.write_rollouts(number, step.samples)
                 raise MismatchError(f"step {number}: {error}; {self._locate(error)}") from None
+        # Every rank has applied the same update: weights that differ are a fault.
         trainer = self.trainer
         compare_weights(f"after step {number}", *trainer.models, beside=trainer.tensors_beside)
         phases.timings |= trained.timings
@@ -384,13 +388,14 @@ class Session:
         is_last = number == self.settings.loop.steps
         if number % self.settings.rollout.keep_every == 0 or number == 1 or is_last:
             run.directory.write_rollouts(number, step.samples)
+        # Pass rates count every completion, those of dropped groups as well.
         self._prompt_order.observe(step.drawn_samples)
         metrics = {
             **step.metrics,
             **throughput_metrics(run.phases.timings, step.samples, step.rollout_tokens),
             **largest_of_ranks(run.memory_peaks.take_metrics()),
         }
-        run.checkpoints.check()
+        run.checkpoints.check()  # raises if the one in the background has failed
         if run.checkpoints.is_due(number) or is_last:
             self._save_checkpoint(replace(step, metrics=metrics))
             metrics["timing/checkpoint_s"] = run.phases.timings["checkpoint"]
@@ -455,13 +460,11 @@ class Session:
             )
 
     def _held_out_reward(self) -> float:
-        """Return the held-out mean reward between two supervised updates."""
         mean = self._held_out(0).mean
         self.context.free_kv_pages()
         return mean
 
     def _save_checkpoint(self, step: Step) -> None:
-        """Write the checkpoint after a step."""
         with self.run.phases.phase("checkpoint"):
             self.run.checkpoints.save(step.number, self.trainer, step.metrics)
 
@@ -479,18 +482,15 @@ class Session:
         run.display.note(f"stopped after step {step.number}: {run.stops.reason}")
 
     def _save_given_up_step(self, error: BaseException | None) -> None:
-        """Save the run as it was before a step that SIGTERM cut."""
         if isinstance(error, StepGivenUp):
             self.run.stops.decide()  # a rank may not have had the signal itself
             self._save_stopped_run()
 
     def _locate(self, error: StepMismatchError) -> str:
-        """Return where sampler and trainer begin to differ, in words."""
         sample = error.samples[error.sample_ids[0]]
         tokens = sample.prompt_token_ids, sample.completion.token_ids
         return located(self.context.policy, *tokens, self.settings.rollout.temperature)
 
     def _show_progress(self, progress: Progress) -> None:
-        """Show how far the sampling is, which is a sign of life."""
         self.run.phases.beat()
         self.run.display.progress(self.run.rank_progress.of_all(progress))

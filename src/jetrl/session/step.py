@@ -128,10 +128,8 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _teaches(group: Sequence[Sample]) -> bool:
-    """Return whether the rewards of a group differ."""
     return any(sample.score.reward != group[0].score.reward for sample in group)
 
 
 def _numbered(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Return the samples of groups, which are numbered from 0."""
     return [replace(sample, group=i) for i, group in enumerate(groups) for sample in group]

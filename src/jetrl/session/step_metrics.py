@@ -63,7 +63,6 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
 
 
 def _group_metrics(samples: Sequence[Sample], rewards: np.ndarray) -> dict[str, float]:
-    """Return the share of prompts whose completions all have the same reward."""
     groups = np.array([s.group for s in samples])
     spreads = [np.ptp(rewards[groups == g]) for g in np.unique(groups)]
     return {"reward/zero_std_groups": float(np.mean([spread == 0 for spread in spreads]))}

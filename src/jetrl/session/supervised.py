@@ -74,6 +74,7 @@ class SupervisedUpdates:
         value = self._held_out_value(update)
         while not self._is_over(update, value):
             update += 1
+            # One update, its line, and a checkpoint if due.
             run.phases.start_step(update if is_whole_run else 0)  # a warm-up is before step 1
             self.before_update(update)
             with run.phases.phase("sft"):
@@ -103,16 +104,12 @@ class SupervisedUpdates:
         return update
 
     def _examples(self, order: PromptOrder, update: int) -> list[Any]:
-        """Return the examples of an update, counted from 1."""
         context = self.run.context
         prompts = order.draw(update, self.run.settings.sft.examples_per_step)
         return [self.example_of(context.task, context.model, encoded) for encoded in prompts]
 
     def _held_out_value(self, update: int) -> float | None:
-        """Return the held-out value if it is to be looked at after an update, else None.
-
-        A resumed run looks again, since it may have been cut between the update and the look.
-        """
+        """Return the held-out value if it is to be looked at after an update, else None."""
         sft = self.run.settings.sft
         due = sft.until is not None and update > 0 and update % sft.check_every == 0
         if self.held_out_metric is not None:
@@ -124,7 +121,6 @@ class SupervisedUpdates:
         return value
 
     def _is_over(self, update: int, value: float | None) -> bool:
-        """Return whether an update was the last one."""
         sft = self.run.settings.sft
         good_enough = sft.until is not None and value is not None and value >= sft.until
         return good_enough or update >= sft.steps

@@ -53,26 +53,24 @@ _ADVICE = "`jetrl train --dry-run` prints what is held and when. The last checkp
 
 
 class PhaseObserver(Protocol):
-    """An object that hears what a run is doing."""
+    """An object that hears what a run is doing; a phase that fails has no end."""
 
     def begin(self, phase: str, step: int) -> None:
-        """Hear that a phase of a step begins."""
+        return
 
     def beat(self) -> None:
-        """Hear that the present phase shows a sign of life."""
+        return
 
     def end(self, phase: str, seconds: float) -> None:
-        """Hear that a phase has ended without an error."""
+        return
 
 
 class Phases:
     """The clock of a run's phases.
 
     Attributes:
-        timings: The seconds of each phase of the present step, by name: the sum where a phase ran
-            several times.
-        observers: The observers, in the order in which they hear of a phase.
-        step: The number of the present step, 0 before the first.
+        timings: Seconds per phase of the current step, summed if a phase ran several times.
+        step: The number of the current step, 0 before the first.
     """
 
     def __init__(self) -> None:
@@ -89,12 +87,12 @@ class Phases:
 
     @property
     def step_s(self) -> float:
-        """The seconds since the present step began."""
+        """Seconds since the current step began."""
         return time.monotonic() - self._step_began
 
     @property
     def waited_s(self) -> float:
-        """The seconds of the present step in which this process waited for others, on the host."""
+        """Seconds of the current step in which this process waited for other ranks, on the host."""
         return world().waited_s - self._waited_before
 
     @contextlib.contextmanager
@@ -115,19 +113,12 @@ class Phases:
             observer.end(name, seconds)
 
     def beat(self) -> None:
-        """Show a sign of life of the present phase: a forward of the sampler, an update."""
         for observer in self.observers:
             observer.beat()
 
 
-class Display:
-    """The console of the present stretch of a run, opened with the stretch's first line.
-
-    It is an observer of the run's phases.
-
-    Args:
-        elapsed_s: Returns the wall time of all attempts at the run, in seconds.
-    """
+class Display(PhaseObserver):
+    """The console of the current stretch of a run, opened with the stretch's first line."""
 
     def __init__(self, total_steps: int, elapsed_s: Callable[[], float]) -> None:
         self._elapsed_s = elapsed_s
@@ -163,7 +154,6 @@ class Display:
         self._opened().step(stats)
 
     def progress(self, progress: Progress) -> None:
-        """Show how far a rollout is."""
         self._opened().progress(
             progress.sequences_done,
             progress.sequences_total,
@@ -173,17 +163,9 @@ class Display:
         )
 
     def begin(self, phase: str, step: int) -> None:
-        """Show which phase runs."""
         self._opened().phase(phase)
 
-    def beat(self) -> None:
-        """Show nothing: the progress of a rollout says more than a sign of life."""
-
-    def end(self, phase: str, seconds: float) -> None:
-        """Show nothing: the next phase takes the place of this one."""
-
     def _opened(self) -> Console:
-        """Return the console of the present stretch, opened if it is not."""
         if self._console is None:
             self._console = self._open()
         return self._console
@@ -211,8 +193,8 @@ class SilentDisplay(Display):
 logger = logging.getLogger(__name__)
 
 
-class MemoryPeaks:
-    """The most memory that each phase of a run held, as an observer of the phases.
+class MemoryPeaks(PhaseObserver):
+    """The peak memory per phase of a run.
 
     On a GPU it counts tensors, KV pages and the memory that CUDA graphs work in; on the CPU only
     the peak of the process is known.
@@ -227,9 +209,6 @@ class MemoryPeaks:
         self._take()
         if self._device is not None:
             reset_peak(self._device)
-
-    def beat(self) -> None:
-        """Do nothing: a peak is kept until it is read."""
 
     def end(self, phase: str, seconds: float) -> None:
         peak = self._take()
@@ -268,11 +247,7 @@ def memory_plan_notes(memory: Fitted, loading: str, device: torch.device) -> lis
 
 
 def micro_batch_notes(memory: Fitted, tokens: int, setting: int) -> list[str]:
-    """Return what to say where micro-batches do not have train.tokens_per_micro_batch tokens.
-
-    Args:
-        tokens: The tokens of a micro-batch, those of the checkpoint after a resume.
-    """
+    """Return a note if micro-batches do not have train.tokens_per_micro_batch tokens."""
     if tokens != memory.tokens:
         return [
             f"micro-batches of up to {tokens} tokens, as before the run was cut, since its bits "
@@ -290,11 +265,11 @@ EVERY_S = 1.0
 _NOTHING = (0, 0, 0)  # sequences done, all sequences, tokens
 
 
-class RankProgress:
-    """The progress of all ranks, an observer of the run's phases.
+class RankProgress(PhaseObserver):
+    """The progress of a rollout over all ranks, for the console of rank 0.
 
-    Args:
-        clock: A function that returns seconds, for tests.
+    Each rank writes its own progress to the store about once a second, and rank 0 adds up what it
+    finds there. Nobody waits: a rank counts once it has written in this phase.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -303,16 +278,9 @@ class RankProgress:
         self._others = _NOTHING
 
     def begin(self, phase: str, step: int) -> None:
-        """Forget the progress of the phase before; every rank begins the same phases."""
         self._phase += 1
         self._last = -EVERY_S
         self._others = _NOTHING
-
-    def beat(self) -> None:
-        """Do nothing: the progress of a rollout says more than a sign of life."""
-
-    def end(self, phase: str, seconds: float) -> None:
-        """Do nothing: a phase forgets the progress before it when it begins."""
 
     def of_all(self, own: Progress) -> Progress:
         """Return the progress of all ranks on rank 0, and this rank's own on the others."""

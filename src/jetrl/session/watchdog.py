@@ -82,14 +82,12 @@ class Watchdog:
         self._change(phase, step)
 
     def beat(self) -> None:
-        """Take in a sign of life."""
         with self._lock:
             now = time.monotonic()
             self._silence = max(self._silence, now - self._last_sign)
             self._last_sign = now
 
     def end(self, phase: str, seconds: float) -> None:
-        """Learn the longest silence of a phase that came to its end."""
         self.beat()
         self._longest[phase] = max(self._longest.get(phase, 0.0), self._silence)
         self._change(BETWEEN, self._step)
@@ -146,7 +144,6 @@ class Watchdog:
                 self._end_process(phase, step, silent, limit)
 
     def _end_later(self, seconds: float, file: IO[str]) -> None:
-        """Set the timers that write the stacks and end the process, unless they are set again."""
         faulthandler.dump_traceback_later(seconds, exit=self._exit is None, file=file)
         if self._exit is not None:
             self._exit.set(seconds + STACKS_S)
@@ -184,7 +181,6 @@ class Watchdog:
             self._print_stacks(self._file)
 
     def _print_stacks(self, file: IO[str]) -> None:
-        """Print the stack of every Python thread into a file."""
         print(f"process {os.getpid()}; the stacks, of the main thread last:\n", file=file)
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
@@ -288,7 +284,6 @@ class ExitTimer:
         self._check(self._library.timer_delete(self._timer))
 
     def _check(self, result: int) -> None:
-        """Raise the error of a call of the C library that failed."""
         if result != 0:
             error = ctypes.get_errno()
             raise OSError(error, f"a timer of the system: {os.strerror(error)}")
