@@ -102,10 +102,16 @@ def take_draws(
     live, drawn = rows[active], tokens[active].int()
     state.token[live] = drawn
     state.position[live] += 1
-    # The end: a stop id, the last position that may be drawn, or no draw at all.
-    stopped = torch.isin(drawn, state.stops[1 : 1 + int(state.stops[0])])
-    runs_on = finite[active] & ~stopped & (state.position[live] < state.limit[live])
-    state.active[live] = runs_on.int()
+    ends = _ends(state, live, drawn, state.position[live], finite[active])
+    state.active[live] = (~ends).int()
+
+
+def _ends(
+    state: DecodeState, slots: Tensor, tokens: Tensor, positions: Tensor, finite: Tensor
+) -> Tensor:
+    """Return which draws end their sequence, by the device form of `rollout.stopping`."""
+    stopped = torch.isin(tokens, state.stops[1 : 1 + int(state.stops[0])])
+    return stopped | (positions >= state.limit[slots]) | ~finite
 
 
 @dataclass(frozen=True)
@@ -257,8 +263,7 @@ def take_verified(
     places = (inputs.first[:, None] + ahead).clamp(max=len(tokens) - 1)
     drawn, finite = tokens[places].int(), torch.isfinite(lse[places])
     # Which draws end the sequence; and up to which one all tokens before it were drawn.
-    ends = torch.isin(drawn, state.stops[1 : 1 + int(state.stops[0])]) | ~finite
-    ends |= position[:, None] + 1 + ahead >= state.limit[rows][:, None]
+    ends = _ends(state, rows[:, None], drawn, position[:, None] + 1 + ahead, finite)
     guesses = torch.nn.functional.pad(drafts.tokens, (0, 1), value=NOT_DRAWN)[:, :width]
     goes_on = (drawn == guesses) & ~ends & (ahead + 1 < inputs.queries[:, None])
     counts = 1 + goes_on.int().cumprod(1).sum(1)
