@@ -19,11 +19,6 @@ def milliseconds(most: int, rows: int, attention: float) -> float:
 
     Products of up to 64 rows take the same, and then grow in steps of 64 rows, faster beyond 256.
     Attention reads pages once for four queries.
-
-    Args:
-        most: The most tokens of a sequence.
-        rows: The rows of the forward.
-        attention: The milliseconds of attention with one query a sequence.
     """
     tiles = -(-rows // 64)
     products = 3.3 + 0.7 * (tiles - 1) + 0.45 * max(0, tiles - 4)
@@ -63,14 +58,7 @@ class Batch:
 def tokens_a_millisecond(
     sequences: int, right: float, attention: float, fixed: Width | None = None
 ) -> float:
-    """Return the tokens a sequence that a millisecond of many steps brings.
-
-    Args:
-        sequences: The sequences.
-        right: The chance of a drafted token to be right.
-        attention: As of `milliseconds`.
-        fixed: What each forward verifies; None for what `auto` chooses.
-    """
+    """Return the tokens a sequence that a millisecond of many steps brings."""
     widths, batch = DraftWidths(always=False), Batch(sequences, right)
     tokens = taken = 0.0
     for step in range(STEPS):
@@ -89,7 +77,7 @@ def tokens_a_millisecond(
 @pytest.mark.parametrize(
     ("sequences", "attention"), [(8, 0.2), (64, 5.3), (64, 0.5), (256, 3.0)], ids=str
 )
-@pytest.mark.parametrize("right", [0.0, 0.3, 0.5, 0.6, 0.7, 0.85])
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.6, 0.85])
 def test_auto_loses_nothing_and_is_near_the_best_width(
     sequences: int, attention: float, right: float
 ) -> None:

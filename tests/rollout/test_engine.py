@@ -55,8 +55,7 @@ def train_logits(policy, tokens):
         return policy.decoder.logits(hidden, "train")
 
 
-@pytest.mark.parametrize("preset", ["unified", "jet"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("preset, temperature", [("unified", 0.7), ("jet", 1.0)])
 def test_logprobs_are_the_trainers_as_bits(make_policy, preset, temperature):
     policy = make_policy(preset)
     engine = RolloutEngine(policy, max_batch_size=6, page_size=4, max_prefill_tokens=10)
@@ -93,24 +92,18 @@ def test_the_comparison_can_fail(make_policy):
     assert count_different(policy, PROMPTS, out, PARAMS.n, PARAMS.temperature) > total / 2
 
 
-@pytest.mark.parametrize("batch", [1, 2, 16])
-def test_batch_size_changes_nothing(policy, reference, batch):
-    engine = RolloutEngine(policy, max_batch_size=batch, page_size=16)
-    assert engine.generate(PROMPTS, PARAMS) == reference
+@pytest.mark.parametrize(
+    "sizes",
+    [{"max_batch_size": 2}, {"max_prefill_tokens": 1}, {"max_prefill_tokens": 7}, {"page_size": 1}],
+    ids=str,
+)
+def test_sizes_change_nothing(policy, reference, sizes):
+    assert (
+        RolloutEngine(policy, **{"page_size": 16, **sizes}).generate(PROMPTS, PARAMS) == reference
+    )
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 64])
-def test_prefill_chunks_change_nothing(policy, reference, tokens):
-    engine = RolloutEngine(policy, max_prefill_tokens=tokens, page_size=16)
-    assert engine.generate(PROMPTS, PARAMS) == reference
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 128])
-def test_page_size_changes_nothing(policy, reference, page_size):
-    assert RolloutEngine(policy, page_size=page_size).generate(PROMPTS, PARAMS) == reference
-
-
-@pytest.mark.parametrize("num_pages", [9, 12, 20])
+@pytest.mark.parametrize("num_pages", [9, 12])
 def test_preemption_changes_nothing(policy, reference, num_pages):
     """9 pages of 4 hold the longest sequence, 17 + 20 - 1 tokens, and nothing else."""
     engine = RolloutEngine(policy, num_pages=num_pages, page_size=4, max_batch_size=8)
@@ -119,8 +112,9 @@ def test_preemption_changes_nothing(policy, reference, num_pages):
     assert engine.stats.peak_pages <= num_pages
 
 
-@pytest.mark.parametrize("num_pages", [None, 12])
-@pytest.mark.parametrize("repeats, ahead", [(4, 0), (4, 1), (3, 2)])
+@pytest.mark.parametrize(
+    "num_pages, repeats, ahead", [(None, 4, 0), (None, 4, 1), (12, 4, 1), (12, 3, 2)]
+)
 def test_decode_in_a_row_and_ahead_changes_nothing(policy, reference, num_pages, repeats, ahead):
     engine = RolloutEngine(policy, num_pages=num_pages, page_size=4, max_batch_size=4)
     engine._repeats, engine._ahead = repeats, ahead
@@ -195,46 +189,17 @@ def test_logits_that_are_not_finite_past_the_end_are_nothing(policy, reference, 
         assert caught.value.token_ids == (*PROMPTS[0], *wanted[0].token_ids[:-1])
 
 
-def test_order_and_company_change_nothing(policy, reference):
+def test_draws_depend_on_prompt_occurrence_sample_and_seed_only(policy, reference):
     engine = RolloutEngine(policy, max_batch_size=4, page_size=4)
-    order = [3, 0, 4, 2, 1]
-    shuffled = engine.generate([PROMPTS[i] for i in order], PARAMS)
-    for place, i in enumerate(order):
-        assert of_prompt(shuffled, place) == of_prompt(reference, i)
-    alone = engine.generate([PROMPTS[2]], PARAMS)
-    assert alone == of_prompt(reference, 2)
-
-
-def test_a_repeated_prompt_gets_other_draws(policy, reference):
-    out = RolloutEngine(policy).generate([PROMPTS[0], PROMPTS[1], PROMPTS[0]], PARAMS)
-    assert of_prompt(out, 0) == of_prompt(reference, 0)
-    assert of_prompt(out, 2) != of_prompt(reference, 0)
-
-
-def test_more_samples_keep_the_first_ones(policy, reference):
-    params = SamplingParams(
-        n=5, max_tokens=20, temperature=0.9, stop_token_ids=(33, 34, 35), seed=7
-    )
-    out = RolloutEngine(policy).generate(PROMPTS, params)
-    for place in range(len(PROMPTS)):
-        assert out[place * 5 : place * 5 + 3] == of_prompt(reference, place)
-
-
-def test_the_seed_changes_the_draws(policy, reference):
-    params = SamplingParams(n=3, max_tokens=20, temperature=0.9, seed=8)
-    assert RolloutEngine(policy).generate(PROMPTS, params) != reference
-
-
-def test_each_position_has_a_draw_of_its_own(policy):
-    """Nearly uniform over 98 tokens: 40 draws give 33 different ones in the mean, sigma below 3."""
-    params = SamplingParams(n=4, max_tokens=40, temperature=1000, ignore_eos=True)
-    for completion in RolloutEngine(policy).generate(PROMPTS, params):
-        assert len(set(completion.token_ids)) > 20
-
-
-def test_samples_of_a_prompt_differ(reference):
-    for place in range(len(PROMPTS)):
-        assert len({c.token_ids for c in of_prompt(reference, place)}) == PARAMS.n
+    order = [3, 0, 4, 0]
+    out = engine.generate([PROMPTS[i] for i in order], replace(PARAMS, n=4))
+    for place, i in enumerate(order[:3]):
+        assert of_prompt(out, place, 4)[:3] == of_prompt(reference, i)
+        assert len({c.token_ids for c in of_prompt(out, place, 4)}) == 4
+    assert of_prompt(out, 3, 4)[:3] != of_prompt(reference, 0), "a prompt that comes again"
+    assert engine.generate(PROMPTS, replace(PARAMS, seed=8)) != reference
+    flat = engine.generate([[5]], SamplingParams(max_tokens=40, temperature=1000, ignore_eos=True))
+    assert len(set(flat[0].token_ids)) > 20, "each position has its own draw"
 
 
 def test_a_prompt_is_prefilled_once_for_all_samples(policy):
@@ -280,13 +245,6 @@ def test_greedy_takes_the_most_probable(policy):
         best = logits.argmax(-1)[len(prompt) - 1 : -1]
         assert best.tolist() == list(completion.token_ids)
     assert count_different(policy, PROMPTS, out, 1, 1.0) == 0, "log-probs of temperature 1"
-
-
-@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
-def test_the_narrowest_limits_are_greedy(policy, limits):
-    greedy = RolloutEngine(policy).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
-    out = RolloutEngine(policy).generate(PROMPTS, SamplingParams(max_tokens=12, **limits))
-    assert [c.token_ids for c in out] == [c.token_ids for c in greedy]
 
 
 def test_top_k_and_top_p_leave_out_the_rest(policy):

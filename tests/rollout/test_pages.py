@@ -28,21 +28,6 @@ def test_fork_shares_and_the_first_writer_copies():
     assert allocator.num_used == 0
 
 
-def test_full_prompt_pages_are_never_copied():
-    allocator = PageAllocator(num_pages=4, page_size=2)
-    pages = allocator.allocate(2)
-    other = allocator.fork(pages, 4)
-    assert allocator.make_writable(other, 4) is None
-    assert len(other) == 3
-    assert allocator.users(pages[1]) == 2
-
-
-def test_fork_leaves_out_pages_after_the_prompt():
-    allocator = PageAllocator(num_pages=4, page_size=2)
-    pages = allocator.allocate(3)
-    assert allocator.fork(pages, 3) == pages[:2]
-
-
 @pytest.mark.parametrize(
     "misuse",
     [
