@@ -111,11 +111,13 @@ class DecodeBatch:
         assert step.decodes, "a step over prompts is not decode"
         assert step.repeats <= MAX_REPEATS, f"{step.repeats} forwards in one step"
         running = [sequences[chunk.sequence] for chunk in step.chunks]
+        # The size decides which graph runs.
         longest = max(chunk.reach for chunk in step.chunks)
         if verify is not None and step.width == 1:  # Pages may have been too few for drafts.
             verify = Width(1, padded_batch(len(running)), verify.drafts)
         filtered = filters(sequence.params for sequence in running)
         size = ForwardSize(len(running), longest, filtered, verify)
+        # A capture comes first: it runs the forward with idle rows.
         self.forwards.prepare(size)
         self._place(step, running)
         out: Drawn | Verified = self._buffers.out
@@ -124,6 +126,7 @@ class DecodeBatch:
             out = self._buffers.verified
         out.count.zero_()
         began, called = mark(self._device), time.perf_counter()
+        # Each forward continues from the draws of the one before, on the device.
         for _ in range(step.repeats):
             self.forwards.run(size)
         # Copy the draws to the host, which waits for `ready` only when it needs them.
@@ -176,6 +179,7 @@ class DecodeBatch:
         if pages:
             entries, numbers = to_device(pages, self._device).unbind(1)
             state.tables.view(-1)[entries] = numbers.int()
+        # Rows that pad a size stay idle.
         if rows != self._rows:
             self._buffers.rows.fill_(self._buffers.idle_slot)
             self._buffers.rows[: len(rows)] = to_device(rows, self._device)
@@ -188,6 +192,7 @@ class DecodeBatch:
 
         The host alone checks the other stop ids, and those beyond the first MAX_STOP_IDS.
         """
+        # Usually one object for all: then one value per tensor is written, once per call.
         params = list({id(sequence.params): sequence.params for sequence in running}.values())
         if len(params) > 1:
             params = [sequence.params for sequence in running]
@@ -195,6 +200,7 @@ class DecodeBatch:
             self._buffers.state.seed.fill_(params[0].seed)
             self._buffers.sampler.fill(params)
             self._params = params
+        # An id that only some rows stop at must not end the others.
         stop_ids = frozenset.intersection(*{sequence.rules.token_ids for sequence in running})
         if stop_ids != self._stop_ids:
             stops = sorted(stop_ids)[:MAX_STOP_IDS]

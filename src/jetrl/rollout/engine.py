@@ -137,6 +137,7 @@ class Generation:
             # Every sequence waits for its environment.
             assert self.multi_turn is not None, "nothing to wait for"
             self.multi_turn.take_in(wait=True)
+        # Texts of ended sequences become drafts for later ones.
         ended = scheduler.take_ended()
         if self._drafts is not None:
             for index in ended:
@@ -167,6 +168,7 @@ class Generation:
     def _launch_prefill(
         self, step: ScheduledStep, sequences: Sequence[RunningSequence]
     ) -> LaunchedStep:
+        # The draws follow the forward on the device; only their copies come to the host.
         device = self._prefill.device
         began, called = mark(device), time.perf_counter()
         logits = self._prefill.forward(step, sequences)
@@ -188,8 +190,10 @@ class Generation:
             if not launched.step.decodes:
                 self._prefill_s += seconds
             self._last_ready = launched.ready
+        # The sequences take their draws, and drop those past an end.
         step = launched.step
         taken = self.scheduler.complete(step, drawn)
+        # Drafts learn from what was accepted; environments hear of turns that ended.
         if step.decodes and self._drafts is not None:
             self._drafts.take_in(launched, seconds)
         if self.multi_turn is not None:
@@ -300,6 +304,7 @@ class RolloutEngine:
             raise UserError(
                 "speculation 'head' needs a draft head, which a run trains; use text, auto or off"
             )
+        # Kernels fix some sizes on a GPU.
         on_gpu = policy.device.type == "cuda"
         if on_gpu:
             check_gpu_sizes(max_batch_size, page_size)
@@ -408,6 +413,7 @@ class RolloutEngine:
         partial = options.partial
         enough = len(groups) if partial is None else partial.enough
         finished: dict[int, Completion] = {}
+        # A refusal for lack of pages leaves the current cache as it is.
         cache = self._pool.cache_for(groups)
         try:
             with self._dropped_on_error():
@@ -423,6 +429,7 @@ class RolloutEngine:
                             options.finished(index, finished[index])
                     if progress is not None:
                         progress(self._running_now.progress(params.max_tokens))
+                # Their tokens so far go to `unfinished`, for the next call.
                 for sequence in scheduler.sequences:
                     if not sequence.finished:
                         self.cancel(sequence.index)

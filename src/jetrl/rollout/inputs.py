@@ -83,6 +83,7 @@ def make_groups(
             "a task with turns reads what the model writes, and the model has no tokenizer; set "
             "model.tokenizer"
         )
+    # Without limits of their own all completions have that of the call.
     if max_tokens is None:
         max_tokens = [params.max_tokens] * (params.n * len(prompts))
     if len(max_tokens) != params.n * len(prompts) or min(max_tokens, default=1) < 1:

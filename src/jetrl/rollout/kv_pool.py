@@ -84,6 +84,7 @@ class KVPool:
         contexts = most_contexts(now.max_prefill_tokens, together, longest.max_cached_tokens)
         plan = self._policy.plan.on("rollout")
         staged = contexts * staged_bytes_per_token(self._policy.config, plan)
+        # A requested number stands; else the current cache if it is enough; else what fits.
         limit = self._sizes.max_pages(needed)
         if self._num_pages is not None and limit is not None:
             num_pages = limit
@@ -101,6 +102,7 @@ class KVPool:
             raise UserError(too_small(num_pages, self._page_size, prompt, most, setting))
         if self._cache is not None and self._cache.num_pages != num_pages:
             self.drop()
+        # Make the cache, or map the memory of the current one again.
         if self._cache is None:
             self._cache = self._make(num_pages)
             logger.info(

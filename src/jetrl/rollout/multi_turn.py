@@ -52,6 +52,7 @@ class MultiTurn:
         replies, self._early = self._early, []
         if self._asked and not (replies and wait):
             replies += self._environment.answers(wait)
+        # Replies to sequences whose draws are pending wait for the next call.
         for environment_reply in replies:
             index, reply, failure = environment_reply
             sequence = self._scheduler.sequences[index]

@@ -40,6 +40,7 @@ class Prefill:
             float32 logits [R, V], a row per chunk that draws, in the order of the chunks.
         """
         assert not step.decodes, "decode is the decode batch's"
+        # The tokens of all chunks, one after the other.
         token_ids: list[int] = []
         positions: list[np.ndarray] = []
         spans: list[Span] = []
@@ -54,6 +55,7 @@ class Prefill:
             to_device(np.concatenate(positions), device),
             self._cache.key_values(spans, ends=True),
         )
+        # Only chunks that reach the end of their sequence need logits.
         rows = [row for row, chunk in enumerate(step.chunks) if chunk.draws]
         if not rows:
             return torch.empty((0, self._policy.config.vocab_size), device=device)
@@ -79,6 +81,7 @@ class Prefill:
         noise = self._policy.plan.sampler_deviation.logit_noise
         rows = [row for row, draws in enumerate(draws_of_rows) for _ in draws]
         drawing = [sequences[index] for draws in draws_of_rows for index in draws]
+        # The position of a draw is the number of tokens before it.
         bits = random_bits(
             np.array([sequence.params.seed for sequence in drawing], dtype=np.int64),
             np.array([sequence.key for sequence in drawing], dtype=np.int64),

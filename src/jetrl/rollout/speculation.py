@@ -285,6 +285,7 @@ class Speculation:
         """Count the result of a decode step, by which the next widths are chosen."""
         if launched.offers is None or launched.width is None:
             return
+        # Draws and offers per forward and sequence; see `Verified.offers` for the bits.
         step = launched.step
         rows = len(step.chunks)
         shape = (len(launched.tokens), rows, step.width)
@@ -304,6 +305,7 @@ class Speculation:
             verify_s=seconds if step.width > 1 else 0.0,
         )
         self.stats = self.stats.plus(count)
+        # By size of the forward, for benchmarks.
         width = launched.width
         spent = self.spent[padded_batch(rows), width.most, width.rows]
         spent.forwards += step.repeats
