@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import triton
-from benchmarks._timing import bench_parser
+from benchmarks.harness import bench_parser
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
@@ -51,13 +51,7 @@ def milliseconds(f: Callable[[], Any]) -> float:
 
 
 def random_codes(rows: tuple[int, ...], kv: str, head_dim: int = HEAD_DIM) -> KeyValueCodes:
-    """Return random keys and values [*rows, GROUPS, head_dim] with their scales.
-
-    Args:
-        rows: The leading dimensions.
-        kv: The format of keys and values.
-        head_dim: The channels of a head.
-    """
+    """Return random keys and values [*rows, GROUPS, head_dim] with their scales."""
     k, v = (
         torch.randn(*rows, GROUPS, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
     )
@@ -93,13 +87,7 @@ def check_bits(kv: str) -> int:
 
 
 def bench_decode(batch: int, length: int, kv: str) -> dict[str, Any]:
-    """Return the row of decode.
-
-    Args:
-        batch: The number of sequences.
-        length: The tokens in each one's cache.
-        kv: The format of keys and values.
-    """
+    """Return the row of decode."""
     pages = -(-length // 64)
     token_bytes = GROUPS * 2 * (2 * HEAD_DIM if kv == "bf16" else HEAD_DIM + 4)
     copies = 1 + int(3e8) // (batch * length * token_bytes)
@@ -123,14 +111,7 @@ def bench_decode(batch: int, length: int, kv: str) -> dict[str, Any]:
 
 
 def bench_packed(sequences: int, length: int, kv: str, head_dim: int = HEAD_DIM) -> dict[str, Any]:
-    """Return the row of the training forward and backward.
-
-    Args:
-        sequences: The number of sequences of a packed batch.
-        length: The tokens of each sequence.
-        kv: The format of keys and values.
-        head_dim: The channels of a head.
-    """
+    """Return the row of the training forward and backward."""
     tokens = sequences * length
     q, codes = queries(tokens, head_dim), random_codes((tokens,), kv, head_dim)
     do = torch.randn_like(q)
@@ -155,13 +136,7 @@ def bench_packed(sequences: int, length: int, kv: str, head_dim: int = HEAD_DIM)
 
 
 def bench_torch(sequences: int, length: int, backend: SDPBackend) -> dict[str, Any]:
-    """Return the row of one of torch's own kernels, in BF16.
-
-    Args:
-        sequences: The number of sequences of a batch.
-        length: The tokens of each sequence.
-        backend: The kernel.
-    """
+    """Return the row of one of torch's own kernels, in BF16."""
     q = queries(sequences * length).view(sequences, length, HEADS, HEAD_DIM).transpose(1, 2)
     k, v = (
         torch.randn(
@@ -190,13 +165,7 @@ def bench_torch(sequences: int, length: int, backend: SDPBackend) -> dict[str, A
 
 
 def bench_prefill(chunk: int, context: int, kv: str) -> dict[str, Any]:
-    """Return the row of prefill.
-
-    Args:
-        chunk: The tokens of the chunk, the last ones of the context.
-        context: The tokens of the sequence so far.
-        kv: The format of keys and values.
-    """
+    """Return the row of prefill."""
     pages = -(-context // 64)
     cache = random_codes((pages, 64), kv)
     q = queries(chunk)

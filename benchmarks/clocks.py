@@ -16,8 +16,7 @@ import subprocess
 from collections.abc import Sequence
 from statistics import fmean
 
-from benchmarks._command import command_typed
-from benchmarks._timing import Row, print_table, write_results
+from benchmarks.harness import Row, command_typed, print_table, write_results
 from benchmarks.parity import make_policy
 
 from jetrl.models.families import SHAPES
@@ -50,11 +49,7 @@ class Looks:
 
 
 def means(lines: Sequence[str]) -> Row:
-    """Return the means of lines of nvidia-smi.
-
-    Args:
-        lines: Clock, highest clock, power, its limit, and whether the power limit holds the clock.
-    """
+    """Return the means of lines of nvidia-smi."""
     words = [[word.strip() for word in line.split(",")] for line in lines]
     clock, highest, power, limit = (fmean(float(w[i]) for w in words) for i in range(4))
     return {

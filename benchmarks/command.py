@@ -30,6 +30,7 @@ CPU_TOO = (
     "step",
     "train",
 )  # with --device cpu: to try them out
+KERNELS = ("gemm", "logprob", "norm", "quantize")
 BENCHMARKS = (
     "attention",
     "draft_head",
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     if launched_size() > 1 and args.name not in ON_RANKS:
         raise UserError(f"jetrl bench {args.name} is one process: start it without torchrun")
     try:
-        benchmark = importlib.import_module(f"benchmarks.{args.name}")
+        module = "kernels" if args.name in KERNELS else args.name
+        benchmark = importlib.import_module(f"benchmarks.{module}")
     except ModuleNotFoundError:  # Triton, which comes with a torch for GPUs
         _require_gpu()
         raise
@@ -74,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
             from jetrl.session.ranks import joined_on
 
             stack.enter_context(joined_on("cpu" if on_cpu else "cuda"))
-        benchmark.main(args.arguments)
+        if args.name in KERNELS:
+            benchmark.main(args.name, args.arguments)
+        else:
+            benchmark.main(args.arguments)
     return 0
 
 

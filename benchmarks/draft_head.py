@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks._command import command_typed
-from benchmarks._timing import (
+from benchmarks.harness import (
     Row,
     add_shape_arguments,
     bench_parser,
+    command_typed,
     print_table,
     seconds_per_call,
     write_results,
@@ -51,13 +51,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def decode_rows(policy: Policy, head: DraftHead, counts: Sequence[int]) -> list[Row]:
-    """Return a row for each number of sequences.
-
-    Args:
-        policy: The policy.
-        head: Its draft head.
-        counts: The numbers of sequences.
-    """
+    """Return a row for each number of sequences."""
     rows: list[Row] = []
     for count in counts:
         drafts = HeadDrafts(head, count)
@@ -78,14 +72,7 @@ def decode_rows(policy: Policy, head: DraftHead, counts: Sequence[int]) -> list[
 
 
 def training_row(policy: Policy, head: DraftHead, tokens: int, updates: int) -> Row:
-    """Return the row of the training of a step.
-
-    Args:
-        policy: The policy.
-        head: Its draft head.
-        tokens: The tokens that are learned from.
-        updates: The number of updates that they are divided into.
-    """
+    """Return the row of the training of a step."""
     settings = Settings.model_validate(
         {"draft_head": {"share": 1.0, "tokens_per_update": -(-tokens // updates)}}
     )

@@ -34,11 +34,7 @@ PROMPT, RESPONSE, GROUP = 256, 2048, 8
 
 
 def make_samples(count: int) -> list[Sample]:
-    """Return samples with random tokens and log-probs.
-
-    Args:
-        count: How many.
-    """
+    """Return samples with random tokens and log-probs."""
     draws = np.random.default_rng(0)
     logprobs = -draws.random((count, RESPONSE)).astype(np.float32).astype(np.float64)
     return [
@@ -58,12 +54,7 @@ def make_samples(count: int) -> list[Sample]:
 
 
 def measure(count: int, rounds: int) -> dict[str, float]:
-    """Return the microseconds a token of each piece of work.
-
-    Args:
-        count: How many samples.
-        rounds: How many times each piece is done.
-    """
+    """Return the microseconds a token of each piece of work."""
     samples = make_samples(count)
     tokens, results = count * (PROMPT + RESPONSE), {}
 

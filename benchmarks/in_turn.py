@@ -28,14 +28,6 @@ def in_turn(
     """Yield (name, result) of jobs in their order, each as soon as it is there.
 
     Each job has a process. It fails alone: the end of its log is printed, and the others go on.
-
-    Args:
-        work: A function of a module, which is given a job. It yields once when it is ready, is
-            resumed when its turn has come, and yields its results.
-        jobs: The jobs by name.
-        logs: The folder of a file NAME.log for each job, with all that its process prints.
-        limit: The most seconds until all are ready; who is not is ended.
-        gate: A file that somebody else makes; the first turn waits for it.
     """
     context = multiprocessing.get_context("spawn")
     logs.mkdir(parents=True, exist_ok=True)
@@ -67,12 +59,7 @@ def in_turn(
 
 
 def _ready(connections: Mapping[str, Connection], limit: float) -> list[str]:
-    """Return the names of processes that got ready, in their order.
-
-    Args:
-        connections: The connection to each process by name.
-        limit: The most seconds to wait.
-    """
+    """Return the names of processes that got ready, in their order."""
     names = {connection: name for name, connection in connections.items()}
     waiting, ready, end = dict(names), set(), time.monotonic() + limit
     while waiting and (left := end - time.monotonic()) > 0:
@@ -101,14 +88,7 @@ def _report(name: str, what: str, logs: Path) -> None:
 def _process(
     work: Callable[[Any], Iterator[Any]], job: Any, log: Path, connection: Connection
 ) -> None:
-    """Do a job: say that it is ready, wait for its turn, and send its results.
-
-    Args:
-        work: The function of the job.
-        job: The job.
-        log: The file that takes what is printed.
-        connection: The connection to who waits.
-    """
+    """Do a job: say that it is ready, wait for its turn, and send its results."""
     with log.open("wb") as file:
         for standard in (1, 2):
             os.dup2(file.fileno(), standard)

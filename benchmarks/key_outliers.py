@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks._timing import print_table, write_results
+from benchmarks.harness import print_table, write_results
 from torch import Tensor
 
 from jetrl.kernels.attention.reference import quantize_kv, stored_values

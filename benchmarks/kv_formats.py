@@ -42,12 +42,7 @@ PROMPTS, SAMPLES = 180, 4  # all of the demo's held-out sums
 
 
 class RunningSums(Task):
-    """The running sums of random digits, modulo ten: `5393=` is to be answered with `5870`.
-
-    Args:
-        digits: Digits of a prompt.
-        size: Prompts of the training split; the test split has a tenth.
-    """
+    """The running sums of random digits, modulo ten: `5393=` is to be answered with `5870`."""
 
     name = "running-sums"
     stop = ("\n",)

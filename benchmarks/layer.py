@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from benchmarks._command import command_typed
-from benchmarks._timing import (
+from benchmarks.harness import (
     Row,
     add_adapter_argument,
     bench_parser,
+    command_typed,
     print_table,
     watched,
     write_results,
@@ -78,11 +78,6 @@ class LayerBench:
     """A layer of a shape under a plan, with its inputs.
 
     Args:
-        shape: A name of `jetrl.models.families`.
-        plan: The precision preset of the layer.
-        attention: The precision preset of the attention.
-        tokens: Tokens of all sequences.
-        length: Tokens of a sequence.
         rank: The rank of adapters on frozen weights; 0: the weights are trained.
     """
 
@@ -145,13 +140,7 @@ def different_without_gradients(bench: LayerBench) -> int:
 
 
 def milliseconds(bench: LayerBench, accumulate: bool, repeats: int = 12) -> tuple[float, float]:
-    """Return the median milliseconds of the forward and of the backward.
-
-    Args:
-        bench: The layer with its inputs.
-        accumulate: True to add to the gradients of the pass before, as later micro-batches do.
-        repeats: The number of passes; the first two do not count.
-    """
+    """Return the median milliseconds of the forward and of the backward."""
     marks = []
     for _ in range(repeats):
         if not accumulate:
@@ -227,10 +216,6 @@ def measure(name: str, shape: str, tokens: int, length: int, rank: int = 0) -> R
     """Return a row of the benchmark.
 
     Args:
-        name: A name of `ROWS`.
-        shape: A name of `jetrl.models.families`.
-        tokens: Tokens of all sequences.
-        length: Tokens of a sequence.
         rank: The rank of adapters on frozen weights; 0: the weights are trained.
     """
     bench = LayerBench(shape, *ROWS[name], tokens, length, rank)
@@ -255,15 +240,7 @@ def measure(name: str, shape: str, tokens: int, length: int, rank: int = 0) -> R
 
 
 def run(shape: str, tokens: int, length: int, names: Sequence[str], rank: int = 0) -> list[Row]:
-    """Return the rows, with ratios to `bf16` and to `unified, fastest attention`.
-
-    Args:
-        shape: A name of `jetrl.models.families`.
-        tokens: Tokens of all sequences.
-        length: Tokens of a sequence.
-        names: Names of `ROWS`.
-        rank: With a rank each row comes a second time, with adapters on frozen weights.
-    """
+    """Return the rows, with ratios to `bf16` and to `unified, fastest attention`."""
     rows = []
     for name, with_rank in itertools.product(names, (0, rank) if rank else (0,)):
         rows.append(measure(name, shape, tokens, length, with_rank))

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks._timing import print_table, write_results
+from benchmarks.harness import print_table, write_results
 
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
@@ -80,9 +80,7 @@ def load(path: Path, base: str, rank: int) -> dict[str, Any]:
     """Return the row of a directory that is loaded as a frozen base with an adapter.
 
     Args:
-        path: The directory.
         base: The format of the base, "fp8" or "nvfp4".
-        rank: The adapter's rank.
     """
     config, plan = model_config(path), PrecisionPlan.preset("unified").replace(base=base)
     adapter = Adapter.new(config, LoRA(rank, 32.0), seed=0)
@@ -106,14 +104,7 @@ def load(path: Path, base: str, rank: int) -> dict[str, Any]:
 
 
 def write_directory(path: Path, shape: str, layers: int, vocabulary: int) -> dict[str, Any]:
-    """Write a model directory with random BF16 weights; return its sizes.
-
-    Args:
-        path: The directory.
-        shape: A name of `jetrl.models.families`.
-        layers: Decoder layers.
-        vocabulary: Rows of embedding and lm_head.
-    """
+    """Write a model directory with random BF16 weights; return its sizes."""
     raw = {**SHAPES[shape], "num_hidden_layers": layers, "vocab_size": vocabulary}
     config = ModelConfig.from_hf(raw)
     save_model(path, config, RandomWeights(config, 0), max_shard_bytes=2**30)

@@ -34,14 +34,7 @@ PROMPTS, SAMPLES, PROMPT, RESPONSE = 16, 8, 256, 2048
 
 
 def row_of(shape: str, card: str, count: int, recomputed: bool) -> dict[str, Any]:
-    """Return the row of a model on some GPUs.
-
-    Args:
-        shape: A name of `jetrl.models.families`.
-        card: A key of `FREE_GIB`.
-        count: The number of GPUs.
-        recomputed: Whether layers are computed again in backward.
-    """
+    """Return the row of a model on some GPUs."""
     words = {
         "rollout.prompts_per_step": PROMPTS * count,
         "rollout.samples_per_prompt": SAMPLES,

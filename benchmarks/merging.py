@@ -23,9 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from benchmarks._command import command_typed
-from benchmarks._phases import begins
-from benchmarks._timing import Row, print_table, write_results
+from benchmarks.harness import Row, begins, command_typed, print_table, write_results
 from benchmarks.parity import ALPHA, make_policy
 from benchmarks.rollout import run_case
 
@@ -92,15 +90,7 @@ def differences(sampler: Policy, trainer: Policy, sequences: int, tokens: int) -
 def row_of(
     policy: Policy, rank: int, deviation: float, batches: Sequence[int], load: tuple[int, int]
 ) -> Row:
-    """Return the row of an adapter of a rank whose B has a standard deviation.
-
-    Args:
-        policy: The policy with the adapter.
-        rank: The adapter's rank.
-        deviation: The standard deviation.
-        batches: Numbers of sequences at which the decode step is timed.
-        load: Sequences and tokens of a comparison.
-    """
+    """Return the row of an adapter of a rank whose B has a standard deviation."""
     begins(f"B with a deviation of {deviation:g}: what rounding leaves of it")
     set_deviation(policy, deviation)
     merged = merged_weights(policy, rank)

@@ -23,8 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks._command import command_typed
-from benchmarks._timing import add_shape_arguments, bench_parser, print_table, versions
+from benchmarks.harness import (
+    add_shape_arguments,
+    bench_parser,
+    command_typed,
+    print_table,
+    versions,
+)
 from benchmarks.parity import make_policy, prompts_of
 
 from jetrl.errors import UserError
@@ -41,11 +46,7 @@ PRESETS = ("mixed", "alike", "jet", "unified", "bf16")
 
 
 def plan_with(components: Sequence[str]) -> PrecisionPlan:
-    """Return a plan with a BF16 trainer, whose sampler has some components in another form.
-
-    Args:
-        components: The components in the sampler's form: FP8, or the other attention.
-    """
+    """Return a plan with a BF16 trainer, whose sampler has some components in another form."""
     own = set(components)
     linears: LinearFormat = "bf16"
     if {"weights", "activations"} <= own:
@@ -77,13 +78,7 @@ def plans() -> dict[str, PrecisionPlan]:
 
 
 def row_of(name: str, policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the mismatch of one policy: the numbers of `jetrl parity`.
-
-    Args:
-        name: What the row is.
-        policy: The policy.
-        load: Sequences, sampled tokens of each, and the length of the long prompts.
-    """
+    """Return the mismatch of one policy: the numbers of `jetrl parity`."""
     began = time.perf_counter()
     result = measure(
         policy,

@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks._command import command_typed
-from benchmarks._timing import Row, print_table, seconds_in_turn, write_results
+from benchmarks.harness import Row, command_typed, print_table, seconds_in_turn, write_results
 
 from jetrl.models.families import linear_shapes
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper
@@ -68,10 +67,6 @@ def layer_rows(
 
     Args:
         model: The name of the model's shape.
-        layer: The name of the linear layer.
-        shape: (N, K) of its weight.
-        cuts: True to time the tiles of `_CUTS` in place of the products that layers use.
-        numbers: The numbers of rows of X.
     """
     n, k = shape
     copies = 2 + int(_MORE_THAN_CACHED // (n * k * 0.5625))

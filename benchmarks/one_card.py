@@ -32,9 +32,8 @@ PARTS = ("rollout", "update", "step")
 def measure(args: argparse.Namespace) -> None:
     """Make a step whenever the other end of the connection asks for one, and report its seconds."""
     import torch
-    from benchmarks._flow import Choices, Flow, policy_of
-    from benchmarks._load import Load
-    from benchmarks._timing import versions
+    from benchmarks.flow import Choices, Flow, policy_of
+    from benchmarks.harness import Load, versions
 
     from jetrl.distributed.world import world
     from jetrl.session.ranks import joined_on
@@ -66,16 +65,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 class Process:
-    """A process that makes steps when it is asked to.
-
-    Args:
-        way: A way of WAYS.
-        args: The arguments of this program.
-        listener: The socket that it connects to.
-
-    Attributes:
-        about: The device, versions and load that it reported.
-    """
+    """A process that makes steps when it is asked to."""
 
     def __init__(self, way: str, args: argparse.Namespace, listener: socket.socket) -> None:
         command = [sys.executable]
@@ -107,12 +97,7 @@ class Process:
 
 
 def compared(taken: list[float], others: list[list[float]]) -> dict[str, float | list[float]]:
-    """Return the median ratio of steps to those of other processes, and the mean's interval.
-
-    Args:
-        taken: The seconds of a process by round.
-        others: The seconds of the processes that it is compared with, by round.
-    """
+    """Return the median ratio of steps to those of other processes, and the mean's interval."""
     means = [statistics.mean(of_round) for of_round in zip(*others, strict=True)]
     ratios = [one / other for one, other in zip(taken, means, strict=True)]
     mean, half = statistics.mean(ratios), math.inf

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from benchmarks._command import command_typed
-from benchmarks._timing import (
+from benchmarks.harness import (
     Row,
     add_shape_arguments,
     bench_parser,
+    command_typed,
     copy_bandwidth,
     print_table,
     require_same_bits,
@@ -61,13 +61,7 @@ def different() -> int:
 
 
 def timed(name: str, num_bytes: int, function: Callable[[], Any]) -> Row:
-    """Return the row of a function that moves bytes.
-
-    Args:
-        name: The name in the row.
-        num_bytes: The least that must move.
-        function: The function.
-    """
+    """Return the row of a function that moves bytes."""
     seconds = seconds_eager(function)
     rate = num_bytes / seconds
     return {
@@ -80,13 +74,7 @@ def timed(name: str, num_bytes: int, function: Callable[[], Any]) -> Row:
 
 
 def step_row(policy: Policy, gradients: dict[str, torch.Tensor], states: str) -> Row:
-    """Return the row of the optimizer step, with the memory that its states take.
-
-    Args:
-        policy: The policy whose master weights change.
-        gradients: The gradients by master weight.
-        states: The kind of the optimizer's states.
-    """
+    """Return the row of the optimizer step, with the memory that its states take."""
     masters = policy.master_weights()
     settings = TrainSettings.model_validate({"lr": 1e-6, "optimizer_states": states})
     optimizer = Optimizer(masters, settings, total_updates=100)
@@ -129,8 +117,6 @@ def run(shape: str, states: Sequence[str], layers: int | None) -> Iterator[Row]:
     """Yield the rows; with FP32 states 16 bytes a parameter are held, beside quantized weights.
 
     Args:
-        shape: A name of `jetrl.models.families`.
-        states: The kinds of the optimizer's states.
         layers: Decoder layers; None: the shape's own.
     """
     copy_bandwidth()  # while there is room for what it copies

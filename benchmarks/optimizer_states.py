@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks._timing import write_results
+from benchmarks.harness import write_results
 from torch import Tensor
 
 import jetrl
@@ -75,15 +75,7 @@ def noise() -> Source:
 
 
 def adamw(w: Tensor, gradients: Gradients, betas: tuple[float, float], keep: Callable, carry: bool):
-    """Return the weight after plain AdamW steps whose moments are stored by a function.
-
-    Args:
-        w: The weight before the steps.
-        gradients: The gradient of each step.
-        betas: The decay rates of the moments.
-        keep: Returns m and v as they are read back once they were stored: keep(m, v, t).
-        carry: True to take the error of m out of the weight, as kernels/adamw.py does.
-    """
+    """Return the weight after plain AdamW steps whose moments are stored by a function."""
     w = w.clone()
     m, v = torch.zeros_like(w), torch.zeros_like(w)
     b1, b2 = betas

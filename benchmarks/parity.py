@@ -22,9 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks._command import command_typed
-from benchmarks._phases import begins
-from benchmarks._timing import add_shape_arguments, bench_parser, versions
+from benchmarks.harness import add_shape_arguments, begins, bench_parser, command_typed, versions
 
 from jetrl.compiling import compiled_ahead
 from jetrl.models.adapter import Adapter, LoRA
@@ -50,15 +48,11 @@ def make_policy(
     """Return a policy with random weights, whose logits have a standard deviation of about 2.
 
     Args:
-        shape: A name of `jetrl.models.families`.
-        plan: The precision preset.
         device: "cuda" or "cpu".
         layers: Decoder layers; None: the shape's own.
         kv: The formats of keys and values; None: the preset's.
         adapter_rank: The rank of adapters on a frozen base, whose B is random too; 0: all
             parameters are trained.
-        base: The format of a frozen base.
-        speculation: Whether decode is to verify drafts, whose kernels are compiled ahead then.
     """
     config = dict(SHAPES[shape])
     if layers is not None:

@@ -19,9 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from benchmarks._command import command_typed
-from benchmarks._load import LOADS, load_text
-from benchmarks._timing import Row, add_shape_arguments, bench_parser, print_table, write_results
+from benchmarks.harness import (
+    LOADS,
+    Row,
+    add_shape_arguments,
+    bench_parser,
+    command_typed,
+    load_text,
+    print_table,
+    write_results,
+)
 from benchmarks.parity import make_policy
 
 from jetrl.models.policy import Policy
@@ -35,15 +42,7 @@ _LOAD = load_text(LOADS["grpo"][0])
 
 
 def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: int) -> list[Row]:
-    """Return a row for each step and one for all but the first.
-
-    Args:
-        policy: The policy that samples.
-        share: The value of `rollout.oversample`.
-        steps: The number of steps.
-        prompts_per_step: The number of prompts of a step.
-        mean: The mean length of a completion in tokens.
-    """
+    """Return a row for each step and one for all but the first."""
     generator = np.random.default_rng(0)
     vocabulary = policy.config.vocab_size
     stops = generator.choice(vocabulary, round(vocabulary / mean), replace=False).tolist()

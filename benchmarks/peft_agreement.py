@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks._timing import print_table, write_results
+from benchmarks.harness import print_table, write_results
 from torch import Tensor
 
 from jetrl.cli.main import main as jetrl

@@ -47,7 +47,6 @@ class Program:
     """A command that runs and is watched; each line of its output is printed with its second.
 
     Attributes:
-        seconds: The time to the command's end.
         anonymous_gib: The most CPU memory that the command had, without pages of files.
     """
 

@@ -25,23 +25,25 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from benchmarks._command import command_typed
-from benchmarks._load import TAILED, tailed_load
-from benchmarks._prefill import prefill_profile
-from benchmarks._profile import kernel_rows, totals
-from benchmarks._timing import (
+from benchmarks.harness import (
+    TAILED,
     Row,
     add_adapter_argument,
     add_shape_arguments,
     bench_parser,
+    command_typed,
     copy_bandwidth,
+    idle_pieces,
+    kernel_rows,
     print_table,
+    tailed_load,
+    totals,
     write_results,
 )
 from benchmarks.parity import make_policy
@@ -110,13 +112,6 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
     """Return the row of one case, timed after a short run of the same sizes.
 
     The short run has two of the prompts, where all prompts are too long for a warm-up.
-
-    Args:
-        policy: The policy that samples.
-        batch: The number of sequences.
-        prompt: Tokens of a prompt.
-        response: Tokens of a completion.
-        profiled: True to add profiles of decode and prefill.
     """
     generator = np.random.default_rng(0)
     prompts = generator.integers(0, policy.config.vocab_size, (batch, prompt)).tolist()
@@ -179,11 +174,6 @@ def capture_largest(engine: RolloutEngine, count: int, longest: int) -> tuple[in
 
     No other graph of the sequences works in more memory, and the cache has all the pages that they
     can use.
-
-    Args:
-        engine: The engine that keeps the graph.
-        count: The number of sequences.
-        longest: Tokens of the longest sequence.
     """
     few = min(_WINDOW, longest - 1)
     params = SamplingParams(n=count, max_tokens=few, ignore_eos=True, seed=1)
@@ -205,10 +195,6 @@ def capture_graphs(
     together, few of them reach the longer contexts, which then need graphs of small batches alone.
 
     Args:
-        engine: The engine that keeps the graphs.
-        count: The number of sequences.
-        shortest: Tokens of the shortest prompt.
-        longest: Tokens of the longest sequence.
         totals: Tokens of each sequence at its end, its prompt's included, where all run together;
             None: every batch comes up at every context.
     """
@@ -232,12 +218,7 @@ def capture_graphs(
 
 
 def run_tailed(policy: Policy, name: str) -> Row:
-    """Return the row of a load with a tail.
-
-    Args:
-        policy: The policy that samples.
-        name: The load's name.
-    """
+    """Return the row of a load with a tail."""
     load, prompts, max_tokens = tailed_load(name, policy.config.vocab_size)
     lengths, count = np.array(max_tokens), len(max_tokens)
     engine = RolloutEngine(policy, max_batch_size=count)
@@ -279,13 +260,7 @@ def run_tailed(policy: Policy, name: str) -> Row:
 
 @torch.no_grad()
 def check(policy: Policy, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> Row:
-    """Count tokens of the first completions whose log-prob differs in any bit from the trainer's.
-
-    Args:
-        policy: The policy that sampled.
-        prompts: Token ids of each completion's prompt.
-        completions: The completions.
-    """
+    """Count tokens of the first completions whose log-prob differs from the trainer's."""
     compared = different = 0
     for prompt, completion in zip(prompts, completions, strict=True):
         size = len(prompt) + len(completion.token_ids)
@@ -410,3 +385,32 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+_FORWARDS = 6  # of a profile, where there are prompts for as many
+_LISTED_OF_PREFILL = 12  # kernels of its table
+
+
+def prefill_profile(
+    engine: RolloutEngine, prompts: Sequence[list[int]], kind_of: Callable[[str], str]
+) -> list[Row]:
+    """Return microseconds and launches a forward, by kind of kernel and then by kernel.
+
+    The device's idle time is one of the kinds.
+    """
+    tokens = _FORWARDS * engine.sizes.now.max_prefill_tokens
+    profiled = list(prompts[: max(1, tokens // len(prompts[0]))])
+    params = SamplingParams(max_tokens=1, ignore_eos=True, seed=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        engine.generate(profiled, params)
+        torch.cuda.synchronize()
+    return prefill_rows(profiler.events(), engine.stats.forwards, kind_of)
+
+
+def prefill_rows(events: Sequence[Any], forwards: int, kind_of: Callable[[str], str]) -> list[Row]:
+    """Return the rows of a profiler's events."""
+    times, counts = totals(events, kind_of)
+    ran = [event.time_range for event in events if event.device_time > 0]
+    idle = idle_pieces([(span.start, span.end) for span in ran])
+    times["= idle"], counts["= idle"] = sum(idle), len(idle)
+    return kernel_rows("kernel of prefill", times, counts, forwards, _LISTED_OF_PREFILL)

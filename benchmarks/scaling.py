@@ -72,15 +72,9 @@ class Model:
     """The sizes and rates of a model on one GPU.
 
     Attributes:
-        name: Its name.
-        layers: Decoder layers.
         linears: Elements of the four matrices of a layer, together.
-        vocabulary: Elements of the embedding, and of lm_head.
         decode: Seconds of a decode step: a constant, a sequence's, and a token's of context.
-        prefill: Prompt tokens a second.
         training: Seconds of a trained token: a constant, and a token's of its sequence.
-        optimizer: Seconds of AdamW on one GPU.
-        micro_batch: Tokens of a micro-batch.
     """
 
     name: str
@@ -99,12 +93,7 @@ class Model:
         return self.layers * self.linears + 2 * self.vocabulary
 
     def update_s(self, tokens: float, squares: float) -> float:
-        """Return the seconds of forward and backward on one GPU.
-
-        Args:
-            tokens: Tokens of all sequences.
-            squares: The sum of the squares of the sequences' tokens.
-        """
+        """Return the seconds of forward and backward on one GPU."""
         return self.training[0] * tokens + self.training[1] * squares
 
 
@@ -184,7 +173,6 @@ def rollout_s(model: Model, remaining: np.ndarray, context: np.ndarray, quota: i
     All sequences of a rank run together, so its time has a closed form between two ends.
 
     Args:
-        model: The model.
         remaining: Tokens that each sequence has yet to draw [R, S]; those of a prompt are adjacent.
         context: Tokens that each sequence has [R, S].
         quota: Complete prompts with which a rank stops; 0: it draws all.
@@ -221,12 +209,6 @@ def partial_rollout_s(model: Model, ranks: int, prompts: int, oversample: float 
     """Return the mean seconds of a step in which each rank stops at its quota of prompts.
 
     What is cut off goes on in the next step. The first two steps are left out.
-
-    Args:
-        model: The model.
-        ranks: The number of ranks.
-        prompts: Complete prompts of a rank in a step.
-        oversample: The share of prompts that are drawn beyond these.
     """
     width, times = round(prompts * (1 + oversample)) * SAMPLES, []
     remaining = tail(ranks * width, 1).reshape(ranks, width)
@@ -252,13 +234,7 @@ def link(kind: str) -> tuple[float, float]:
 
 
 def exchange_s(model: Model, ranks: int, compute_s: float) -> float:
-    """Return the seconds that the exchange of one round adds to forward and backward.
-
-    Args:
-        model: The model.
-        ranks: The ranks that products are divided among.
-        compute_s: Seconds of forward and backward of a micro-batch.
-    """
+    """Return the seconds that the exchange of one round adds to forward and backward."""
     if ranks == 1:
         return 0.0
     sent = (2 * model.layers * model.linears + 4 * model.vocabulary) * (ranks - 1) / ranks
@@ -299,15 +275,7 @@ def refresh_s(model: Model, ranks: int) -> float:
 def step(
     model: Model, lengths: np.ndarray, ranks: int, layout: str = "", sampled_s: float = 0.0
 ) -> dict[str, float]:
-    """Return the seconds of a step by part.
-
-    Args:
-        model: The model.
-        lengths: Tokens of all completions.
-        ranks: The number of ranks.
-        layout: One of `LAYOUTS`.
-        sampled_s: Seconds of the rollout, where these are known.
-    """
+    """Return the seconds of a step by part."""
     tokens = float(lengths.sum() + PROMPT * len(lengths))
     squares = float(((lengths + PROMPT) ** 2).sum())
     batches = int(np.ceil(tokens / model.micro_batch))
@@ -339,16 +307,7 @@ def step(
 def row_of(
     model: Model, load: str, layout: str, ranks: int, parts: dict[str, float], speed: float
 ) -> dict[str, Any]:
-    """Return a row of the results.
-
-    Args:
-        model: The model.
-        load: The load in words.
-        layout: The layout in words.
-        ranks: The number of ranks.
-        parts: Seconds by part.
-        speed: How many times as fast as the fewest GPUs the step is, per sampled token.
-    """
+    """Return a row of the results."""
     shown = {name: float(f"{seconds:.3g}") for name, seconds in parts.items()}
     return {
         "model": model.name,

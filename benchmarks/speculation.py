@@ -5,7 +5,7 @@ r"""Speculation on one GPU: speed as a function of how many drafts are right, an
     jetrl bench speculation --load exact --mode text --right 0.7
 
 A case is PROMPTS x SAMPLES x PROMPT TOKENS x RESPONSE TOKENS, and may have a fifth number, the mean
-length of responses with a tail (`benchmarks._load`); a load is one case by name, or several.
+length of responses with a tail (`benchmarks.harness`); a load is one case by name, or several.
 Weights are random, so no text would be a good draft. The completions are drawn once with
 speculation off; then drafts are these completions, every token of which is wrong with the chosen
 chance. A chance of 0.5, 0.6 and 0.7 to be right brings 2.0, 2.5 and 3.3 tokens a forward where
@@ -33,23 +33,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._command import command_typed
-from benchmarks._known_drafts import FixedWidth, KnownDrafts, differences, width_rows
-from benchmarks._load import LOADS, Load, load_text
-from benchmarks._timing import (
+import numpy as np
+import torch
+from benchmarks.harness import (
+    LOADS,
+    Load,
     Row,
     add_shape_arguments,
     bench_parser,
+    command_typed,
+    load_text,
     print_table,
     write_results,
 )
 from benchmarks.parity import make_policy
+from torch import Tensor
 
+from jetrl.kernels.decode_state import MAX_DRAFT, UNKNOWN, DecodeState, Drafts
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
+from jetrl.rollout.draft_widths import DraftWidths, Width
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.launched_step import to_device
 from jetrl.rollout.options import GenerateOptions, RolloutStats
-from jetrl.rollout.speculation import Spent
+from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.sizes import padded_batch
+from jetrl.rollout.speculation import Speculation, Spent
 from jetrl.types import Completion, SamplingParams
 
 _SHORT_S = 20  # Calls without speculation that are shorter run twice.
@@ -74,13 +83,7 @@ class Drafting:
 
 
 def run_case(policy: Policy, load: Load, drafting: Drafting) -> Iterator[list[Row]]:
-    """Yield the rows so far after each call: that without speculation, and one for each share.
-
-    Args:
-        policy: The policy that samples.
-        load: The prompts and lengths.
-        drafting: The drafts.
-    """
+    """Yield the rows so far after each call: that without speculation, and one for each share."""
     prompts, count = load.random_prompts(policy.config.vocab_size, 0), load.sequences
     params = SamplingParams(load.samples, load.response_length, ignore_eos=True, seed=1)
     whole = GenerateOptions(max_tokens=load.response_lengths())
@@ -126,12 +129,7 @@ def run_case(policy: Policy, load: Load, drafting: Drafting) -> Iterator[list[Ro
 
 
 def _compared(rows: Sequence[Row], calls: Sequence[RolloutStats]) -> list[Row]:
-    """Return rows with their speed-ups over calls without speculation.
-
-    Args:
-        rows: The rows of the calls.
-        calls: The counts of the calls without speculation.
-    """
+    """Return rows with their speed-ups over calls without speculation."""
     plain = statistics.mean(_seconds(stats) for stats in calls)
     plain_decode = statistics.mean(_decode_seconds(stats) for stats in calls)
     found = []
@@ -163,17 +161,7 @@ def _row(
     expected: Sequence[Completion],
     spent: Mapping[tuple[int, int, int], Spent],
 ) -> Row:
-    """Return the row of one call, without its speed-ups.
-
-    Args:
-        load: The load.
-        mode: "off", what chose the widths, or the fixed one.
-        right: The chance of a drafted token to be right; None with speculation off.
-        stats: The counts of the call.
-        completions: Its completions.
-        expected: The completions of the call with speculation off.
-        spent: What its forwards took, by their size.
-    """
+    """Return the row of one call, without its speed-ups."""
     drafts, seconds, decode = stats.speculation, _seconds(stats), _decode_seconds(stats)
     tokens, logprobs = differences(completions, expected)
     return {
@@ -250,3 +238,102 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+class FixedWidth(DraftWidths):
+    """The same width and share of rows in every step, for comparison with what `auto` chooses."""
+
+    def __init__(self, most: int, share: float) -> None:
+        super().__init__(always=True)
+        self._most, self._share = most, share
+
+    def choose(self, sequences: int) -> Width:
+        """Return the width, with as many rows as the step's sequences ask for."""
+        size = padded_batch(sequences)
+        return Width(self._most, min(int(size * self._share), size * self._most), True)
+
+
+class KnownDrafts(Speculation):
+    """Drafts that are known completions, with wrong tokens among them.
+
+    Args:
+        mode: "auto", or "text" to verify drafts in every forward.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        max_model_len: int,
+        device: torch.device,
+        head: DraftHead | None = None,
+        mode: str = "auto",
+    ) -> None:
+        super().__init__(mode, slots, max_model_len, device, head)
+        # The token of each position, of each slot's sequence, with room for a draft behind the
+        # last; and how many are known from a position on, up to the longest draft.
+        self._width = max_model_len + MAX_DRAFT + 1
+        shape = (slots + 1, self._width)
+        self._script = torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
+        self._left = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._base = torch.arange(slots + 1, device=device) * self._width + 1
+        self._behind = torch.arange(MAX_DRAFT, device=device)
+        self._known: Sequence[np.ndarray] = ()
+
+    def know(self, completions: Sequence[Completion], right: float, vocabulary: int) -> None:
+        """Take the completions of the next call."""
+        chance = np.random.default_rng(0)
+        known = []
+        for completion in completions:
+            tokens = np.array(completion.token_ids)
+            wrong = chance.random(len(tokens)) >= right
+            known.append(np.where(wrong, (tokens + 1) % vocabulary, tokens))
+        self._known = known
+
+    def arrive(self, arrivals: Sequence[tuple[int, RunningSequence]]) -> None:
+        """Take in the text, and the known completion, of sequences that get a slot."""
+        super().arrive(arrivals)
+        if not arrivals:
+            return
+        scripts = np.full((len(arrivals), self._width), UNKNOWN, dtype=np.int32)
+        left = np.zeros_like(scripts)
+        for row, (_, sequence) in enumerate(arrivals):
+            start, known = len(sequence.prompt), self._known[sequence.index]
+            end = start + len(known)
+            scripts[row, start:end] = known
+            left[row, start:end] = np.minimum(np.arange(len(known), 0, -1), MAX_DRAFT)
+        device = self._script.device
+        slots = to_device([slot for slot, _ in arrivals], device)
+        self._script[slots] = to_device(scripts, device)
+        self._left[slots] = to_device(left, device)
+
+    def propose(self, state: DecodeState, rows: Tensor, width: int) -> Drafts:
+        """Return the known tokens behind each row's last one, after a look-up in the text."""
+        drafts = super().propose(state, rows, width)
+        first = (self._base + state.position)[rows]
+        tokens = self._script.view(-1)[first[:, None] + self._behind]
+        return Drafts(tokens, self._left.view(-1)[first], drafts.sources)
+
+
+def differences(
+    completions: Sequence[Completion], expected: Sequence[Completion]
+) -> tuple[int, int]:
+    """Return how many tokens, and how many log-probs as bits, differ from the expected ones."""
+    tokens = logprobs = 0
+    for one, other in zip(completions, expected, strict=True):
+        assert len(one.token_ids) == len(other.token_ids), "completions of other lengths"
+        pairs = ((one.token_ids, other.token_ids), (one.logprobs, other.logprobs))
+        different = [int((np.array(a) != np.array(b)).sum()) for a, b in pairs]
+        tokens, logprobs = tokens + different[0], logprobs + different[1]
+    return tokens, logprobs
+
+
+def width_rows(spent: Mapping[tuple[int, int, int], Spent]) -> Row:
+    """Return what forwards took and brought, by SEQUENCES/MOST/ROWS."""
+    return {
+        "/".join(map(str, size)): {
+            "forwards": one.forwards,
+            "ms": round(1e3 * one.seconds / one.forwards, 3),
+            "tokens": round(one.tokens / max(1, one.sequences), 3),
+        }
+        for size, one in sorted(spent.items())
+    }

@@ -17,8 +17,8 @@ weights move (sampling with few tokens, then training), and one step that is mea
     requantize     the quantized weights
 
 Rewards are random numbers. Each plan has the largest micro-batch that fits beside the same
-optimizer (`_flow`), and samples all sequences together; where memory has no room for their pages
-the youngest wait. MFU is the model's FLOPs (`_load`) over the time and over the rate of a large
+optimizer (flow.py), and samples all sequences together; where memory has no room for their pages
+the youngest wait. MFU is the model's FLOPs (harness.py) over the time and over the rate of a large
 BF16 product, measured in the same run; so too under an FP8 plan.
 
 Under torchrun the step is that of all ranks: each samples its share of the prompts, and all train
@@ -68,33 +68,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks._command import command_typed
-from benchmarks._drafted_step import measure_with_drafts
-from benchmarks._flow import Choices, Flow, policy_of
-from benchmarks._load import Load, add_load_arguments, load_of, load_text
-from benchmarks._phases import begins
-from benchmarks._ranks import digests, recorded_exchange, slowest, without_exchange
-from benchmarks._smaller_card import leave_free
-from benchmarks._timing import (
+from benchmarks.flow import Choices, Flow, policy_of
+from benchmarks.harness import (
+    Load,
     Row,
     add_adapter_argument,
     add_base_argument,
+    add_load_arguments,
     add_shape_arguments,
+    begins,
     bench_parser,
+    command_typed,
     copy_bandwidth,
+    load_of,
+    load_text,
     matrix_limit,
     print_table,
     write_results,
 )
-from benchmarks._whole_step import (
+from benchmarks.step_parts import (
     PARTS,
     Known,
+    digests,
     draw,
+    measure_with_drafts,
+    recorded_exchange,
     rollout_row,
+    slowest,
     step_row,
     train,
     warm_row,
     warmed,
+    without_exchange,
 )
 
 from jetrl.distributed.world import world
@@ -128,17 +133,7 @@ def measure(
     exchange: bool = False,
     known: Known = lambda row: None,
 ) -> Row:
-    """Return the row of a plan under a load.
-
-    Args:
-        policy: The policy under the plan.
-        load: The prompts and completions of the step, of all ranks.
-        choices: The choices that are the same for all plans.
-        limit: The FLOP/s that MFU is a share of.
-        digest: Whether to add digests of the model.
-        exchange: Whether to measure the exchange of gradients.
-        known: Called with the row as far as it is known, after the warm-up and after the rollout.
-    """
+    """Return the row of a plan under a load."""
     flow, changed = warmed(policy, load, choices)
     known({**warm_row(flow, choices), "missing": ["rollout", "update"]})
     found: Row = {"digests": {"warm": digests(policy, flow.trainer)}} if digest else {}
@@ -153,14 +148,7 @@ def measure(
 
 
 def measure_rollout(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
-    """Return the row of a rollout alone, of a model whose update may not fit.
-
-    Args:
-        policy: The policy under the plan.
-        load: The prompts and completions of the step, of all ranks.
-        choices: The choices that are the same for all plans.
-        limit: The FLOP/s that MFU is a share of.
-    """
+    """Return the row of a rollout alone, of a model whose update may not fit."""
     flow = Flow(policy, load, choices)
     flow.warm_up(training=False)
     return rollout_row(flow, choices, limit, draw(flow))
@@ -171,10 +159,6 @@ def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
 
     Both updates have the same work but for the way of the products. The weights are of no use
     afterwards.
-
-    Args:
-        flow: The sampler and trainer, after the step.
-        samples: The samples of the step.
     """
     own: dict[str, float] = {}
     again = flow.expected(samples)
@@ -234,11 +218,7 @@ def table(rows: Sequence[Row]) -> list[Row]:
 
 
 def earlier_rows(path: Path | None) -> list[Row]:
-    """Return the rows of an earlier run, each with the command and date of that run.
-
-    Raises:
-        UserError: The file is not the JSON of `jetrl bench step` on this card.
-    """
+    """Return the rows of an earlier run, each with the command and date of that run."""
     if path is None:
         return []
     if not path.is_file():
@@ -301,16 +281,7 @@ def rows_of(
     limit: float,
     known: Known,
 ) -> Iterator[tuple[Load, Row]]:
-    """Yield (load, result row) pairs of one policy in the order of measurement.
-
-    Args:
-        args: The arguments of the command.
-        policy: The policy under the plan.
-        loads: The loads.
-        choices: The choices that are the same for all plans.
-        limit: The FLOP/s that MFU is a share of.
-        known: Called with a row as far as it is known.
-    """
+    """Yield (load, result row) pairs of one policy in the order of measurement."""
     for load in loads:
         if args.drafts_right is not None:
             for row in measure_with_drafts(policy, load, choices, limit, args.one_update):
@@ -322,11 +293,7 @@ def rows_of(
 
 
 def check_drafts(args: argparse.Namespace) -> None:
-    """Raise an error where --drafts-right or --one-update cannot be used as they are given.
-
-    Raises:
-        UserError: The share is no share, or there is an argument that they do not go with.
-    """
+    """Raise an error where --drafts-right or --one-update cannot be used as they are given."""
     right = args.drafts_right
     if right is None:
         if args.one_update:
@@ -455,3 +422,32 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+_GIB = 2**30
+
+
+def leave_free(gib: float | None) -> None:
+    """Take memory of this process's GPU until so much is free, for as long as the process lives.
+
+    Args:
+        gib: What stays free, in GiB; None: everything.
+    """
+    if gib is None:
+        return
+    if not torch.cuda.is_available():
+        raise UserError(f"--leave-free {gib:g}: there is no GPU")
+    torch.cuda.synchronize()  # creates the context, which takes memory itself
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    taken = free - int(gib * _GIB)
+    if not gib > 0 or taken < 0:
+        raise UserError(
+            f"--leave-free {gib:g}: {free / _GIB:.1f} GiB are free; give a number above 0 and "
+            "below that"
+        )
+    from cuda.bindings import driver
+
+    status, _ = driver.cuMemAlloc(taken)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise UserError(f"--leave-free {gib:g}: the driver refused {taken} bytes: {status.name}")

@@ -34,12 +34,7 @@ NAMED_SHARE = 0.045  # of the longest bar: a narrower part has no room for its s
 
 
 def draw_load(axes: Axes, rows: Sequence[dict[str, Any]]) -> set[str]:
-    """Draw the bars of one load, one for each plan; return the phases that they have.
-
-    Args:
-        axes: where to draw.
-        rows: the rows of one load, as `jetrl bench step` writes them.
-    """
+    """Draw the bars of one load, one for each plan; return the phases that they have."""
     steps = [row["step_s"] - row["seconds"].get("old_logprobs", 0.0) for row in rows]
     longest = max(steps)
     phases = set()
@@ -76,12 +71,7 @@ def draw_load(axes: Axes, rows: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def picture(files: Sequence[dict[str, Any]], out: Path) -> None:
-    """Write the PNG.
-
-    Args:
-        files: the contents of JSON files of `jetrl bench step`.
-        out: the PNG file.
-    """
+    """Write the PNG."""
     loads: dict[str, list[dict[str, Any]]] = {}
     for row in (row for file in files for row in file["rows"]):
         loads.setdefault(row["load"], []).append(row)

@@ -24,11 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks._command import command_typed
-from benchmarks._flow import Choices, Flow, policy_of, with_logprobs
-from benchmarks._load import Load, add_load_arguments, flops, load_of
-from benchmarks._profile import idle_pieces
-from benchmarks._timing import Row, bench_parser, print_table, watched, write_results
+from benchmarks.flow import Choices, Flow, policy_of, with_logprobs
+from benchmarks.harness import (
+    Load,
+    Row,
+    add_load_arguments,
+    bench_parser,
+    command_typed,
+    flops,
+    idle_pieces,
+    load_of,
+    print_table,
+    watched,
+    write_results,
+)
 from benchmarks.step import add_arguments, choices_of, limit_of
 
 import jetrl.training.trainer as trainer_module
@@ -48,16 +57,7 @@ def measure(
     profiled: bool,
     equal: int | None = None,
 ) -> Row:
-    """Return the row of a plan.
-
-    Args:
-        policy: The policy under the plan.
-        load: The prompts and completions of the step.
-        choices: The choices that are the same for all plans.
-        limit: The FLOP/s that MFU is a share of.
-        profiled: True to add a profile.
-        equal: Tokens of the micro-batches of another plan, for memory at an equal batch.
-    """
+    """Return the row of a plan."""
     flow = Flow(policy, load, choices)
     flow.fit()
     samples = flow.synthetic(load.sequences, seed=2)

@@ -21,9 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from benchmarks._command import command_typed
-from benchmarks._profile import totals
-from benchmarks._timing import Row, add_shape_arguments, bench_parser, print_table, write_results
+from benchmarks.harness import (
+    Row,
+    add_shape_arguments,
+    bench_parser,
+    command_typed,
+    print_table,
+    totals,
+    write_results,
+)
 from benchmarks.parity import make_policy
 from benchmarks.rollout import kind_of
 from torch import Tensor
@@ -54,14 +60,7 @@ class RandomDrafts(Speculation):
 
 
 class Forwards:
-    """Forwards of decode over random pages, with and without drafts.
-
-    Args:
-        policy: The policy.
-        sequences: The most sequences of a case.
-        pages: Pages of all sequences of a case.
-        longest: Tokens of the longest context, with room behind it.
-    """
+    """Forwards of decode over random pages, with and without drafts."""
 
     def __init__(self, policy: Policy, sequences: int, pages: int, longest: int) -> None:
         self._cache = PagedCache(policy.config, policy.plan, pages, _PAGE, policy.device)
@@ -87,10 +86,7 @@ class Forwards:
         """Return a row for each form of a forward.
 
         Args:
-            sequences: The sequences of the forward.
-            context: Tokens of each sequence before it.
             widths: What forwards verify; None for a forward without speculation.
-            profiled: True to add microseconds by kind of kernel.
         """
         sizes = [ForwardSize(sequences, context + _ROOM, False, width) for width in widths]
         for size in sizes:
@@ -172,7 +168,6 @@ def forms(sequences: int, widths: Sequence[str] | None) -> list[Width | None]:
     """Return the forms of a case: off, one token with and without a look-up, and widths.
 
     Args:
-        sequences: The sequences of the case.
         widths: MOST x SHARE of each; None for those among which `auto` chooses.
     """
     size = padded_batch(sequences)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks._load import tailed_load
-from benchmarks._timing import Row
+from benchmarks.harness import Row, tailed_load
 from benchmarks.rollout import warm_lengths
 
 from jetrl.models.families import SHAPES
@@ -59,12 +58,8 @@ class Setup:
 
     Attributes:
         shape: The name of the model's shape.
-        load: The name of the load.
-        quantization: The format of the linears.
         drafts: The name of its way to speculate; "off": none.
-        kv_cache_dtype: The format of keys and values.
         max_num_seqs: The most sequences at once; None: all.
-        engines: How many engines share the GPU.
         beside: Whether other programs use the GPU while the engine starts.
     """
 
@@ -94,9 +89,6 @@ def generate(llm: Any, prompts: list[list[int]], lengths: list[int]) -> float:
     """Return the seconds of one call that draws `lengths` tokens after the prompts.
 
     Each prompt's samples stand side by side.
-
-    Raises:
-        AssertionError: A completion has another length, or no log-probs.
     """
     from vllm import SamplingParams
 

@@ -63,13 +63,7 @@ def write_ours(args: argparse.Namespace) -> None:
 
 
 def prompt_tokens(policy: Any, count: int, length: int) -> list[list[int]]:
-    """Return the prompts as token ids: texts of GSM8K, or random ids for a model without tokenizer.
-
-    Args:
-        policy: The policy.
-        count: The number of prompts.
-        length: The most tokens of a prompt, and the number of random ones.
-    """
+    """Return prompts as token ids: texts of GSM8K, or random ids without a tokenizer."""
     if policy.tokenizer is None:
         draw = np.random.default_rng(0)
         return draw.integers(0, policy.config.vocab_size, (count, length)).tolist()
@@ -84,14 +78,7 @@ def prompt_tokens(policy: Any, count: int, length: int) -> list[list[int]]:
 def vllm_logprobs(
     folder: Path, prompts: Sequence[Sequence[int]], kv_cache_dtype: str, memory: float
 ) -> list[list[float]]:
-    """Return vLLM's log-probs of the tokens of prompts, from the second on.
-
-    Args:
-        folder: The exported directory.
-        prompts: Token ids.
-        kv_cache_dtype: auto (BF16) or fp8.
-        memory: The share of the GPU's memory that vLLM may take.
-    """
+    """Return vLLM's log-probs of the tokens of prompts, from the second on."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -120,15 +107,7 @@ def vllm_logprobs(
 def compare(
     ours: dict[str, list[list[float]]], theirs: Sequence[Sequence[float]]
 ) -> list[dict[str, Any]]:
-    """Return a row for each plan: how far its log-probs are from vLLM's, in nats.
-
-    Args:
-        ours: The log-probs of each prompt, by plan.
-        theirs: vLLM's log-probs of each prompt.
-
-    Raises:
-        ValueError: A prompt has another number of log-probs, or one is not finite.
-    """
+    """Return a row for each plan: how far its log-probs are from vLLM's, in nats."""
     rows = []
     for plan, logprobs in ours.items():
         prompts = zip(logprobs, theirs, strict=True)
@@ -152,8 +131,7 @@ def compare(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from benchmarks._command import command_typed
-    from benchmarks._timing import print_table, write_results
+    from benchmarks.harness import command_typed, print_table, write_results
 
     from jetrl.models.families import SHAPES
 

@@ -48,9 +48,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from benchmarks._command import command_typed
-from benchmarks._load import TAILED
-from benchmarks._timing import Row, copy_bandwidth, print_table, write_results
+from benchmarks.harness import (
+    TAILED,
+    Row,
+    command_typed,
+    copy_bandwidth,
+    print_table,
+    write_results,
+)
 from in_turn import in_turn
 from vllm_engine import DRAFTS, LINEARS, Setup, measure
 

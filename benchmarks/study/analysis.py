@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Literal
 
-from benchmarks.study.definition import Definition
+from benchmarks.study.definition import CollapseSection, Definition
 from benchmarks.study.plan import grid_points
 from benchmarks.study.results import RunResult
-from benchmarks.study.sections import CollapseSection
 from benchmarks.study.statistics import (
     Comparison,
     Interval,
     adjusted,
     compare,
+    fisher_p,
     mean_interval,
+    runs_needed,
     share_interval,
 )
 
@@ -31,7 +34,6 @@ class ArmComparison:
     Attributes:
         tests: The mean difference with its interval, and the tests.
         adjusted_t_p: The p-value of the t test, adjusted for the number of arms (Holm).
-        adjusted_rank_p: The p-value of the signed-rank test, adjusted likewise.
     """
 
     tests: Comparison
@@ -44,15 +46,12 @@ class ArmResult:
     """The results of an arm at a grid point.
 
     Attributes:
-        point: The name of the grid point.
-        arm: The arm.
         common: The held-out accuracy in the study's precision, over seeds; None without any.
         own: The held-out accuracy in the arm's own precision, over seeds; None without any.
         comparison: The differences of `common` from the reference arm's, seed by seed; None for
             the reference arm and where no seed has both.
         own_comparison: The differences of `own` from the reference arm's, likewise.
         collapsed: The share of runs that collapsed, with its interval; None without any run.
-        num_collapsed: The number of runs that collapsed.
         without_weights: The number of runs that left no weights to evaluate.
     """
 
@@ -73,8 +72,6 @@ class TwinGroup:
 
     Attributes:
         name: The name of the group, of the grid point and of the seed.
-        digests: The SHA-256 of the final weights, by arm.
-        attempts: How often each run was started, by arm.
         learnt: Whether any run had a gradient; without one, equal weights show nothing.
     """
 
@@ -105,13 +102,7 @@ def own_accuracy(run: RunResult) -> float | None:
 
 
 def runs_of(runs: Sequence[RunResult], point: Mapping[str, str], arm: str) -> list[RunResult]:
-    """Return the runs of an arm at a grid point, by seed.
-
-    Args:
-        runs: All runs.
-        point: The grid point.
-        arm: The arm.
-    """
+    """Return the runs of an arm at a grid point, by seed."""
     own = [run for run in runs if run.point == dict(point) and run.arm == arm]
     return sorted(own, key=lambda run: run.seed)
 
@@ -121,10 +112,6 @@ def arm_results(definition: Definition, runs: Sequence[RunResult]) -> list[ArmRe
 
     Over all points that have runs, the value of a seed is its mean over them, for seeds that have
     all. Where the reference arm has no such seed, there are no results over all points.
-
-    Args:
-        definition: The definition of the study.
-        runs: Its runs.
     """
     points = list(grid_points(definition))
     results = []
@@ -171,12 +158,7 @@ def _results_at(
 def _compared(
     definition: Definition, values: Mapping[str, Mapping[int, float]]
 ) -> dict[str, ArmComparison]:
-    """Return the comparison of each arm with the reference arm, where a seed has both.
-
-    Args:
-        definition: The definition of the study.
-        values: The accuracy of each seed, by arm.
-    """
+    """Return the comparison of each arm with the reference arm, where a seed has both."""
     reference = values[definition.reference]
     tests: dict[str, Comparison] = {}
     for arm, of_arm in values.items():
@@ -194,13 +176,7 @@ def _compared(
 
 
 def by_seed(runs: Sequence[RunResult], accuracy: Accuracy, num_points: int = 1) -> dict[int, float]:
-    """Return the accuracy of each seed that has all grid points: the mean over these.
-
-    Args:
-        runs: The runs of an arm.
-        accuracy: Returns the accuracy of a run.
-        num_points: The number of grid points that a seed has to have.
-    """
+    """Return the accuracy of each seed that has all grid points: the mean over these."""
     values: dict[int, list[float]] = {}
     for run in runs:
         value = accuracy(run)
@@ -236,12 +212,7 @@ def mean_of_curve(run: RunResult, metric: str) -> float | None:
 
 
 def twin_groups(definition: Definition, runs: Sequence[RunResult]) -> Iterator[TwinGroup]:
-    """Yield the groups of runs whose final weights are to be equal, of two runs or more.
-
-    Args:
-        definition: The definition of the study.
-        runs: Its runs.
-    """
+    """Yield the groups of runs whose final weights are to be equal, of two runs or more."""
     marks = dict.fromkeys(arm.twin for arm in definition.arms.values() if arm.twin)
     for mark in marks:
         arms = [name for name, arm in definition.arms.items() if arm.twin == mark]
@@ -258,3 +229,96 @@ def twin_groups(definition: Definition, runs: Sequence[RunResult]) -> Iterator[T
                         {run.arm: run.attempts for run in members},
                         any(any(run.curves.values.get(GRADIENT, ())) for run in members),
                     )
+
+
+Loss = Literal["collapsed", "behind"]
+
+
+@dataclass(frozen=True)
+class LostRuns:
+    """The count of an arm's lost runs at a grid point, compared with the reference arm's.
+
+    Attributes:
+        p: The two-sided p-value of Fisher's exact test that the reference arm loses as many; NaN
+            for the reference arm and where that has no run.
+        adjusted_p: The same, adjusted for the number of arms (Holm).
+        runs_needed: The runs an arm that would show the seen shares, were they the true ones, four
+            times of five; None where the arm lost no larger share, or too many would be needed.
+    """
+
+    point: str
+    arm: str
+    num_runs: int
+    num_collapsed: int
+    num_behind: int
+    share: Interval
+    p: float = math.nan
+    adjusted_p: float = math.nan
+    runs_needed: int | None = None
+
+    @property
+    def num_lost(self) -> int:
+        """The number of runs that collapsed or fell behind."""
+        return self.num_collapsed + self.num_behind
+
+
+def lost_names(definition: Definition, runs: Sequence[RunResult]) -> dict[str, Loss]:
+    """Return the names of the runs that were lost, each with the rule that found it."""
+    lost: dict[str, Loss] = {}
+    for point in grid_points(definition):
+        references = map(common_accuracy, runs_of(runs, point, definition.reference))
+        known = [value for value in references if value is not None]
+        bound = median(known) - definition.collapse.behind if known else -math.inf
+        for arm in definition.arms:
+            for run in runs_of(runs, point, arm):
+                accuracy = common_accuracy(run)
+                if has_collapsed(run, definition.collapse):
+                    lost[run.name] = "collapsed"
+                elif accuracy is not None and accuracy < bound:
+                    lost[run.name] = "behind"
+    return lost
+
+
+def lost_runs(definition: Definition, runs: Sequence[RunResult]) -> Iterator[LostRuns]:
+    """Yield the lost runs of each arm at each grid point, and at all points together."""
+    lost = lost_names(definition, runs)
+    points = list(grid_points(definition))
+    for point in points:
+        of_arm = {arm: runs_of(runs, point, arm) for arm in definition.arms}
+        yield from _lost_compared(definition, point_name(point), of_arm, lost)
+    if sum(any(run.point == point for run in runs) for point in points) > 1:
+        of_arm = {arm: [run for run in runs if run.arm == arm] for arm in definition.arms}
+        yield from _lost_compared(definition, ALL_POINTS, of_arm, lost)
+
+
+def _lost_compared(
+    definition: Definition,
+    point: str,
+    of_arm: Mapping[str, Sequence[RunResult]],
+    lost: Mapping[str, Loss],
+) -> Iterator[LostRuns]:
+    """Yield the lost runs of each arm that has runs, compared with the reference arm's."""
+    level = definition.study.level
+    counts = {arm: _counted(point, arm, runs, lost, level) for arm, runs in of_arm.items() if runs}
+    reference = counts.get(definition.reference)
+    if reference is None:
+        yield from counts.values()
+        return
+    others = [count for arm, count in counts.items() if arm != definition.reference]
+    p_values = [
+        fisher_p(one.num_lost, one.num_runs, reference.num_lost, reference.num_runs)
+        for one in others
+    ]
+    yield reference
+    for one, p, holm in zip(others, p_values, adjusted(p_values), strict=True):
+        needed = runs_needed(one.share.mean, reference.share.mean, level)
+        yield replace(one, p=p, adjusted_p=holm, runs_needed=needed)
+
+
+def _counted(
+    point: str, arm: str, runs: Sequence[RunResult], lost: Mapping[str, Loss], level: float
+) -> LostRuns:
+    """Return the count of an arm's lost runs, at least one run, without a comparison."""
+    found = [lost[run.name] for run in runs if run.name in lost]
+    share = share_interval(len(found), len(runs), level)
+    return LostRuns(point, arm, len(runs), found.count("collapsed"), found.count("behind"), share)

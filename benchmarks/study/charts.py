@@ -7,15 +7,27 @@ fell behind has a thin line of its own: it would hide in a mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import numpy as np
-from benchmarks.study.analysis import point_name, runs_of
+from benchmarks.study.analysis import (
+    ALL_POINTS,
+    ArmResult,
+    Loss,
+    common_accuracy,
+    lost_names,
+    mean_of_curve,
+    point_name,
+    runs_of,
+)
 from benchmarks.study.definition import Definition
-from benchmarks.study.lost import lost_names
+from benchmarks.study.plan import grid_points
 from benchmarks.study.results import Curves, RunResult
+from benchmarks.study.statistics import Interval, share_interval
+from benchmarks.study.tables import accuracy_name
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import NullFormatter
@@ -33,11 +45,7 @@ class CurveKind:
     """A plot of a metric over steps.
 
     Attributes:
-        key: The plot's file name.
-        title: The plot's title.
         metric: The metric; "mean" of the run's own held-out evaluations.
-        unit: The unit.
-        log: Whether the axis is logarithmic.
     """
 
     key: str
@@ -84,13 +92,7 @@ def dash_of(definition: Definition, arm: str) -> str:
 def curve_charts(
     definition: Definition, runs: Sequence[RunResult], point: Mapping[str, str]
 ) -> list[Chart]:
-    """Return the plots over steps of a grid point, of the metrics that its runs have.
-
-    Args:
-        definition: The definition of the study.
-        runs: The runs of the study.
-        point: The grid point.
-    """
+    """Return the plots over steps of a grid point, of the metrics that its runs have."""
     by_arm = {arm: runs_of(runs, point, arm) for arm in definition.arms}
     lost = frozenset(lost_names(definition, runs))
     charts = (_curve_chart(definition, by_arm, kind, point, lost) for kind in CURVES)
@@ -219,11 +221,7 @@ def legend_above(axes: Axes, names: Sequence[str]) -> None:
 
 
 def height_with_legend(names: Sequence[str]) -> float:
-    """Return the height in inches of a plot whose legend stands above it, however many its lines.
-
-    Args:
-        names: The names of the lines.
-    """
+    """Return the height in inches of a plot with a legend above it."""
     rows = math.ceil(len(names) / _columns(names)) if len(names) > 1 else 0
     return AXES_INCHES + LEGEND_ROW_INCHES * rows
 
@@ -232,3 +230,259 @@ def _columns(names: Sequence[str]) -> int:
     """Return the columns of a legend, as many as a plot's width has room for."""
     column_inches = 0.5 + 0.075 * max(map(len, names))
     return max(1, min(4, int(0.85 * SIZE_INCHES[0] / column_inches)))
+
+
+ROW_INCHES = 0.3  # height of a row of the plots that have a row for each arm
+
+
+def accuracy_charts(
+    definition: Definition, runs: Sequence[RunResult], results: Sequence[ArmResult]
+) -> list[Chart]:
+    """Return a plot of the final accuracy of each arm, seed by seed, for each grid point."""
+    charts = []
+    for point in grid_points(definition):
+        name = point_name(point)
+        rows = [r for r in results if r.point == name and r.common is not None]
+        if rows:
+            charts.append(_accuracy_chart(definition, runs, point, rows))
+    return charts
+
+
+def _accuracy_chart(
+    definition: Definition,
+    runs: Sequence[RunResult],
+    point: Mapping[str, str],
+    rows: Sequence[ArmResult],
+) -> Chart:
+    """Return the plot of the final accuracies at a grid point."""
+
+    def draw(axes: Axes) -> None:
+        for place, row in enumerate(rows):
+            color = color_of(definition, row.arm)
+            values = [common_accuracy(run) for run in runs_of(runs, point, row.arm)]
+            known = [value for value in values if value is not None]
+            axes.plot(known, [place] * len(known), "o", color=color, alpha=0.4, markersize=4)
+            assert row.common is not None
+            if math.isfinite(row.common.low):
+                ends = [max(row.common.low, 0.0), min(row.common.high, 1.0)]
+                axes.plot(ends, [place] * 2, color=color, linewidth=2)
+            axes.plot([row.common.mean], [place], "D", color=color, markersize=5)
+        _rows_of_arms(axes, definition, rows)
+
+    name = point_name(point)
+    title = accuracy_name(definition) + f": {name}" * bool(name)
+    caption = "dots are seeds, lines the interval of the mean"
+    key = "-".join([*point.values(), "accuracy"])
+    return Chart(key, title, caption, draw, height=1.0 + ROW_INCHES * len(rows))
+
+
+def difference_charts(definition: Definition, results: Sequence[ArmResult]) -> list[Chart]:
+    """Return a plot of the differences from the reference arm for each grid point."""
+    charts = []
+    for point in dict.fromkeys(result.point for result in results):
+        rows = [r for r in results if r.point == point and r.comparison is not None]
+        if rows:
+            charts.append(_difference_chart(definition, point, rows))
+    return charts
+
+
+def _difference_chart(definition: Definition, point: str, rows: Sequence[ArmResult]) -> Chart:
+    """Return the plot of the differences from the reference arm at a grid point."""
+    margin = definition.study.margin
+
+    def draw(axes: Axes) -> None:
+        axes.axvspan(-margin, margin, color=COLORS["green"], alpha=0.12, linewidth=0)
+        axes.axvline(0, color=COLORS["axis"], linewidth=1)
+        for place, row in enumerate(rows):
+            assert row.comparison is not None
+            interval, color = row.comparison.tests.difference, color_of(definition, row.arm)
+            if math.isfinite(interval.low):
+                ends = [max(interval.low, -1.0), min(interval.high, 1.0)]
+                axes.plot(ends, [place] * 2, color=color, linewidth=2)
+            axes.plot([interval.mean], [place], "D", color=color, markersize=5)
+        _rows_of_arms(axes, definition, rows)
+
+    caption = f"seed by seed; the green band is the margin of {percent(margin)}"
+    title = f"Difference from {definition.label(definition.reference)}" + f": {point}" * bool(point)
+    key = f"{point.replace(', ', '-').replace(ALL_POINTS, 'all')}-difference".lstrip("-")
+    return Chart(key, title, caption, draw, height=1.0 + ROW_INCHES * len(rows))
+
+
+def _rows_of_arms(axes: Axes, definition: Definition, rows: Sequence[ArmResult]) -> None:
+    """Give a plot a row for each arm, the first above, and shares below."""
+    axes.set_yticks(range(len(rows)), [definition.label(row.arm) for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
+    axes.grid(axis="x")
+
+
+_SEED: dict[str, Any] = {"alpha": 0.4, "markersize": 3}  # how a run is drawn beside a mean
+_MARKS = ("s", "^", "v", "P", "X", "*")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The runs of one arm at one grid point, as the plots have them.
+
+    Attributes:
+        values: The final accuracy of each run that has one.
+        rate: The share of runs that were lost, with its interval.
+    """
+
+    kl: float
+    values: Sequence[float]
+    rate: Interval
+
+    @property
+    def mean(self) -> float:
+        """The mean of the final accuracies, NaN without any."""
+        return fmean(self.values) if self.values else math.nan
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A grid point, as a plot has it.
+
+    Attributes:
+        doses: The places of arms with a dose, by mismatch.
+    """
+
+    name: str
+    doses: Sequence[_Place]
+    others: Mapping[str, _Place]
+
+    @property
+    def places(self) -> list[_Place]:
+        """All places."""
+        return [*self.doses, *self.others.values()]
+
+
+def dose_charts(definition: Definition, runs: Sequence[RunResult]) -> list[Chart]:
+    """Return plots of outcome and lost runs against the measured K3 KL, where arms have a dose.
+
+    There is a line for each grid point, and a place on it for each dose; in a grid of several axes
+    each value of the first has plots of its own.
+    """
+    lost = lost_names(definition, runs)
+    plots: dict[str, list[_Line]] = {}
+    for point in grid_points(definition):
+        doses: list[_Place] = []
+        others: dict[str, _Place] = {}
+        for arm, section in definition.arms.items():
+            place = _place(definition, runs_of(runs, point, arm), lost)
+            if place is not None and section.dose is not None:
+                doses.append(place)
+            elif place is not None and place.kl > 0:
+                others[definition.label(arm)] = place
+        names = list(point.values())
+        plot, line = (names[0], ", ".join(names[1:])) if len(names) > 1 else ("", point_name(point))
+        if doses or others:
+            ordered = sorted(doses, key=lambda place: place.kl)
+            plots.setdefault(plot, []).append(_Line(line or "runs", ordered, others))
+    charts = []
+    for plot, lines in plots.items():
+        if any(line.doses for line in lines):
+            charts += [_dose_accuracy_chart(plot, lines), _lost_chart(plot, lines)]
+    return charts
+
+
+def _place(
+    definition: Definition, runs: Sequence[RunResult], lost: Mapping[str, Loss]
+) -> _Place | None:
+    """Return the place of the runs of an arm; None without runs."""
+    kls = [kl for run in runs if (kl := mean_of_curve(run, MISMATCH)) is not None]
+    values = [value for run in runs if (value := common_accuracy(run)) is not None]
+    if not kls:
+        return None
+    count = sum(run.name in lost for run in runs)
+    return _Place(fmean(kls), values, share_interval(count, len(runs), definition.study.level))
+
+
+def _dose_accuracy_chart(plot: str, lines: Sequence[_Line]) -> Chart:
+    """Return the plot of final accuracies by mismatch, with a dot for each seed."""
+
+    def draw(axes: Axes) -> None:
+        for x, place, color in _draw(axes, lines, lambda place: place.mean):
+            axes.plot([x] * len(place.values), place.values, "o", color=color, **_SEED)
+
+    return _dose_chart("accuracy", "Final accuracy", "dots are seeds", plot, lines, draw)
+
+
+def _lost_chart(plot: str, lines: Sequence[_Line]) -> Chart:
+    """Return the plot of the shares of runs that were lost by mismatch, with their intervals."""
+
+    def draw(axes: Axes) -> None:
+        for x, place, color in _draw(axes, lines, lambda place: place.rate.mean):
+            ends = [place.rate.low, place.rate.high]
+            axes.plot([x, x], ends, color=color, linewidth=0.8, alpha=0.6)
+        axes.set_ylim(-0.04, 1.04)
+
+    return _dose_chart("lost", "Runs lost", "bars are exact intervals", plot, lines, draw)
+
+
+def _dose_chart(
+    key: str,
+    title: str,
+    caption: str,
+    plot: str,
+    lines: Sequence[_Line],
+    draw: Callable[[Axes], None],
+) -> Chart:
+    """Return a plot by mismatch from a key, a title, a caption and a function that draws it."""
+    return Chart(
+        "-".join(filter(None, ["dose", key, plot])),
+        f"{title} by mismatch" + f": {plot}" * bool(plot),
+        f"against the mean K3 KL of sampler and trainer; {caption}",
+        draw,
+        height_with_legend(_legend(lines)),
+    )
+
+
+def _draw(
+    axes: Axes, lines: Sequence[_Line], height: Callable[[_Place], float]
+) -> list[tuple[float, _Place, str]]:
+    """Draw lines, single marks and the axes; return each place with its x and colour."""
+    zero, right = _ends(lines)
+    labels = _other_labels(lines)
+    drawn = []
+    for number, line in enumerate(lines):
+        color = COLORS[LINES[number % len(LINES)]]
+        aside = 1.12 ** (number - (len(lines) - 1) / 2)
+        at = [max(place.kl, zero) * aside for place in line.places]
+        doses, heights = len(line.doses), [height(place) for place in line.places]
+        axes.plot(
+            at[:doses], heights[:doses], color=color, label=line.name,
+            marker="D", markersize=4, linewidth=1.3,
+        )  # fmt: skip
+        for x, y, label in zip(at[doses:], heights[doses:], line.others, strict=True):
+            mark = _MARKS[labels.index(label) % len(_MARKS)]
+            axes.plot([x], [y], mark, color=color, markersize=7, markerfacecolor="none")
+        drawn += [(x, place, color) for x, place in zip(at, line.places, strict=True)]
+    for number, label in enumerate(labels):
+        mark = _MARKS[number % len(_MARKS)]
+        axes.plot([], [], mark, color=COLORS["text"], label=label, markerfacecolor="none")
+    axes.set_xscale("log")
+    label_powers(axes.xaxis)
+    powers = [10.0**power for power in range(round(math.log10(zero)), round(math.log10(right)) + 1)]
+    axes.set_xticks(powers, ["0", *(f"{power:.0e}" for power in powers[1:])])
+    axes.set_xlim(zero / 2, max(right, 10 * zero) * 1.5)
+    axes.set_xlabel("K3 KL, nats")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
+    legend_above(axes, _legend(lines))
+    return drawn
+
+
+def _other_labels(lines: Sequence[_Line]) -> list[str]:
+    """Return the labels of the arms without a dose."""
+    return list(dict.fromkeys(label for line in lines for label in line.others))
+
+
+def _legend(lines: Sequence[_Line]) -> list[str]:
+    """Return the entries of the legend."""
+    return [*(line.name for line in lines), *_other_labels(lines)]
+
+
+def _ends(lines: Sequence[_Line]) -> tuple[float, float]:
+    """Return where a K3 KL of 0 stands, a power of ten below all others, and the right end."""
+    kls = [place.kl for line in lines for place in line.places if place.kl > 0] or [1e-6]
+    return 10.0 ** (math.floor(math.log10(min(kls))) - 1), 10.0 ** math.ceil(math.log10(max(kls)))

@@ -26,20 +26,28 @@ import argparse
 import contextlib
 import dataclasses
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+
+import torch
+from benchmarks.study import scheduler
+from benchmarks.study.definition import Definition, definition_of, read_definition
+from benchmarks.study.final_evaluation import answer_request
+from benchmarks.study.plan import PlannedRun
+from benchmarks.study.processes import Pool, cards_for
+from benchmarks.study.report import write_report
+from benchmarks.study.results import Outcome, Results, kept_outcome, read_results
+from benchmarks.study.scheduler import Progress, Sitting, Work, entries_of, parts_of, work_of
 
 from jetrl.cli.arguments import table, tell
 from jetrl.errors import Terminated, TimeLimitReached, UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import FrameType
-
-    from benchmarks.study.definition import Definition
-    from benchmarks.study.queue import Work
-    from benchmarks.study.results import Results
-    from benchmarks.study.sitting import Sitting
+from jetrl.memory.device import free_bytes
+from jetrl.memory.plan import GIB, OtherModels, Workload, memory_plan
+from jetrl.precision import PrecisionPlan
+from jetrl.runs.attempts import RunLock, run_state
+from jetrl.session.building import model_config
+from jetrl.tasks import build_task
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,8 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.evaluate is not None:
-        from benchmarks.study.final_evaluation import answer_request
-
         answer_request(Path(args.evaluate))
         return 0
     if not args.study:
@@ -98,10 +104,6 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UserError(f"--{name} {value:g}: a number above 0 is expected")
-
-    from benchmarks.study.queue import work_of
-    from benchmarks.study.queue_file import entries_of
-
     entries = entries_of([Path(name) for name in args.study], args.only)
     opened_files = {entry.file: opened(entry.file, args.reference) for entry in entries}
     if args.report_only or all(file.suffix == ".json" for file in opened_files):
@@ -127,15 +129,8 @@ def opened(path: Path, reference: str | None = None) -> tuple[Definition, Result
     """Return the definition and the results of a study file, or of a results file.
 
     Args:
-        path: The file.
         reference: The arm that the report compares the others with; None: the study's own.
-
-    Raises:
-        UserError: It is neither, or it is wrong; the message names the line. It has no such arm.
     """
-    from benchmarks.study.definition import definition_of, read_definition
-    from benchmarks.study.results import Results, read_results
-
     if path.suffix == ".json":
         results = read_results(path)
         definition = definition_of(results.definition, path)
@@ -159,21 +154,7 @@ def opened(path: Path, reference: str | None = None) -> tuple[Definition, Result
 
 
 def work_off(args: argparse.Namespace, queue: Sequence[Work]) -> int:
-    """Work off the runs of a queue, write the reports, and return an exit code.
-
-    Args:
-        args: The arguments of the command.
-        queue: The runs, in the order in which places go to them.
-    """
-    from benchmarks.study import places
-    from benchmarks.study.checks import check_runs
-    from benchmarks.study.machine import kind_warning, room_of, room_warning
-    from benchmarks.study.processes import Pool, cards_for
-    from benchmarks.study.progress import Progress
-    from benchmarks.study.queue import parts_of
-
-    from jetrl.runs.attempts import RunLock
-
+    """Work off the runs of a queue, write the reports, and return an exit code."""
     check_runs([run for work in queue for run in work.runs])
     first = queue[0]
     cards = cards_for(first.runs[0].settings.run.device)
@@ -192,7 +173,7 @@ def work_off(args: argparse.Namespace, queue: Sequence[Work]) -> int:
         pool, progress = Pool(cards, jobs, first.definition.study.threads), Progress()
         parts = parts_of(queue, progress)
         try:
-            places.work_off(parts, pool, progress, args.minutes)
+            scheduler.work_off(parts, pool, progress, args.minutes)
         except (KeyboardInterrupt, Terminated):
             tell("the runs were stopped at checkpoints; the same command goes on")
             raise
@@ -201,12 +182,7 @@ def work_off(args: argparse.Namespace, queue: Sequence[Work]) -> int:
 
 
 def ended(sitting: Sitting, with_report: bool) -> int:
-    """Write the report of a study that was worked at, say what is left, and return an exit code.
-
-    Args:
-        sitting: The sitting at the study.
-        with_report: Whether the report is written.
-    """
+    """Write the report of a study that was worked at, say what is left, and return an exit code."""
     definition, results = sitting.definition, sitting.results
     code = 1 if results.failed or not results.runs else 0
     if results.runs and with_report:
@@ -228,8 +204,6 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def report(definition: Definition, results: Results) -> int:
     """Write the report, say where it is, and return an exit code: 1 for failures and twins."""
-    from benchmarks.study.report import write_report
-
     written = write_report(definition, results)
     print(table([("results", str(results.path)), ("report", str(written.html))]))
     for group in written.unequal_twins:
@@ -238,15 +212,7 @@ def report(definition: Definition, results: Results) -> int:
 
 
 def dry_run(work: Work) -> str:
-    """Return the runs of a part of the queue and the state of each, as a table.
-
-    Args:
-        work: The part.
-    """
-    from benchmarks.study.outcome import Outcome, kept_outcome
-
-    from jetrl.runs.attempts import run_state
-
+    """Return the runs of a part of the queue and the state of each, as a table."""
     results = work.results
     rows = [("run", "arm", "seed", "steps", "begins from", "state")]
     for one in work.runs:
@@ -262,3 +228,124 @@ def dry_run(work: Work) -> str:
     done = sum(one.name in results.runs for one in work.runs)
     out = work.definition.out
     return f"{table(rows)}\n\n{len(work.runs)} runs, {done} done; they go to {out}"
+
+
+def check_runs(runs: Sequence[PlannedRun]) -> None:
+    """Check what the settings name, once for each different task, model and precision."""
+    seen: set[str] = set()
+    for run in runs:
+        settings = run.settings
+        first = run.start.settings if run.start is not None else settings
+
+        def task(run: PlannedRun = run) -> object:
+            return build_task(run.settings.task)
+
+        def plan(run: PlannedRun = run) -> object:
+            settings = run.settings
+            return PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+
+        def model(run: PlannedRun = run) -> object:
+            return model_config(run.start.settings if run.start else run.settings)
+
+        _check_once(seen, run, settings.task, task)
+        _check_once(seen, run, (settings.precision, settings.sampler_deviation), plan)
+        _check_once(seen, run, first.model, model)
+
+
+def _check_once(
+    seen: set[str], run: PlannedRun, section: object, check: Callable[[], object]
+) -> None:
+    """Make a check of a section of the settings, unless it was made of an equal section."""
+    if repr(section) in seen:
+        return
+    seen.add(repr(section))
+    try:
+        check()
+    except UserError as error:
+        raise UserError(f"{error}\n(settings of the run {run.name})") from None
+
+
+def room_of(cards: Sequence[str]) -> int | None:
+    """Return the bytes of the smallest card, or those that the CPU has free; None: not known.
+
+    Args:
+        cards: The GPUs of the study; none: it runs on the CPU.
+    """
+    if not cards:
+        return free_bytes("cpu")
+    visible = range(torch.cuda.device_count())
+    return min((torch.cuda.get_device_properties(n).total_memory for n in visible), default=None)
+
+
+def room_warning(runs: Sequence[PlannedRun], jobs: int, num_cards: int, room: int | None) -> str:
+    """Return a warning about runs side by side that may need more memory than the device has.
+
+    The warning is empty where they fit.
+
+    Args:
+        num_cards: The number of cards; 0: the runs are made on the CPU.
+        room: The bytes of a card, or of the CPU; None: not known.
+    """
+    needs = _needs(runs, "cuda" if num_cards else "cpu")
+    needs.sort(key=lambda one: -one[0])
+    places = max(num_cards, 1)
+
+    def held(count: int) -> int:
+        """Return the bytes of so many runs a card, the largest ones, dealt out evenly."""
+        largest = [need for need, _ in needs[: count * places]]
+        return -(-sum(largest) // places)
+
+    if room is None or held(jobs) <= room:
+        return ""
+    fitting = max((count for count in range(1, jobs) if held(count) <= room), default=0)
+    need, name = needs[0]
+    fewer = f"take --jobs {fitting} or" if fitting else "not even one is sure to fit, so take"
+    return (
+        f"warning: {min(jobs, len(needs))} runs at once may need {held(jobs) / GIB:.1f} GiB, and "
+        f"{'a card' if num_cards else 'the CPU'} has {room / GIB:.1f} ({name} alone "
+        f"{need / GIB:.1f}, with prompts as long as answers): {fewer} a smaller "
+        "train.tokens_per_micro_batch. A run that finds too little makes smaller micro-batches by "
+        "itself, which changes its bits"
+    )
+
+
+def kind_warning(runs: Sequence[PlannedRun], results: Results, cards: Sequence[str]) -> str:
+    """Return a warning about starts that would be trained again on another kind of card.
+
+    The warning is empty where there is no such start.
+
+    Args:
+        cards: The GPUs of the study; none: it runs on the CPU.
+    """
+    numbers = range(torch.cuda.device_count()) if cards else ()
+    here = sorted({torch.cuda.get_device_name(number) for number in numbers}) or ["CPU"]
+    starts = {run.name: run.start for run in runs if run.start is not None}
+    begun = {start.name for name, start in starts.items() if name in results.runs}
+    again = {
+        start.name
+        for name, start in starts.items()
+        if name not in results.runs and not (start.path / "model" / "config.json").is_file()
+    }
+    if not begun & again or set(here) & set(results.devices):
+        return ""
+    return (
+        f"warning: {results.path} has runs of {', '.join(results.devices)}, and this machine has "
+        f"{', '.join(here)}: if {', '.join(sorted(begun & again))} gets other weights when it is "
+        "trained again here, the runs that begin from it fail. Take the same kind of card, or put "
+        "the start back from a copy"
+    )
+
+
+def _needs(runs: Sequence[PlannedRun], device: str) -> list[tuple[int, str]]:
+    """Return the bytes that each run needs, with its name."""
+    known: dict[tuple[object, ...], int] = {}
+    needs = []
+    for run in runs:
+        kind = (run.arm, *run.point.values())  # seeds change nothing
+        if kind not in known:
+            config = model_config(run.start.settings if run.start else run.settings)
+            others, load = OtherModels.of(run.settings), Workload.of(run.settings, config)
+            plan = memory_plan(run.settings, config, others, load, device=device)
+            known[kind] = plan.needed
+        needs.append((known[kind], run.name))
+    return needs

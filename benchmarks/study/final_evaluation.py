@@ -11,8 +11,14 @@ import time
 from pathlib import Path
 
 import torch
-from benchmarks.study.outcome import REQUEST, Outcome, Request, outcome_file, write_stored
-from benchmarks.study.results import FinalEvaluation
+from benchmarks.study.results import (
+    REQUEST,
+    FinalEvaluation,
+    Outcome,
+    Request,
+    outcome_file,
+    write_stored,
+)
 
 from jetrl.cli.opening import find_model, open_policy
 from jetrl.errors import UserError
@@ -56,11 +62,7 @@ def sha256_of_weights(run: Path) -> str:
 
 
 def evaluated(request: Request) -> Outcome:
-    """Return the evaluations of a run's newest weights.
-
-    Raises:
-        UserError: The run has no weights, or they cannot be used.
-    """
+    """Return the evaluations of a run's newest weights."""
     began = time.perf_counter()
     run = Path(request.run)
     settings = load_config(run / "config.toml")
@@ -132,12 +134,7 @@ def _device_name(policy: Policy) -> str:
 
 
 def answer_request(file: Path) -> None:
-    """Evaluate as a request file asks, and write the outcome beside it.
-
-    Raises:
-        UserError: There is no such request, or its run cannot be evaluated.
-        StorageError: The outcome could not be written.
-    """
+    """Evaluate as a request file asks, and write the outcome beside it."""
     try:
         request = read_stored(file, REQUEST)
     except FileNotFoundError:

@@ -18,20 +18,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.study.analysis import point_name
-from benchmarks.study.counts import fisher_p
+from benchmarks.study.analysis import lost_names, point_name
 from benchmarks.study.definition import definition_of
-from benchmarks.study.lost import lost_names
 from benchmarks.study.results import RunResult, read_results
+from benchmarks.study.statistics import fisher_p
 
 
 def names_at(commit: str, path: Path) -> set[str]:
-    """Return the names of the runs that a results file had at a commit.
-
-    Args:
-        commit: The commit, as git knows it.
-        path: The results file; it may have been missing then.
-    """
+    """Return the names of the runs that a results file had at a commit."""
     known = _git(path, "cat-file", "-e", f"{commit}^{{commit}}")
     if known.returncode:
         raise SystemExit(f"error: --not-in {commit}: {known.stderr.strip()}")
@@ -45,26 +39,13 @@ def _git(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def counted(run: RunResult, point: str | None, first_seed: int, older: set[str]) -> bool:
-    """Return whether a run is among those that are counted.
-
-    Args:
-        run: The run.
-        point: The only grid point that is counted, if any is named.
-        first_seed: The smallest seed that is counted.
-        older: The names of runs that are left out.
-    """
+    """Return whether a run is among those that are counted."""
     here = point is None or point_name(run.point) == point
     return here and run.seed >= first_seed and run.name not in older
 
 
 def table(lost: Counter[str], runs: Counter[str], against: Sequence[str]) -> str:
-    """Return a Markdown table of the counts of all arms, and below it the test.
-
-    Args:
-        lost: The lost runs of each arm.
-        runs: The runs of each arm.
-        against: The arms that are tested together against all others.
-    """
+    """Return a Markdown table of the counts of all arms, and below it the test."""
     lines = ["| arm | lost | of |", "| --- | --- | --- |"]
     lines += [f"| {arm} | {lost[arm]} | {runs[arm]} |" for arm in runs]
     their_lost, their_runs = (sum(count[arm] for arm in against) for count in (lost, runs))

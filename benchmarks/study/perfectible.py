@@ -31,9 +31,6 @@ class Ground:
     """A task, and the supervised training that makes a start model for it.
 
     Attributes:
-        task: The name of the task.
-        options: Its options that completions are drawn with.
-        max_tokens: The largest number of tokens of a completion.
         recipe: A packaged recipe below the settings; "": none.
         settings: The settings of the supervised training, as words of the command.
     """

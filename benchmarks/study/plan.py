@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.definition import Definition
-from benchmarks.study.sections import Layer, StartSection
+from benchmarks.study.definition import Definition, Layer, StartSection
 
 from jetrl.errors import UserError
 from jetrl.settings.loading import Settings, load_config, to_toml, toml_value
@@ -30,8 +29,6 @@ class PlannedStart:
     """Supervised training whose weights several runs begin from.
 
     Attributes:
-        name: The name of its run directory.
-        settings: Its settings.
         digest: A digest of these settings as far as they differ from their defaults.
         said: A digest of what the study and its recipe say of these settings.
     """
@@ -52,11 +49,7 @@ class PlannedRun:
     """A run of a study.
 
     Attributes:
-        name: The name of its run directory.
         point: The grid point: the name of a value by the name of its axis.
-        arm: The name of its arm.
-        seed: Its run.seed.
-        settings: Its settings.
         digest: A digest of these settings as far as they differ from their defaults, and of those
             of its start.
         said: A digest of what the study and its recipe say of these settings, likewise; it stays
@@ -86,12 +79,7 @@ def recipe_of(settings: Settings) -> str:
 
 @dataclass(frozen=True)
 class _Setting:
-    """A setting of a study file.
-
-    Attributes:
-        value: Its value.
-        place: The file and the line where it stands.
-    """
+    """A setting of a study file."""
 
     value: Any
     place: str
@@ -101,11 +89,7 @@ Flat = dict[str, _Setting]
 
 
 def planned_runs(definition: Definition) -> list[PlannedRun]:
-    """Return all runs of a study in the order of seeds: the first runs cover all arms.
-
-    Raises:
-        UserError: Settings of a run are refused; the message names the file, the line and the run.
-    """
+    """Return all runs of a study in the order of seeds: the first runs cover all arms."""
     runs = []
     for seed in definition.study.seeds:
         for point in grid_points(definition):
@@ -131,12 +115,8 @@ def chosen(runs: Sequence[PlannedRun], only: Sequence[str]) -> list[PlannedRun]:
     """Return the runs that --only names.
 
     Args:
-        runs: All runs.
         only: Names of arms, AXIS=VALUE and seed=NUMBER; none: all runs. Several arms are
             alternatives, and so are several values of an axis and several seeds.
-
-    Raises:
-        UserError: There is no such arm, axis or value.
     """
     arms = {run.arm for run in runs}
     values = {f"{axis}={value}" for run in runs for axis, value in _place_of(run).items()}
@@ -215,11 +195,7 @@ def _planned_start(
 
 
 def _resolved(definition: Definition, flat: Flat, name: str, seed: int, folder: str) -> Settings:
-    """Return the settings of a run, checked.
-
-    Raises:
-        UserError: They are refused; the message names the file, the line and the run.
-    """
+    """Return the settings of a run, checked."""
     for key in OWN_KEYS:
         if key in flat:
             raise UserError(f"{flat[key].place}: {key} is set by the study itself; leave it out")
@@ -257,16 +233,7 @@ def _flat(definition: Definition, layer: Layer, path: str) -> Flat:
 
 
 def _merged(layers: Sequence[Flat], task: str | None) -> Flat:
-    """Return settings of which later layers win.
-
-    Another task than that of an earlier layer sets the earlier one's options aside, and a model's
-    path sets an earlier shape and its tokenizer aside, as on the command line. Options before any
-    task is named are those of all tasks that are named later.
-
-    Args:
-        layers: The settings of each layer.
-        task: The recipe's task; None without a recipe.
-    """
+    """Return settings of which later layers win."""
     merged: Flat = {}
     for layer in layers:
         name = layer.get("task.name")

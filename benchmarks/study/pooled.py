@@ -50,11 +50,7 @@ def pairs(word: str, points: Sequence[str]) -> Iterator[tuple[RunResult, RunResu
     """Yield the two runs of each grid point and seed that both arms have.
 
     Args:
-        word: FILE:ARM:ARM, as the command has it.
         points: The grid points that count; none: all. Studies without a grid count whole.
-
-    Raises:
-        UserError: The word has another form, or the file has no run of an arm.
     """
     path, *arms = word.rsplit(":", 2)
     if len(arms) != 2:
@@ -71,16 +67,7 @@ def pairs(word: str, points: Sequence[str]) -> Iterator[tuple[RunResult, RunResu
 
 
 def difference(run: RunResult, other: RunResult, common: bool = False) -> tuple[float, bool]:
-    """Return how far a run ends above another one, and whether each has its own precision.
-
-    Args:
-        run: The run.
-        other: The run of the other arm with the same seed.
-        common: Compare them in the precision of the study only.
-
-    Raises:
-        UserError: They began from different weights, or one of them was not evaluated.
-    """
+    """Return how far a run ends above another one, and whether each has its own precision."""
     if run.start_sha256 != other.start_sha256:
         raise UserError(f"{run.name} and {other.name} began from different weights")
     for accuracy in (own_accuracy, common_accuracy)[common:]:
@@ -95,9 +82,6 @@ def main(words: Sequence[str] | None = None) -> None:
 
     Args:
         words: The words of the command; by default those that were typed.
-
-    Raises:
-        UserError: A file or an arm is missing, or two runs do not compare.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pairs", nargs="+", metavar="FILE:ARM:ARM")

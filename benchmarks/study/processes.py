@@ -7,25 +7,27 @@ that do not end.
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from benchmarks.study.worker import order_of
 
 from jetrl.runs.storage import storing
 
 POLL_S = 0.1
 GRACE_S = 180.0  # for a checkpoint, after SIGTERM
-SERVER = (sys.executable, "-m", "benchmarks.study.server")
+SERVER = (sys.executable, "-m", "benchmarks.study.processes")
 CHECKOUT = Path(__file__).resolve().parents[2]  # where a child finds the package `benchmarks`
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -38,7 +40,6 @@ class Job:
         name: The name of the run that it is for.
         words: The words of the command, without the program's name.
         log: The file that gets what it prints, behind what is in it.
-        study: The study file of the run.
     """
 
     name: str
@@ -48,15 +49,12 @@ class Job:
 
 
 class Worker:
-    """A process that runs commands one after the other (`benchmarks.study.worker`).
+    """A process that runs commands one after the other (`benchmarks.study.processes`).
 
     Args:
-        program: The program.
         card: The GPU that it has; None: it sees those that the study sees.
-        environment: Its environment.
 
     Attributes:
-        card: As given.
         returncode: The exit code of its last command; None while that runs.
     """
 
@@ -129,9 +127,7 @@ class Child:
     """A command that is running.
 
     Attributes:
-        job: The command.
         card: The GPU that it has; None: it sees those that the study sees.
-        process: The process that runs it.
     """
 
     job: Job
@@ -144,12 +140,6 @@ class Pool:
 
     Args:
         cards: The GPUs, as CUDA_VISIBLE_DEVICES names them; none: the children run on the CPU.
-        jobs: The number of children on a card, or on the CPU.
-        threads: The CPU threads of a child.
-        program: The program that runs commands one after the other.
-
-    Attributes:
-        children: The children that are running.
     """
 
     def __init__(
@@ -172,20 +162,12 @@ class Pool:
         return bool(self._places)
 
     def warm_up(self, most: int) -> None:
-        """Start processes before there are commands for them, so that they have begun by then.
-
-        Args:
-            most: The largest number of processes.
-        """
+        """Start processes before there are commands for them, so that they have begun by then."""
         for card in self._places[:most]:
             self._idle.append(self._worker(card))
 
     def start(self, job: Job) -> Child:
-        """Start a command at a free place, on the card with the fewest children.
-
-        Raises:
-            StorageError: Its log cannot be written.
-        """
+        """Start a command at a free place, on the card with the fewest children."""
         card = self._places.pop(0)
         with storing(job.log):
             job.log.parent.mkdir(parents=True, exist_ok=True)
@@ -226,12 +208,7 @@ class Pool:
         return gone
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """Send SIGTERM to all children, wait for their end, and end all processes.
-
-        Args:
-            grace_s: Seconds after which those that are left are killed; so they are if the wait is
-                interrupted.
-        """
+        """Send SIGTERM to all children, wait for their end, and end all processes."""
         for child in self.children:
             child.process.ask_to_end()
         try:
@@ -261,14 +238,78 @@ def last_line(log: Path) -> str:
 
 
 def cards_for(device: str) -> list[str]:
-    """Return the GPUs for runs of a device setting, as CUDA_VISIBLE_DEVICES names them.
-
-    Args:
-        device: The setting run.device: auto, cpu or cuda.
-    """
+    """Return the GPUs for runs of a device setting, as CUDA_VISIBLE_DEVICES names them."""
     if device == "cpu":
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [card.strip() for card in visible.split(",") if card.strip()]
     return [str(card) for card in range(torch.cuda.device_count())]
+
+
+DONE = b"done\n"
+"""The answer to a command that has ended with exit code 0."""
+
+
+def order_of(words: Sequence[str], log: str) -> bytes:
+    """Return the line that orders a command."""
+    return json.dumps({"words": list(words), "log": log}).encode() + b"\n"
+
+
+def serve(run: Callable[[list[str]], int], between: Callable[[], None]) -> int:
+    """Run the commands that standard input orders, until it ends or a command does not end with 0.
+
+    Returns:
+        The exit code of this process.
+    """
+    orders = os.fdopen(os.dup(0), "rb")
+    answers = os.dup(1)
+    _replace(os.devnull, os.O_RDONLY, [0])
+    for line in orders:
+        order = json.loads(line)
+        _replace(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, [1, 2])
+        code = _exit_code(run, order["words"])
+        if not code:
+            between()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if code:
+            return code
+        os.write(answers, DONE)
+    return 0
+
+
+def _replace(file: str, flags: int, descriptors: Sequence[int]) -> None:
+    """Let descriptors of this process, and of those that it starts, be those of a file."""
+    opened = os.open(file, flags, 0o666)
+    for descriptor in descriptors:
+        os.dup2(opened, descriptor)
+    os.close(opened)
+
+
+def _exit_code(run: Callable[[list[str]], int], words: list[str]) -> int:
+    """Return the exit code of a command, however it ends; what Python would print is printed."""
+    try:
+        return run(words)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    return 1
+
+
+def _give_back() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":  # a worker: what all commands need is imported before the first one
+    import benchmarks.study.final_evaluation  # noqa: F401
+    import torch._dynamo  # optimizers import it when the first one is made
+
+    from jetrl.cli.main import main
+
+    sys.exit(serve(main, _give_back))

@@ -7,21 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.study.analysis import arm_results, point_name, twin_groups
-from benchmarks.study.arm_charts import accuracy_charts, difference_charts
-from benchmarks.study.charts import curve_charts
-from benchmarks.study.definition import Definition
-from benchmarks.study.dose_charts import dose_charts
-from benchmarks.study.lost import lost_names, lost_runs
-from benchmarks.study.lost_tables import lost_table, seed_tables
+from benchmarks.study.analysis import arm_results, lost_names, lost_runs, point_name, twin_groups
+from benchmarks.study.charts import accuracy_charts, curve_charts, difference_charts, dose_charts
+from benchmarks.study.definition import CollapseSection, Definition
 from benchmarks.study.plan import grid_points
 from benchmarks.study.results import Results, RunResult
-from benchmarks.study.sections import CollapseSection
 from benchmarks.study.tables import (
     Table,
     accuracy_tables,
+    lost_table,
     mismatch_table,
     seconds_table,
+    seed_tables,
     twin_table,
     unfinished_table,
 )
@@ -34,13 +31,7 @@ from jetrl.runs.storage import storing, write_atomically
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """A report that was written.
-
-    Attributes:
-        html: The page.
-        markdown: The tables.
-        unequal_twins: The groups of twins whose weights differ.
-    """
+    """A report that was written."""
 
     html: Path
     markdown: Path
@@ -48,15 +39,7 @@ class WrittenReport:
 
 
 def write_report(definition: Definition, results: Results) -> WrittenReport:
-    """Write report.html, report.md and plots/*.png into the study's folder.
-
-    Args:
-        definition: The definition of the study.
-        results: Its results so far.
-
-    Raises:
-        StorageError: A file could not be written.
-    """
+    """Write report.html, report.md and plots/*.png into the study's folder."""
     runs = known_runs(definition, results.runs.values())
     tables = report_tables(definition, results)
     main_charts = report_charts(definition, runs)
@@ -184,12 +167,7 @@ def _method(definition: Definition, runs: Sequence[RunResult]) -> Html:
 
 
 def method(definition: Definition, runs: Sequence[RunResult]) -> list[str]:
-    """Return sentences on how the numbers of a report were made.
-
-    Args:
-        definition: The definition of the study.
-        runs: Its runs.
-    """
+    """Return sentences on how the numbers of a report were made."""
     study, settings = definition.study, definition.eval
     kind = "training" if definition.evaluates_training_set else "held-out"
     prompts = f"{settings.prompts or 'all'} {kind} prompts"
@@ -235,13 +213,7 @@ def _rule(rule: CollapseSection) -> str:
 
 
 def markdown(definition: Definition, results: Results, tables: Sequence[Table]) -> str:
-    """Return the tables of a report in Markdown, with how they were made.
-
-    Args:
-        definition: The definition of the study.
-        results: Its results.
-        tables: The tables.
-    """
+    """Return the tables of a report in Markdown, with how they were made."""
     study, runs = definition.study, known_runs(definition, results.runs.values())
     lines = [f"# {study.title or study.name}", ""]
     lines += [study.question, ""] if study.question else []

@@ -9,19 +9,27 @@ wherever the rest of its files went.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
+import math
 import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from benchmarks.study.definition import Definition
+from benchmarks.study.plan import PlannedRun
 from pydantic import Field, TypeAdapter
 
 from jetrl.errors import UserError
-from jetrl.files import Count, Seed, Step, Stored, read_stored
-from jetrl.runs.attempts import versions
+from jetrl.files import Count, Finite, Seed, Step, Stored, UnixTime, read_stored
+from jetrl.runs.attempts import read_attempts, versions
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.history import values_of
+from jetrl.runs.metrics import is_eval_mean
 from jetrl.runs.schemas import Name
-from jetrl.runs.storage import storing, write_atomically
+from jetrl.runs.storage import Record, storing, write_atomically
 
 End = Literal["finished", "nonfinite"]
 """How a run ended: with its last step, or on a number that is NaN or infinite."""
@@ -36,7 +44,6 @@ class Curves(Stored):
     """Curves that share their steps: `values` holds a list of the same length for each metric.
 
     Attributes:
-        steps: The steps.
         values: The values by metric; null where there is none, or one that is not finite.
     """
 
@@ -48,13 +55,7 @@ class FinalEvaluation(Stored):
     """The evaluation of a run's final weights.
 
     Attributes:
-        preset: The precision preset that it was made in.
-        mean: The mean reward over all completions.
         solved: The share of prompts with a solved one among their completions.
-        prompts: The number of prompts.
-        samples: The number of completions a prompt.
-        response_length: The mean number of tokens of a completion.
-        clip_ratio: The share of completions that were cut off.
     """
 
     preset: Name
@@ -70,17 +71,9 @@ class RunResult(Stored):
     """The results of one run.
 
     Attributes:
-        name: The name of the run.
         point: The names of its grid point's values, by axis.
-        arm: The name of its arm.
-        seed: Its seed.
-        digest: The digest of its settings (`study.plan`).
         said: The digest of what the study said of them, likewise; "" in older files.
-        end: The way it ended.
         reason: The message that it ended with, where it did not come to its last step.
-        steps: The steps that it made.
-        wall_s: The seconds of all its attempts.
-        attempts: How often it was started.
         seconds: The sum of each `timing/` metric over its steps, by phase, and the seconds of the
             final evaluation, as FINAL_EVALUATION; older files have none of the latter.
         weights_sha256: The SHA-256 of its final FP32 master weights; "" where it left none.
@@ -120,14 +113,7 @@ class ResultsFile(Stored):
     """The contents of a results file.
 
     Attributes:
-        format: The number of this format.
-        date: The day of the last change.
-        command: The command that made the last change.
-        devices: The devices that the runs had.
         versions: The versions of the packages that decide results, of the last change.
-        source: The study file.
-        definition: The tables of the study file.
-        runs: The results of the runs.
         failed: The reasons of the runs that failed, by name.
     """
 
@@ -150,12 +136,6 @@ class Results:
     """The results of a study so far.
 
     Attributes:
-        path: The results file.
-        source: The study file.
-        definition: The tables of the study file.
-        devices: The devices that the runs had.
-        date: The day of the last change, as YYYY-MM-DD.
-        runs: The results by the name of the run.
         failed: The reasons of the runs that failed, by name; they are tried again.
     """
 
@@ -168,15 +148,7 @@ class Results:
     failed: dict[str, str] = field(default_factory=dict)
 
     def add(self, result: RunResult, device: str) -> None:
-        """Take in the result of a run, and write the file.
-
-        Args:
-            result: The result.
-            device: The device that the run had.
-
-        Raises:
-            StorageError: The file could not be written; the one before is whole.
-        """
+        """Take in the result of a run, and write the file."""
         self.runs[result.name] = result
         self.failed.pop(result.name, None)
         if device and device not in self.devices:
@@ -184,11 +156,7 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Write the file, in one piece: readers see the old one or the new one.
-
-        Raises:
-            StorageError: It could not be written.
-        """
+        """Write the file, in one piece: readers see the old one or the new one."""
         self.date = datetime.date.today().isoformat()
         head = {
             "format": 1,
@@ -210,11 +178,7 @@ class Results:
 
 
 def read_results(path: Path) -> Results:
-    """Return the results in a file.
-
-    Raises:
-        UserError: There is no such file, or it is no results file.
-    """
+    """Return the results in a file."""
     try:
         stored = read_stored(path, SCHEMA, MOST_BYTES)
     except FileNotFoundError:
@@ -232,3 +196,270 @@ def read_results(path: Path) -> Results:
 def rounded(value: float) -> float | None:
     """Return a number with `DIGITS` significant digits; None for one that is not finite or huge."""
     return float(f"{value:.{DIGITS}g}") if abs(value) < MOST else None
+
+
+class Request(Stored):
+    """The order to evaluate a run.
+
+    Attributes:
+        preset: The precision preset that all runs of the study are evaluated in.
+        own: Whether the run is evaluated in its own precision too.
+        prompts: The number of held-out prompts; 0: all.
+        top_p: The mass of the most probable tokens that are drawn from.
+        ended: The time at which the run's training ended: its weights are those of that moment.
+            None where its last attempt has no end.
+        reason: The message that it ended with; "" after its last step.
+        start_sha256: The SHA-256 of the weights that it began from, as `FirstWeights` has it.
+    """
+
+    run: str
+    preset: str
+    own: bool
+    prompts: Count
+    samples: Annotated[int, Field(ge=1)]
+    temperature: Finite
+    top_p: Finite
+    seed: Seed
+    ended: UnixTime | None = None
+    end: End = "finished"
+    reason: str = ""
+    start_sha256: str = ""
+
+
+class Outcome(Stored):
+    """The evaluations of a run, and the order that they answer.
+
+    Attributes:
+        request: The order; None in files of before it was kept, which count for no training.
+        weights_sha256: The SHA-256 of the run's final FP32 master weights; "" where only an
+            exported model is left, or nothing.
+        device: The device that evaluated; "" where nothing was evaluated.
+        common: The evaluation in the study's precision; None where the run left no weights.
+        own: The evaluation in the run's own precision; None where it was not asked for.
+        seconds: The seconds that all of it took, the models opened included.
+    """
+
+    request: Request | None = None
+    weights_sha256: str = ""
+    device: str = ""
+    common: FinalEvaluation | None = None
+    own: FinalEvaluation | None = None
+    seconds: Finite = 0.0
+
+
+REQUEST, OUTCOME = TypeAdapter(Request), TypeAdapter(Outcome)
+_ASKED = ("preset", "own", "prompts", "samples", "temperature", "top_p", "seed")
+
+
+def request_file(definition: Definition, name: str) -> Path:
+    """Return the file with the order to evaluate a run."""
+    return definition.out / "evaluations" / f"{name}.json"
+
+
+def outcome_file(request: Path) -> Path:
+    """Return the file that gets the outcome of a request."""
+    return request.with_suffix(".outcome.json")
+
+
+def request_of(
+    definition: Definition, run: PlannedRun, end: End, reason: str, start_sha256: str
+) -> Request:
+    """Return the order to evaluate a run whose training has ended, as the study asks for it now.
+
+    Args:
+        reason: The message that it ended with; "" after its last step.
+    """
+    section = definition.eval
+    return Request(
+        run=str(run.path),
+        preset=section.preset,
+        own=section.own,
+        prompts=section.prompts,
+        samples=section.samples,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        seed=section.seed,
+        ended=_ended(run),
+        end=end,
+        reason=reason,
+        start_sha256=start_sha256,
+    )
+
+
+def _ended(run: PlannedRun) -> float | None:
+    """Return the time at which the last attempt at a run ended; None if it has not."""
+    attempts = read_attempts(run.path)
+    return attempts[-1].ended if attempts else None
+
+
+def write_stored(file: Path, stored: Stored) -> None:
+    """Write a request or an outcome, in one piece."""
+    with storing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(stored.model_dump(mode="json")) + "\n")
+
+
+def kept_outcome(definition: Definition, run: PlannedRun) -> Outcome | str:
+    """Return the outcome that earlier sittings left of a run, or the reason why none counts."""
+    file = outcome_file(request_file(definition, run.name))
+    try:
+        outcome = read_stored(file, OUTCOME)
+    except FileNotFoundError:
+        return f"there is no {file}"
+    except UserError as error:
+        return str(error)
+    made = outcome.request
+    if made is None:
+        return f"{file} is of an older jetrl and does not say what was evaluated"
+    if made.ended is None or made.ended != _ended(run) or made.run != str(run.path):
+        return f"{file} is of another training than the one that {run.path} holds"
+    now = request_of(definition, run, made.end, made.reason, made.start_sha256)
+    changes = [
+        f"eval.{key}: {getattr(made, key)} -> {getattr(now, key)}"
+        for key in _ASKED
+        if getattr(made, key) != getattr(now, key)
+    ]
+    if changes:
+        return f"{file} is of another evaluation ({', '.join(changes)})"
+    return outcome
+
+
+KEPT_METRICS = (
+    "reward/mean",
+    "response_length/mean",
+    "policy/entropy",
+    "policy/grad_norm",
+    "mismatch/mean_abs_logprob_diff",
+    "mismatch/k3_kl",
+    "mismatch/token_mult_prob_error",
+)
+"""The metrics of a step that are kept of every run, beside the held-out accuracy."""
+
+
+def result_of(definition: Definition, run: PlannedRun, outcome: Outcome) -> RunResult:
+    """Return the result of a run that has ended."""
+    request = outcome.request
+    assert request is not None
+    directory = RunDirectory.open(run.path)
+    records, history = directory.metrics("rl"), directory.history()
+    steps = [record for record in records if record["step"] > 0]
+    names = dict.fromkeys([*KEPT_METRICS, definition.collapse.metric, *definition.study.metrics])
+    window = max(1, math.ceil(run.settings.loop.steps / definition.study.points))
+    return RunResult(
+        name=run.name,
+        point=dict(run.point),
+        arm=run.arm,
+        seed=run.seed,
+        digest=run.digest,
+        said=run.said,
+        end=request.end,
+        reason=request.reason,
+        steps=history.last_step if steps else 0,
+        wall_s=rounded(history.elapsed_s) or 0.0,
+        attempts=len(directory.attempts()),
+        seconds=_seconds(steps) | _seconds_of_evaluation(outcome),
+        weights_sha256=outcome.weights_sha256,
+        start_sha256=request.start_sha256,
+        compared_tokens=history.num_tokens or 0,
+        different_tokens=history.num_different or 0,
+        common=outcome.common,
+        own=outcome.own,
+        curves=_thinned(steps, list(names), window),
+        held_out=_held_out(records),
+    )
+
+
+def sha256_of_model(folder: Path) -> str:
+    """Return the SHA-256 of an exported model's safetensors files."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _seconds(steps: Sequence[Record]) -> dict[str, float]:
+    """Return the sum of each `timing/` metric by its phase, in seconds."""
+    names = sorted({name for record in steps for name in record if name.startswith("timing/")})
+    sums = {name: sum(values_of(steps, name)) for name in names}
+    return {
+        name.removeprefix("timing/").removesuffix("_s"): rounded(total) or 0.0
+        for name, total in sums.items()
+    }
+
+
+def _seconds_of_evaluation(outcome: Outcome) -> dict[str, float]:
+    """Return the seconds of a run's final evaluation under their own name; {} without one."""
+    return {} if outcome.common is None else {FINAL_EVALUATION: rounded(outcome.seconds) or 0.0}
+
+
+def _thinned(steps: Sequence[Record], names: Sequence[str], window: int) -> Curves:
+    """Return metrics as means over windows of steps, each at the last step of its window."""
+    groups: dict[int, list[Record]] = {}
+    for record in steps:
+        groups.setdefault((record["step"] - 1) // window, []).append(record)
+    present = [name for name in names if any(name in record for record in steps)]
+    return Curves(
+        steps=[group[-1]["step"] for group in groups.values()],
+        values={
+            name: [_mean(values_of(group, name)) for group in groups.values()] for name in present
+        },
+    )
+
+
+def _held_out(records: Sequence[Record]) -> Curves:
+    """Return the run's own evaluations; of several tasks, their means."""
+    names = sorted({name for record in records for name in record if is_eval_mean(name)})
+    having = [record for record in records if any(name in record for name in names)]
+    lengths = [name.removesuffix("mean") + "response_length" for name in names]
+    return Curves(
+        steps=[record["step"] for record in having],
+        values={
+            "mean": [_mean(record[n] for n in names if n in record) for record in having],
+            "response_length": [
+                _mean(record[n] for n in lengths if n in record) for record in having
+            ],
+        },
+    )
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    """Return the mean of values; None of no values, or where it is not finite."""
+    listed = [float(value) for value in values]
+    return rounded(sum(listed) / len(listed)) if listed else None
+
+
+class FirstWeights:
+    """The SHA-256 of each model that runs of a study begin from."""
+
+    def __init__(self, runs: Sequence[PlannedRun], results: Results) -> None:
+        self._runs, self._results = runs, results
+        self._known: dict[str, str] = {}
+
+    def wrong_folders(self) -> dict[str, str]:
+        """Return the folders with other weights than results began from, each with a message."""
+        wrong = dict[str, str]()
+        for folder in filter(None, {run.settings.model.path for run in self._runs}):
+            try:
+                self.sha256(folder)
+            except UserError as error:
+                wrong[folder] = str(error)
+        return wrong
+
+    def sha256(self, folder: str | None) -> str:
+        """Return the SHA-256 of a model's weights; "" without a folder here."""
+        if folder is None or not (Path(folder) / "config.json").is_file():
+            return ""
+        if folder not in self._known:
+            own = sha256_of_model(Path(folder))
+            beginning = [run for run in self._runs if run.settings.model.path == folder]
+            for done in filter(None, (self._results.runs.get(run.name) for run in beginning)):
+                # Older files have "" for models that no [start] made.
+                if done.start_sha256 not in ("", own):
+                    raise UserError(
+                        f"{folder}: other weights than {done.name} in {self._results.path} "
+                        "began from (another machine or version); put that start back from a "
+                        "copy, or begin the results anew"
+                    )
+            self._known[folder] = own
+        return self._known[folder]

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.study.analysis import point_name
+from benchmarks.study.analysis import lost_names, point_name
 from benchmarks.study.charts import MISMATCH
 from benchmarks.study.definition import definition_of
-from benchmarks.study.lost import lost_names
 from benchmarks.study.results import Curves, RunResult, read_results
 
 from jetrl.runs.anomalies import ENOUGH, RECENT, WINDOW, reward_collapses
@@ -35,10 +34,8 @@ class Setback:
     """What one run lost on the way.
 
     Attributes:
-        name: The run.
         fall: The most that its held-out accuracy lost; 0 where it never did.
         rise: The step at which its K3 KL rose; None where it did not.
-        has_mismatch: Whether sampler and trainer differed at all.
         collapse: The step at which its reward collapsed; None where it did not.
     """
 
@@ -50,12 +47,7 @@ class Setback:
 
 
 def setback(run: RunResult, times: float) -> Setback:
-    """Return the setback of a run.
-
-    Args:
-        run: The run.
-        times: How many times its median the K3 KL must reach to have risen.
-    """
+    """Return the setback of a run."""
     best = fall = 0.0
     for value in run.held_out.values.get("mean", []):
         if value is not None:
@@ -93,11 +85,7 @@ def _reward_collapse(curves: Curves) -> int | None:
 
 
 def signs(ends: dict[str, list[Setback]]) -> str:
-    """Return a Markdown table of how many runs each sign marked.
-
-    Args:
-        ends: The setbacks of the runs that ended in each way of `_ENDS`.
-    """
+    """Return a Markdown table of how many runs each sign marked."""
     lines = [f"| sign | {' | '.join(_ENDS)} |", "| --- | --- | --- | --- |"]
     cells = [_marked([one.collapse for one in ends[end]]) for end in _ENDS]
     lines.append(f"| the reward collapses | {' | '.join(cells)} |")
@@ -111,12 +99,7 @@ def _marked(steps: list[int | None]) -> str:
 
 
 def table(setbacks: dict[tuple[str, str], list[Setback]], fall: float) -> str:
-    """Return a Markdown table of setbacks.
-
-    Args:
-        setbacks: Those of the runs of each grid point and arm.
-        fall: What a run must lose to be named.
-    """
+    """Return a Markdown table of setbacks."""
     lines = [
         "| point | arm | runs | largest fall | K3 KL rises in | far falls, step of the rise |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -24,10 +24,7 @@ class Interval:
     """A mean with its confidence interval.
 
     Attributes:
-        mean: The mean.
         low: The lower end; NaN for fewer than two values.
-        high: The upper end; likewise.
-        n: The number of values.
     """
 
     mean: float
@@ -41,7 +38,6 @@ class Comparison:
     """Paired differences between two arms.
 
     Attributes:
-        difference: The mean difference with its interval.
         median: The median difference, which a single run that is far off does not move.
         t_p: The two-sided p-value of the paired t test; NaN for fewer than two pairs.
         flip_p: The two-sided p-value of the exact permutation test, which flips signs; NaN for
@@ -66,11 +62,6 @@ def beta_cdf(x: float, a: float, b: float) -> float:
     """Return the regularized incomplete beta function I_x(a, b), the CDF of Beta(a, b).
 
     It is the continued fraction of Numerical Recipes (3rd edition, 6.4), by Lentz's method.
-
-    Args:
-        x: The value, from 0 to 1.
-        a: The first parameter, above 0.
-        b: The second parameter, above 0.
     """
     if x <= 0.0:
         return 0.0
@@ -96,12 +87,7 @@ def beta_cdf(x: float, a: float, b: float) -> float:
 
 
 def t_cdf(t: float, freedom: float) -> float:
-    """Return the CDF of Student's t distribution.
-
-    Args:
-        t: The value.
-        freedom: The degrees of freedom.
-    """
+    """Return the CDF of Student's t distribution."""
     if math.isinf(t):
         return 0.0 if t < 0 else 1.0
     tail = 0.5 * beta_cdf(freedom / (freedom + t * t), freedom / 2, 0.5)
@@ -110,12 +96,7 @@ def t_cdf(t: float, freedom: float) -> float:
 
 @functools.cache
 def t_quantile(probability: float, freedom: float) -> float:
-    """Return the value at which the CDF of Student's t distribution is a probability.
-
-    Args:
-        probability: The probability, between 0 and 1.
-        freedom: The degrees of freedom.
-    """
+    """Return the value at which the CDF of Student's t distribution is a probability."""
     high = 1.0
     while t_cdf(high, freedom) < max(probability, 1 - probability):
         high *= 2
@@ -123,12 +104,7 @@ def t_quantile(probability: float, freedom: float) -> float:
 
 
 def mean_interval(values: Sequence[float], level: float) -> Interval:
-    """Return the mean of values with its t interval.
-
-    Args:
-        values: At least one value.
-        level: The confidence, such as 0.95.
-    """
+    """Return the mean of values with its t interval."""
     n, mean = len(values), fmean(values)
     if n < 2:
         return Interval(mean, math.nan, math.nan, n)
@@ -138,13 +114,7 @@ def mean_interval(values: Sequence[float], level: float) -> Interval:
 
 @functools.cache
 def share_interval(count: int, n: int, level: float) -> Interval:
-    """Return a share with its exact interval (Clopper and Pearson, 1934).
-
-    Args:
-        count: The number of cases that have a property.
-        n: The number of all cases, at least 1.
-        level: The confidence, such as 0.95.
-    """
+    """Return a share with its exact interval (Clopper and Pearson, 1934)."""
     tail = (1 - level) / 2
     low, high = 0.0, 1.0
     if count > 0:
@@ -155,13 +125,7 @@ def share_interval(count: int, n: int, level: float) -> Interval:
 
 
 def compare(differences: Sequence[float], margin: float, level: float) -> Comparison:
-    """Return the comparison of two arms from their differences, pair by pair.
-
-    Args:
-        differences: The differences, at least one.
-        margin: The largest difference of arms that count as equivalent.
-        level: The confidence of the interval.
-    """
+    """Return the comparison of two arms from their differences, pair by pair."""
     return Comparison(
         mean_interval(differences, level),
         median(differences),
@@ -180,12 +144,6 @@ def pairs_needed(
 
     With so many, two one-sided t tests put a true difference of 0 within the margin with
     probability `power`: the estimate has to stay `t` of the level below the margin on both sides.
-
-    Args:
-        differences: Differences whose spread is taken.
-        margin: The largest difference of arms that count as equivalent.
-        level: The confidence of the tests.
-        power: The probability.
 
     Returns:
         The number; None for fewer than two differences, or above `MOST_SEEDS`.
@@ -288,3 +246,75 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 def _nonzero(value: float) -> float:
     """Return a value, or one that can be divided by in place of 0."""
     return value if abs(value) > 1e-300 else 1e-300
+
+
+MOST_RUNS = 200  # a number of runs an arm beyond it is not named
+_NEGLIGIBLE = 1e-9
+
+
+def fisher_p(count: int, n: int, other_count: int, other_n: int) -> float:
+    """Return the two-sided p-value of Fisher's exact test that two shares are equal.
+
+    It is the probability of all tables with the same margins that are no more probable than the
+    one that was seen.
+    """
+    total, having = n + other_n, count + other_count
+    first = range(max(0, having - other_n), min(n, having) + 1)
+    weights = {k: math.comb(n, k) * math.comb(other_n, having - k) for k in first}
+    return sum(w for w in weights.values() if w <= weights[count]) / math.comb(total, having)
+
+
+@functools.cache
+def least_shown(n: int, other_count: int, other_n: int, level: float) -> int | None:
+    """Return the least count of a group with which Fisher's test shows it above another group.
+
+    Returns:
+        The count; None where not even all cases would do.
+    """
+    low, high = other_count * n // other_n + 1, n  # from the first larger share on p falls
+    if high < low or fisher_p(n, n, other_count, other_n) >= 1 - level:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if fisher_p(middle, n, other_count, other_n) < 1 - level:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def runs_needed(share: float, other: float, level: float, power: float = 0.8) -> int | None:
+    """Return how many runs an arm would show that two true shares differ, with a probability.
+
+    Returns:
+        The number of runs of each arm; None for shares that do not differ so, or above `MOST_RUNS`.
+    """
+    if share <= other:
+        return None
+    low, high = 1, MOST_RUNS
+    if _power(high, share, other, level) < power:
+        return None
+    while low < high:  # the power rises with the number of runs, but for small steps down
+        middle = (low + high) // 2
+        if _power(middle, share, other, level) >= power:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _power(n: int, share: float, other: float, level: float) -> float:
+    """Return the probability that n runs of each arm show the one share above the other."""
+    power = 0.0
+    for count, chance in enumerate(_binomial(n, other)):
+        if chance > _NEGLIGIBLE:
+            least = least_shown(n, count, n, level)
+            if least is not None:
+                power += chance * sum(_binomial(n, share)[least:])
+    return power
+
+
+@functools.cache
+def _binomial(n: int, share: float) -> tuple[float, ...]:
+    """Return the probability of each count of n cases."""
+    return tuple(math.comb(n, k) * share**k * (1 - share) ** (n - k) for k in range(n + 1))

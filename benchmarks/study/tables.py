@@ -10,7 +10,10 @@ from statistics import fmean
 from benchmarks.study.analysis import (
     ArmComparison,
     ArmResult,
+    Loss,
+    LostRuns,
     TwinGroup,
+    common_accuracy,
     mean_of_curve,
     point_name,
     runs_of,
@@ -18,7 +21,7 @@ from benchmarks.study.analysis import (
 from benchmarks.study.definition import Definition
 from benchmarks.study.plan import grid_points
 from benchmarks.study.results import FINAL_EVALUATION, RunResult
-from benchmarks.study.statistics import Comparison, Interval
+from benchmarks.study.statistics import Comparison, Interval, least_shown
 
 from jetrl.runs.format import number, percent
 
@@ -28,14 +31,7 @@ DASH = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text.
-
-    Attributes:
-        title: The heading.
-        note: A line below the heading.
-        head: The names of the columns.
-        rows: The cells.
-    """
+    """A table of text."""
 
     title: str
     note: str
@@ -50,12 +46,7 @@ def accuracy_name(definition: Definition) -> str:
 
 
 def accuracy_tables(definition: Definition, results: Sequence[ArmResult]) -> Iterator[Table]:
-    """Yield the table of final accuracy of each grid point, and of each arm's own precision.
-
-    Args:
-        definition: The definition of the study.
-        results: The results of its arms.
-    """
+    """Yield the table of final accuracy of each grid point, and of each arm's own precision."""
     study, preset = definition.study, definition.eval.preset
     reference, level = definition.label(definition.reference), 100 * study.level
     note = (
@@ -147,7 +138,6 @@ def shown_interval(interval: Interval | None, signed: bool = False) -> str:
 
     Args:
         interval: The interval; None: a dash.
-        signed: Whether the sign of a positive number is written.
     """
     if interval is None:
         return DASH
@@ -167,12 +157,7 @@ def shown_p(p: float) -> str:
 
 
 def mismatch_table(definition: Definition, runs: Sequence[RunResult]) -> Table | None:
-    """Return the table of the mismatch of each arm, mean over all steps and seeds.
-
-    Args:
-        definition: The definition of the study.
-        runs: The runs of the study.
-    """
+    """Return the table of the mismatch of each arm, mean over all steps and seeds."""
     names = ("mean_abs_logprob_diff", "k3_kl", "token_mult_prob_error")
     rows = []
     for point, arm, own in _by_point_and_arm(definition, runs):
@@ -193,12 +178,7 @@ def mismatch_table(definition: Definition, runs: Sequence[RunResult]) -> Table |
 
 
 def seconds_table(definition: Definition, runs: Sequence[RunResult]) -> Table | None:
-    """Return the table of seconds a step by phase.
-
-    Args:
-        definition: The definition of the study.
-        runs: The runs of the study.
-    """
+    """Return the table of seconds a step by phase."""
     rows = []
     for point, arm, own in _by_point_and_arm(definition, runs):
         steps = sum(run.steps for run in own)
@@ -221,12 +201,7 @@ def seconds_table(definition: Definition, runs: Sequence[RunResult]) -> Table | 
 
 
 def twin_table(definition: Definition, groups: Sequence[TwinGroup]) -> Table | None:
-    """Return the table of twins; None of a study without.
-
-    Args:
-        definition: The definition of the study.
-        groups: The groups of twins.
-    """
+    """Return the table of twins; None of a study without."""
     rows = [
         [
             group.name,
@@ -251,12 +226,7 @@ def _twins(group: TwinGroup) -> str:
 
 
 def unfinished_table(runs: Sequence[RunResult], failed: Mapping[str, str]) -> Table | None:
-    """Return the table of runs that did not come to their last step; None without.
-
-    Args:
-        runs: The runs of the study.
-        failed: The reasons of the runs that failed, by name.
-    """
+    """Return the table of runs that did not come to their last step; None without."""
     rows = [
         [run.name, "collapsed: numbers that are not finite", run.reason]
         for run in runs
@@ -296,3 +266,75 @@ def without_point(table: Table) -> Table | None:
     if any(row[0] for row in table.rows):
         return table
     return Table(table.title, table.note, table.head[1:], [row[1:] for row in table.rows])
+
+
+def lost_table(definition: Definition, lost: Sequence[LostRuns]) -> Table | None:
+    """Return the table of lost runs; None where no arm has two runs."""
+    if not any(one.num_runs > 1 for one in lost):
+        return None
+    level, reference = definition.study.level, definition.label(definition.reference)
+    most = max(one.num_runs for one in lost)
+    least = least_shown(most, 0, most, level)
+    enough = f"at least {least} lost runs of" if least is not None else "more than"
+    note = (
+        "Lost: collapsed, or fell behind, which is a final accuracy more than "
+        f"{100 * definition.collapse.behind:g} points below the median of {reference} at the same "
+        f"grid point. Shares have exact {100 * level:g}% intervals; p of Fisher's exact test, "
+        f"two-sided, against {reference}. Beside {most} runs without a loss it takes {enough} "
+        f"{most} for a p below {1 - level:.2g}."
+    )
+    head = (
+        *("point", "arm", "runs", "collapsed", "fell behind", "share lost"),
+        *("Fisher p", "Holm p", "more than " + reference),
+    )
+    return without_point(
+        Table("Lost runs", note, head, [_lost_row(definition, one) for one in lost])
+    )
+
+
+def _lost_row(definition: Definition, lost: LostRuns) -> list[str]:
+    """Return the row of an arm at a grid point."""
+    verdict = DASH
+    if lost.p < 1 - definition.study.level and lost.runs_needed is not None:
+        verdict = "yes"
+    elif lost.runs_needed is not None:
+        verdict = f"not shown; {lost.runs_needed} runs would do"
+    elif lost.p == lost.p:  # not NaN: there is a comparison
+        verdict = "not shown"
+    return [
+        lost.point,
+        definition.label(lost.arm),
+        str(lost.num_runs),
+        str(lost.num_collapsed),
+        str(lost.num_behind),
+        shown_interval(lost.share),
+        shown_p(lost.p),
+        shown_p(lost.adjusted_p),
+        verdict,
+    ]
+
+
+def seed_tables(
+    definition: Definition, runs: Sequence[RunResult], lost: Mapping[str, Loss]
+) -> Iterator[Table]:
+    """Yield the table of the final accuracy of each run, a column a seed, of each grid point."""
+    seeds = definition.study.seeds
+    for point in grid_points(definition):
+        rows = []
+        for arm in definition.arms:
+            own = {run.seed: run for run in runs_of(runs, point, arm)}
+            if own:
+                cells = (_ending(own[seed], lost) if seed in own else DASH for seed in seeds)
+                rows.append([definition.label(arm), *cells])
+        if rows and len(seeds) > 1:
+            name = point_name(point)
+            title = f"{accuracy_name(definition)} of each seed" + f": {name}" * bool(name)
+            head = ("arm", *(f"seed {seed}" for seed in seeds))
+            yield Table(title, "", head, rows)
+
+
+def _ending(run: RunResult, lost: Mapping[str, Loss]) -> str:
+    """Return where a run ended: its accuracy, and whether it was lost."""
+    accuracy = common_accuracy(run)
+    words = ["no weights" if accuracy is None else f"{100 * accuracy:.1f}%"]
+    return ", ".join([*words, *([lost[run.name]] if run.name in lost else [])])

@@ -74,11 +74,6 @@ class Candidate:
 
     Attributes:
         size: The model: the name of a file in models/.
-        ground: A key of GROUNDS.
-        sft_steps: Supervised updates at most.
-        sft_examples: Worked answers an update.
-        sft_lr: Peak learning rate of the supervised updates.
-        lr: Learning rate of reinforcement.
     """
 
     size: str
@@ -127,13 +122,7 @@ CANDIDATES = [
 
 @dataclasses.dataclass
 class Trial:
-    """A candidate that has begun.
-
-    Attributes:
-        candidate: The candidate.
-        process: Its process.
-        log: Its console's file.
-    """
+    """A candidate that has begun."""
 
     candidate: Candidate
     process: subprocess.Popen[bytes]
@@ -141,15 +130,7 @@ class Trial:
 
 
 def begin(candidate: Candidate, out: Path, device: str, preset: str, more: list[str]) -> Trial:
-    """Start the process of a candidate.
-
-    Args:
-        candidate: The candidate.
-        out: The folder of the runs.
-        device: The setting run.device.
-        preset: The setting precision.preset.
-        more: Settings for all candidates that come last.
-    """
+    """Start the process of a candidate."""
     # Without a recipe the settings would be the demo's; an empty one gives the plain defaults.
     recipe = out / "empty.toml"
     recipe.touch()

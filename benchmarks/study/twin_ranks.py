@@ -21,8 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks._command import command_typed
-from benchmarks._timing import write_results
+from benchmarks.harness import command_typed, write_results
 from benchmarks.study.definition import read_definition
 from benchmarks.study.final_evaluation import sha256_of_weights
 from benchmarks.study.plan import PlannedRun, planned_runs, recipe_of
@@ -65,10 +64,6 @@ def trained_start(run: PlannedRun, folder: Path) -> str | None:
     """Return the model that a run begins from, trained unless it is there, or None.
 
     None is returned for a run that begins from random weights.
-
-    Args:
-        run: The run.
-        folder: The folder for its run directory and recipe.
     """
     if run.start is None:
         return run.settings.model.path
@@ -88,11 +83,7 @@ def trained(
     A run without a final model in its directory is begun, or resumed where it was cut.
 
     Args:
-        run: The run.
-        model: The model that it begins from.
-        count: The number of processes; 1: without torchrun.
         steps: The number of steps; None: the study's.
-        folder: The folder for its run directory and recipe.
     """
     steps = steps or run.settings.loop.steps
     name = f"{run.name}-{run.digest[:8]}-{steps}-steps-{count}"
@@ -115,21 +106,12 @@ def trained(
 
 
 def resumed(run: Path) -> list[str]:
-    """Return the option with which a command goes on with a run, if the run was begun.
-
-    Args:
-        run: The run's directory.
-    """
+    """Return the option with which a command goes on with a run, if the run was begun."""
     return ["--resume"] if (run / "config.toml").exists() else []
 
 
 def command(count: int, words: list[str]) -> None:
-    """Run a command of jetrl by several processes, with a CPU thread each.
-
-    Args:
-        count: The number of processes; 1: without torchrun.
-        words: The words of the command.
-    """
+    """Run a command of jetrl by several processes, with a CPU thread each."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     launch = [sys.executable, *(torchrun if count > 1 else []), "-m", "jetrl", *words]
     subprocess.run(launch, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks._command import command_typed
+from benchmarks.harness import command_typed
 
-from benchmarks import _command
+from benchmarks import harness
 
 
 def test_words_are_kept_as_they_were_typed_but_for_files_of_results() -> None:
@@ -17,7 +17,7 @@ def test_words_are_kept_as_they_were_typed_but_for_files_of_results() -> None:
 
 
 def test_several_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_command, "world", lambda: type("World", (), {"size": 2}))
+    monkeypatch.setattr(harness, "world", lambda: type("World", (), {"size": 2}))
     assert command_typed("jetrl bench step", ["--digest"]) == (
         "torchrun --nproc-per-node 2 -m jetrl bench step --digest"
     )

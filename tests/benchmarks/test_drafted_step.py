@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from benchmarks._drafted_step import measure_with_drafts
-from benchmarks._flow import Choices, Flow, policy_of
-from benchmarks._load import Load
-from benchmarks._timing import Row
-from benchmarks._whole_step import TimedUpdate
+from benchmarks.flow import Choices, Flow, policy_of
+from benchmarks.harness import Load, Row
 from benchmarks.step import main
+from benchmarks.step_parts import TimedUpdate, measure_with_drafts
 
-from benchmarks import _drafted_step, _whole_step
+from benchmarks import step_parts
 from jetrl.errors import UserError
 from jetrl.types import Sample
 
@@ -33,12 +30,13 @@ def _rows(right: float, one_update: bool = False) -> list[Row]:
 def updates(monkeypatch: pytest.MonkeyPatch) -> list[TimedUpdate]:
     """The updates that are timed, in their order."""
     timed: list[TimedUpdate] = []
+    original = step_parts.train
 
     def train(flow: Flow, samples: Sequence[Sample]) -> TimedUpdate:
-        timed.append(_whole_step.train(flow, samples))
+        timed.append(original(flow, samples))
         return timed[-1]
 
-    monkeypatch.setattr(_drafted_step, "train", train)
+    monkeypatch.setattr(step_parts, "train", train)
     return timed
 
 
@@ -85,25 +83,12 @@ def test_the_row_without_drafts_is_there_before_drafts_are_used(
     def cut(*_: Any) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(_drafted_step, "_use_drafts", cut)
+    monkeypatch.setattr(step_parts, "_use_drafts", cut)
     choices = Choices("tiny", "cpu", 1, 1e-3, None, None, {}, drafts_right=1.0)
     rows = measure_with_drafts(policy_of("unified", choices), LOAD, choices, 1e12, one_update)
     assert next(rows)["seconds"]["update"] > 0
     with pytest.raises(InterruptedError):
         next(rows)
-
-
-def test_a_step_of_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_drafted_step, "_weights_kept", lambda trainer: contextlib.nullcontext())
-    _, on = _rows(right=1.0)
-    assert on["different_logprobs"] > 0
-
-
-def test_the_command_measures_both(capsys: Any) -> None:
-    main([*(WORDS + LENGTHS).split(), "--drafts-right", "0.6"])
-    out = capsys.readouterr().out
-    assert out.count("unified different_logprobs: 0\n") == 2
-    assert "unified times_off: {'rollout':" in out
 
 
 @pytest.mark.parametrize(

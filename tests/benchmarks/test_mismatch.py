@@ -46,10 +46,3 @@ def test_rows_are_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFix
         assert rows[name]["different"] > 0
         assert rows[name]["k3_kl"] > 0
     assert "weights in the trainer's form" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("load", ["8x24", "axbxc", "0x4x4"])
-def test_a_load_that_is_none_is_refused(load: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        mismatch.main(["--device", "cpu", "--load", load])
-    assert load in capsys.readouterr().err

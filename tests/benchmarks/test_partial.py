@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks._load import Load
+from benchmarks.harness import Load
 from benchmarks.parity import make_policy
 
 from benchmarks import partial
@@ -23,9 +23,3 @@ def test_what_is_carried_over_is_drawn_before_it_is_handed_over(
     assert drawn > given, "the stock is on its way"
     assert ahead[1]["prefilled"] > 15, "what was cut off is prefilled again"
     assert total["tokens"] == ahead[1]["tokens"] + ahead[2]["tokens"]
-
-
-def test_one_step_has_nothing_to_count(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        partial.main(["--steps", "1"])
-    assert "2 or more" in capsys.readouterr().err

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-from benchmarks._prefill import profile_rows
-from benchmarks._profile import idle_pieces
-from benchmarks.rollout import kind_of
+from benchmarks.rollout import kind_of, prefill_rows
 
 
 def event(name: str, start: float, end: float) -> SimpleNamespace:
@@ -15,23 +12,10 @@ def event(name: str, start: float, end: float) -> SimpleNamespace:
     return SimpleNamespace(name=name, device_time=end - start, time_range=span)
 
 
-@pytest.mark.parametrize(
-    "spans, idle",
-    [
-        ([], (0.0, 0)),
-        ([(3, 4)], (0.0, 0)),
-        ([(7, 9), (0, 5), (3, 4), (10, 12)], (3.0, 2)),  # in no order, one inside another
-    ],
-)
-def test_idle_time_is_what_no_kernel_covers(spans: list, idle: tuple) -> None:
-    pieces = idle_pieces(spans)
-    assert (sum(pieces), len(pieces)) == idle
-
-
 def test_kinds_and_idle_time_come_before_kernels() -> None:
     events = [event("forward_kernel", 0, 30), event("_forward_kernel", 40, 50)]
     events += [event("forward_kernel", 60, 100), event("a host's event", 0, 0)]
-    rows = profile_rows(events, forwards=2, kind_of=kind_of)
+    rows = prefill_rows(events, forwards=2, kind_of=kind_of)
     assert [(row["kernel of prefill"], row["us_a_forward"]) for row in rows] == [
         ("= attention", 35.0),
         ("= idle", 10.0),

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks._load import load_text
-from benchmarks.rollout import capture_graphs, warm_lengths
+from benchmarks.harness import load_text
+from benchmarks.rollout import capture_graphs
 
 from jetrl.rollout.decode_forward import padded_batch, padded_context
 from jetrl.rollout.options import GenerateOptions
@@ -76,12 +76,3 @@ def test_every_size_of_a_load_with_a_tail_is_captured_before_and_few_others(late
     assert len(engine.sizes) < 35, "every batch at every context would be 50"
     assert engine.tokens >= 512 * load.length, "what is measured needs no larger cache"
     assert graphs == len(engine.sizes)
-
-
-@pytest.mark.parametrize("count", [1, 7, 64, 100, 512])
-def test_the_warm_up_ends_with_one_sequence_alone(count: int) -> None:
-    lengths = warm_lengths(count)
-    assert len(lengths) == count
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] > lengths[1] if count > 1 else lengths[0] > 1
-    assert max(lengths.count(length) for length in lengths) <= 64

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from benchmarks._known_drafts import FixedWidth, KnownDrafts
-from benchmarks._load import LOADS, load_text
+from benchmarks.harness import load_text
 from benchmarks.parity import make_policy
-from benchmarks.speculation import Drafting, run_case
+from benchmarks.speculation import Drafting, KnownDrafts, run_case
 from benchmarks.verify import forms
 
 from jetrl.rollout.draft_widths import Width, choices
@@ -39,22 +38,6 @@ def test_known_drafts_are_right_by_the_chosen_share() -> None:
     drafts.know([Completion(tokens, (0.0,) * 4000, "length", "")], 0.7, 4001)
     share = float(np.mean(drafts._known[0] == np.array(tokens)))
     assert abs(share - 0.7) < 5 * (0.7 * 0.3 / 4000) ** 0.5
-
-
-def test_a_fixed_width_has_its_share_of_rows() -> None:
-    widths = FixedWidth(4, 1.5)
-    assert [widths.choose(n) for n in (0, 8, 60)] == [
-        Width(4, 12, True),
-        Width(4, 12, True),
-        Width(4, 96, True),
-    ]
-
-
-def test_the_exactness_load_is_of_200000_tokens_to_512_sequences_and_32k() -> None:
-    loads = [load_text(case) for case in LOADS["exact"]]
-    assert sum(load.drawn for load in loads) > 200_000
-    assert max(load.length for load in loads) == 32_000
-    assert [load.sequences for load in loads] == [1, 8, 32, 64, 128, 256, 512]
 
 
 def test_forms_of_a_forward_are_those_that_auto_chooses_from() -> None:

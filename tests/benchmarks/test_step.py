@@ -10,21 +10,18 @@ from typing import Any, cast
 
 import pytest
 import torch
-from benchmarks._flow import Choices, Flow, policy_of
-from benchmarks._load import Load, flops, load_text, make_samples
-from benchmarks._ranks import tensor_digest
-from benchmarks._whole_step import draw, train
+from benchmarks.flow import Choices, Flow, policy_of
+from benchmarks.harness import Load, flops
 from benchmarks.step import compare, main, measure
-from benchmarks.train import measure as measure_training
+from benchmarks.step_parts import draw, tensor_digest, train
 from tests.distributed.ranks import run_ranks
 
-from benchmarks import _ranks
+from benchmarks import step_parts
 from jetrl.errors import UserError
 from jetrl.memory import device as device_memory
 from jetrl.memory.device import DeviceBytes
 from jetrl.models.families import SHAPES, ModelConfig
 from jetrl.rollout.options import RolloutStats
-from jetrl.training import pack
 from jetrl.training.trainer import TrainedStep
 from jetrl.types import Completion
 
@@ -46,16 +43,6 @@ def test_flops_of_a_step_by_hand() -> None:
     assert counted["update"] == pytest.approx(3 * forward + 0.5 * 4 * attention, rel=1 / 32)
     drawn = 2 * (layers * (2 * 20 + 4 * 12) + head * 4 * 12)
     assert drawn < counted["rollout"] < drawn + 4 * attention * 33 / 32
-
-
-def test_a_step_with_adapters() -> None:
-    choices = replace(CHOICES, adapter_rank=4)
-    row = measure(policy_of("unified", choices), LOAD, choices, limit=1e12)
-    assert (row["different"], row["compared_tokens"], row["adapter_rank"]) == (0, 48, 4)
-    assert row["weights_changed"] == 0, "the base stays"
-    config = ModelConfig.from_hf(SHAPES["tiny"])
-    saved = flops(config, LOAD)["update"] - flops(config, LOAD, frozen=True)["update"]
-    assert 0 < saved < flops(config, LOAD)["update"] / 3
 
 
 def test_what_is_known_of_a_step_is_given_after_each_phase(capsys: Any) -> None:
@@ -107,20 +94,6 @@ def test_a_row_of_an_earlier_run_is_compared_with(tmp_path: Path, capsys: Any) -
         main(["--device", "cpu", "--beside", str(file)])
 
 
-def test_the_training_phase_compares_all_tokens() -> None:
-    policy = policy_of("unified", CHOICES)
-    row = measure_training(policy, LOAD, CHOICES, limit=1e12, profiled=False)
-    assert (row["different"], row["compared_tokens"]) == (0, 48)
-
-
-def test_a_micro_batch_holds_the_sequences_that_were_asked_for() -> None:
-    choices = Choices("tiny", "cpu", 1, 1e-3, 70, None, {"updates_per_step": 1})
-    flow = Flow(policy_of("bf16", choices), LOAD, choices)
-    flow.fit()
-    assert flow.chosen["micro_batch_tokens"] == 64
-    assert flow.trainer.micro_batch_size.tokens == 64
-
-
 def test_words_that_do_not_fit_are_named(tmp_path: Path, capsys: Any) -> None:
     line = "--shape tiny --device cpu --layers 1 --plan bf16 --prompts 1 --response-length 8"
     words = line.split()
@@ -138,26 +111,8 @@ def test_words_that_do_not_fit_are_named(tmp_path: Path, capsys: Any) -> None:
 TAIL = Load(prompts=3, samples=2, prompt_length=8, response_length=24, mean_length=8)
 
 
-def test_lengths_with_a_tail_do_not_depend_on_the_number_of_prompts() -> None:
-    lengths = TAIL.response_lengths()
-    assert len(lengths) == 6
-    assert len(set(lengths)) > 2
-    assert max(lengths) <= 24
-    more = replace(TAIL, prompts=400)
-    assert more.response_lengths()[:6] == lengths
-    assert sum(more.response_lengths()) / 800 == pytest.approx(8, rel=0.1)
-    assert TAIL.drawn == sum(lengths)
-    assert TAIL.tokens == 6 * 8 + sum(lengths)
-    held = [sum(8 + t for n in lengths if n >= t) for t in range(1, 25)]
-    assert TAIL.most_held == max(held)
-    assert load_text("3x2x8x24x8") == TAIL
-    config = ModelConfig.from_hf(SHAPES["tiny"])
-    equal = replace(TAIL, mean_length=0)
-    assert flops(config, TAIL)["update"] < flops(config, equal)["update"]
-
-
 def test_a_digest_of_parts_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ranks, "_AT_ONCE", 100)
+    monkeypatch.setattr(step_parts, "_AT_ONCE", 100)
     tensor = torch.randn(7, 30)
     whole = tensor_digest("x", tensor)
     parts = [tensor_digest("x", tensor[a:b], 30 * a) for a, b in ((0, 3), (3, 3), (3, 7))]
@@ -193,27 +148,6 @@ def test_a_step_has_the_same_digests_on_two_ranks() -> None:
         assert row["exchange"]["rounds"] == -(-alone_micro_batches() // 2)
         assert row["exchange"]["gb_sent_a_round"] >= 0
         assert set(row["planned_gib"]) == {"rollout", "update"}
-
-
-def test_a_rollout_alone_is_compared_with_a_step(capsys: Any) -> None:
-    words = "--shape tiny --device cpu --layers 1 --plan bf16 --plan unified --prompts 1 "
-    main([*words.split(), "--response-length", "8", "--prompt-length", "8", "--rollout-only"])
-    out = capsys.readouterr().out
-    assert "times bf16: {'rollout':" in out
-    assert "'training'" not in out
-
-
-def alone_micro_batches() -> int:
-    """The number of micro-batches of 40 tokens that hold the sequences of TAIL."""
-    prompts = TAIL.random_prompts(256, 1)
-    completions = [Completion((1,) * n, (0.0,) * n, "length") for n in TAIL.response_lengths()]
-    return len(pack(make_samples(prompts, completions, [0.0] * 6), 40))
-
-
-def test_each_rank_needs_a_prompt() -> None:
-    load = replace(TAIL, prompts=1)
-    with pytest.raises(AssertionError, match="1 prompts for 2 ranks: give each one"):
-        run_ranks(2, Flow, policy_of("bf16", CHOICES), load, CHOICES)
 
 
 class Engine:

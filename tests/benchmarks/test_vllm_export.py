@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _timing
+from benchmarks import harness
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_export.py"
 
@@ -62,7 +62,7 @@ def test_the_plan_that_vllm_computes_as_is_the_nearest(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", vllm_that_answers(tmp_path / "ours.json", "jet"))
-    monkeypatch.setattr(_timing, "environment", dict)
+    monkeypatch.setattr(harness, "environment", dict)
     out = tmp_path / "out.json"
     words = ["--shape", "tiny", "--device", "cpu", "--prompts", "2", "--tokens", "40"]
     script.main([*words, "--work", str(tmp_path), "--out", str(out)])
@@ -74,18 +74,3 @@ def test_the_plan_that_vllm_computes_as_is_the_nearest(
     assert min(row["mean_abs_diff"] for name, row in rows.items() if name != "jet") > 0.001
     assert rows["fp32"]["mean_abs_diff"] < 0.5, "an export that is read rightly"
     assert written["vllm"] == "as installed"
-
-
-def test_their_side_alone_needs_ours_first(
-    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        script.main(["--side", "vllm", "--work", str(tmp_path)])
-    assert "run --side ours with the same --work first" in capsys.readouterr().err
-
-
-def test_a_log_prob_that_is_missing_is_an_error(script: Any) -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        script.compare({"jet": [[-1.0, -2.0]]}, [[-1.0]])
-    with pytest.raises(ValueError, match="not finite"):
-        script.compare({"jet": [[-1.0]]}, [[float("nan")]])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks._load import tailed_load
+from benchmarks.harness import tailed_load
 
 from jetrl.models.families import SHAPES
 
@@ -77,17 +76,6 @@ def test_loads_are_what_the_published_figures_were_measured_on(
     assert drawn == load.random_prompts(VOCABULARY, 0)
 
 
-def test_each_sample_is_a_request_of_its_prompt_with_its_length(benchmarks: Any) -> None:
-    engine = Engine()
-    benchmarks.generate(engine, [[1, 2], [3]], [4, 5, 6, 7])
-    assert engine.asked == [((1, 2), 4), ((1, 2), 5), ((3,), 6), ((3,), 7)]
-
-
-def test_a_completion_of_another_length_is_not_a_measurement(benchmarks: Any) -> None:
-    with pytest.raises(AssertionError):
-        benchmarks.generate(Engine(short=1), [[1]], [4, 5])
-
-
 def test_prompts_of_prefill_share_nothing_and_fit_the_model(benchmarks: Any) -> None:
     prompts, lengths = benchmarks.prefill_load(VOCABULARY)
     assert len(prompts) == len(lengths) == 64
@@ -96,19 +84,6 @@ def test_prompts_of_prefill_share_nothing_and_fit_the_model(benchmarks: Any) -> 
     assert len({tuple(p[:16]) for p in prompts}) == 64
     setup = benchmarks.Setup("qwen3-8b", "grpo", "fp8", "off", "fp8", None, 1)
     assert benchmarks.settings(setup)["max_model_len"] >= 8192 + 1
-
-
-def test_engines_that_share_a_gpu_have_room_for_the_load_alone(benchmarks: Any) -> None:
-    alone = benchmarks.settings(benchmarks.Setup("qwen3-8b", "tail", "fp8", "off", "fp8", None, 1))
-    assert "kv_cache_memory_bytes" not in alone
-    assert "speculative_config" not in alone
-    assert (alone["max_num_seqs"], alone["gpu_memory_utilization"]) == (128, 0.9)
-    shared = benchmarks.Setup("qwen3-8b", "tail", "none", "off", "auto", 64, 3)
-    of_token = 36 * 2 * 8 * 128 * 2
-    assert benchmarks.settings(shared)["kv_cache_memory_bytes"] == int(1.25 * 58_850 * of_token)
-    beside = benchmarks.Setup("qwen3-8b", "tail", "none", "off", "auto", 64, 1, beside=True)
-    assert benchmarks.settings(beside)["kv_cache_memory_bytes"] == int(1.25 * 58_850 * of_token)
-    assert benchmarks.settings(beside)["gpu_memory_utilization"] == 0.225
 
 
 def test_known_drafts_are_taken_with_the_chance_of_a_right_token(benchmarks: Any) -> None:
@@ -121,16 +96,6 @@ def test_known_drafts_are_taken_with_the_chance_of_a_right_token(benchmarks: Any
     # A sequence whose prompt is not read whole has drawn nothing, and gets no draft.
     drafts = getattr(benchmarks, name)(config).propose([[7], [], [8, 9]], None, None)
     assert drafts == [[7, 7, 7], [], [9, 9, 9]]
-
-
-def test_an_unknown_format_or_way_to_speculate_is_refused(benchmarks: Any) -> None:
-    import vllm_rollout
-
-    assert vllm_rollout.quantization_and_drafts("fp8_per_block") == ("fp8_per_block", "off")
-    assert vllm_rollout.quantization_and_drafts("fp8+ngram") == ("fp8", "ngram")
-    for text in ("int4", "fp8+guess"):
-        with pytest.raises(argparse.ArgumentTypeError, match="none of"):
-            vllm_rollout.quantization_and_drafts(text)
 
 
 def test_jobs_take_turns_and_fail_alone(
@@ -155,24 +120,3 @@ def test_jobs_take_turns_and_fail_alone(
     assert (logs / "one.log").read_text() == "about one\n"
     assert list(in_turn.in_turn(words.work, {"late": "late"}, logs, 0)) == []
     assert "late was not ready after 0 s" in capsys.readouterr().out
-
-
-def test_the_first_turn_waits_for_its_file(
-    benchmarks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "words.py").write_text(WORK)
-    import in_turn
-    import words
-
-    gate, waits = tmp_path / "gate", []
-
-    def sleep(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 3:
-            gate.touch()
-
-    monkeypatch.setattr(in_turn.time, "sleep", sleep)
-    results = list(in_turn.in_turn(words.work, {"one": "one"}, tmp_path / "logs", 600, gate))
-    assert len(waits) == 3
-    assert results == [("one", "ONE"), ("one", 2)]

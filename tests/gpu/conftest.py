@@ -96,7 +96,7 @@ def device() -> str:
 
 def versions() -> str:
     """Return the versions of the packages that the kernels stand on."""
-    from benchmarks._timing import versions as packages
+    from benchmarks.harness import versions as packages
 
     found = packages()
     return ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "sgl-deep-gemm"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks._load import make_samples
+from benchmarks.harness import make_samples
 
 from jetrl.types import Completion, Sample
 

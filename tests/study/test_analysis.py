@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import pytest
 from benchmarks.study.analysis import ALL_POINTS, arm_results, has_collapsed, twin_groups
-from benchmarks.study.charts import curve_charts
-from benchmarks.study.definition import Definition, definition_of
-from benchmarks.study.dose_charts import dose_charts
+from benchmarks.study.charts import curve_charts, dose_charts
+from benchmarks.study.definition import CollapseSection, Definition, definition_of
 from benchmarks.study.results import Curves, FinalEvaluation, Results, RunResult, read_results
-from benchmarks.study.sections import CollapseSection
 from benchmarks.study.tables import accuracy_tables, twin_table
 from matplotlib.figure import Figure
 
 from jetrl.errors import UserError
-from jetrl.runs.plots import SIZE_INCHES, STYLE
 
 
 def definition(**arms: dict[str, Any]) -> Definition:
@@ -116,16 +111,6 @@ def test_over_all_points_a_seed_counts_once() -> None:
     assert (difference.mean, difference.n) == (pytest.approx(-0.01), 2)
 
 
-def test_points_without_runs_are_no_part_of_all_points() -> None:
-    three = dict(definition().tree)
-    three["grid"] = {"length": {"short": {}, "long": {}, "longest": {}}}
-    runs = [run(point, "bf16", 0, 0.5) for point in ("short", "long")]
-    every = arm_results(definition_of(three, Path("made-up.toml")), runs)
-    counts = [r.common.n for r in every if r.point == ALL_POINTS and r.common is not None]
-    assert counts == [1]
-    assert not any(r.point == ALL_POINTS for r in arm_results(definition(), runs[:1]))
-
-
 def test_a_run_without_weights_is_counted_and_not_averaged() -> None:
     runs = [run("short", "mixed", 0, 0.5), run("short", "mixed", 1, None, end="nonfinite")]
     mixed = next(r for r in arm_results(definition(), runs) if r.arm == "mixed")
@@ -153,18 +138,6 @@ RISES = [0.1 * n for n in range(1, 11)]
 )
 def test_the_rule_of_collapse(rewards: list[float | None], collapsed: bool) -> None:
     assert has_collapsed(run("short", "x", 0, 0.5, rewards), CollapseSection()) is collapsed
-
-
-def test_the_window_of_the_rule_is_a_share_of_the_steps() -> None:
-    """A bad step of ten is no collapse where the rule looks at half of the steps."""
-    rewards = [0.8] * 9 + [0.0]
-    result = run("short", "x", 0, 0.5, rewards)
-    assert has_collapsed(result, CollapseSection(window=0.1))
-    assert not has_collapsed(result, CollapseSection(window=0.5))
-
-
-def test_a_run_that_ended_on_bad_numbers_has_collapsed() -> None:
-    assert has_collapsed(run("short", "x", 0, 0.9, RISES, end="nonfinite"), CollapseSection())
 
 
 def test_twins_are_compared_within_their_group_point_and_seed() -> None:
@@ -207,52 +180,12 @@ def test_an_arm_whose_mismatch_is_zero_is_named_and_not_drawn() -> None:
     )
 
 
-def test_a_legend_of_many_arms_leaves_the_curves_their_height() -> None:
-    names = [f"an arm with a name of some length, {n}" for n in range(12)]
-    many = definition(**{f"a{n}": {"label": name} for n, name in enumerate(names)})
-    runs = [run("short", arm, 0, 0.5, RISES) for arm in many.arms]
-    (chart,) = curve_charts(many, runs, {"length": "short"})
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(SIZE_INCHES[0], chart.height), layout="constrained")
-        axes = figure.subplots()
-        chart.draw(axes)
-        figure.draw_without_rendering()
-        assert axes.get_position().height * chart.height > 1.5
-
-
 def test_doses_have_plots_only_where_arms_have_doses() -> None:
     kl = {"mismatch/k3_kl": [1e-4]}
     runs = [run("short", arm, 0, 0.5, [0.5], curves=kl) for arm in ("none", "some")]
     assert dose_charts(definition(none={}, some={}), runs) == []
     doses = dose_charts(definition(none={"dose": 0}, some={"dose": 0.5}), runs)
     assert [chart.key for chart in doses] == ["dose-accuracy", "dose-lost"]
-
-
-def test_each_value_of_the_first_axis_has_plots_of_doses_with_whole_axes() -> None:
-    """Long names of lines take fewer columns of the legend, not the width of the plot."""
-    tree = dict(definition(none={"dose": 0}, some={"dose": 0.5}).tree)
-    names = [f"an-algorithm-with-a-long-name-{n}" for n in range(6)]
-    tree["grid"] = {"length": {"short": {}, "long": {}}, "algorithm": {n: {} for n in names}}
-    two_axes = definition_of(tree, Path("made-up.toml"))
-    runs = []
-    for length, name in itertools.product(("short", "long"), names):
-        for arm, kl in (("none", 0.0), ("some", 1e-3)):
-            one = run(length, arm, 0, 0.5, curves={"mismatch/k3_kl": [kl]})
-            runs.append(one.model_copy(update={"point": {"length": length, "algorithm": name}}))
-    charts = dose_charts(two_axes, runs)
-    assert [chart.key for chart in charts] == [
-        "dose-accuracy-short",
-        "dose-lost-short",
-        "dose-accuracy-long",
-        "dose-lost-long",
-    ]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(SIZE_INCHES[0], charts[0].height), layout="constrained")
-        axes = figure.subplots()
-        charts[0].draw(axes)
-        figure.draw_without_rendering()
-        assert axes.get_position().width > 0.8
-        assert [line.get_label() for line in axes.lines if line.get_marker() == "D"] == names
 
 
 def test_an_arm_that_deviates_without_a_dose_has_a_mark_beside_the_line() -> None:
@@ -270,38 +203,6 @@ def test_an_arm_that_deviates_without_a_dose_has_a_mark_beside_the_line() -> Non
     assert list(line.get_xdata()) == [1e-4, 1e-3]  # no mismatch stands a power of ten below
     assert list(mark.get_xdata()) == [1e-2]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["short", "other"]
-
-
-def test_a_grid_point_without_doses_has_its_marks_in_the_plot() -> None:
-    """A plot is made only where some grid point has a line of doses to compare with."""
-    tree = dict(definition(none={"dose": 0}, some={"dose": 0.5}, other={}).tree)
-    tree["grid"] = {"length": {"short": {}}, "algorithm": {"grpo": {}, "gspo": {}}}
-    study = definition_of(tree, Path("made-up.toml"))
-    runs = []
-    for algorithm, arm, kl in (
-        ("grpo", "none", 0),
-        ("grpo", "some", 1e-3),
-        ("gspo", "other", 1e-2),
-    ):
-        one = run("short", arm, 0, 0.5, curves={"mismatch/k3_kl": [kl]})
-        point = {"length": "short", "algorithm": algorithm}
-        runs.append(one.model_copy(update={"point": point}))
-    axes = Figure().add_subplot()
-    dose_charts(study, runs)[0].draw(axes)
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["grpo", "gspo", "other"]
-    (mark,) = [line for line in axes.lines if line.get_marker() == "s" and len(line.get_xdata())]
-    assert mark.get_xdata()[0] == pytest.approx(1e-2, rel=0.2)
-    assert dose_charts(study, runs[2:]) == []
-
-
-def test_a_dose_at_which_all_runs_end_without_weights_is_in_the_plot_of_lost_runs() -> None:
-    kl = {"mismatch/k3_kl": [1e-2]}
-    runs = [run("short", "wild", s, None, [0.5], curves=kl, end="nonfinite") for s in range(2)]
-    _, lost = dose_charts(definition(wild={"dose": 1}), runs)
-    axes = Figure().add_subplot()
-    lost.draw(axes)
-    (line,) = [line for line in axes.lines if line.get_marker() == "D"]
-    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1e-2], [1.0])
 
 
 def test_a_json_file_that_is_no_results_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from benchmarks.study.definition import Definition, read_definition
 from benchmarks.study.plan import chosen, planned_runs
 
 from jetrl.errors import UserError
-from jetrl.precision import PrecisionPlan
 
 Read = Callable[[str], Definition]
 HEAD = """\
@@ -99,45 +98,6 @@ def test_a_start_is_shared_by_what_does_not_change_it(study: Read) -> None:
         assert run.start.settings.model.config is not None
 
 
-def test_a_start_with_pinned_sums_is_exact(study: Read) -> None:
-    """Under BF16 a GPU's backward does not repeat; a start is to, on whichever machine."""
-    text = HEAD + "[start]\nsft.steps = 3\nprecision = 'bf16'\n"
-    plans = {}
-    for pinned in (False, True):
-        words = "pinned_sums = true\n" * pinned
-        start = planned_runs(study(text + words + ARMS))[0].start
-        assert start is not None
-        plans[pinned] = PrecisionPlan.from_settings(
-            start.settings.precision, start.settings.sampler_deviation
-        )
-    assert (plans[False].exact, plans[True].exact) == (False, True)
-
-
-def test_a_start_names_its_keys_and_values(study: Read) -> None:
-    """A preset may come to mean another format, and then the weights would not repeat."""
-    starts = {}
-    for kv in ("", "kv = 'fp8'\n", "kv = 'bf16'\n"):
-        text = HEAD + "[start]\nsft.steps = 3\nprecision = 'unified'\n" + kv + ARMS
-        start = planned_runs(study(text))[0].start
-        assert start is not None
-        starts[kv] = start
-        if kv:
-            assert f"kv = '{start.settings.precision.kv}'\n" == kv
-    assert len({start.name for start in starts.values()}) == 3
-
-
-def test_another_task_sets_the_options_of_the_first_aside(study: Read) -> None:
-    definition = study(
-        HEAD
-        + "task.options.max_operand = 9\n[grid.task.sums]\ntask.name = 'arithmetic'\n"
-        + "[grid.task.words]\ntask.name = 'gsm8k'\n"
-        + ARMS
-    )
-    options = {run.point["task"]: run.settings.task.options for run in planned_runs(definition)}
-    assert options["sums"]["max_operand"] == 9
-    assert options["words"] == {}
-
-
 def test_options_before_any_task_is_named_are_those_of_all_tasks(study: Read) -> None:
     """Without a recipe the default task is nobody's choice, and has no options to set aside."""
     definition = study(
@@ -151,16 +111,6 @@ def test_options_before_any_task_is_named_are_those_of_all_tasks(study: Read) ->
     assert tasks["trace"].options == {"mistakes": 0.6, "rounds": 3}
     assert tasks["product"].options == {"mistakes": 0.6, "digits": 4}
     assert {task.workers for task in tasks.values()} == {0}
-
-
-def test_a_digest_is_of_what_differs_from_the_defaults(study: Read) -> None:
-    """Neither the study's folder nor a default that is written out changes a digest."""
-    plain = planned_runs(study(HEAD + ARMS))
-    out = planned_runs(study(HEAD.replace("[settings]", "out = 'elsewhere'\n[settings]") + ARMS))
-    default = planned_runs(study(HEAD + "train.grad_clip = 1.0\n" + ARMS))
-    other = planned_runs(study(HEAD + "train.grad_clip = 2.0\n" + ARMS))
-    assert [r.digest for r in plain] == [r.digest for r in out] == [r.digest for r in default]
-    assert not {r.digest for r in plain} & {r.digest for r in other}
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,12 @@
 import importlib.util
 import json
 import random
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location(
-    "gsm8k_variants", ROOT / "benchmarks" / "study" / "gsm8k_variants.py"
-)
+SPEC = importlib.util.spec_from_file_location("gsm8k", ROOT / "benchmarks" / "study" / "gsm8k.py")
 variants = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(variants)
 
@@ -40,14 +37,6 @@ def test_calculations_of_variants_hold_and_constants_stay():
             assert variants.calculated(expression, {}) == variants.value_of(result)
 
 
-def test_a_variant_rewrites_question_steps_and_answer():
-    other = variants.variant(APPLES, random.Random(1))
-    apples, more = (int(n) for n in variants.NUMBER.findall(other["question"]))
-    assert (apples, more) != (48, 1200)
-    total = apples // 2 + more
-    assert other["answer"].endswith(f"<<{apples // 2}+{more}={total}>>{total}.\n#### {total}")
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -61,7 +50,3 @@ def test_a_variant_rewrites_question_steps_and_answer():
 def test_answers_that_cannot_be_worked_again_have_no_variant(answer):
     row = {"question": "Of 48 apples?", "answer": answer}
     assert variants.variant(row, random.Random(0)) is None
-
-
-def test_numbers_within_a_calculation_are_replaced():
-    assert variants.calculated("1,200+.5*(8-2)", {Fraction(8): Fraction(4)}) == 1201

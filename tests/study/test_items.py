@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 from benchmarks.study.definition import Definition, definition_of
-from benchmarks.study.first_weights import FirstWeights
-from benchmarks.study.items import Item, has_begun, look, recipe_file
 from benchmarks.study.plan import PlannedRun, planned_runs, recipe_of
-from benchmarks.study.results import Results, RunResult
+from benchmarks.study.results import FirstWeights, Results, RunResult
+from benchmarks.study.scheduler import Item, has_begun, look, recipe_file
 
 from jetrl.errors import UserError
-from jetrl.settings.loading import load_config, to_toml
-from jetrl.settings.sections import Settings
+from jetrl.settings.loading import to_toml
 
 
 def planned(out: Path, **train: Any) -> tuple[PlannedRun, Definition]:
@@ -45,26 +43,6 @@ def begin(run: PlannedRun, definition: Definition, **old_defaults: Any) -> None:
     recipe = recipe_file(run, definition)
     recipe.parent.mkdir(parents=True)
     recipe.write_text(recipe_of(run.settings))
-
-
-def test_a_recipe_has_what_the_study_says_and_reads_back_as_the_run(tmp_path: Path) -> None:
-    run, _ = planned(tmp_path, lr=3e-4)
-    file = tmp_path / "recipe.toml"
-    file.write_text(recipe_of(run.settings))
-    assert "grad_clip" not in file.read_text()
-    assert load_config(file) == run.settings
-
-
-def test_a_changed_default_does_not_stop_a_run_from_going_on(tmp_path: Path) -> None:
-    run, definition = planned(tmp_path, lr=3e-4)
-    begin(run, definition, grad_clip=0.123)
-    assert has_begun(run, definition)
-
-
-def test_a_key_that_the_study_says_no_more_is_a_change(tmp_path: Path) -> None:
-    begin(*planned(tmp_path, lr=3e-4, grad_clip=0.123))
-    with pytest.raises(UserError, match=r"train\.grad_clip: 0\.123 -> "):
-        has_begun(*planned(tmp_path, lr=3e-4))
 
 
 def test_a_key_that_the_study_says_now_is_a_change(tmp_path: Path) -> None:
@@ -133,25 +111,3 @@ def test_a_model_that_was_made_again_with_other_weights_is_refused(tmp_path: Pat
     wrong = FirstWeights(runs, results).wrong_folders()
     assert re.search(r"other weights than one-s0 in .*r\.json", wrong.pop(str(tmp_path / "model")))
     assert not wrong
-
-
-def test_what_is_said_stays_where_a_default_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A digest of differences from defaults loses a value that becomes the default."""
-    run, _ = planned(tmp_path, lr=3e-4)
-    other, _ = planned(tmp_path, lr=1e-4)
-    assert run.said != other.said
-    section = Settings.model_fields["train"].annotation
-    assert section is not None
-    monkeypatch.setattr(section.__pydantic_fields__["lr"], "default", 3e-4)
-    section.model_rebuild(force=True)
-    Settings.model_rebuild(force=True)
-    try:
-        again, _ = planned(tmp_path, lr=3e-4)
-        assert again.digest != run.digest
-        assert again.said == run.said
-    finally:
-        monkeypatch.undo()
-        section.model_rebuild(force=True)
-        Settings.model_rebuild(force=True)

@@ -26,11 +26,6 @@ def test_the_lost_run_of_the_first_start_is_counted(capsys):
     assert line.endswith("p 0.2841")  # 25 of 88
 
 
-def test_other_points_and_smaller_seeds_are_left_out(capsys):
-    line = last_line(capsys, FLOWS, "--point", "5m, program-512", "--first-seed", "2")
-    assert line.startswith("mixed and alike: 1 of 1; all others: 0 of 3;")
-
-
 def test_runs_that_a_commit_has_are_left_out(tmp_path, capsys):
     git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
@@ -42,9 +37,3 @@ def test_runs_that_a_commit_has_are_left_out(tmp_path, capsys):
     assert " 0 of 0;" in last_line(capsys, file, "--not-in", "HEAD")
     with pytest.raises(SystemExit, match="--not-in nothing: "):
         losses.main([str(file), "--not-in", "nothing"])
-
-
-def test_an_arm_that_has_no_run_is_an_error(capsys):
-    with pytest.raises(SystemExit):
-        losses.main([str(FLOWS), "--against", "mixd"])
-    assert "no run of 'mixd'; there are alike, bf16," in capsys.readouterr().err

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
-from benchmarks.study.analysis import ALL_POINTS
-from benchmarks.study.charts import curve_charts
-from benchmarks.study.counts import fisher_p, least_shown, runs_needed
+from benchmarks.study.analysis import ALL_POINTS, lost_names, lost_runs
 from benchmarks.study.definition import Definition, definition_of
-from benchmarks.study.lost import lost_names, lost_runs
-from benchmarks.study.lost_tables import lost_table, seed_tables
 from benchmarks.study.results import RunResult
-from benchmarks.study.tables import accuracy_name
-from matplotlib.figure import Figure
+from benchmarks.study.statistics import fisher_p, least_shown, runs_needed
+from benchmarks.study.tables import lost_table, seed_tables
 from tests.study.test_analysis import RISES, definition, run
 
 
@@ -35,15 +30,6 @@ def test_fishers_test_is_that_of_tables_counted_by_hand(
     n, m = counts[:2], counts[2:]
     assert fisher_p(*counts) == pytest.approx(p, rel=1e-12)
     assert fisher_p(*m, *n) == pytest.approx(p, rel=1e-12)
-
-
-def test_the_least_count_that_is_shown_is_on_the_edge() -> None:
-    for n in range(1, 21):
-        least = least_shown(n, 0, n, 0.95)
-        shown = [count for count in range(1, n + 1) if fisher_p(count, n, 0, n) < 0.05]
-        assert least == (shown[0] if shown else None)
-    assert [least_shown(n, 0, n, 0.95) for n in (3, 4, 5, 10)] == [None, 4, 4, 5]
-    assert least_shown(5, 5, 5, 0.95) is None
 
 
 def test_the_runs_that_are_needed_have_the_power() -> None:
@@ -122,31 +108,3 @@ def test_the_tables_say_which_runs_were_lost_and_what_that_shows() -> None:
         ["bf16", "94.0%", "90.0%", "60.0%, behind"],
         ["mixed", "57.0%, behind", "93.0%, collapsed", "80.1%"],
     ]
-
-
-def test_an_arm_that_loses_more_is_said_to() -> None:
-    study = definition_of(
-        {**definition().tree, "study": {"name": "many", "seeds": list(range(6))}},
-        definition().source,
-    )
-    runs = [run("long", arm, s, a) for s in range(6) for arm, a in (("bf16", 0.9), ("mixed", 0.1))]
-    table = lost_table(study, list(lost_runs(study, runs)))
-    assert table is not None
-    assert table.rows[1][-3:] == ["0.002", "0.002", "yes"]
-    assert "at least 5 lost runs of 6" in table.note
-
-
-def test_a_run_that_fell_behind_has_a_line_of_its_own() -> None:
-    study, runs = made_up()
-    (chart,) = curve_charts(study, runs, {"length": "short"})
-    axes = Figure().add_subplot()
-    chart.draw(axes)
-    assert len(axes.lines) == 2 + 3  # the means, and each lost run
-
-
-def test_accuracy_on_the_training_set_is_called_so() -> None:
-    tree: dict[str, Any] = dict(definition().tree)
-    assert accuracy_name(definition()) == "Final held-out accuracy"
-    tree["settings"] = {"task": {"eval_split": "train"}}
-    on_train = definition_of(tree, definition().source)
-    assert accuracy_name(on_train) == "Final accuracy on the training set"

@@ -20,8 +20,8 @@ def left(tiny_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
     No command may be started.
     """
-    monkeypatch.setattr("benchmarks.study.processes.Pool", NoPool)
-    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.study.command.Pool", NoPool)
+    monkeypatch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
     shutil.copytree(
         tiny_study.parent,
         tmp_path,

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks.study.command import kind_warning, room_warning
 from benchmarks.study.definition import definition_of
-from benchmarks.study.machine import kind_warning, room_of, room_warning
 from benchmarks.study.plan import PlannedRun, planned_runs
 from benchmarks.study.results import Results
 from tests.study.test_analysis import run
@@ -53,39 +53,6 @@ def test_the_largest_runs_are_counted_and_the_jobs_that_fit_are_named(
     assert "large-s0 alone" in warning
     assert "take --jobs 3 or a smaller train.tokens_per_micro_batch" in warning
     assert room_warning(runs, 3, 1, room) == ""
-
-
-def test_small_runs_may_stand_beside_large_ones(runs: list[PlannedRun]) -> None:
-    """Beyond the five large ones the small ones count, each with what it needs itself."""
-    small = gib_in(room_warning(runs[:1], 1, 1, 1))[2]
-    large = gib_in(room_warning(runs, 1, 1, 1))[2]
-    assert small < large
-    assert gib_in(room_warning(runs, 10, 1, 1))[0] == pytest.approx(5 * (small + large), abs=0.8)
-    assert gib_in(room_warning(runs, 5, 2, 1))[0] == pytest.approx(2.5 * (small + large), abs=0.8)
-
-
-def test_one_that_is_too_large_by_itself(runs: list[PlannedRun]) -> None:
-    warning = room_warning(runs, 2, 0, GIB // 1024)
-    assert "not even one is sure to fit" in warning
-    assert "the CPU has" in warning
-
-
-def test_nothing_is_said_where_the_room_is_not_known_or_nothing_is_left(
-    runs: list[PlannedRun],
-) -> None:
-    assert room_warning(runs, 100, 1, None) == ""
-    assert room_warning([], 4, 1, 1) == ""
-
-
-def test_the_room_is_that_of_the_smallest_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Card:
-        def __init__(self, number: int) -> None:
-            self.total_memory = (80 - number) * GIB
-
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.get_device_properties", Card)
-    assert room_of(["0", "1"]) == 79 * GIB
-    assert room_of([]) > 0
 
 
 def test_another_kind_of_card_is_named_with_the_starts_that_are_trained_again(

@@ -1,7 +1,6 @@
 """The script puts pairs of several studies together, as the committed results have them."""
 
 import importlib.util
-import re
 from pathlib import Path
 
 import pytest
@@ -38,22 +37,6 @@ def test_one_collapsed_run_does_not_decide_the_rank_estimate():
     assert (estimate, low, high) == (4.0, -45.5, 6.5)
 
 
-def test_pairs_of_two_studies_are_put_together(capsys):
-    """A grid point can be named, and a study without a grid counts whole."""
-    line = printed(capsys, BEHIND, LOSSES, "--point", "30m-program-64")
-    assert line.startswith("60 pairs from 1 start, 30 in their own precision: ")
-    whole = printed(capsys, BEHIND, LOSSES)
-    assert whole.startswith("90 pairs from 2 starts, 30 in their own precision: ")
-    means = [float(re.search(r"mean ([-+][0-9.]+)", one)[1]) for one in (line, whole)]
-    assert means == [-0.54, 0.44]  # of +0.26, -1.34 and, at the other point, +2.40
-
-
-def test_an_arm_with_itself_is_equal(capsys):
-    line = printed(capsys, f"{RESULTS / 'behind.json'}:bf16:bf16")
-    assert "mean +0.00% [+0.00, +0.00]" in line
-    assert "below in 0" in line
-
-
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -65,12 +48,6 @@ def test_an_arm_with_itself_is_equal(capsys):
 def test_wrong_words_are_errors(words, message):
     with pytest.raises(UserError, match=message):
         pooled.main(words)
-
-
-def test_a_point_without_a_pair_is_an_error(capsys):
-    with pytest.raises(SystemExit):
-        pooled.main([LOSSES, "--point", "30m"])
-    assert "no pair of runs at 30m" in capsys.readouterr().err
 
 
 def test_other_first_weights_are_an_error():

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.study.processes import Job, Pool, cards_for, last_line
-from benchmarks.study.progress import Progress, Standing
+from benchmarks.study.processes import Job, Pool, last_line
+from benchmarks.study.scheduler import Progress, Standing
 
 Wait = Callable[[Callable[[], object]], None]
 
 
 # A program whose commands are Python code, without the site packages that take long to find.
 SERVE = (
-    "import sys; sys.path.insert(0, sys.argv[1]); import benchmarks.study.worker as worker\n"
+    "import sys; sys.path.insert(0, sys.argv[1]); import benchmarks.study.processes as worker\n"
     "def run(words): exec(words[0], {}); return 0\n"
     "sys.exit(worker.serve(run, lambda: sys.modules.setdefault('given_back', sys)))"
 )
@@ -62,21 +62,6 @@ def test_children_are_dealt_out_to_the_cards(
     assert pool.has_place
     printed = [last_line(tmp_path / f"run{number}.txt") for number in range(4)]
     assert printed == ["3 2", "5 2", "3 2", "5 2"]
-
-
-def test_a_log_keeps_what_earlier_attempts_printed(
-    tmp_path: Path, wait_until: Wait, make_pool: Callable[..., Pool]
-) -> None:
-    pool = make_pool([], jobs=1, threads=1)
-    for code in ("print('first')", "import sys; sys.exit('no memory')"):
-        pool.start(job(tmp_path, "run", code))
-        ended(pool, wait_until)
-        (child,) = pool.ended()
-    assert child.process.returncode == 1
-    text = (tmp_path / "run.txt").read_text()
-    assert text.index("first") < text.index("no memory")
-    assert last_line(tmp_path / "run.txt") == "no memory"
-    assert last_line(tmp_path / "none.txt") == ""
 
 
 def test_a_process_runs_one_command_after_the_other(
@@ -186,17 +171,6 @@ def group_exists(group: int) -> bool:
     return True
 
 
-def test_cards_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 7")
-    assert cards_for("cuda") == ["2", "7"]
-    assert cards_for("cpu") == []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert cards_for("auto") == []
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    assert cards_for("auto") == ["0", "1", "2"]
-
-
 def test_the_live_line_estimates_the_time_that_is_left() -> None:
     """A quarter of the work was done before; another quarter in 60 s leaves 120 s."""
     progress = Progress()
@@ -206,12 +180,3 @@ def test_the_live_line_estimates_the_time_that_is_left() -> None:
         "2 of 4 runs done, 1 failed, 1m 00s, about 2m 00s left | bf16-s0 3/9"
     )
     assert "left" not in progress.line(Standing(1, 0, 4, 25.0, 100.0, []), 5.0)
-
-
-def test_no_time_is_foretold_from_hardly_any_work() -> None:
-    """A minute of compiling and of starts once foretold 18 days."""
-    progress = Progress()
-    progress.begin(Standing(0, 0, 4, 0.0, 100.0, []))
-    assert progress.line(Standing(0, 0, 4, 0.1, 100.0, []), 60.0) == "0 of 4 runs done, 1m 00s"
-    last = progress.line(Standing(3, 0, 4, 100.0, 100.0, ["bf16-s0 evaluated"]), 60.0)
-    assert last == "3 of 4 runs done, 1m 00s, nearly done | bf16-s0 evaluated"

@@ -19,7 +19,7 @@ from jetrl.cli.main import main
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the study files one.toml and two.toml, which is the working folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
     for name in ("one", "two"):
         text = TINY.replace('"tiny"', f'"{name}"').replace("OUT", f"out-{name}")
         (tmp_path / f"{name}.toml").write_text(text)
@@ -62,7 +62,7 @@ def test_places_go_to_the_first_of_the_queue_that_has_a_command(
 ) -> None:
     """While the first study's start is trained the second gets places, and its runs come first."""
     ThreePlaces.begun = []
-    monkeypatch.setattr("benchmarks.study.processes.Pool", ThreePlaces)
+    monkeypatch.setattr("benchmarks.study.command.Pool", ThreePlaces)
     (files / "queue.toml").write_text(QUEUE)
     assert main(["study", "queue.toml", "--no-report"]) == 1
     assert [names for names in ThreePlaces.begun if names] == [
@@ -97,7 +97,7 @@ def test_a_start_with_other_weights_leaves_the_other_studies_going(
         run["start_sha256"] = "0" * 64
     (files / "out-one" / "results.json").write_text(json.dumps(results))
     ThreePlaces.begun = []
-    monkeypatch.setattr("benchmarks.study.processes.Pool", ThreePlaces)
+    monkeypatch.setattr("benchmarks.study.command.Pool", ThreePlaces)
     assert main(["study", "one.toml", "two.toml", "--no-report"]) == 1
     assert {name[:3] for names in ThreePlaces.begun for name in names} == {"two"}
     printed = capsys.readouterr().out
@@ -106,29 +106,6 @@ def test_a_start_with_other_weights_leaves_the_other_studies_going(
     assert f"one: 2 runs that begin from {folder.relative_to(files)} failed" in printed
     failed = read_results(files / "out-one" / "results.json").failed
     assert sorted(failed) == ["pages-s1", "unified-s1"]
-
-
-class StartsFail(ThreePlaces):
-    """The same places, where the first study's start fails too."""
-
-    def start(self, job: Job) -> None:
-        super().start(job)
-        if job.study.startswith("one"):
-            self.children[-1].process.returncode = 2
-
-
-def test_a_start_that_fails_fails_its_runs_in_one_line(
-    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    StartsFail.begun = []
-    monkeypatch.setattr("benchmarks.study.processes.Pool", StartsFail)
-    assert main(["study", "one.toml", "two.toml", "--no-report"]) == 1
-    begun = [name for names in StartsFail.begun for name in names]
-    assert [name for name in begun if name.startswith("one")] == ["one start", "one start"]
-    printed = capsys.readouterr().out
-    assert "one: 4 runs that begin from out-one/starts/start-" in printed
-    assert "failed: unified-s0, pages-s0, unified-s1 and 1 more: exit code 2" in printed
-    assert len(read_results(files / "out-one" / "results.json").failed) == 4
 
 
 class ALongStart(ThreePlaces):
@@ -154,7 +131,7 @@ def test_runs_that_are_trained_are_evaluated_before_others_begin(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ThreePlaces.begun = []
-    monkeypatch.setattr("benchmarks.study.processes.Pool", ALongStart)
+    monkeypatch.setattr("benchmarks.study.command.Pool", ALongStart)
     queue = '[[study]]\nfile = "one.toml"\n[[study]]\nfile = "two.toml"\nonly = ["seed=0"]\n'
     (files / "queue.toml").write_text(queue)
     assert main(["study", "queue.toml", "--no-report"]) == 1
@@ -175,18 +152,10 @@ def test_each_study_has_its_own_results_and_report(
     for name in ("one", "two"):
         (files / f"out-{name}").mkdir()
         (files / f"out-{name}" / "results.json").write_text(done)
-    monkeypatch.setattr("benchmarks.study.processes.Pool", PoolInThisProcess)
+    monkeypatch.setattr("benchmarks.study.command.Pool", PoolInThisProcess)
     assert main(["study", "one.toml", "two.toml"]) == 0
     assert all((files / f"out-{name}" / "report.html").is_file() for name in ("one", "two"))
     assert main(["study", "one.toml", "two.toml", "--report-only"]) == 0
-
-
-def test_the_runs_of_a_queue_are_listed(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (files / "queue.toml").write_text(QUEUE)
-    assert main(["study", "queue.toml", "--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    assert "1 runs, 0 done; they go to out-one" in printed
-    assert printed.count("2 runs, 0 done") == 2
 
 
 @pytest.mark.parametrize(

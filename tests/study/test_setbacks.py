@@ -30,14 +30,6 @@ def run_with(held_out, kls, rewards=()):
 
 
 @pytest.mark.parametrize(
-    "held_out, fall",
-    [([0.5, 0.6, 0.7], 0.0), ([0.5, 0.8, 0.1, 0.9], 0.7), ([0.5, None, 0.3], 0.2), ([], 0.0)],
-)
-def test_a_fall_is_the_most_that_is_lost_from_an_earlier_evaluation(held_out, fall):
-    assert setbacks.setback(run_with(held_out, []), 3.0).fall == pytest.approx(fall)
-
-
-@pytest.mark.parametrize(
     "kls, rise",
     [
         ([1, 1, 1, 1, 4, 4], 10),
@@ -71,9 +63,3 @@ def test_the_signs_mark_what_the_study_says(capsys):
     reward, mismatch = capsys.readouterr().out.splitlines()[-2:]
     assert reward == "| the reward collapses | 3 of 3 | 2 of 10 | 1 of 685 |"
     assert mismatch.endswith(" | 2 of 3 | 4 of 8 | 143 of 398 |")
-
-
-def test_the_runs_that_fell_far_are_those_that_the_study_names(capsys):
-    setbacks.main([str(ROOT / "benchmarks/results/study/flows_first_start.json")])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "points, " in line]
-    assert "5m-program-512-mixed-s2: 70 points, 46" in line

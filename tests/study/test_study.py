@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from benchmarks.study.definition import read_definition
-from benchmarks.study.plan import planned_runs
 from benchmarks.study.processes import Child, Job
 from benchmarks.study.results import read_results
-from benchmarks.study.sitting import Sitting
 from tests.study.conftest import PoolInThisProcess
 
 from jetrl.cli.main import main
@@ -62,15 +56,6 @@ def test_arms_begin_from_the_same_weights_and_twins_end_with_the_same(tiny_study
         assert run.seconds["final_evaluation"] > 0
 
 
-def test_kept_curves_are_means_of_the_metrics(tiny_study: Path) -> None:
-    out = tiny_study.parent / "out"
-    lines = (out / "runs" / "pages-s1" / "metrics.jsonl").read_text().splitlines()
-    norms = [json.loads(line)["policy/grad_norm"] for line in lines]
-    kept = read_results(out / "results.json").runs["pages-s1"].curves
-    means = [(norms[0] + norms[1]) / 2, norms[2]]
-    assert kept.values["policy/grad_norm"] == pytest.approx(means, rel=1e-5)
-
-
 def test_the_report_has_tables_and_pictures(tiny_study: Path) -> None:
     out = tiny_study.parent / "out"
     page, tables = (out / "report.html").read_text(), (out / "report.md").read_text()
@@ -91,7 +76,7 @@ def test_what_is_done_is_not_run_again(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The results file alone says what is done: runs, weights and logs may be elsewhere."""
-    monkeypatch.setattr("benchmarks.study.processes.Pool", NoPool)
+    monkeypatch.setattr("benchmarks.study.command.Pool", NoPool)
     assert main(["study", str(copy)]) == 0
     assert main(["study", str(copy), "--dry-run"]) == 0
     assert "4 runs, 4 done" in capsys.readouterr().out
@@ -123,23 +108,11 @@ def test_twins_that_differ_fail_loudly(copy: Path, capsys: pytest.CaptureFixture
 def test_results_of_other_settings_are_refused(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.study.processes.Pool", NoPool)
+    monkeypatch.setattr("benchmarks.study.command.Pool", NoPool)
     copy.write_text(copy.read_text().replace("page_size = 8", "page_size = 4"))
     assert main(["study", str(copy), "--only", "unified"]) == 0
     assert main(["study", str(copy)]) == 2
     assert "run pages-s0 was made with other settings" in capsys.readouterr().err
-
-
-def test_a_run_directory_of_other_settings_is_refused(
-    tiny_study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The message names what differs; nothing is overwritten."""
-    monkeypatch.setattr("benchmarks.study.processes.Pool", NoPool)
-    other = tiny_study.with_name("other.toml")
-    text = tiny_study.read_text().replace("page_size = 8", "page_size = 4")
-    other.write_text(text.replace("points = 2", f"results = '{other}.json'"))
-    assert main(["study", str(other)]) == 2
-    assert "rollout.page_size: 8 -> 4" in capsys.readouterr().err
 
 
 class FailingPool(PoolInThisProcess):
@@ -165,31 +138,14 @@ def test_what_fails_is_tried_once_more_and_then_reported(
     file = tmp_path / "fails.toml"
     file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
     FailingPool.calls = []
-    monkeypatch.setattr("benchmarks.study.processes.Pool", FailingPool)
-    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.study.command.Pool", FailingPool)
+    monkeypatch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
     assert main(["study", str(file), "--only", "pages"]) == 1
     start, *calls = FailingPool.calls
     assert start.startswith("start-")
     assert calls == ["pages-s0", "pages-s0", "pages-s1", "pages-s1"]
     printed = capsys.readouterr().out
     assert "failed: pages-s0, pages-s1: exit code 2: error: nothing works today" in printed
-
-
-def test_a_start_that_was_put_back_from_a_copy_is_not_trained_again(
-    tiny_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model alone is enough: its folder's name has the digest of the settings."""
-    file = tmp_path / "copied.toml"
-    file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
-    (start,) = (tiny_study.parent / "out" / "starts").glob("start-*")
-    shutil.copytree(start / "model", tmp_path / "out" / "starts" / start.name / "model")
-    FailingPool.calls = []
-    monkeypatch.setattr("benchmarks.study.processes.Pool", FailingPool)
-    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
-    words = ["--only", "pages", "--only", "seed=1", "--no-report"]
-    assert main(["study", str(file), *words]) == 1
-    assert FailingPool.calls == ["pages-s1", "pages-s1"]
-    assert not (tmp_path / "out" / "report.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -239,8 +195,8 @@ def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
     file.write_text(text.replace("\n[eval]", wild))
     monkeypatch.setattr("benchmarks.study.report.to_png", lambda *_: None)
     monkeypatch.setattr("jetrl.runs.report.to_svg", lambda _: "")
-    monkeypatch.setattr("benchmarks.study.processes.Pool", PoolInThisProcess)
-    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.study.command.Pool", PoolInThisProcess)
+    monkeypatch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
     assert main(["study", str(file), "--only", "wild"]) == 0
     (run,) = read_results(tmp_path / "wild.json").runs.values()
     assert (run.end, run.steps, run.common) == ("nonfinite", 1, None)
@@ -273,62 +229,8 @@ def test_after_the_minutes_what_runs_is_stopped_and_what_is_left_is_said(
     file = tmp_path / "cut.toml"
     file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
     EndlessPool.stopped = []
-    monkeypatch.setattr("benchmarks.study.processes.Pool", EndlessPool)
-    monkeypatch.setattr("benchmarks.study.places.POLL_S", 0.0)
+    monkeypatch.setattr("benchmarks.study.command.Pool", EndlessPool)
+    monkeypatch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
     assert main(["study", str(file), "--minutes", "1e-9"]) == 75
     assert [name[:6] for name in EndlessPool.stopped] == ["start-"]
     assert "4 of 4 runs are left; the same command goes on" in capsys.readouterr().out
-
-
-def keep_runs_of_30_s(results: Path) -> None:
-    """Keep the runs of seed 0 in a results file, as if each had taken 30 s with its evaluation."""
-    content = json.loads(results.read_text())
-    content["runs"] = [run for run in content["runs"] if run["seed"] == 0]
-    for run in content["runs"]:
-        run |= {"wall_s": 20.0, "seconds": {**run["seconds"], "final_evaluation": 10.0}}
-    results.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(("minutes", "begins"), [(0.5, False), (0.6, True), (0.1, True)])
-def test_a_run_begins_where_those_that_are_done_would_have_ended_in_time(
-    copy: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    minutes: float,
-    begins: bool,
-) -> None:
-    """A run took 30 s; where that is longer than the whole time a run begins all the same."""
-    results = copy.parent / "out" / "results.json"
-    keep_runs_of_30_s(results)
-    EndlessPool.stopped = []
-    monkeypatch.setattr("benchmarks.study.processes.Pool", EndlessPool)
-    clock = itertools.count(0, 0.5)
-    time = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
-    monkeypatch.setattr("benchmarks.study.places.time", time)
-    assert main(["study", str(copy), "--minutes", str(minutes), "--no-report"]) == 75
-    assert [name[:6] for name in EndlessPool.stopped] == ["start-"] * begins
-    said = "no run that is left would end before the time is up" in capsys.readouterr().out
-    assert said != begins
-
-
-def test_runs_of_this_sitting_say_how_long_the_next_one_takes(copy: Path) -> None:
-    """Earlier ones took 30 s, perhaps on another machine; the first one here took 3."""
-    file = copy.parent / "out" / "results.json"
-    keep_runs_of_30_s(file)
-    definition, results = read_definition(copy), read_results(file)
-    sitting = Sitting(definition, planned_runs(definition), results, lambda _: None)
-
-    def expected() -> set[float]:
-        asked: list[float] = []
-
-        def has_room_for(seconds: float) -> bool:
-            asked.append(seconds)
-            return False
-
-        assert sitting.next_training(sitting.left, has_room_for) is None
-        return set(asked)
-
-    assert expected() == {30.0}
-    here = {"name": "unified-s1", "seed": 1, "wall_s": 2.0, "seconds": {"final_evaluation": 1.0}}
-    results.runs["unified-s1"] = results.runs["unified-s0"].model_copy(update=here)
-    assert expected() == {3.0}

@@ -20,11 +20,6 @@ def test_every_problem_exactly_once_and_no_training_problem_held_out():
     assert len({p.text for p in train + test}) == 10_000
 
 
-def test_the_same_options_give_the_same_splits_and_another_seed_others():
-    assert prompts("train", seed=3) == prompts("train", seed=3)
-    assert prompts("test", seed=3) != prompts("test", seed=4)
-
-
 def test_only_the_sums_of_a_file_are_trained_on(tmp_path):
     usual = prompts("train")
     file = tmp_path / "solved.jsonl"
@@ -101,28 +96,6 @@ def test_only_exactly_the_right_digits_count(completion, reward):
 def test_bad_options(options, message):
     with pytest.raises(UserError, match=f"task.options.{message}"):
         get_task("arithmetic", **options)
-
-
-def test_unknown_split():
-    with pytest.raises(UserError, match="no split 'dev'; it has 'train', 'test'"):
-        prompts("dev")
-
-
-def test_the_smallest_task_still_has_both_splits():
-    assert [
-        len(prompts(s, digits=1, max_operand=1, test_share=0.01)) for s in ("train", "test")
-    ] == [
-        3,
-        1,
-    ]
-
-
-def test_the_task_says_how_its_answers_are_read():
-    assert Arithmetic(max_operand=29).reading == (
-        "answers are written backwards, lowest digit first: 20+05=520 is right, since 520 read "
-        "from its end is 025"
-    )
-    assert Arithmetic(reverse=False).reading == ""
 
 
 @pytest.mark.parametrize(

@@ -139,12 +139,6 @@ def test_numbers_are_written_out(tmp_path: Path) -> None:
         assert task.score(prompt, f"#### {prompt.answer}").reward == 1
 
 
-def test_whole_characters_in_escapes_are_read(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", '{"prompt": "\\ud83d\\ude00", "answer": "1"}')
-    (prompt,) = read_prompts(get_task("dataset", path=str(tmp_path)), "train")
-    assert prompt.messages == ({"role": "user", "content": "\N{GRINNING FACE}"},)
-
-
 def test_a_checker_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
@@ -252,23 +246,6 @@ def test_bad_options(tmp_path, options, message) -> None:
     path = write(tmp_path / "rows.jsonl", *ROWS)
     with pytest.raises(UserError, match=message):
         get_task("dataset", **{"path": path, **options})
-
-
-def test_the_packages_are_named_where_they_are_missing(tmp_path, monkeypatch) -> None:
-    (tmp_path / "train.parquet").write_bytes(b"")
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match=r"`pyarrow` is needed: pip install 'jetrl\[data\]'"):
-        read_prompts(get_task("dataset", path=tmp_path), "train")
-
-
-def test_whole_numbers_of_thousands_of_digits_are_texts(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"q": "?", "a": %s}\n' % ("9" * 4000))
-    task = get_task("dataset", path=str(file), prompt="q", answer="a")
-    assert [prompt.answer for prompt in task.prompts("train")] == ["9" * 4000]
-    file.write_text('{"q": "?", "a": %s}\n' % ("9" * 5000))
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 1: not JSON that can be read"):
-        list(get_task("dataset", path=str(file), prompt="q", answer="a").prompts("train"))
 
 
 VERL = {

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.settings.loading import load_config, to_toml
 from jetrl.tasks import Scorer, get_task, read_prompts
 
 SUMS = {"name": "arithmetic", "options": {"digits": 1}}
@@ -55,28 +54,6 @@ def test_prompts_are_of_their_tasks_and_scored_by_them(tmp_path: Path) -> None:
         assert [scored.score.reward for scored in scorer.score(items)] == [1.0, 1.0, 1.0]
         assert [s.score.reward for s in scorer.score([(p, "8") for p, _ in items])] == [0.0] * 3
     assert get_task("mix", tasks=tasks[:2]).alphabet == "0123456789+=-"
-
-
-def test_a_recipe_of_a_mix_reads_back_as_it_was(tmp_path: Path) -> None:
-    recipe = tmp_path / "mixed.toml"
-    recipe.write_text(
-        '[task]\nname = "mix"\n\n[[task.options.tasks]]\nname = "arithmetic"\nweight = 2\n'
-        '\n[[task.options.tasks]]\nname = "dataset"\npath = "x.jsonl"\n'
-        'options = { format = "text" }\n'
-    )
-    settings = load_config(recipe)
-    (tmp_path / "again.toml").write_text(to_toml(settings))
-    assert load_config(tmp_path / "again.toml").task == settings.task
-
-
-def test_a_task_without_prompts_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "empty.py"
-    file.write_text(
-        "from jetrl.tasks import Task\n\n\nclass Empty(Task):\n"
-        "    def prompts(self, split):\n        return []\n"
-    )
-    with pytest.raises(UserError, match="Empty has no prompts in split 'train'"):
-        read_prompts(get_task("mix", tasks=[SUMS, {"name": f"{file}:Empty"}]), "train")
 
 
 @pytest.mark.parametrize(

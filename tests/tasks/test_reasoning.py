@@ -31,14 +31,6 @@ def test_chain_sum_by_name_with_its_options_scored_by_its_own_scorer():
     assert [s.score.parts["answered"] for s in (right, wrong, bare)] == [1.0, 1.0, 0.0]
 
 
-def test_text_prompts_are_the_bare_question_and_answer():
-    task = get_task(NAME, format="text", size=3)
-    prompt = next(iter(task.prompts("train")))
-    assert prompt.text == prompt.metadata["entry"]["question"]
-    assert task.score(prompt, f" {prompt.answer}\n").reward == 1.0
-    assert task.score(prompt, task.demonstration(prompt) or "").reward == 1.0
-
-
 def test_the_splits_share_no_question_although_neighbouring_seeds_do():
     questions = {
         (seed, split): {

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.tasks import Scorer, get_task
-from jetrl.tasks.sandbox.process import WorkerProcess
+from jetrl.tasks import Scorer
 from jetrl.types import Prompt
 
 FILE = str(Path(__file__).with_name("awkward_task.py"))
@@ -91,33 +90,6 @@ def test_order_is_kept_and_results_do_not_depend_on_the_number_of_workers(scorer
             assert [item.score.reward for item in score(each, *completions)] == expected
 
 
-def test_hangs_on_every_worker_cost_nothing_but_those_workers(scorer):
-    score(scorer, "1", "1")  # starts what the tests before have ended
-    starts = sum(worker._starts for worker in scorer._workers)
-    results = score(scorer, *["hang"] * 4, *["1"] * 50)
-    assert [bool(item.failure) for item in results] == [True] * 4 + [False] * 50
-    running = sum(worker.running for worker in scorer._workers)
-    assert sum(worker._starts for worker in scorer._workers) - starts == 4 - (2 - running)
-
-
-def test_the_time_limit_is_of_one_item_and_not_of_a_chunk(monkeypatch):
-    chunks, assign = [], WorkerProcess.assign
-
-    def noted(worker, indices, payloads):
-        assign(worker, indices, payloads)
-        chunks.append((len(indices), worker.deadline))
-
-    monkeypatch.setattr(WorkerProcess, "assign", noted)
-    with Scorer(AWKWARD, workers=1, timeout_s=60) as scorer:
-        results = score(scorer, *["limits"] * 8)
-        (size, deadline), last = chunks[1], scorer._workers[0].deadline
-    assert [item.failure for item in results] == [""] * 8
-    assert size == 4, "after one of the self-test"
-    of_each = 600.0 + 60.0 + 0.0  # by the clock, of processor time, and that one cancelled
-    assert [item.score.reward for item in results] == [of_each * i for i in range(8)]
-    assert last > chunks[-1][1] > deadline, "of who reads, too: each answer puts it off"
-
-
 def test_workers_import_no_torch_and_print_nowhere(scorer, capfd):
     assert [item.score.reward for item in score(scorer, "modules", "flood")] == [0.0, 1.0]
     assert capfd.readouterr() == ("", "")
@@ -130,40 +102,6 @@ def test_a_worker_that_dies_while_idle_is_replaced(scorer, wait_until):
     wait_until(worker._has_spoken)  # its last thread has closed the connection
     results = score(scorer, *["1"] * 64)
     assert [item.failure for item in results] == [""] * 64
-
-
-def test_no_items_and_scoring_after_close():
-    with Scorer(AWKWARD, workers=1) as scorer:
-        assert scorer.score([]) == []
-    assert score(scorer, "1")[0].score.reward == 1.0
-    scorer.close()
-    scorer.close()
-
-
-def test_short_answers_are_scored_in_few_round_trips(monkeypatch):
-    prompts = list(get_task("arithmetic").prompts("train"))[:256]
-    sizes, assign = [], WorkerProcess.assign
-
-    def counted(worker, indices, payloads):
-        sizes.append(len(indices))
-        assign(worker, indices, payloads)
-
-    with Scorer("arithmetic", workers=2) as scorer:
-        items = [(prompt, prompt.answer or "") for prompt in prompts]
-        monkeypatch.setattr(WorkerProcess, "assign", counted)
-        results = scorer.score(items)
-    assert all(item.score.reward == 1 for item in results)
-    # Chunks of 32 while 128 items are left, then of a quarter of what is left.
-    assert sum(sizes) == 256
-    assert len(sizes) <= 24
-
-
-def test_without_workers_exceptions_are_still_failures():
-    with Scorer(AWKWARD, workers=0) as scorer:
-        results = score(scorer, "1", "raise oh", "nan")
-    assert [item.score.reward for item in results] == [1.0, 0.0, 0.0]
-    assert "KeyError" in results[1].failure
-    assert "nan" in results[2].failure
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -182,21 +120,6 @@ def test_without_workers_exceptions_are_still_failures():
 def test_a_scorer_that_cannot_work_is_an_error_at_start(name, message, workers):
     with pytest.raises(UserError, match=message):
         Scorer(f"{FILE}:{name}", workers=workers)
-
-
-def test_a_worker_that_cannot_build_the_task_is_an_error_at_start(tmp_path):
-    file = tmp_path / "moody.py"
-    file.write_text(
-        "import os, sys\n"
-        "from jetrl.tasks import Task\n"
-        "from jetrl.types import Prompt\n"
-        f"if os.getpid() != {os.getpid()}:\n"
-        "    import no_such_package\n"
-        "class Moody(Task):\n"
-        "    def prompts(self, split): return [Prompt(id='0', text='?')]\n"
-    )
-    with pytest.raises(UserError, match=r"moody.py, line 5: does not import: ModuleNotFoundError"):
-        Scorer(f"{file}:Moody", workers=2)
 
 
 DIES_AT_START = """
@@ -301,15 +224,6 @@ def test_a_batch_of_nothing_but_hangs_or_crashes_is_given_up(bad, caplog, wait_u
             r"not scored: others .* \(task.max_lost_s = 1 s a worker\)", results[-1].failure
         )
         assert "of 514 completions get no score" in caplog.text
-
-
-def test_what_is_begun_is_scored_while_the_caller_does_something_else(scorer, monkeypatch):
-    tickets = [scorer.begin(PROMPT, f"slow 0.{i % 2}5") for i in range(6)]
-    while len(scorer._replies) < 6:
-        scorer.attend()
-        time.sleep(0.01)  # a forward
-    monkeypatch.setattr(scorer, "_pump", lambda wait_for_one: pytest.fail("nothing is left to do"))
-    assert [item.score.reward for item in scorer.finish(tickets)] == [1.0] * 6
 
 
 def test_the_time_that_nobody_looked_is_not_counted_as_lost(monkeypatch, wait_until):

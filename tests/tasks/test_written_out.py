@@ -1,7 +1,5 @@
 """Tests of tasks with the work written out: problems, checked steps, a careless teacher."""
 
-import json
-
 import pytest
 
 from jetrl.errors import UserError
@@ -116,23 +114,6 @@ def test_reward_is_the_answer_and_by_choice_the_share_of_right_steps(completion,
     assert task_of("program", reward="steps").score(prompt, completion).reward == pytest.approx(
         steps, abs=1e-12
     )
-
-
-@pytest.mark.parametrize("name, options", TASKS)
-def test_self_test_cases_hold(name, options):
-    task = task_of(name, reward="steps", **options)
-    for prompt, completion, reward in task.self_test():
-        got = task.score(prompt, completion).reward
-        assert 0.0 <= got < 1.0 if reward is None else got == reward
-
-
-def test_only_the_prompts_of_a_file_are_trained_on(tmp_path):
-    ids = [prompt.id for prompt in task_of("program").prompts("train")]
-    file = tmp_path / "solved.jsonl"
-    file.write_text("".join(json.dumps({"id": ids[at], "rate": 0.5}) + "\n" for at in (7, 3, 5)))
-    task = task_of("program", only=str(file))
-    assert [prompt.id for prompt in task.prompts("train")] == [ids[3], ids[5], ids[7]]
-    assert len(list(task.prompts("test"))) == 20
 
 
 @pytest.mark.parametrize(

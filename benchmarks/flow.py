@@ -21,9 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks._load import Load, make_samples, random_rewards
-from benchmarks._phases import RolloutLines, begins
-from benchmarks._timing import Row
+from benchmarks.harness import Load, RolloutLines, Row, begins, make_samples, random_rewards
 from benchmarks.parity import make_policy
 from benchmarks.rollout import capture_graphs, capture_largest
 
@@ -58,14 +56,12 @@ class Choices:
         shape: A name of `jetrl.models.families`.
         device: "cuda", or "cpu" to try the benchmark out.
         layers: Decoder layers; None: the shape's own.
-        learning_rate: Large enough that FP8 codes change.
         tokens_per_micro_batch: Tokens; None: the largest micro-batch that fits.
         max_batch_size: Sequences sampled together by a rank; None: all.
         train: Further settings of [train].
         warm_micro_batches: Micro-batches of the update that warms up; None: two a rank. The weights
             after it depend on their number.
         adapter_rank: The rank of adapters on a frozen base; 0: all parameters are trained.
-        base: The format of a frozen base.
         drafts_right: The chance of a drafted token to be right, where a step with drafts is
             measured; None: none is.
     """
@@ -110,14 +106,7 @@ class _Tried(MicroBatchSize):
 class Flow:
     """A policy's sampler and trainer under a load.
 
-    Args:
-        policy: The policy that samples and trains.
-        load: The prompts and completions of a step.
-        choices: The choices that are the same for all plans.
-
     Attributes:
-        chosen: The settings that fit, for a table.
-        peaks: The peak of memory in GiB, by phase.
         captured: How many graphs the warm-up captured, and the seconds that this took.
     """
 
@@ -145,7 +134,6 @@ class Flow:
         """Return completions of this rank's random prompts, drawn to their full lengths.
 
         Args:
-            seed: The seed of prompts and draws.
             response_length: Tokens of a completion at most; None: those of the load.
         """
         load = self.load
@@ -166,12 +154,7 @@ class Flow:
         return [n for i in self._own for n in lengths[i * each : (i + 1) * each]]
 
     def gathered(self, completions: Sequence[Completion], seed: int) -> list[Sample]:
-        """Return the samples of all ranks, with random rewards.
-
-        Args:
-            completions: This rank's completions, from `sample`.
-            seed: The seed that they were sampled with.
-        """
+        """Return the samples of all ranks, with random rewards."""
         prompts, each = self.load.random_prompts(self.vocabulary, seed), self.load.samples
         whole = list(completions)
         if world().size > 1:
@@ -223,9 +206,6 @@ class Flow:
         """Run everything once, and leave sampler and trainer as after the update of a step.
 
         Kernels are compiled, decode's graphs are captured, and the weights have moved.
-
-        Args:
-            training: False to warm up the sampler alone, without a trainer.
         """
         if training:
             # Micro-batches are tried beside the memory of the largest graph. The others come
@@ -243,11 +223,7 @@ class Flow:
         self.engine.free_cache()
 
     def _capture(self, largest: bool = False) -> None:
-        """Capture the decode graphs of the load, in a cache of as many pages as the load takes.
-
-        Args:
-            largest: Whether to capture the largest graph alone.
-        """
+        """Capture the decode graphs of the load, in a cache of as many pages as the load takes."""
         engine, load = self.engine, self.load
         if self.policy.device.type != "cuda":
             return
@@ -263,13 +239,7 @@ class Flow:
         self.captured = (self.captured[0] + graphs, self.captured[1] + seconds)
 
     def synthetic(self, sequences: int, seed: int, one_prompt: bool = False) -> list[Sample]:
-        """Return samples of the load's lengths that nobody drew, without log-probs: one group.
-
-        Args:
-            sequences: How many samples.
-            seed: The seed of their tokens.
-            one_prompt: Whether all have the same prompt, and are short enough for a micro-batch.
-        """
+        """Return samples of the load's lengths that nobody drew, without log-probs: one group."""
         load = self.load
         longest = load.response_length
         if one_prompt:

@@ -1,0 +1,433 @@
+"""The phases of a measured step, with drafts and on several ranks, and its rows.
+
+Weights are random, so no text would be a good draft: the completions of the step without
+speculation, with wrong tokens among them, are the drafts of the other step, which draws the same
+tokens of the same weights. For that its first update has a learning rate of zero.
+
+A digest does not depend on the number of ranks: it is a sum, modulo 2**64, of a number per element,
+made of the element's bits and its place in the whole tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from benchmarks.flow import Choices, Flow, codes_of, share_changed
+from benchmarks.harness import Load, Row, flops
+from benchmarks.speculation import KnownDrafts, differences, width_rows
+from torch import Tensor
+
+from jetrl.distributed.shards import Shard
+from jetrl.distributed.world import world
+from jetrl.models.policy import Policy
+from jetrl.precision import gradients as ordered_gradients
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.options import RolloutStats
+from jetrl.training import Trainer
+from jetrl.types import Completion, Sample
+
+Known = Callable[[Row], None]
+
+PARTS = ("rollout", "gather", "old_logprobs", "update", "optimizer", "requantize")
+
+
+@dataclass(frozen=True)
+class TimedRollout:
+    """The rollout of a step.
+
+    Attributes:
+        seconds: This rank's seconds: `rollout`, and of several ranks `gather`.
+        captured: The graphs that were there before, and the seconds that capturing them took.
+        peaks: The peak of memory in GiB, as `rollout`; empty on a CPU.
+    """
+
+    seconds: Mapping[str, float]
+    completions: Sequence[Completion]
+    samples: Sequence[Sample]
+    stats: RolloutStats
+    captured: tuple[int, float]
+    peaks: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class TimedUpdate:
+    """The update of a step, with the pass for old log-probs of a plan that is not exact.
+
+    Attributes:
+        seconds: This rank's seconds by phase, `PARTS` behind the rollout's.
+    """
+
+    seconds: Mapping[str, float]
+    whole_s: float
+    metrics: Mapping[str, float]
+    peaks: Mapping[str, float]
+
+
+def warmed(policy: Policy, load: Load, choices: Choices) -> tuple[Flow, float]:
+    """Return a flow after its warm-up, and the share of the codes that the warm-up changed."""
+    flow = Flow(policy, load, choices)
+    before = codes_of(policy)
+    flow.warm_up()
+    return flow, share_changed(before, codes_of(policy))
+
+
+def draw(flow: Flow) -> TimedRollout:
+    """Draw the completions of the step, and gather those of all ranks."""
+    rollout_s, completions = flow.timed("rollout", lambda: flow.sample(seed=1))
+    stats = flow.engine.stats
+    gather_s, samples = flow.timed("gather", lambda: flow.gathered(completions, seed=1))
+    flow.peaks.pop("gather", None)
+    seconds = {"rollout": rollout_s}
+    if world().size > 1:
+        seconds["gather"] = gather_s
+    peaks = {name: peak for name, peak in flow.peaks.items() if name == "rollout"}
+    return TimedRollout(seconds, completions, samples, stats, flow.captured, peaks)
+
+
+def train(flow: Flow, samples: Sequence[Sample]) -> TimedUpdate:
+    """Make the trainer's step, after the pass for old log-probs of a plan that is not exact."""
+    seconds: dict[str, float] = {}
+    if not flow.policy.plan.exact:
+        flow.give_pages_back()
+        work = lambda: flow.old_logprobs(samples)  # noqa: E731
+        seconds["old_logprobs"] = flow.timed("old_logprobs", work)[0]
+    whole_s, trained = flow.timed("update", lambda: flow.update(samples))
+    timings = trained.timings
+    seconds |= {name: timings[name] for name in ("optimizer", "requantize")}
+    seconds["update"] = whole_s - timings["optimizer"] - timings["requantize"]
+    return TimedUpdate(seconds, whole_s, trained.metrics, dict(flow.peaks))
+
+
+def warm_row(flow: Flow, choices: Choices) -> Row:
+    """Return what is known of a step when all has been warmed up."""
+    return {
+        "plan": flow.policy.plan.name,
+        "adapter_rank": choices.adapter_rank,
+        "base": choices.base,
+        "ranks": world().size,
+        "load": str(flow.load),
+        "settings": flow.chosen,
+        "graphs": flow.captured[0],
+        "capture_s": round(flow.captured[1], 2),
+    }
+
+
+def rollout_row(flow: Flow, choices: Choices, limit: float, rollout: TimedRollout) -> Row:
+    """Return the row of a rollout without its update."""
+    load, stats, size = flow.load, rollout.stats, world().size
+    seconds = slowest("the seconds of the rollout", dict(rollout.seconds))
+    needed = flops(flow.policy.config, load)["rollout"]
+    return {
+        **warm_row(flow, choices),
+        "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
+        "tokens_per_s": {"rollout": round(load.drawn / seconds["rollout"])},
+        "mfu": {"rollout": round(needed / seconds["rollout"] / limit / size, 3)},
+        "peak_gib": slowest("the peaks of the rollout", dict(rollout.peaks)),
+        "graphs": rollout.captured[0],
+        "capture_s": round(rollout.captured[1], 2),
+        "graphs_captured_late": stats.graphs,
+        "preemptions": stats.preemptions,
+        "rollout_idle_share": round(stats.device_idle_s / stats.seconds, 4),
+    }
+
+
+def step_row(
+    flow: Flow,
+    choices: Choices,
+    limit: float,
+    rollout: TimedRollout,
+    update: TimedUpdate,
+    changed: float,
+) -> Row:
+    """Return the row of a step."""
+    load, metrics = flow.load, update.metrics
+    whole = slowest("the seconds of the update", {"whole": update.whole_s})["whole"]
+    seconds = slowest("the seconds of the step", {**rollout.seconds, **update.seconds})
+    needed = flops(flow.policy.config, load, choices.adapter_rank > 0)
+    rates = {
+        "rollout": (load.drawn, seconds["rollout"]),
+        "old_logprobs": (load.tokens, seconds.get("old_logprobs")),
+        "update": (load.tokens, whole),
+    }
+    size, plan = world().size, flow.planned()
+    peaks = slowest("the peaks of memory", {**update.peaks, **rollout.peaks})
+    planned = {name: getattr(plan, name) / 2**30 for name in ("rollout", "update")}
+    return {
+        **rollout_row(flow, choices, limit, rollout),
+        "seconds": {name: round(seconds[name], 3) for name in PARTS if name in seconds},
+        "step_s": round(sum(seconds.values()), 2),
+        "training_s": round(whole, 2),
+        "tokens_per_s": {n: round(t / s) for n, (t, s) in rates.items() if s is not None},
+        "mfu": {
+            n: round(needed[n] / s / limit / size, 3)
+            for n, (_, s) in rates.items()
+            if s is not None
+        },
+        "peak_gib": peaks,
+        "planned_gib": {name: round(size, 1) for name, size in planned.items()},
+        "peak_of_plan": {n: round(peaks[n] / s, 3) for n, s in planned.items() if n in peaks},
+        "compared_tokens": int(metrics["mismatch/num_tokens"]),
+        "different": int(metrics["mismatch/num_different"]),
+        "mean_abs_logprob_diff": metrics["mismatch/mean_abs_logprob_diff"],
+        "weights_changed": round(changed, 5),
+        "train_retries": int(metrics.get("memory/train_retries", 0)),
+    }
+
+
+_WARM_TOKENS = 64  # Of each completion in the call with drafts before the one that is timed.
+
+
+def measure_with_drafts(
+    policy: Policy,
+    load: Load,
+    choices: Choices,
+    limit: float,
+    one_update: bool = False,
+    mode: str = "auto",
+) -> Iterator[Row]:
+    """Yield the row of a step with speculation off, and then that of the same step with drafts.
+
+    Seconds of both rollouts are without the capture of graphs in them, as `late_capture_s`.
+
+    Args:
+        mode: "auto", or "text" to verify drafts in every forward.
+    """
+    right = choices.drafts_right
+    assert right is not None, "no drafts"
+    flow, changed = warmed(policy, load, choices)
+    off = _without_capture(draw(flow))
+    with _weights_kept(flow.trainer):
+        update = train(flow, off.samples)
+    updates = 1 if one_update else 2
+    plain = step_row(flow, choices, limit, off, update, changed)
+    yield {**plain, **_drafting(off, off), "updates": updates}
+    plain_engine = flow.engine  # Kept, so that its graphs are not collected before their memory.
+    drafts = _use_drafts(flow, off, right, mode)
+    on = _without_capture(draw(flow))
+    own = update if one_update else train(flow, on.samples)
+    del plain_engine
+    row = step_row(flow, choices, limit, on, own, changed)
+    yield {
+        **row,
+        **_drafting(on, off),
+        "updates": updates,
+        "speculation": mode,
+        "right": right,
+        "widths": width_rows(drafts.spent),
+        "times_off": {
+            "rollout": round(plain["seconds"]["rollout"] / row["seconds"]["rollout"], 3),
+            "step": round(plain["step_s"] / row["step_s"], 3),
+        },
+    }
+
+
+def _without_capture(rollout: TimedRollout) -> TimedRollout:
+    """Return a rollout whose seconds leave out those of capturing graphs."""
+    seconds = dict(rollout.seconds)
+    seconds["rollout"] -= rollout.stats.capture_s
+    return replace(rollout, seconds=seconds)
+
+
+@contextlib.contextmanager
+def _weights_kept(trainer: Trainer) -> Iterator[None]:
+    """Make updates of the block leave the master weights as they are: at a learning rate of 0."""
+    optimizer = trainer.optimizer
+    settings = optimizer.settings
+    optimizer.settings = settings.model_copy(update={"lr": 0.0})
+    try:
+        yield
+    finally:
+        optimizer.settings = settings
+
+
+def _use_drafts(flow: Flow, off: TimedRollout, right: float, mode: str) -> KnownDrafts:
+    """Let a flow sample with known drafts, after a short call with them; return the drafts."""
+    policy, load, batch_size = flow.policy, flow.load, flow.engine.max_batch_size
+    flow.engine.free_cache()
+    # As many pages as before from the start: the long call keeps the graphs of the short one.
+    engine = RolloutEngine(policy, max_batch_size=batch_size, num_pages=off.stats.pages_total)
+    drafts = KnownDrafts(batch_size, engine.max_model_len, policy.device, mode=mode)
+    drafts.know(off.completions, right, flow.vocabulary)
+    engine.use_drafts(drafts)
+    flow.engine = engine
+    flow.sample(seed=1, response_length=min(_WARM_TOKENS, load.response_length))
+    flow.captured = engine.stats.graphs, engine.stats.capture_s
+    engine.free_cache()
+    drafts.spent.clear()
+    return drafts
+
+
+def _drafting(rollout: TimedRollout, off: TimedRollout) -> Row:
+    """Return the tokens per forward that drafts brought, and how many tokens they changed."""
+    stats, drafts = rollout.stats, rollout.stats.speculation
+    tokens, logprobs = differences(rollout.completions, off.completions)
+    row: Row = {
+        "speculation": "off",
+        "right": None,
+        "tokens_per_forward": 1.0,
+        "verify_share": 0.0,
+        "forwards": stats.forwards,
+        "late_capture_s": round(stats.capture_s, 2),
+        "different_tokens": tokens,
+        "different_logprobs": logprobs,
+    }
+    if drafts is not None:
+        row["tokens_per_forward"] = round(drafts.tokens_per_forward, 3)
+        row["verify_share"] = round(drafts.verify_s / drafts.decode_s, 3)
+        row["drafted"], row["accepted"] = sum(drafts.drafted), sum(drafts.accepted)
+    return row
+
+
+_AT_ONCE = 2**24  # elements
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Odd constants of 64 bits (SplitMix64's, Steele et al., OOPSLA 2014), as signed integers.
+_PLACE, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_MODULUS = 2**64
+
+
+def tensor_digest(name: str, tensor: Tensor, first_element: int = 0) -> int:
+    """Return the digest of some consecutive elements of a tensor, below 2**64.
+
+    Digests of the parts of a tensor add up, modulo 2**64, to the digest of the whole.
+
+    Args:
+        tensor: The elements, of any shape and dtype.
+    """
+    bits = tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    salt = zlib.crc32(name.encode()) << 20
+    for start in range(0, len(bits), _AT_ONCE):
+        part = bits[start : start + _AT_ONCE].long()
+        begin = first_element + start
+        place = torch.arange(begin, begin + len(part), device=tensor.device)
+        part += place.mul_(_PLACE).add_(salt)
+        part ^= part >> 30
+        part *= _FIRST
+        part ^= part >> 27
+        part *= _SECOND
+        part ^= part >> 31
+        total += part.sum()
+    return int(total) % _MODULUS
+
+
+def digests(policy: Policy, trainer: Trainer) -> dict[str, str]:
+    """Return digests of codes, master weights and moments, the same at any number of ranks."""
+    quantized = policy.weights.quantized_tensors()
+    codes = sum(tensor_digest(name, tensor) for name, tensor in quantized.items()) % _MODULUS
+    world().same("the quantized weights", codes)
+    shards = policy.weights.shards
+    masters = _of_all_ranks(dict(policy.master_weights()), shards)
+    moments = trainer.optimizer.state_tensors()
+    masters_of = {name: name.partition(".")[2] for name in moments}
+    of_moments = {name: shards[m] for name, m in masters_of.items() if m in shards}
+    return {
+        "codes": f"{codes:016x}",
+        "masters": f"{masters:016x}",
+        "moments": f"{_of_all_ranks(moments, of_moments):016x}",
+    }
+
+
+def _of_all_ranks(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> int:
+    """Return the digest of tensors of which each rank has its own rows, or which are whole."""
+    own = 0
+    for name, tensor in tensors.items():
+        divided = name in shards and tensor.dim() > 1
+        if divided:
+            own += tensor_digest(name, tensor, shards[name].first_row * tensor[:1].numel())
+        elif world().is_first:
+            own += tensor_digest(name, tensor)
+    return sum(world().gather("the digest of the model", own)) % _MODULUS
+
+
+@dataclass
+class Exchanged:
+    """The products that an update has sent to the owners of their rows.
+
+    Attributes:
+        calls: For each exchange the shapes of the pieces for every rank (None: nothing to send),
+            and the shape and dtype of what is received.
+        bytes: The bytes that this rank has sent to others.
+    """
+
+    calls: list[tuple[list[torch.Size] | None, torch.Size, torch.dtype]] = field(
+        default_factory=list
+    )
+    bytes: int = 0
+
+    def seconds(self, device: torch.device) -> float:
+        """Return the seconds of exchanging these products while the device does nothing else."""
+        world().barrier("the exchange alone")
+        began = time.perf_counter()
+        for shapes, shape, dtype in self.calls:
+            pieces: list[Tensor] | None = None
+            if shapes is not None:
+                pieces = [torch.zeros(size, dtype=dtype, device=device) for size in shapes]
+            received = torch.empty(shape, dtype=dtype, device=device)
+            work = ordered_gradients.exchange(pieces, received)
+            if work is not None:
+                work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def recorded_exchange() -> Iterator[Exchanged]:
+    """Record the products that are exchanged within the block."""
+    exchange, log = ordered_gradients.exchange, Exchanged()
+
+    def recorded(pieces: Sequence[Tensor] | None, received: Tensor) -> Any:
+        shapes = None if pieces is None else [piece.shape for piece in pieces]
+        log.calls.append((shapes, received.shape, received.dtype))
+        for rank, piece in enumerate(pieces or ()):
+            log.bytes += piece.nbytes if rank != world().rank else 0
+        return exchange(pieces, received)
+
+    ordered_gradients.exchange = recorded
+    try:
+        yield log
+    finally:
+        ordered_gradients.exchange = exchange
+
+
+class _Copied:
+    """Stands for the work of an exchange whose results this rank has copied from its own."""
+
+    def __init__(self) -> None:
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def wait(self) -> None:
+        """Let the present stream wait for the copies."""
+        torch.cuda.current_stream().wait_event(self._copied)
+
+
+@contextlib.contextmanager
+def without_exchange() -> Iterator[None]:
+    """Let no product travel within the block: sums get the same work, and wrong numbers."""
+    exchange = ordered_gradients.exchange
+
+    def nothing(pieces: Sequence[Tensor] | None, received: Tensor) -> Any:
+        if pieces is None:
+            received.zero_()
+        else:
+            received.copy_(pieces[world().rank].expand_as(received))
+        return _Copied() if received.is_cuda else None
+
+    ordered_gradients.exchange = nothing
+    try:
+        yield
+    finally:
+        ordered_gradients.exchange = exchange
+
+
+def slowest(what: str, numbers: Row) -> Row:
+    """Return the largest value of each number over all ranks."""
+    of_ranks = world().gather(what, numbers)
+    return {name: max(row[name] for row in of_ranks) for name in numbers}
