@@ -7,27 +7,25 @@ that do not end.
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from benchmarks.study.worker import order_of
 
 from jetrl.runs.storage import storing
 
 POLL_S = 0.1
 GRACE_S = 180.0  # for a checkpoint, after SIGTERM
-SERVER = (sys.executable, "-m", "benchmarks.study.processes")
+SERVER = (sys.executable, "-m", "benchmarks.study.worker")
 CHECKOUT = Path(__file__).resolve().parents[2]  # where a child finds the package `benchmarks`
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -245,71 +243,3 @@ def cards_for(device: str) -> list[str]:
     if visible is not None:
         return [card.strip() for card in visible.split(",") if card.strip()]
     return [str(card) for card in range(torch.cuda.device_count())]
-
-
-DONE = b"done\n"
-"""The answer to a command that has ended with exit code 0."""
-
-
-def order_of(words: Sequence[str], log: str) -> bytes:
-    """Return the line that orders a command."""
-    return json.dumps({"words": list(words), "log": log}).encode() + b"\n"
-
-
-def serve(run: Callable[[list[str]], int], between: Callable[[], None]) -> int:
-    """Run the commands that standard input orders, until it ends or a command does not end with 0.
-
-    Returns:
-        The exit code of this process.
-    """
-    orders = os.fdopen(os.dup(0), "rb")
-    answers = os.dup(1)
-    _replace(os.devnull, os.O_RDONLY, [0])
-    for line in orders:
-        order = json.loads(line)
-        _replace(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, [1, 2])
-        code = _exit_code(run, order["words"])
-        if not code:
-            between()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if code:
-            return code
-        os.write(answers, DONE)
-    return 0
-
-
-def _replace(file: str, flags: int, descriptors: Sequence[int]) -> None:
-    """Let descriptors of this process, and of those that it starts, be those of a file."""
-    opened = os.open(file, flags, 0o666)
-    for descriptor in descriptors:
-        os.dup2(opened, descriptor)
-    os.close(opened)
-
-
-def _exit_code(run: Callable[[list[str]], int], words: list[str]) -> int:
-    """Return the exit code of a command, however it ends; what Python would print is printed."""
-    try:
-        return run(words)
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
-    return 1
-
-
-def _give_back() -> None:
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":  # a worker: what all commands need is imported before the first one
-    import benchmarks.study.final_evaluation  # noqa: F401
-    import torch._dynamo  # optimizers import it when the first one is made
-
-    from jetrl.cli.main import main
-
-    sys.exit(serve(main, _give_back))

@@ -38,28 +38,6 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
     return vllm_engine
 
 
-class Engine:
-    """Answers each request with `short` tokens fewer than it asks for."""
-
-    def __init__(self, short: int = 0) -> None:
-        self.short = short
-
-    def reset_prefix_cache(self) -> None:
-        """Do nothing, since nothing is kept."""
-
-    def generate(self, requests: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
-        self.asked = [
-            (tuple(r["prompt_token_ids"]), p.max_tokens)
-            for r, p in zip(requests, params, strict=True)
-        ]
-        assert all(p.ignore_eos and p.logprobs == 0 for p in params)
-        drawn = [[0] * (p.max_tokens - self.short) for p in params]
-        return [
-            SimpleNamespace(request_id="", outputs=[SimpleNamespace(token_ids=d, logprobs=d)])
-            for d in drawn
-        ]
-
-
 @pytest.mark.parametrize(
     ("name", "prompts", "tokens", "longest"),
     [("grpo", 64, 759204, 8192), ("tail", 16, 96522, 2703)],

@@ -12,11 +12,6 @@ SPEC = importlib.util.spec_from_file_location("gsm8k", ROOT / "benchmarks" / "st
 variants = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(variants)
 
-APPLES = {
-    "question": "Ann has 48 apples and sells half of them. Ben has 1,200. How many are left?",
-    "answer": "Ann has 48/2=<<48/2=24>>24.\nBoth have 24+1,200=<<24+1200=1224>>1224.\n#### 1,224",
-}
-
 
 def test_calculations_of_variants_hold_and_constants_stay():
     rows = [

@@ -17,7 +17,7 @@ Wait = Callable[[Callable[[], object]], None]
 
 # A program whose commands are Python code, without the site packages that take long to find.
 SERVE = (
-    "import sys; sys.path.insert(0, sys.argv[1]); import benchmarks.study.processes as worker\n"
+    "import sys; sys.path.insert(0, sys.argv[1]); import benchmarks.study.worker as worker\n"
     "def run(words): exec(words[0], {}); return 0\n"
     "sys.exit(worker.serve(run, lambda: sys.modules.setdefault('given_back', sys)))"
 )

@@ -1,0 +1,84 @@
+"""A process that runs commands one after the other, so that what one loaded serves the next.
+
+A run of a small model takes less time than a process needs to begin: Python imports, a GPU's
+context, kernels that are loaded. The study sends an order a line, in JSON, with the words of a
+command and the file that gets what it prints; each command that ends with 0 is answered with a
+line. A command that ends otherwise ends the process, with its exit code: what an error left
+behind reaches no other run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+DONE = b"done\n"
+"""The answer to a command that has ended with exit code 0."""
+
+
+def order_of(words: Sequence[str], log: str) -> bytes:
+    """Return the line that orders a command."""
+    return json.dumps({"words": list(words), "log": log}).encode() + b"\n"
+
+
+def serve(run: Callable[[list[str]], int], between: Callable[[], None]) -> int:
+    """Run the commands that standard input orders, until it ends or a command does not end with 0.
+
+    Returns:
+        The exit code of this process.
+    """
+    orders = os.fdopen(os.dup(0), "rb")
+    answers = os.dup(1)
+    _replace(os.devnull, os.O_RDONLY, [0])
+    for line in orders:
+        order = json.loads(line)
+        _replace(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, [1, 2])
+        code = _exit_code(run, order["words"])
+        if not code:
+            between()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if code:
+            return code
+        os.write(answers, DONE)
+    return 0
+
+
+def _replace(file: str, flags: int, descriptors: Sequence[int]) -> None:
+    """Let descriptors of this process, and of those that it starts, be those of a file."""
+    opened = os.open(file, flags, 0o666)
+    for descriptor in descriptors:
+        os.dup2(opened, descriptor)
+    os.close(opened)
+
+
+def _exit_code(run: Callable[[list[str]], int], words: list[str]) -> int:
+    """Return the exit code of a command, however it ends; what Python would print is printed."""
+    try:
+        return run(words)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    return 1
+
+
+if __name__ == "__main__":  # what all commands need is imported before the first one
+    import benchmarks.study.final_evaluation  # noqa: F401
+    import torch
+    import torch._dynamo  # optimizers import it when the first one is made
+
+    from jetrl.cli.main import main
+
+    def give_back() -> None:
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    sys.exit(serve(main, give_back))
