@@ -330,7 +330,8 @@ class RolloutEngine:
     @property
     def sequences(self) -> Sequence[RunningSequence]:
         """The sequences that run now, ended ones included; empty between calls."""
-        return () if self._running is None else self._running.scheduler.sequences
+        running = self._running  # The watchdog reads this from another thread.
+        return () if running is None else running.scheduler.sequences
 
     @property
     def pages_in_use(self) -> int:
