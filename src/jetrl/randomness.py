@@ -21,11 +21,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def draw_range(total: int, first: int, count: int, seed: int) -> list[int]:
-    """Return consecutive entries of an endless sequence of shuffles of range(total).
-
-    Args:
-        first: The position of the first entry, from 0.
-    """
+    """Return consecutive entries of an endless sequence of shuffles of range(total)."""
     epochs = range(first // total, (first + count - 1) // total + 1)
     order = {
         epoch: np.random.Generator(np.random.Philox(key=derive_seed(seed, epoch))).permutation(
@@ -42,9 +38,6 @@ def shares(weights: Sequence[float], count: int, last_step: int, seed: int) -> n
     By systematic sampling, `count` marks at equal distances, moved a little further every step, are
     laid over the weights. A step's numbers are off its exact shares by less than one each way, and
     the errors do not add up over the steps.
-
-    Args:
-        last_step: The last of the steps 1, 2, ...
 
     Returns:
         int64 [last_step, len(weights)], whose rows sum to `count`.

@@ -260,11 +260,7 @@ def is_right(gold: str, answer: Answer) -> bool:
 
 
 def check_math(gold: str, completion: str, strict: bool = False) -> Score:
-    """Return the score of a completion: 1 where its answer has the value of the right one.
-
-    Args:
-        strict: Whether only a marked answer counts.
-    """
+    """Return the score of a completion: 1 where its answer has the value of the right one."""
     answer = final_answer(completion, strict=strict)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
@@ -531,10 +527,7 @@ def _named_functions(expression: Any) -> Any:
 
 
 def _as_numbers(expression: Any) -> Any:
-    r"""Return the set of numbers that a membership or several inequalities describe.
-
-    `x \in [1, 2]` and `x < 1, x > 2` are such; every other expression is returned as it is.
-    """
+    r"""Return the set of numbers that a membership or several inequalities describe."""
     sympy = _sympy()
     if isinstance(expression, sympy.Eq) and isinstance(expression.rhs, sympy.Set):
         return expression.rhs

@@ -279,11 +279,6 @@ NAMES = ("math", "exact", "regex")
 def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> Checker:
     """Return the checker of a name.
 
-    Args:
-        name: `math`, `exact`, `regex` or `file.py:function`.
-        pattern: The regular expression of `regex`.
-        strict: Whether `math` takes marked answers only.
-
     Raises:
         UserError: There is no such checker, file or function, or the pattern is missing, is no
             regular expression, or would not be used.

@@ -241,8 +241,6 @@ def get_task(name: str, *, path: str | Path | None = None, **options: Any) -> Ta
     """Return the task of a name, built with its options.
 
     Args:
-        name: A built-in name, `reasoning_gym:NAME`, or `FILE.py:CLASS`.
-        path: Data file or folder, handed to tasks that read one.
         options: Keyword arguments of the task (`[task.options]` in a recipe).
 
     Raises:

@@ -54,7 +54,6 @@ def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tupl
     """Return the rows of a split, each with its position (`data/train.jsonl, line 7`).
 
     Args:
-        path: File, folder or data set's name; see `FORMS`.
         split: The split of a folder or of a name; a single file has none.
 
     Raises:

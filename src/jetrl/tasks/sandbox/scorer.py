@@ -211,9 +211,6 @@ class Scorer:
     def ask(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> int:
         """Ask the task for its reply to a turn (`Task.step`), and return a ticket.
 
-        Args:
-            completion: The text that the model wrote in this turn, without the stop string.
-
         Raises:
             UserError: The prompt cannot be pickled.
         """
