@@ -15,7 +15,7 @@ from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
 from jetrl.kernels.attention.layout import KeyValueCodes, SequenceQueries
 from jetrl.kernels.attention.reference import quantize_kv
-from jetrl.kernels.decode import Verified, take_verified, verify_inputs
+from jetrl.kernels.decode import take_verified, verify_inputs
 from jetrl.kernels.decode_state import (
     MAX_DRAFT,
     ORDERS,
@@ -23,6 +23,7 @@ from jetrl.kernels.decode_state import (
     UNKNOWN,
     DecodeState,
     DraftText,
+    Verified,
 )
 from jetrl.kernels.draft import ngram_entry, propose, remember
 from jetrl.models.draft_head import DraftHead

@@ -229,8 +229,8 @@ def speculation() -> None:
     """Drafts, their verification, and attention of several queries a sequence."""
     from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
     from jetrl.kernels.attention.layout import KeyValueCodes, SequenceQueries, stored_dtype
-    from jetrl.kernels.decode import Verified, take_verified, verify_inputs
-    from jetrl.kernels.decode_state import DecodeState, DraftText
+    from jetrl.kernels.decode import take_verified, verify_inputs
+    from jetrl.kernels.decode_state import DecodeState, DraftText, Verified
     from jetrl.kernels.draft import propose
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

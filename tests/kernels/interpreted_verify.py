@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from jetrl.kernels import decode, decode_hopper, draft
+from jetrl.kernels import decode, decode_hopper, decode_state, draft
 from jetrl.kernels.decode_state import LAG, MAX_DRAFT, QUALITY_ONE, DecodeState, DraftText
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def differences(case: tuple[int, int, int]) -> tuple[list[str], int]:
     results = []
     for take in (decode.take_verified, decode_hopper.take_verified):
         own = cloned(state), cloned(text)
-        out = decode.Verified(
+        out = decode_state.Verified(
             torch.full((3, count * width + 5), 9, dtype=torch.int32),
             torch.full((3, count * width + 5), 9.0),
             torch.full((3, count + 2), 9, dtype=torch.int32),
@@ -143,7 +143,7 @@ def overruns(device: torch.device) -> list[str]:
                 (count, torch.int32),
             )
         ]
-        out = decode.Verified(*lines, torch.full((1,), 3, dtype=torch.int32, device=device))
+        out = decode_state.Verified(*lines, torch.full((1,), 3, dtype=torch.int32, device=device))
         drawn = torch.zeros(size, device=device)
         decode_hopper.take_verified(
             state, text, drafts, inputs, rows, drawn.long(), drawn, drawn, out, width

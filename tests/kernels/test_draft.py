@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetrl.kernels.decode import Verified, take_verified, verify_inputs
+from jetrl.kernels.decode import take_verified, verify_inputs
 from jetrl.kernels.decode_state import (
     BROKEN,
     LAG,
@@ -22,6 +22,7 @@ from jetrl.kernels.decode_state import (
     DecodeState,
     Drafts,
     DraftText,
+    Verified,
 )
 from jetrl.kernels.draft import extend, propose, remember
 

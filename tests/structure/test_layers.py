@@ -66,6 +66,7 @@ ALLOWED: dict[str, set[str]] = {
 
 # What the kernels may know of the precision package: how numbers are rounded, not which plan.
 KERNELS_MAY_IMPORT = (
+    "jetrl.precision.backend",
     "jetrl.precision.quantize",
     "jetrl.precision.exact",
     "jetrl.precision.layout",
@@ -198,9 +199,11 @@ def inside_functions(path: Path, text: str | None = None) -> list[str]:
 def is_hopper_form(name: str) -> bool:
     """Return True if a name lies in a module that needs a Hopper GPU's packages.
 
-    Such are `..._hopper`, `precision.hopper`, `kernels.attention.hopper`, and memory that is mapped
-    by the driver.
+    Such are `..._hopper`, `precision.hopper`, `kernels.hopper` (the table of kernels),
+    `kernels.attention.hopper`, and memory that is mapped by the driver.
     """
+    if name == "jetrl.kernels.hopper":
+        return True
     parts = name.split(".")
     hopper = any(part == "hopper" or part.endswith("_hopper") for part in parts[1:-1])
     return parts[0] == "jetrl" and (hopper or parts[2:3] == ["mapped_memory"])

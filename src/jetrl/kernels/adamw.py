@@ -32,6 +32,7 @@ from jetrl.kernels.adamw_scalars import (
     ROOT_SHIFT,
     AdamWScalars,
 )
+from jetrl.kernels.backend import kernels_of
 from jetrl.precision.exact import square_root
 
 
@@ -65,10 +66,9 @@ def adamw_(
         clip: float32 scalar on the device; the gradient is multiplied by it.
         scalars: of this optimizer step (`adamw_scalars`).
     """
-    if master.is_cuda:
-        from jetrl.kernels.adamw_hopper import adamw_ as adamw_hopper_
-
-        adamw_hopper_(master, grad, ratio, root, clip, scalars)
+    kernels = kernels_of(master)
+    if kernels is not None:
+        kernels.adamw_(master, grad, ratio, root, clip, scalars)
     else:
         adamw_ref_(master, grad, ratio, root, clip, scalars)
 

@@ -21,11 +21,10 @@ Legend: as in `kernels.decode_state`, with Q queries per sequence at most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.decode_state import (
     BROKEN,
     COST_FACTOR,
@@ -39,6 +38,7 @@ from jetrl.kernels.decode_state import (
     Drafts,
     DraftText,
     Drawn,
+    Verified,
     VerifyInputs,
 )
 from jetrl.kernels.draft import extend
@@ -51,10 +51,9 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
     Args:
         rows: int64 [B], the slot of each row.
     """
-    if rows.is_cuda:
-        from jetrl.kernels.decode_hopper import next_inputs as next_inputs_hopper
-
-        return next_inputs_hopper(state, rows, page_size)
+    kernels = kernels_of(rows)
+    if kernels is not None:
+        return kernels.next_inputs(state, rows, page_size)
     active = state.active[rows] > 0
     position = torch.where(active, state.position[rows], 0).long()
     page = state.tables[rows, position // page_size].long()
@@ -87,10 +86,9 @@ def take_draws(
         lse: float32 [B], each row's log-sum-exp, not finite where there was no draw.
         out: where the draws are written: the row of its count, which moves on.
     """
-    if rows.is_cuda:
-        from jetrl.kernels.decode_hopper import take_draws as take_draws_hopper
-
-        take_draws_hopper(state, rows, tokens, logprobs, lse, out)
+    kernels = kernels_of(rows)
+    if kernels is not None:
+        kernels.take_draws(state, rows, tokens, logprobs, lse, out)
         return
     active = state.active[rows] > 0
     finite = torch.isfinite(lse)
@@ -112,29 +110,6 @@ def _ends(
     """Return which draws end their sequence, by the device form of `rollout.stopping`."""
     stopped = torch.isin(tokens, state.stops[1 : 1 + int(state.stops[0])])
     return stopped | (positions >= state.limit[slots]) | ~finite
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The draws of up to K forwards that verified drafts, which the host reads together.
-
-    A forward writes the first B * Q, or B, entries of its line.
-
-    Attributes:
-        tokens: int32 [K, at least B * Q], token ids, Q of each sequence: those that count, then
-            NOT_DRAWN; BROKEN for a draw whose logits have no finite softmax.
-        logprobs: float32, of the same shape.
-        offers: int32 [K, at least B], of each sequence
-            drafted + 8 * source + 32 * hit + 64 * offered: the drafted tokens that were verified,
-            the draft's index in SOURCES, whether its first token was drawn, and whether there was
-            a draft, verified or not.
-        count: int32 [1], the number of forwards taken in so far: the line that the next one writes.
-    """
-
-    tokens: Tensor
-    logprobs: Tensor
-    offers: Tensor
-    count: Tensor
 
 
 def verify_inputs(
@@ -161,10 +136,9 @@ def verify_inputs(
     """
     if not len(rows) <= size <= len(rows) * width:
         raise ValueError(f"{size} rows for {len(rows)} sequences of 1 to {width} queries")
-    if rows.is_cuda:
-        from jetrl.kernels.decode_hopper import verify_inputs as verify_inputs_hopper
-
-        return verify_inputs_hopper(state, draft_text, drafts, rows, page_size, width, size)
+    kernels = kernels_of(rows)
+    if kernels is not None:
+        return kernels.verify_inputs(state, draft_text, drafts, rows, page_size, width, size)
     active = state.active[rows] > 0
     position = torch.where(active, state.position[rows], 0).long()
     # The query of position p draws the token of position p + 1, which may be the limit at most.
@@ -251,11 +225,10 @@ def take_verified(
         lse: float32 [R], the log-sum-exp of each draw's logits, not finite where there was no
             draw.
     """
-    if rows.is_cuda:
-        from jetrl.kernels.decode_hopper import take_verified as take_verified_hopper
-
+    kernels = kernels_of(rows)
+    if kernels is not None:
         on_device = (tokens, logprobs, lse)
-        take_verified_hopper(state, draft_text, drafts, inputs, rows, *on_device, out, width)
+        kernels.take_verified(state, draft_text, drafts, inputs, rows, *on_device, out, width)
         return
     batch = len(rows)
     position, ahead = state.position[rows].long(), torch.arange(width)

@@ -10,8 +10,6 @@ forwards on, or shares rows among sequences. Random bits are those of `kernels.s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -36,11 +34,9 @@ from jetrl.kernels.decode_state import (
     Drafts,
     DraftText,
     Drawn,
+    Verified,
     VerifyInputs,
 )
-
-if TYPE_CHECKING:
-    from jetrl.kernels.decode import Verified
 
 
 @triton.jit

@@ -233,3 +233,26 @@ class VerifyInputs:
     lengths: Tensor
     queries: Tensor
     first: Tensor
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The draws of up to K forwards that verified drafts, which the host reads together.
+
+    A forward writes the first B * Q, or B, entries of its line.
+
+    Attributes:
+        tokens: int32 [K, at least B * Q], token ids, Q of each sequence: those that count, then
+            NOT_DRAWN; BROKEN for a draw whose logits have no finite softmax.
+        logprobs: float32, of the same shape.
+        offers: int32 [K, at least B], of each sequence
+            drafted + 8 * source + 32 * hit + 64 * offered: the drafted tokens that were verified,
+            the draft's index in SOURCES, whether its first token was drawn, and whether there was
+            a draft, verified or not.
+        count: int32 [1], the number of forwards taken in so far: the line that the next one writes.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    offers: Tensor
+    count: Tensor

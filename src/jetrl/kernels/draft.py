@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.decode_state import (
     HASH_FACTOR,
     HASH_SHIFT,
@@ -38,10 +39,9 @@ def propose(
         rows: int64 [B], the slot of each row.
         longest_only: whether only the longest n-grams lead to a draft.
     """
-    if rows.is_cuda:
-        from jetrl.kernels.decode_hopper import propose as propose_hopper
-
-        return propose_hopper(draft_text, state, rows, longest_only)
+    kernels = kernels_of(rows)
+    if kernels is not None:
+        return kernels.propose(draft_text, state, rows, longest_only)
     text, width = draft_text.text, draft_text.width
     own = rows * width
     end = own + torch.where(state.active[rows] > 0, state.position[rows], 0).long()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.kernels.backend import kernels_of
 from jetrl.precision.exact import exp_nonpositive, log_positive
 
 _MASS_GRID = 2.0**30  # exp(z - m) is at most 1: this grid adds 2**23 of them exactly in float64
@@ -76,10 +77,9 @@ def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple
         Log-probs float32 [R], differentiable in the logits; moments float32 [2, R], which are not:
         entropies in nats, and variances of -logp in nats^2.
     """
-    if logits.is_cuda:
-        from jetrl.kernels.logprob_hopper import chosen_logprobs as chosen_logprobs_hopper
-
-        return chosen_logprobs_hopper(logits, chosen, temperature)
+    kernels = kernels_of(logits)
+    if kernels is not None:
+        return kernels.chosen_logprobs(logits, chosen, temperature)
     per_row = logits.new_full((len(chosen), 1), temperature)
     return _ChosenLogprobs.apply(logits, chosen, per_row)
 

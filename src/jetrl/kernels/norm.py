@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.kernels.backend import kernels_of
 from jetrl.precision.exact import sum_of_squares
 
 
@@ -42,10 +43,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: bfloat16 or float32 [..., D].
         weight: [D], already rounded to x's dtype; the gradient passes through that rounding.
     """
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        from jetrl.kernels.norm_hopper import rms_norm as rms_norm_hopper
-
-        return rms_norm_hopper(x, weight, eps)
+    kernels = kernels_of(x)
+    if kernels is not None and x.dtype == torch.bfloat16:
+        return kernels.rms_norm(x, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -80,9 +80,8 @@ def block_squares(x: Tensor) -> Tensor:
     """
     if x.dim() != 2:
         x = x.reshape(1, -1)
-    if x.is_cuda:
-        from jetrl.kernels.norm_hopper import block_squares as block_squares_hopper
-
-        return block_squares_hopper(x)
+    kernels = kernels_of(x)
+    if kernels is not None:
+        return kernels.block_squares(x)
     sums = [block.double().square().sum() for block in x.split(BLOCK_ROWS) if len(block)]
     return torch.stack(sums)[:, None] if sums else x.new_empty((0, 1), dtype=torch.float64)

@@ -29,6 +29,7 @@ from jetrl.kernels.rotary_hopper import (
     store_halves,
 )
 from jetrl.precision.hopper import tile
+from jetrl.precision.hopper.launch import check_tensor
 from jetrl.precision.layout import cdiv
 
 # Tokens of a program: fixed, so that the weights' gradients have the same bits on every card.
@@ -238,9 +239,7 @@ def qk_norm_rotary_backward(
         ValueError: a gradient or qkv of another dtype, not contiguous, or not on the GPU.
     """
     for name, x in {"dq": dq, "dk": dk, "dv": dv, "qkv": qkv}.items():
-        if x.dtype != torch.bfloat16 or not x.is_contiguous() or not x.is_cuda:
-            raise ValueError(f"qk_norm_rotary_backward: {name} is {x.dtype} {list(x.shape)} with "
-                             f"strides {list(x.stride())} on {x.device}")  # fmt: skip
+        check_tensor("qk_norm_rotary_backward", name, x, torch.bfloat16, x.shape)
     tokens, num_heads, head_dim = dq.shape
     groups = dk.shape[1]
     dqkv = torch.empty_like(qkv)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.logprob import log_softmax_parts
 from jetrl.precision.exact import log_positive
 
@@ -85,10 +86,9 @@ def sample(
         the row's log-sum-exp above its largest logit. A row where the last is not finite (logits
         that are NaN or all -inf) has no draw.
     """
-    if logits.is_cuda:
-        from jetrl.kernels.sampling_hopper import sample as sample_hopper
-
-        return sample_hopper(logits, bits, temperature, top_p, top_k, filtered)
+    kernels = kernels_of(logits)
+    if kernels is not None:
+        return kernels.sample(logits, bits, temperature, top_p, top_k, filtered)
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)[:, None]
     shifted, mass, lse = log_softmax_parts(logits, scale)
@@ -135,10 +135,9 @@ def with_noise(logits: Tensor, bits: Tensor, scale: float) -> Tensor:
     """
     if scale == 0.0:
         return logits
-    if logits.is_cuda:
-        from jetrl.kernels.sampling_hopper import add_noise_
-
-        return add_noise_(logits, bits, scale, NOISE_COUNTER)
+    kernels = kernels_of(logits)
+    if kernels is not None:
+        return kernels.add_noise_(logits, bits, scale, NOISE_COUNTER)
     return logits.add_(normal_noise(bits, logits.shape[1]).mul_(scale))
 
 

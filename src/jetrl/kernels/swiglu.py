@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.kernels.backend import kernels_of
 from jetrl.precision.exact import sigmoid
 
 
@@ -35,10 +36,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     Returns:
         [T, F], of gate_up's dtype.
     """
-    if gate_up.is_cuda and gate_up.dtype == torch.bfloat16:
-        from jetrl.kernels.swiglu_hopper import swiglu as swiglu_hopper
-
-        return swiglu_hopper(gate_up)
+    kernels = kernels_of(gate_up)
+    if kernels is not None and gate_up.dtype == torch.bfloat16:
+        return kernels.swiglu(gate_up)
     return _SwiGLU.apply(gate_up)
 
 

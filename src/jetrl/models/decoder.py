@@ -34,6 +34,7 @@ from jetrl.models.dense import DenseBlock
 from jetrl.models.families import ModelConfig, inverse_frequencies
 from jetrl.models.layer import NormedLinears, RMSNorm, Rotary, Trace, fuses, prefixed, tell
 from jetrl.models.weights import Weights
+from jetrl.precision.backend import backend_of
 from jetrl.precision.exact import exact_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import Linear
@@ -216,10 +217,10 @@ class Decoder(nn.Module):
         Nothing is rounded but to FP32. A GPU adds in an order that depends on the number of rows,
         so its sum is made exact.
         """
-        if hidden.is_cuda:
-            scores = exact_matmul(hidden, self.score.t()).squeeze(-1).float()
-        else:
+        if backend_of(hidden).stable_row_sums:
             scores = (hidden.float() * self.score).sum(-1)
+        else:
+            scores = exact_matmul(hidden, self.score.t()).squeeze(-1).float()
         tell(self.trace, "score", scores)
         return scores
 

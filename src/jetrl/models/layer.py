@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from jetrl.kernels.norm import rms_norm
 from jetrl.kernels.rotary import rotary
+from jetrl.precision.backend import backend_of
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Side
 from jetrl.precision.quantize import QTensor, dequantize
@@ -141,4 +142,4 @@ class Rotary:
 
 def fuses(x: Tensor) -> bool:
     """Return whether the fused forms take x: BF16 on a GPU."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+    return backend_of(x).fuses(x)

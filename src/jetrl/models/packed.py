@@ -46,7 +46,7 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
     A tensor goes to a GPU by way of pinned memory, so that the host does not wait for what the
     device still does.
     """
-    if host.is_cuda or device.type == "cpu":
+    if host.device.type != "cpu" or device.type == "cpu":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.models.attention import KeyValues
 from jetrl.models.model import Model
 from jetrl.models.packed import Stems, pack, token_positions, upload
-
-_LOGITS_AT_ONCE = 2**24  # float32 logits held for one chunk of rows of the training side
+from jetrl.precision.backend import backend_of
 
 
 class Policy(Model):
@@ -107,12 +107,11 @@ class Policy(Model):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens int64 [R] and moments, from hidden [R, D]."""
         head = self.decoder.lm_head
-        if hidden.is_cuda and self.plan.lm_head == "bf16" and self.decoder.trace is None:
-            from jetrl.kernels.logprob_hopper import lm_head_logprobs
-
+        kernels = kernels_of(hidden) if self.plan.lm_head == "bf16" else None
+        if kernels is not None and self.decoder.trace is None:
             weight = head.operand("train")
             assert isinstance(weight, Tensor), "a BF16 head has a BF16 weight"
-            return lm_head_logprobs(
+            return kernels.lm_head_logprobs(
                 hidden, head.weight, weight, chosen, temperature,
                 recompute=recompute, gradients=head.gradients,
             )  # fmt: skip
@@ -120,8 +119,7 @@ class Policy(Model):
         def chunk_logprobs(hidden: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
             return chosen_logprobs(self.decoder.logits(hidden, "train"), chosen, temperature)
 
-        at_once = _LOGITS_AT_ONCE * (8 if hidden.is_cuda else 1)
-        size = max(1, at_once // self.config.vocab_size)
+        size = max(1, backend_of(hidden).logits_at_once // self.config.vocab_size)
         chunks = [
             checkpoint(chunk_logprobs, *chunk, use_reentrant=False)
             for chunk in zip(hidden.split(size), chosen.split(size), strict=True)

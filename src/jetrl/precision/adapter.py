@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetrl.precision.gemm import bf16_matmul
+from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.gemm import bf16_matmul, free_matmul
 
 _TENSOR_CORE_DEPTH = 16
 _ARRIVED = 256  # words for each 16 rows of A in which a GPU counts programs, at most
@@ -101,7 +102,7 @@ class AdapterWeight:
         assert tuple(b.shape) == shape.b_shape, f"{name}: B is {list(b.shape)}"
         # The GPU's kernel has 64 rows of y to a tile, which all belong to one part.
         whole_tiles = all(first % 64 == 0 for first, _ in shape.parts)
-        assert whole_tiles or not a.is_cuda, f"{name}: parts begin at {shape.parts}"
+        assert whole_tiles or arithmetic_of(a) is None, f"{name}: parts begin at {shape.parts}"
         self.name, self.a, self.b, self.shape = name, a, b, shape
         self.in_fp32 = dtype == torch.float32
         rows, rank = len(shape.parts) * shape.padded_rank, shape.padded_rank
@@ -150,7 +151,7 @@ def add_adapter(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
     """Return y + (x A^T) (s B)^T [T, N], differentiable in all of y, x, A and B.
 
     Args:
-        y: The layer's product, with its bias, [T, N]; a GPU without gradients adds to it in place.
+        y: The layer's product, with its bias, [T, N]; without gradients it is added to in place.
         x: What the layer multiplied before it was quantized, [T, K] in the activations' dtype.
     """
     if weight.in_fp32:
@@ -167,29 +168,26 @@ def project_down(x: Tensor, weight: AdapterWeight) -> Tensor:
     Args:
         x: bfloat16 [T, K].
     """
-    if x.is_cuda:
-        from jetrl.precision.hopper.adapter import project_down_hopper
-
-        return project_down_hopper(x, weight.down, weight.arrived)
+    arithmetic = arithmetic_of(x)
+    if arithmetic is not None:
+        return arithmetic.project_down(x, weight.down, weight.arrived)
     return bf16_matmul(x, weight.down)
 
 
 def project_up(y: Tensor, u: Tensor, weight: AdapterWeight) -> Tensor:
-    """Return y + u_part (s B)^T [T, N]; a GPU adds to y in place.
+    """Return y + u_part (s B)^T [T, N]; y is added to in place.
 
     Args:
         y: bfloat16 [T, N].
         u: bfloat16 [T, P * R], of `project_down`.
     """
-    if y.is_cuda:
-        from jetrl.precision.hopper.adapter import project_up_hopper
-
-        return project_up_hopper(y, u, weight.up, weight.columns)
-    total, rank = y.clone(), weight.shape.padded_rank
+    arithmetic, rank = arithmetic_of(y), weight.shape.padded_rank
+    if arithmetic is not None:
+        return arithmetic.project_up(y, u, weight.up, weight.columns)
     for part, (first, count) in enumerate(weight.shape.parts):
         rows, columns = slice(first, first + count), slice(part * rank, (part + 1) * rank)
-        total[:, rows] += bf16_matmul(u[:, columns], weight.up[rows])
-    return total
+        y[:, rows] += bf16_matmul(u[:, columns], weight.up[rows])
+    return y
 
 
 @dataclass(frozen=True)
@@ -214,7 +212,7 @@ def rank_gradient(dy: Tensor, weight: AdapterWeight) -> Tensor:
         dy: bfloat16 [T, N], the gradient of the layer's output.
     """
     parts = weight.shape.parts
-    du = [_product(dy[:, at : at + count], weight.up[at : at + count]) for at, count in parts]
+    du = [free_matmul(dy[:, at : at + count], weight.up[at : at + count]) for at, count in parts]
     return torch.cat(du, dim=1) if len(du) > 1 else du[0]
 
 
@@ -243,17 +241,14 @@ def adapter_gradients(
 
 def input_gradient(gradients: AdapterGradients, weight: AdapterWeight) -> Tensor:
     """Return what the adapter adds to the gradient of x, bfloat16 [T, K]."""
-    return _product(gradients.u, weight.down)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in bfloat16, with FP32 sums."""
-    return a @ b if a.is_cuda else (a.float() @ b.float()).bfloat16()
+    return free_matmul(gradients.u, weight.down)
 
 
 def _sums(a: Tensor, b: Tensor) -> Tensor:
     """Return a^T @ b in float32."""
-    return torch.mm(a.mT, b, out_dtype=torch.float32) if a.is_cuda else a.float().mT @ b.float()
+    if arithmetic_of(a) is None:
+        return a.float().mT @ b.float()
+    return torch.mm(a.mT, b, out_dtype=torch.float32)
 
 
 def _added_in_fp32(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
@@ -278,7 +273,7 @@ class _AddAdapter(torch.autograd.Function):
         u = project_down(x, weight)
         ctx.save_for_backward(x, u)
         ctx.weight = weight
-        return project_up(y.clone() if y.is_cuda else y, u, weight)
+        return project_up(y.clone(), u, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.exact import exact_matmul
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor, codes_as_float64
@@ -35,10 +36,9 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
     Raises:
         ValueError: Shapes that do not match, or groups other than these.
     """
-    if a.codes.is_cuda:
-        from jetrl.precision.hopper.gemm import fp8_matmul_hopper
-
-        return fp8_matmul_hopper(a, b, out_dtype)
+    arithmetic = arithmetic_of(a.codes)
+    if arithmetic is not None:
+        return arithmetic.fp8_matmul(a, b, out_dtype)
     if a.shape[-1] != b.shape[-1] or a.codes.dim() != 2 or b.codes.dim() != 2:
         raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
     if a.block != (1, FP8_BLOCK) or b.block not in ((FP8_BLOCK, FP8_BLOCK), (1, FP8_BLOCK)):
@@ -64,8 +64,20 @@ def bf16_matmul(
         exact: Pin the order of sums. False leaves a GPU's library free to choose what is fastest
             for the number of rows.
     """
-    if a.is_cuda:
-        from jetrl.precision.hopper.gemm import bf16_matmul_free, bf16_matmul_hopper
-
-        return (bf16_matmul_hopper if exact else bf16_matmul_free)(a, b, out_dtype)
+    arithmetic = arithmetic_of(a)
+    if arithmetic is not None:
+        matmul = arithmetic.bf16_matmul if exact else arithmetic.bf16_matmul_free
+        return matmul(a, b, out_dtype)
     return exact_matmul(a, b.mT).float().to(out_dtype)
+
+
+def free_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in bfloat16, with FP32 sums in any order: for gradients.
+
+    Args:
+        a: bfloat16 [M, K].
+        b: [K, N], bfloat16, or float32 that a device with kernels rounds to bfloat16.
+    """
+    if arithmetic_of(a) is None:
+        return (a.float() @ b.float()).bfloat16()
+    return a @ b.bfloat16()

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from jetrl.distributed.collectives import Work, exchange, gather_equal
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World
+from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.quantize import QTensor, dequantize
 
 
@@ -90,10 +91,9 @@ class Gradients:
             product: bfloat16 [N, K].
         """
         total = self._sum(master)
-        if product.is_cuda:
-            from jetrl.precision.hopper.add import add_products
-
-            return self._keep(master, add_products(product[None], total))
+        arithmetic = arithmetic_of(product)
+        if arithmetic is not None:
+            return self._keep(master, arithmetic.add_products(product[None], total, True))
         return self._keep(master, product.float() if total is None else total.add_(product))
 
     def add_matmul(self, master: Tensor, dy: Tensor, x: QTensor | Tensor) -> Tensor | None:
@@ -167,7 +167,7 @@ def matmul_product(dy: Tensor, x: QTensor | Tensor, total: Tensor | None) -> Ten
         total: float32 [N, K], which a GPU adds to within the GEMM; or None.
     """
     values = dequantize(x)[: len(dy)] if isinstance(x, QTensor) else x
-    if dy.is_cuda:
+    if arithmetic_of(dy) is not None:
         values = values.bfloat16()  # dequantized codes are not exact in BF16
         if total is None:
             return torch.mm(dy.mT, values, out_dtype=torch.float32)
@@ -196,7 +196,7 @@ def rows_added(total: Tensor | None, rows: Tensor, values: Tensor, own: range) -
     inside = (rows >= own.start) & (rows < own.stop)
     places = torch.where(inside, rows - own.start, rows % len(own))
     added = torch.where(inside[:, None], values.float(), 0.0)
-    if rows.is_cuda:
+    if arithmetic_of(rows) is not None:
         return total.index_put_((places,), added, accumulate=True)
     dense = torch.ops.aten.embedding_dense_backward(added, places, len(own), -1, False)
     return total.add_(dense)
@@ -529,10 +529,9 @@ class OrderedGradients(Gradients):
 
 def _summed(total: Tensor | None, products: Tensor, begun: bool = True) -> Tensor:
     """Return total + products[0] + products[1] + ..., each sum rounded to float32."""
-    if products.is_cuda:
-        from jetrl.precision.hopper.add import add_products
-
-        return add_products(products, total, begun)
+    arithmetic = arithmetic_of(products)
+    if arithmetic is not None:
+        return arithmetic.add_products(products, total, begun)
     begun = begun and total is not None
     if total is None:
         total = torch.empty_like(products[0], dtype=torch.float32)

@@ -25,7 +25,8 @@ from jetrl.precision.adapter import (
     project_down,
     project_up,
 )
-from jetrl.precision.gemm import bf16_matmul, fp8_matmul
+from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.gemm import bf16_matmul, fp8_matmul, free_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.nvfp4 import HopperNVFP4
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
@@ -57,10 +58,9 @@ class OutputGradient:
 
 def quantize_input(x: Tensor, plan: PrecisionPlan) -> QTensor:
     """Return X [T, K] as FProp reads it: groups of 1 x 128."""
-    if x.is_cuda:
-        from jetrl.precision.hopper.quantize import quantize_rows
-
-        return quantize_rows(x, "e4m3", plan.scales)
+    arithmetic = arithmetic_of(x)
+    if arithmetic is not None:
+        return arithmetic.quantize_rows(x, "e4m3", plan.scales)
     return quantize(x, (1, FP8_BLOCK), "e4m3", plan.scales)
 
 
@@ -70,12 +70,11 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
     The groups are squares of 128 x 128, or with `wgrad_input` 1x128 columns of 128 tokens.
     """
     squares = plan.wgrad_input == "128x128"
-    if x.is_cuda:
-        from jetrl.precision.hopper.quantize import quantize_squares, quantize_tokens
-
+    arithmetic = arithmetic_of(x)
+    if arithmetic is not None:
         if squares:
-            return quantize_squares(x, plan.scales)
-        return quantize_tokens(x, "e4m3", plan.scales)
+            return arithmetic.quantize_squares(x, plan.scales)
+        return arithmetic.quantize_tokens(x, "e4m3", plan.scales)
     return quantize(x, (FP8_BLOCK, FP8_BLOCK if squares else 1), "e4m3", plan.scales)
 
 
@@ -89,10 +88,9 @@ def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMM
     format = plan.grad_output
     if not isinstance(weight, FP8Weight) or format == "bf16":
         return dy
-    if dy.is_cuda:
-        from jetrl.precision.hopper.quantize import quantize_rows
-
-        rows = quantize_rows(dy, format, plan.scales)
+    arithmetic = arithmetic_of(dy)
+    if arithmetic is not None:
+        rows = arithmetic.quantize_rows(dy, format, plan.scales)
         return _widened(rows, len(dy)) if format == "e5m2" else rows
     return quantize(dy, (1, FP8_BLOCK), format, plan.scales)
 
@@ -111,10 +109,9 @@ def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -
     format = plan.grad_output
     if not isinstance(weight, FP8Weight) or format == "bf16":
         return OutputGradient(dy, dy)
-    if dy.is_cuda:
-        from jetrl.precision.hopper.quantize import quantize_rows_and_tokens
-
-        by_rows, by_tokens = quantize_rows_and_tokens(dy, format, plan.scales)
+    arithmetic = arithmetic_of(dy)
+    if arithmetic is not None:
+        by_rows, by_tokens = arithmetic.quantize_rows_and_tokens(dy, format, plan.scales)
         return OutputGradient(
             _widened(by_rows, len(dy)) if format == "e5m2" else by_rows,
             _widened(by_tokens, len(dy)) if plan.widens_wgrad else by_tokens,
@@ -180,7 +177,7 @@ class Linear(nn.Module):
         if self.quantized.formats[side] == "fp32":
             whole = nn.functional.linear(x, self.weight, self.bias)
             return whole if self.adapter is None else add_adapter(whole, x, self.adapter)
-        if self.adapter is not None and x.is_cuda:
+        if self.adapter is not None and arithmetic_of(x) is not None:
             adapter = self.adapter
             whole = _AdaptedFunction.apply(
                 x, adapter.a, adapter.b, weight, plan, self.bias, adapter
@@ -253,15 +250,13 @@ def adapted_fprop(
     Returns:
         Y, bfloat16 [T, N], and the product with A, bfloat16 [T, P * R].
     """
-    if values.is_cuda and isinstance(weight, FP8Weight) and bias is None:
-        from jetrl.precision.hopper.adapter_linear import adapted_matmul
-
+    arithmetic = arithmetic_of(values)
+    if arithmetic is not None and isinstance(weight, FP8Weight) and bias is None:
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
-        return adapted_matmul(x, values, weight.direct, adapter)
-    if isinstance(weight, NVFP4Weight) and isinstance(weight.stored, HopperNVFP4) and bias is None:
-        from jetrl.precision.hopper.adapter_linear import nvfp4_adapted_matmul
-
-        return nvfp4_adapted_matmul(values, weight.stored, adapter)
+        return arithmetic.adapted_matmul(x, values, weight.direct, adapter)
+    if arithmetic is not None and isinstance(weight, NVFP4Weight) and bias is None:
+        assert isinstance(weight.stored, HopperNVFP4), "kernels read a weight in their order"
+        return arithmetic.nvfp4_adapted_matmul(values, weight.stored, adapter)
     y = fprop(x, weight, plan)
     if bias is not None:
         y += bias.to(y.dtype)
@@ -284,10 +279,7 @@ def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
     assert not isinstance(weight, WeightOfCodedInputs), "such a weight is the sampler's alone"
     if isinstance(weight, NVFP4Weight):
         return nvfp4_dgrad(rows, weight)
-    w = dequantize(weight.direct) if isinstance(weight, FP8Weight) else weight
-    if rows.is_cuda:
-        return rows @ w.bfloat16()
-    return (rows.float() @ w.float()).bfloat16()
+    return free_matmul(rows, dequantize(weight.direct) if isinstance(weight, FP8Weight) else weight)
 
 
 def wgrad(dy: OutputGradient, x: GEMMInput, master: Tensor, gradients: Gradients) -> Tensor | None:
@@ -359,11 +351,10 @@ def _adapted_linear(
     """Return what `adapted_fprop` returns, of values."""
     if not isinstance(weight, FP8Weight):
         return adapted_fprop(x, x, weight, plan, bias, adapter)
-    from jetrl.precision.hopper.adapter import MOST_ROWS
-    from jetrl.precision.hopper.adapter_linear import quantized_adapted_matmul
-
-    if bias is None and len(x) < MOST_ROWS:
-        return quantized_adapted_matmul(x, weight.direct, adapter, plan.scales)
+    arithmetic = arithmetic_of(x)
+    assert arithmetic is not None, "a CPU adds an adapter behind the layer"
+    if bias is None and len(x) < arithmetic.MOST_QUANTIZED_ROWS:
+        return arithmetic.quantized_adapted_matmul(x, weight.direct, adapter, plan.scales)
     return adapted_fprop(quantize_input(x, plan), x, weight, plan, bias, adapter)
 
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetrl.precision.backend import Arithmetic, arithmetic_of
 from jetrl.precision.exact import exact_matmul
 from jetrl.precision.nvfp4 import (
     HopperNVFP4,
     NVFP4Tensor,
     RowFactors,
-    hopper_order,
     quantize_nvfp4,
     widened,
 )
@@ -48,7 +48,8 @@ class NVFP4Weight:
     @staticmethod
     def of_codes(quantized: NVFP4Tensor) -> NVFP4Weight:
         """Return a weight [N, K] that is in NVFP4 already, with the same codes and scales."""
-        return NVFP4Weight(hopper_order(quantized) if quantized.codes.is_cuda else quantized)
+        arithmetic = arithmetic_of(quantized.codes)
+        return NVFP4Weight(quantized if arithmetic is None else arithmetic.nvfp4_order(quantized))
 
     @property
     def shape(self) -> torch.Size:
@@ -83,9 +84,7 @@ def nvfp4_matmul(x: Tensor, w: NVFP4Weight, out_dtype: torch.dtype = torch.bfloa
     """
     stored = w.stored
     if isinstance(stored, HopperNVFP4):
-        from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper
-
-        return nvfp4_matmul_hopper(x, stored, out_dtype)
+        return _arithmetic(x).nvfp4_matmul(x, stored, out_dtype)
     if x.dtype != torch.bfloat16 or x.shape[-1] != w.shape[1]:
         raise ValueError(
             f"nvfp4_matmul: bfloat16 [M, K] and [N, K], not {x.dtype} {list(x.shape)} and "
@@ -103,11 +102,16 @@ def nvfp4_dgrad(dy: Tensor, w: NVFP4Weight) -> Tensor:
     """
     stored = w.stored
     if isinstance(stored, HopperNVFP4):
-        from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper
-
-        return nvfp4_dgrad_hopper(dy, stored)
+        return _arithmetic(dy).nvfp4_dgrad(dy, stored)
     left, wide = dy.float(), widened(stored).float()
     if not stored.rows:
         return (left @ wide * stored.scale).bfloat16()
     parts = zip(left.split(stored.rows, 1), wide.split(stored.rows), stored.scale, strict=True)
     return torch.stack([rows @ part * scale for rows, part, scale in parts]).sum(0).bfloat16()
+
+
+def _arithmetic(x: Tensor) -> Arithmetic:
+    """Return the kernels that read a weight in their order."""
+    arithmetic = arithmetic_of(x)
+    assert arithmetic is not None, "a weight in the kernels' order is on their device"
+    return arithmetic

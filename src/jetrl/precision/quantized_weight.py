@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
+from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.layout import empty_weight
 from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.precision.nvfp4_weight import NVFP4Weight
@@ -48,11 +49,8 @@ class FP8Weight:
         A GPU's GEMM wants the bytes in that order. They are turned for one product and dropped:
         kept, they would take as much memory as the weights.
         """
-        if self.direct.codes.is_cuda:
-            from jetrl.precision.hopper.quantize import turned_weight
-
-            return turned_weight(self.direct)
-        return self.direct.mT
+        arithmetic = arithmetic_of(self.direct.codes)
+        return self.direct.mT if arithmetic is None else arithmetic.turned_weight(self.direct)
 
 
 @dataclass(frozen=True)
@@ -256,10 +254,9 @@ class QuantizedWeight:
 def _fp8(weight: Tensor, scales: ScaleRule, into: StoredWeight | None = None) -> FP8Weight:
     """Return float32 [N, K] in FP8, written over `into` where that is given."""
     earlier = into.direct if isinstance(into, FP8Weight) else None
-    if weight.is_cuda:
-        from jetrl.precision.hopper.quantize import quantize_weight
-
-        return FP8Weight(quantize_weight(weight, scales=scales, out=earlier))
+    arithmetic = arithmetic_of(weight)
+    if arithmetic is not None:
+        return FP8Weight(arithmetic.quantize_weight(weight, "e4m3", scales, earlier))
     quantized = quantize(weight, _FP8_GROUPS, scales=scales)
     if earlier is None:
         return FP8Weight(quantized)

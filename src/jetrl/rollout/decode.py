@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl.kernels.decode import Verified
-from jetrl.kernels.decode_state import MAX_STOP_IDS, Drawn
+from jetrl.kernels.decode_state import MAX_STOP_IDS, Drawn, Verified
 from jetrl.models.policy import Policy
 from jetrl.rollout.decode_forward import (
     DecodeBuffers,

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.layout import SequenceQueries
-from jetrl.kernels.decode import Verified, next_inputs, take_draws, take_verified, verify_inputs
+from jetrl.kernels.decode import next_inputs, take_draws, take_verified, verify_inputs
 from jetrl.kernels.decode_state import (
     MAX_QUERIES,
     DecodeInputs,
     DecodeState,
     Drawn,
+    Verified,
     VerifyInputs,
 )
 from jetrl.memory.device import DeviceBytes

@@ -101,7 +101,7 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 def to_host(x: Tensor) -> Tensor:
     """Return a copy on the host, filled once the device comes to the copy."""
-    if not x.is_cuda:
+    if x.device.type == "cpu":
         return x.clone()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return host.copy_(x, non_blocking=True)

@@ -76,7 +76,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes, a buffer at a time; each is to be used before the next."""
     values = tensor.detach().contiguous().flatten().view(torch.uint8)
-    buffer = _pinned() if tensor.is_cuda else None
+    buffer = None if tensor.device.type == "cpu" else _pinned()
     for part in values.split(_BUFFER):
         here = part if buffer is None else buffer[: len(part)].copy_(part)
         yield here.numpy().data

@@ -7,12 +7,11 @@ All give the same bits.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from jetrl.precision.adapter import AdapterWeight
 from jetrl.precision.hopper.adapter import (
     MOST_RANKS,
     AdapterOperands,
@@ -28,6 +27,9 @@ from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
 from jetrl.precision.nvfp4 import HopperNVFP4
 from jetrl.precision.quantize import QTensor
+
+if TYPE_CHECKING:
+    from jetrl.precision.adapter import AdapterWeight
 
 Form = Literal["fused", "passes"]
 NVFP4_FUSED_ROWS = 128  # of X: up to so many, an NVFP4 product adds the adapter's itself

@@ -1,0 +1,49 @@
+"""The table of Hopper's kernels: an `Arithmetic` (`precision.backend`), one name for each."""
+
+from __future__ import annotations
+
+from jetrl.precision.hopper.adapter import MOST_ROWS as MOST_QUANTIZED_ROWS
+from jetrl.precision.hopper.adapter import project_down_hopper as project_down
+from jetrl.precision.hopper.adapter import project_up_hopper as project_up
+from jetrl.precision.hopper.adapter_linear import (
+    adapted_matmul,
+    nvfp4_adapted_matmul,
+    quantized_adapted_matmul,
+)
+from jetrl.precision.hopper.add import add_products
+from jetrl.precision.hopper.gemm import bf16_matmul_free
+from jetrl.precision.hopper.gemm import bf16_matmul_hopper as bf16_matmul
+from jetrl.precision.hopper.gemm import fp8_matmul_hopper as fp8_matmul
+from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper as nvfp4_dgrad
+from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper as nvfp4_matmul
+from jetrl.precision.hopper.quantize import (
+    quantize_rows,
+    quantize_rows_and_tokens,
+    quantize_squares,
+    quantize_tokens,
+    quantize_weight,
+    turned_weight,
+)
+from jetrl.precision.nvfp4 import hopper_order as nvfp4_order
+
+__all__ = [
+    "MOST_QUANTIZED_ROWS",
+    "adapted_matmul",
+    "add_products",
+    "bf16_matmul",
+    "bf16_matmul_free",
+    "fp8_matmul",
+    "nvfp4_adapted_matmul",
+    "nvfp4_dgrad",
+    "nvfp4_matmul",
+    "nvfp4_order",
+    "project_down",
+    "project_up",
+    "quantize_rows",
+    "quantize_rows_and_tokens",
+    "quantize_squares",
+    "quantize_tokens",
+    "quantize_weight",
+    "quantized_adapted_matmul",
+    "turned_weight",
+]
