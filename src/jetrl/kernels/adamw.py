@@ -64,7 +64,6 @@ def adamw_(
         ratio: uint8, of master's shape, zeros before the first step.
         root: int16, of master's shape, zeros before the first step.
         clip: float32 scalar on the device; the gradient is multiplied by it.
-        scalars: of this optimizer step (`adamw_scalars`).
     """
     kernels = kernels_of(master)
     if kernels is not None:
@@ -76,15 +75,7 @@ def adamw_(
 def adamw_ref_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, s: AdamWScalars
 ) -> None:
-    """Do one step of AdamW: the specification, float32, each operation rounded once in this order.
-
-    Args:
-        master: as of `adamw_`.
-        grad: as of `adamw_`.
-        ratio: as of `adamw_`.
-        root: as of `adamw_`.
-        clip: as of `adamw_`.
-    """
+    """Do one step of AdamW, the specification: float32, operations rounded one by one in this order."""
     # This step's moments from those of the step before, as they were stored.
     g = grad * clip
     old_root = _decode_root(root)

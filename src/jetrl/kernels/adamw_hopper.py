@@ -1,4 +1,4 @@
-"""AdamW on Hopper: one pass over master, gradient and moments; 18 bytes a parameter are moved.
+"""AdamW on Hopper: one pass over master, gradient and moments; 18 bytes per parameter are moved.
 
 The bits of the reference: roots and quotients are IEEE's, and multiply-adds are not fused. Elements
 are independent, so a program takes a flat piece of the tensor.
@@ -24,7 +24,7 @@ from jetrl.kernels.adamw_scalars import (
 )
 from jetrl.precision.hopper.launch import check_tensor
 
-_BLOCK, _WARPS = 1024, 8  # four elements a thread: each access is one vector
+_BLOCK, _WARPS = 1024, 8  # four elements per thread: each access is one vector
 _CONSTANTS = {
     "SHIFT": ROOT_SHIFT,
     "BIAS": ROOT_BIAS,
@@ -55,10 +55,8 @@ def _adamw_kernel(
         grad_ptr: float32 [num_elements], read.
         ratio_ptr, root_ptr: uint8 and int16 [num_elements], the moments, read and written.
         clip_ptr: float32 [1], read on the device so that the host need not know the norm.
-        num_elements: of each tensor.
         beta1, rest1, beta2, rest2, rate, unbias, eps, decay, carry, before, now, encode, salt: of
             `AdamWScalars`; salt changes at each step, so it is not specialized on.
-        SHIFT, BIAS, MAX, STRIDE, CODES: the constants of `adamw_scalars`.
     """
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < num_elements
@@ -99,18 +97,7 @@ def _adamw_kernel(
 def adamw_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, scalars: AdamWScalars
 ) -> None:
-    """Do what `kernels.adamw.adamw_` does, on Hopper.
-
-    Args:
-        master: float32, any shape, changed in place.
-        grad: float32, of master's shape.
-        ratio: uint8, of master's shape, changed in place.
-        root: int16, of master's shape, changed in place.
-        clip: float32 scalar, multiplied with the gradient.
-
-    Raises:
-        ValueError: a tensor of another shape or dtype, or not contiguous.
-    """
+    """Do what `kernels.adamw.adamw_` does, on Hopper."""
     shape = master.shape
     check_tensor("adamw_", "master", master, torch.float32, shape)
     check_tensor("adamw_", "grad", grad, torch.float32, shape)

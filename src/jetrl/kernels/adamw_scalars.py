@@ -22,7 +22,7 @@ _NEGLIGIBLE = 1e-4  # the weight of a step to come below which `_carry` ends its
 
 
 class AdamWScalars(NamedTuple):
-    """The numbers that one step of `adamw_` needs beside its tensors; floats are float32 values.
+    """The numbers that one step of `adamw_` needs next to its tensors; floats are float32 values.
 
     Attributes:
         rest1: 1 - beta1.

@@ -80,7 +80,6 @@ def take_draws(
 
     Args:
         state: the running sequences, changed in place.
-        rows: int64 [B], the slot of each row.
         tokens: int64 [B], the tokens drawn.
         logprobs: float32 [B], their log-probs.
         lse: float32 [B], each row's log-sum-exp, not finite where there was no draw.
@@ -130,9 +129,6 @@ def verify_inputs(
         rows: int64 [B], the slot of each sequence.
         width: the most queries of a sequence, Q, at most MAX_QUERIES.
         size: the rows of the forward, R: B to B * Q of them, and B where Q is 1.
-
-    Raises:
-        ValueError: another number of rows.
     """
     if not len(rows) <= size <= len(rows) * width:
         raise ValueError(f"{size} rows for {len(rows)} sequences of 1 to {width} queries")
@@ -217,9 +213,7 @@ def take_verified(
     """Record the draws of a forward that count, and move each sequence on by as many or end it.
 
     Args:
-        state: the running sequences, changed in place.
         draft_text: the text, which grows by the draws, and the quality of drafts.
-        rows: int64 [B], the slot of each sequence.
         tokens: int64 [R], the tokens drawn.
         logprobs: float32 [R], their log-probs.
         lse: float32 [R], the log-sum-exp of each draw's logits, not finite where there was no
@@ -251,7 +245,7 @@ def take_verified(
     offer = inputs.queries - 1 + 8 * drafts.sources + 32 * hit + 64 * (drafts.counts > 0)
     out.offers[at, :batch] = torch.where(counts > 0, offer, 0).int()
     out.count.add_(1)
-    # The sequences: their text, their last tokens, whether they go on, and how good drafts are.
+    # The sequences: their text, their last tokens, whether they continue, and how good drafts are.
     live = counts > 0
     slots, last = rows[live], (counts[live] - 1)[:, None]
     extend(draft_text, rows[live], position[live], drawn[live].long(), counts[live])

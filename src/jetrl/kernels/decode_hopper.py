@@ -107,7 +107,6 @@ def _take_kernel(
     Args:
         token_ptr, position_ptr, active_ptr: of `DecodeState`, read and written.
         limit_ptr, stops_ptr: of `DecodeState`, read.
-        rows_ptr: int64 [count], the slot of each row.
         tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [count], what `sample` gave.
         out_tokens_ptr, out_logprobs_ptr, out_count_ptr: of `Drawn`, lines of out_width entries;
             line `out_count` is written, if there is one.
@@ -143,11 +142,7 @@ def _take_kernel(
 
 
 def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInputs:
-    """Return what `kernels.decode.next_inputs` returns, on Hopper.
-
-    Args:
-        rows: int64 [B], the slot of each row.
-    """
+    """Return what `kernels.decode.next_inputs` returns, on Hopper."""
     count = check_rows(rows)
     wide = torch.empty(4, count, dtype=torch.int64, device=rows.device)
     lengths = torch.empty(count, dtype=torch.int32, device=rows.device)
@@ -163,16 +158,7 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
 def take_draws(
     state: DecodeState, rows: Tensor, tokens: Tensor, logprobs: Tensor, lse: Tensor, out: Drawn
 ) -> None:
-    """Do what `kernels.decode.take_draws` does, on Hopper.
-
-    Args:
-        state: the running sequences, changed in place.
-        rows: int64 [B], the slot of each row.
-        tokens: int64 [B], the tokens drawn.
-        logprobs: float32 [B], their log-probs.
-        lse: float32 [B], each row's log-sum-exp, not finite where there was no draw.
-        out: where the draws are written: the row of its count, which moves on.
-    """
+    """Do what `kernels.decode.take_draws` does, on Hopper."""
     count = check_rows(rows)
     _take_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops, rows,
@@ -187,9 +173,6 @@ def check_rows(rows: Tensor) -> int:
 
     Args:
         rows: int64 [1 to MAX_ROWS], slots, contiguous.
-
-    Raises:
-        ValueError: another dtype, layout or number.
     """
     count = len(rows)
     if rows.dtype != torch.int64 or not rows.is_contiguous() or not 1 <= count <= MAX_ROWS:
@@ -213,8 +196,6 @@ def ngram_entry(
         text_ptr: int32 [N], the text.
         group: int64 [LANES], the prompts' keys.
         last: int64 [LANES], the place of each n-gram's last token.
-        HASH_FACTOR: of `decode_state`.
-        HASH_SHIFT: of `decode_state`.
     """
     hashed = group
     for back in tl.static_range(ORDER):
@@ -229,17 +210,7 @@ def _look_up(
     text_ptr, table_ptr, group, end, position, active, entries,
     ORDER: tl.constexpr, HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Return where the last ORDER tokens of a sequence stood before, and whether they did.
-
-    Args:
-        text_ptr: int32 [N], the text.
-        table_ptr: int32 [entries], the table of n-grams of this order.
-        group: int64 [LANES], the prompts' keys.
-        end: int64 [LANES], the place of each sequence's last token.
-        position: int32 [LANES], its position.
-        ORDER: tokens of an n-gram.
-        HASH_FACTOR, HASH_SHIFT: of `decode_state`.
-    """
+    """Return where the last ORDER tokens of a sequence stood before, and whether they did."""
     enough = active & (position >= ORDER - 1)
     entry = ngram_entry(text_ptr, group, end, enough, entries, ORDER, HASH_FACTOR, HASH_SHIFT)
     place = tl.load(table_ptr + entry, mask=enough, other=-1).to(tl.int64)
@@ -265,14 +236,8 @@ def _propose_kernel(
     Args:
         text_ptr, tables_ptr, group_ptr: of `DraftText`, read.
         position_ptr, active_ptr: of `DecodeState`, read.
-        rows_ptr: int64 [count], the slot of each row.
         tokens_ptr, counts_ptr, sources_ptr: of `Drafts`, written.
-        size: tokens of the text, N.
-        width: tokens of a slot's row of the text.
-        entries: entries of a table.
-        FIRST, SECOND: the lengths of n-grams.
         FIRST_ONLY: whether n-grams of the second length lead to no draft.
-        HASH_FACTOR, HASH_SHIFT: of `decode_state`.
     """
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = row < count
@@ -312,12 +277,7 @@ def _propose_kernel(
 def propose(
     draft_text: DraftText, state: DecodeState, rows: Tensor, longest_only: bool = False
 ) -> Drafts:
-    """Return what `kernels.draft.propose` returns, on Hopper.
-
-    Args:
-        rows: int64 [B], the slot of each row.
-        longest_only: whether only the longest n-grams lead to a draft.
-    """
+    """Return what `kernels.draft.propose` returns, on Hopper."""
     count = check_rows(rows)
     tokens = torch.empty(count, MAX_DRAFT, dtype=torch.int32, device=rows.device)
     counts, sources = torch.empty(2, count, dtype=torch.int32, device=rows.device).unbind(0)
@@ -339,15 +299,7 @@ def _shared_rows(
     wanted, quality, extra, turn,
     COST_FACTOR: tl.constexpr, COST_TOP: tl.constexpr, REACH_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the tokens of each draft that a forward verifies, as `decode.share_rows`.
-
-    Args:
-        wanted: int32 [LANES], the tokens of each draft that could be verified.
-        quality: int32 [LANES], of `DraftText`.
-        extra: the rows for tokens of drafts.
-        turn: any number, by which the rows that are left go round.
-        COST_FACTOR, COST_TOP, REACH_BITS: of `decode_state`.
-    """
+    """Return the tokens of each draft that a forward verifies, as `decode.share_rows`."""
     # The largest reach for which there are rows, bit by bit from the highest; a loop that is not
     # unrolled, since each of its divisions is compiled for seconds.
     cost = COST_FACTOR * (COST_TOP - quality)
@@ -382,8 +334,6 @@ def _verify_inputs_kernel(
         rows_ptr: int64 [count], the slot of each sequence.
         token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, keys_ptr, lengths_ptr, queries_ptr,
             first_ptr: of `VerifyInputs`, written.
-        MAX_DRAFT: tokens of a draft at most.
-        COST_FACTOR, COST_TOP, REACH_BITS: of `decode_state`.
     """
     row = tl.arange(0, LANES)  # a single program: rows are shared among all sequences
     mask = row < count
@@ -449,17 +399,7 @@ def _learn(
     text_ptr, tables_ptr, group, base, end, known, entries, FIRST: tl.constexpr,
     SECOND: tl.constexpr, HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Enter the n-grams that end at a position of each sequence into the tables.
-
-    Args:
-        text_ptr, tables_ptr: of `DraftText`.
-        group: int64 [LANES], the prompts' keys.
-        base: int64 [LANES], the place of each sequence's first token.
-        end: int32 [LANES], the position at which the n-grams end.
-        entries: the entries of a table.
-        FIRST, SECOND: the lengths of n-grams.
-        HASH_FACTOR, HASH_SHIFT: of `decode_state`.
-    """
+    """Enter the n-grams that end at a position of each sequence into the tables."""
     last = base + end
     ok = known & (end >= FIRST - 1)
     entry = ngram_entry(text_ptr, group, last, ok, entries, FIRST, HASH_FACTOR, HASH_SHIFT)
@@ -487,27 +427,16 @@ def _take_verified_kernel(
     """Take in one forward's draws: write those that count, move each sequence on or end it.
 
     Args:
-        token_ptr, position_ptr, active_ptr: of `DecodeState`, read and written.
-        limit_ptr, stops_ptr: of `DecodeState`, read.
         text_ptr, tables_ptr, quality_ptr: of `DraftText`, read and written.
         group_ptr: of `DraftText`, read.
         draft_ptr, counts_ptr, sources_ptr: of `Drafts`, read.
         queries_ptr, first_ptr: of `VerifyInputs`, read.
-        rows_ptr: int64 [count], the slot of each sequence.
         tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [rows of the forward], what
             `sample` gave.
         out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr: of `Verified`; line
             `out_count` is written, if there is one.
-        lines: lines of the draws and of the offers.
         out_width, offers_width: entries of a line of the draws and of the offers.
-        text_width: tokens of a slot's row of the text.
-        entries: entries of a table of n-grams.
-        MAX_DRAFT: tokens of a draft at most.
-        QUALITY_ONE, QUALITY_SHIFT: of `decode_state`.
         LAG: tokens that follow an n-gram before it enters the table, at least width.
-        FIRST, SECOND: the lengths of n-grams.
-        HASH_FACTOR, HASH_SHIFT: of `decode_state`.
-        NOT_DRAWN, BROKEN: of `decode_state`, what stands for no token.
     """
     row = tl.arange(0, LANES)  # a single program: it moves the counter on
     mask = row < count
@@ -586,12 +515,7 @@ def verify_inputs(
     width: int,
     size: int,
 ) -> VerifyInputs:
-    """Return what `kernels.decode.verify_inputs` returns, on Hopper.
-
-    Args:
-        draft_text: the text, whose `quality` is read.
-        rows: int64 [B], the slot of each sequence.
-    """
+    """Return what `kernels.decode.verify_inputs` returns, on Hopper."""
     count = check_rows(rows)
     wide = torch.empty(4, size, dtype=torch.int64, device=rows.device)
     keys = torch.empty(size, dtype=torch.int32, device=rows.device)
@@ -620,16 +544,7 @@ def take_verified(
     out: Verified,
     width: int,
 ) -> None:
-    """Do what `kernels.decode.take_verified` does, on Hopper.
-
-    Args:
-        state: the running sequences, changed in place.
-        draft_text: the text and the quality of drafts, changed in place.
-        rows: int64 [B], the slot of each sequence.
-        tokens: int64 [R], the tokens drawn.
-        logprobs: float32 [R], their log-probs.
-        lse: float32 [R], not finite where there was no draw.
-    """
+    """Do what `kernels.decode.take_verified` does, on Hopper."""
     count = check_rows(rows)
     _take_verified_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops,

@@ -220,7 +220,7 @@ class VerifyInputs:
         bits: int64 [R], the random bits of each position's draw.
         keys: int32 [R], the number of keys that the last query of the row's sequence sees; 0 for
             padding.
-        lengths: int32 [B], the same of each sequence; 0 where not active.
+        lengths: int32 [B], the same of each sequence; 0 if not active.
         queries: int32 [B], the number of its queries, from 0 to Q.
         first: int32 [B], the row of its first query.
     """

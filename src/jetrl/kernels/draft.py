@@ -89,7 +89,6 @@ def extend(
 
     Args:
         draft_text: the text and its tables, changed in place.
-        rows: int64 [B], the slot of each row.
         position: int64 [B], the position of each sequence's last token before the forward.
         tokens: int64 [B, Q], the tokens drawn.
         counts: int64 [B], how many of them count, 0 for a row that is not active.
@@ -113,11 +112,10 @@ def remember(
     """Write text that the host brings, and learn its n-grams; on every device by torch alone.
 
     Args:
-        draft_text: the text and its tables, changed in place.
         places: int64 [M], where each token goes; pieces of text are consecutive places.
         tokens: int64 [M], token ids, and UNKNOWN for the end of a piece.
         groups: int64 [M], the key of the prompt that each token belongs to.
-        lag: the tokens that have to follow an n-gram: LAG for a sequence that goes on, which
+        lag: the tokens that have to follow an n-gram: LAG for a sequence that continues, which
             `extend` continues, 1 for a completion that has ended.
     """
     draft_text.text[places] = tokens.int()

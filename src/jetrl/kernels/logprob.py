@@ -4,7 +4,7 @@
 
 The moments are the mean (the entropy) and the variance of -logp of a drawn token. The sampler and
 the trainer both get their log-probs here. The sum is exact (`precision.exact`), so a row's bits
-depend on that row alone.
+depend on that row only.
 """
 
 from __future__ import annotations
@@ -42,17 +42,7 @@ def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tens
 def chosen_logprobs_ref(
     logits: Tensor, chosen: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and moments: the specification of the kernels.
-
-    Args:
-        logits: float32 [R, V].
-        chosen: int64 [R], token ids.
-        temperature: float32 [R, 1].
-
-    Returns:
-        Log-probs of the chosen tokens, float32 [R], and moments, float32 [2, R]: entropies in nats
-        and variances of -logp in nats^2.
-    """
+    """Return log-probs and moments: the specification of the kernels."""
     shifted, mass, lse = log_softmax_parts(logits, temperature)
     logprobs = (shifted.gather(-1, chosen[:, None]) - lse).squeeze(-1)
     # A token of probability 0 has z - m = -inf, and 0 * -inf would be NaN.
@@ -69,7 +59,6 @@ def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple
     """Return log-probs of chosen tokens under softmax(logits / temperature), and moments.
 
     Args:
-        logits: float32 [R, V].
         chosen: int64 [R], token ids.
         temperature: above 0.
 

@@ -25,10 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.exponential_hopper import LOG2_E
-from jetrl.kernels.logit_chunks import rows_at_once
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.hopper.gemm import bf16_matmul_hopper
 from jetrl.precision.hopper.launch import check_matrix, check_tensor
+from jetrl.precision.layout import rows_at_once
 
 # Pinned: the bits of every log-prob depend on both.
 BLOCK = 4096
@@ -55,11 +55,10 @@ def scaled_logits(row_ptr, columns, num_columns, temperature):
 def lane_statistics(row_ptr, columns, num_columns, temperature, BLOCK: tl.constexpr):
     """Return each lane's max z, and its sums of e = exp(z - max), e (z - max) and e (z - max)^2.
 
-    A lane is four neighbouring columns of each block: one 16-byte load. What a lane gets does not
+    A lane is four neighboring columns of each block: one 16-byte load. What a lane gets does not
     depend on which others the program has.
 
     Args:
-        row_ptr: float32 [num_columns], one row's logits.
         columns: int32 [L, 4], the lanes' columns of the first block.
     """
     # A lane keeps its own running maximum, so the loop has no reduction across lanes, which the
@@ -120,12 +119,7 @@ def statistics_of_lanes(lane_max, lane_sum, lane_moment, lane_square):
 
 @triton.jit
 def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr):
-    """Return max z, lse, and the mean and variance of z - max, float32 scalars, in one read.
-
-    Args:
-        row_ptr: float32 [num_columns], one row's logits.
-        BLOCK: columns of one pass of the program's lanes.
-    """
+    """Return max z, lse, and the mean and variance of z - max, float32 scalars, in one read."""
     columns = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     lane_max, lane_sum, lane_moment, lane_square = lane_statistics(
         row_ptr, columns, num_columns, temperature, BLOCK
@@ -166,8 +160,6 @@ def _backward_kernel(
     """Make the gradient of BLOCK of one row's logits: (one at the chosen - softmax) * dlogp / t.
 
     Args:
-        logits_ptr: float32 [R, num_columns].
-        chosen_ptr: int64 [R], token ids.
         max_ptr, lse_ptr: float32 [R], as _forward_kernel left them.
         grad_ptr: float32 [R], the gradient of the log-probs.
         out_ptr: float32 or bfloat16 [R, num_columns], written.
@@ -185,13 +177,7 @@ def _backward_kernel(
 
 
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return what `kernels.logprob.chosen_logprobs` returns, on Hopper.
-
-    Args:
-        logits: float32 [R, V] contiguous, differentiable.
-        chosen: int64 [R], token ids.
-        temperature: above 0.
-    """
+    """Return what `kernels.logprob.chosen_logprobs` returns, on Hopper."""
     return _ChosenLogprobs.apply(logits, chosen, temperature)
 
 

@@ -22,15 +22,7 @@ from jetrl.precision.exact import sum_of_squares
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return RMSNorm of each row and each row's inverse rms: the specification of the kernels.
-
-    Args:
-        x: bfloat16 or float32 [..., D].
-        weight: [D], of x's dtype.
-
-    Returns:
-        y like x, and 1 / rms as float32 [..., 1].
-    """
+    """Return RMSNorm of each row and each row's inverse rms: the specification of the kernels."""
     mean = sum_of_squares(x) / x.shape[-1]
     inverse_rms = (1.0 / (mean + eps).sqrt()).float()
     return (x.float() * inverse_rms * weight.float()).to(x.dtype), inverse_rms
@@ -73,7 +65,7 @@ BLOCK_ROWS = 128
 def block_squares(x: Tensor) -> Tensor:
     """Return sums of squares of each block of 128 rows, [ceil(N / 128), P] with P parts a block.
 
-    The parts are float64 and one a block on a CPU, float32 and more on a GPU.
+    The parts are float64 and one per block on a CPU, float32 and more on a GPU.
 
     Args:
         x: float32 [N, K], or any other shape, which is one block.

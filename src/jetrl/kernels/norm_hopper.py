@@ -122,15 +122,13 @@ def _row_kernel(
         codes_ptr: FP8 [T, WIDTH], written with QUANTIZE.
         scales_ptr: float32 [T, WIDTH / 128], rows contiguous and groups scale_stride apart.
         FEW: rows are few, and latency is all that counts.
-        EPS: added to the mean of the squares.
-        MAXIMUM, FLOOR_BITS, POW2: the quantizer's constants (`precision.hopper.quantize.rule`).
     """
     row = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
     places = row.to(tl.int64) * WIDTH + columns
-    # The weight is not written by the kernel in front, so few rows load it before they wait. With
-    # many rows the registers that hold it meanwhile would cost programs on the multiprocessor: 8%
+    # The weight is not written by the previous kernel, so few rows load it before they wait. With
+    # many rows the registers that hold it meanwhile would cost programs on the SM: 8%
     # at 16,384 rows.
     let_next_start()
     if FEW:
@@ -190,10 +188,7 @@ def _tile_kernel(
         inverse_ptr: float32 [num_rows], 1 / rms, as forward kept it.
         codes_ptr: FP8 [num_columns, padded_rows], written.
         scales_ptr: float32 [num_columns / 128, padded_rows / 128], written.
-        num_columns: a multiple of 128.
         padded_rows: tokens up to a multiple of 128; the rows past num_rows become zeros.
-        column_blocks: num_columns / 128.
-        MAXIMUM, FLOOR, POW2: the quantizer's constants (`precision.hopper.quantize.tile_rule`).
     """
     block, column = tile.place(column_blocks)
     rows, columns = tile.tile_rows(block), tile.tile_columns(column)
@@ -219,7 +214,6 @@ def _backward_kernel(
     Args:
         dy_ptr: bfloat16 [num_rows, WIDTH].
         x_ptr: bfloat16 [num_rows, WIDTH], the norm's input.
-        weight_ptr: bfloat16 [WIDTH].
         inverse_ptr: float32 [num_rows], 1 / rms.
         dresidual_ptr: bfloat16 [num_rows, WIDTH], added to dx with HAS_RESIDUAL.
         dx_ptr: bfloat16 [num_rows, WIDTH], written.
@@ -305,9 +299,7 @@ def rms_norm_squares(
 
     Args:
         total: bfloat16 [T, D], as `rms_norm_quantize` returned it.
-        weight: bfloat16 [D].
         inverse_rms: float32 [T], as `rms_norm_quantize` returned it.
-        scales: "fp32" or "pow2", the quantizer's scales.
 
     Returns:
         128 x 128 groups of [T up to a multiple of 128, D], stored with tokens contiguous.
@@ -332,8 +324,6 @@ def rms_norm_forward(
 
     Args:
         x: bfloat16 [T, D] contiguous.
-        weight: bfloat16 [D].
-        delta: bfloat16 [T, D], added to x; the sum is rounded to bfloat16.
 
     Returns:
         y bfloat16 [T, D], the inverse rms float32 [T], and x + delta bfloat16 [T, D].
@@ -356,7 +346,7 @@ def _launch_rows(
     rows: QTensor | None,
     options: dict[str, Any],
 ) -> None:
-    """Launch _row_kernel, a program a row; x stands in for each tensor that is not used."""
+    """Launch _row_kernel, one program per row; x stands in for each tensor that is not used."""
     num_rows, width = x.shape
     if not num_rows:
         return
@@ -391,7 +381,6 @@ def rms_norm_backward(
     Args:
         dy: bfloat16 [T, D] contiguous, the gradient of the norm's result.
         x: bfloat16 [T, D], the norm's input.
-        weight: bfloat16 [D].
         inverse_rms: float32 [T], as forward kept it.
         dresidual: bfloat16 [T, D], the gradient that arrives past the norm: added into dx before it
             is rounded.
@@ -419,12 +408,7 @@ def rms_norm_backward(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return what `kernels.norm.rms_norm` returns, on Hopper.
-
-    Args:
-        x: bfloat16 [..., D], differentiable.
-        weight: bfloat16 [D], differentiable.
-    """
+    """Return what `kernels.norm.rms_norm` returns, on Hopper."""
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -450,7 +434,7 @@ def _padded(width: int) -> int:
 
 
 def _warps(padded: int) -> int:
-    """Return the warps of a row of many: 32 values a thread, at most 8 warps."""
+    """Return the warps of a row of many: 32 values per thread, at most 8 warps."""
     return min(8, max(1, padded // 1024))
 
 
@@ -468,7 +452,7 @@ def _check(name: str, x: Tensor, weight: Tensor, other: Tensor | None) -> None:
 
 
 _BLOCK_ROWS = 128
-_PIECES = 32  # programs a block of rows: four blocks of rows alone would leave most of a GPU idle
+_PIECES = 32  # programs per block of rows: four blocks of rows alone would leave most of a GPU idle
 _BLOCK = 2048  # elements of a program at one time
 
 
@@ -481,12 +465,12 @@ def _squares_kernel(x_ptr, sums_ptr, num_elements, block_elements, PIECES: tl.co
         x_ptr: float32 [num_elements], read.
         sums_ptr: float32 [blocks, PIECES], written.
         block_elements: of a block of rows; the last block may be smaller.
-        PIECES, BLOCK: programs a block of rows, and elements of a program at one time.
+        PIECES, BLOCK: programs per block of rows, and elements of a program at one time.
     """
     block, piece = tl.program_id(0), tl.program_id(1)
     first = block.to(tl.int64) * block_elements
     end = tl.minimum(first + block_elements, num_elements)
-    # Which elements a program adds, and in which order, depends on the shape of a block alone.
+    # Which elements a program adds, and in which order, depends on the shape of a block only.
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(piece * BLOCK, block_elements, PIECES * BLOCK):
         places = first + start + tl.arange(0, BLOCK)
@@ -496,14 +480,7 @@ def _squares_kernel(x_ptr, sums_ptr, num_elements, block_elements, PIECES: tl.co
 
 
 def block_squares(x: Tensor) -> Tensor:
-    """Return sums of squares of each block of 128 rows, float32 [ceil(N / 128), 32].
-
-    Args:
-        x: float32 [N, K] contiguous.
-
-    Raises:
-        ValueError: another dtype or layout.
-    """
+    """Return sums of squares of each block of 128 rows, float32 [ceil(N / 128), 32]."""
     check_tensor("block_squares", "x", x, torch.float32, x.shape)
     blocks = cdiv(len(x), _BLOCK_ROWS)
     sums = torch.empty(blocks, _PIECES, dtype=torch.float32, device=x.device)

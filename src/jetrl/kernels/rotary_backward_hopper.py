@@ -44,11 +44,6 @@ def _norm_backward(
 ):
     """Return the gradients of a head-wise RMSNorm: of x, and of the weight before its sum.
 
-    Args:
-        dfirst, dsecond: float32 [heads, D/2], the gradient of the output.
-        first, second: float32 [heads, D/2], the input.
-        first_weight, second_weight: float32 [1, D/2].
-
     Returns:
         Halves of dx, then halves of the normed input times the gradient of the output.
     """
@@ -72,18 +67,7 @@ def _backward_heads(
     first_token, last_token, first_head, grad_stride, row_stride, COUNT: gl.constexpr,
     NORM: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Take eight query or key heads of some tokens, and their share of the weight's gradient.
-
-    Args:
-        grad_ptr: bfloat16 [T, COUNT, D], rows grad_stride apart.
-        x_ptr, out_ptr: bfloat16, the heads' columns of qkv and of its gradient, rows row_stride
-            apart.
-        positions_ptr: int64 [T].
-        table_ptr: float32 [positions, 2, D/2].
-        weight_ptr: bfloat16 [D], read with NORM.
-        partial_ptr: float32 [D], this program's sum, written with NORM.
-        first_token, last_token: the tokens, and their end.
-    """
+    """Take eight query or key heads of some tokens, and their share of the weight's gradient."""
     if NORM:
         first_weight, second_weight = halves_of(weight_ptr, D, LAYOUT)
         first_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
@@ -146,7 +130,7 @@ def _backward_kernel(
     KV_PARTS: gl.constexpr = (G + 7) // 8
     PARTS: gl.constexpr = Q_PARTS + 2 * KV_PARTS
     ROW: gl.constexpr = (H + 2 * G) * D
-    # Programs of a chunk of tokens are neighbours. Each of queries and keys has a partial sum.
+    # Programs of a chunk of tokens are neighbors. Each of queries and keys has a partial sum.
     chunk = gl.program_id(0) // PARTS
     part = gl.program_id(0) % PARTS
     first = chunk * TOKENS
@@ -195,7 +179,6 @@ def _sum_kernel(
     Args:
         partial_ptr: float32 [chunks, PARTS, D], of each chunk the parts of queries, then of keys.
         out_ptr: float32 [2, D], for queries and for keys, written.
-        ROWS: partial sums taken at a time.
     """
     # Each of ROWS places adds every ROWS-th partial sum, in order, and a fixed tree the places.
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -234,9 +217,6 @@ def qk_norm_rotary_backward(
 
     Returns:
         The gradient of qkv, bfloat16, and those of the two weights, float32 [D], or None.
-
-    Raises:
-        ValueError: a gradient or qkv of another dtype, not contiguous, or not on the GPU.
     """
     for name, x in {"dq": dq, "dk": dk, "dv": dv, "qkv": qkv}.items():
         check_tensor("qk_norm_rotary_backward", name, x, torch.bfloat16, x.shape)

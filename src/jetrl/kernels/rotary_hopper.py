@@ -132,11 +132,7 @@ def _inverse_root(x):
 
 @gluon.jit
 def _head_inverse_rms(first, second, D: gl.constexpr, EPS: gl.constexpr):
-    """Return 1 / rms of heads, float32 [heads], by the operations of `norm_hopper`.
-
-    Args:
-        first, second: float32 [heads, D/2].
-    """
+    """Return 1 / rms of heads, float32 [heads], by the operations of `norm_hopper`."""
     # The grid of the head's maximum, on which squares are integers and their sum is exact: the
     # factor's exponent field is 272 - the maximum's, within what a normal number can have.
     amax_bits = _head_maxima(first, second).to(gl.int32, bitcast=True)
@@ -160,7 +156,6 @@ def load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOU
 
     Args:
         row_ptr: [COUNT, D], the row.
-        LAYOUT: `heads_layout`.
     """
     # Pair i of a head is channels i and i + D / 2, so both of a pair are in one thread.
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
@@ -180,7 +175,6 @@ def store_halves(
         row_ptr: [COUNT, D], the row, written.
         first: [HEADS, D/2], of the row's dtype.
         second: [HEADS, D/2], of the row's dtype.
-        LAYOUT: `heads_layout`.
     """
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
@@ -196,8 +190,6 @@ def angles(table_ptr, position, D: gl.constexpr, LAYOUT: gl.constexpr):
 
     Args:
         table_ptr: float32 [positions, 2, D/2].
-        position: int64.
-        LAYOUT: `heads_layout`.
     """
     places = table_ptr + position * D + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     return gl.load(places)[None, :], gl.load(places + D // 2)[None, :]
@@ -209,7 +201,6 @@ def halves_of(vector_ptr, D: gl.constexpr, LAYOUT: gl.constexpr):
 
     Args:
         vector_ptr: bfloat16 [D].
-        LAYOUT: `heads_layout`.
     """
     places = vector_ptr + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     first, second = tile.widen(gl.load(places)), tile.widen(gl.load(places + D // 2))
@@ -284,20 +275,19 @@ def _forward_kernel(
     Args:
         qkv_ptr: bfloat16 [T, (H + 2G) * D].
         positions_ptr: int64 [T].
-        table_ptr: float32 [positions, 2, D/2].
         q_weight_ptr, k_weight_ptr: bfloat16 [D], the norms' weights, read with NORM.
         slots_ptr: int64 [T], read with HAS_SLOTS; else token t has slot t.
         q_ptr: bfloat16 [T, H, D], written.
         k_codes_ptr, v_codes_ptr: FP8, int8 or bfloat16 [slots, G, D], written.
         k_scales_ptr, v_scales_ptr: float32 [slots, G], written with QUANTIZE.
     """
-    # Programs of a token are neighbours, so that its row is read by them at about the same time.
+    # Programs of a token are neighbors, so that its row is read by them at about the same time.
     Q_PARTS: gl.constexpr = (H + 8 * ROUNDS - 1) // (8 * ROUNDS)
     KV_PARTS: gl.constexpr = (G + 7) // 8
     PARTS: gl.constexpr = Q_PARTS + (3 - ROUNDS) * KV_PARTS
     token = (gl.program_id(0) // PARTS).to(gl.int64)
     part = gl.program_id(0) % PARTS
-    # Nothing is read before the kernel in front has ended: reading the angles was slower.
+    # Nothing is read before the previous kernel has ended: reading the angles was slower.
     gluon_let_next_start()
     gluon_wait_for_previous()
     position = gl.load(positions_ptr + token)
@@ -370,9 +360,6 @@ def qk_norm_rotary_cache(
 
     Returns:
         Queries, bfloat16 [T, H, D].
-
-    Raises:
-        ValueError: a tensor of another layout or dtype, with its own.
     """
     head_dim, groups = table.shape[-1] * 2, cache.k_codes.shape[2]
     _check(qkv, positions, table, num_heads, cache, slots)

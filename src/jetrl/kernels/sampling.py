@@ -168,12 +168,7 @@ def _cosine_of_turns(turns: Tensor) -> Tensor:
 
 
 def _philox_words(keys: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two words of Philox 4x32-10, int64 [R, C] below 2**32 each.
-
-    Args:
-        keys: int64 [R].
-        counters: int64 [C], the first word of the counter.
-    """
+    """Return two words of Philox 4x32-10, int64 [R, C] below 2**32 each."""
     key0, key1 = (keys & _LOW_WORD)[:, None], ((keys >> 32) & _LOW_WORD)[:, None]
     c0 = counters.expand(len(keys), -1)
     c1, c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0), torch.full_like(c0, NOISE_COUNTER)

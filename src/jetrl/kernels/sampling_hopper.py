@@ -50,7 +50,6 @@ def row_weights(row_ptr, columns, num_columns, temperature, row_max):
 
     Args:
         row_ptr: float32 [num_columns], one row's logits.
-        columns: int32, any shape: the columns.
     """
     z = scaled_logits(row_ptr, columns, num_columns, temperature)
     scaled = tl.math.exp2((z - row_max) * LOG2_E) * WEIGHT_ONE
@@ -69,7 +68,6 @@ def find_block(sums_ptr, num_blocks, bits, BLOCKS: tl.constexpr):
     Args:
         sums_ptr: int64 [num_blocks], the sum of the weights of each block.
         bits: int64 in [0, 2**53).
-        BLOCKS: a power of two, at least num_blocks.
     """
     blocks = tl.arange(0, BLOCKS)
     sums = tl.load(sums_ptr + blocks, mask=blocks < num_blocks, other=0)
@@ -138,10 +136,8 @@ def _sample_blocks_kernel(
     """Sum the weights of one block of a row, and find the first column of a greedy row's maximum.
 
     Args:
-        logits_ptr, temperature_ptr, lanes_ptr: as of `_sample_lanes_kernel`.
         sums_ptr: int64 [R, num_blocks], written.
         best_ptr: int32 [R, num_blocks], written for greedy rows; num_columns without a maximum.
-        stride: as of `_sample_lanes_kernel`.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     let_next_start()
@@ -167,14 +163,10 @@ def _sample_draw_kernel(
     """Draw one row's token.
 
     Args:
-        logits_ptr, temperature_ptr, lanes_ptr: as of `_sample_lanes_kernel`.
         bits_ptr: int64 [R], random bits; -1 gives an arbitrary token within the row.
-        sums_ptr, best_ptr: as `_sample_blocks_kernel` left them.
         tokens_ptr: int64 [R], written.
         logprobs_ptr: float32 [R], written.
         max_ptr, lse_ptr: float32 [R], written: max z, and the log-sum-exp above it.
-        stride: as of `_sample_lanes_kernel`.
-        BLOCKS: a power of two, at least num_blocks.
     """
     row = tl.program_id(0)
     let_next_start()
@@ -210,7 +202,7 @@ def _sample_draw_kernel(
 def _lane_stride(vocabulary: int) -> int:
     """Return from one row of lanes to the next, aligned just where rows of logits are.
 
-    Triton gives a thread four neighbouring words to load only where it knows them to be aligned,
+    Triton gives a thread four neighboring words to load only where it knows them to be aligned,
     by a size that is a multiple of 16. On that depends which thread has which lane, and with it the
     order of the sums over lanes: it is to be the one in which a single program has them.
     """
@@ -261,12 +253,7 @@ def _largest_bound(
     row_ptr, num_columns, num_blocks, temperature, row_max, needed, enabled,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest int64 x such that the weights >= x are enough; 0 unless enabled.
-
-    Args:
-        needed: float64, how many weights are enough, or with MASS what sum of weights.
-        enabled: whether there is anything to find; a row that filters nothing reads nothing.
-    """
+    """Return the largest int64 x such that the weights >= x are enough; 0 unless enabled."""
     bound = tl.zeros([], tl.int64)
     shift = tl.zeros([], tl.int64) + _TOP_BIT
     # Two bits of the bound at a time, from the highest: one reading of the row tries the three
@@ -319,14 +306,6 @@ def _kept(weights, columns, num_columns, bound, ties_before, limit, mass_above, 
 
     Weights above the bound stay. Those equal to it, the ties, go by token id as in the reference:
     the first `limit` stay, as long as the mass before each is less than `needed`.
-
-    Args:
-        weights, columns: int64 and int32 [BLOCK].
-        bound: int64, the threshold.
-        ties_before: int64, ties in the blocks before.
-        limit: int64, how many ties top_k keeps.
-        mass_above: int64, the mass of the weights above the bound.
-        needed: float64, the mass that top_p asks for.
     """
     ties = (weights == bound) & (columns < num_columns)
     rank = ties_before + tl.cumsum(ties.to(tl.int64), 0) - 1
@@ -344,13 +323,11 @@ def _filtered_kernel(
     """Draw one row's token again, among what top_k and top_p keep, unless its temperature is 0.
 
     Args:
-        logits_ptr, bits_ptr, temperature_ptr, max_ptr, lse_ptr: as of `sample`'s draw.
         top_p_ptr: float32 [R], 1 for off.
         top_k_ptr: int64 [R], 0 for off.
         tokens_ptr, logprobs_ptr: int64 and float32 [R], written over the first draw.
         sums_ptr, ties_ptr: int64 [R, num_blocks], room for the kept weights of each block, and for
             the ties before it.
-        BLOCKS: a power of two, at least num_blocks.
     """
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
@@ -416,16 +393,7 @@ def _filtered_kernel(
 def sample(
     logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `kernels.sampling.sample` returns, on Hopper: tokens, log-probs and lse.
-
-    Args:
-        logits: float32 [R, V].
-        bits: int64 [R].
-        temperature: float32 [R].
-        top_p: float32 [R].
-        top_k: int64 [R].
-        filtered: whether any row uses top_p or top_k.
-    """
+    """Return what `kernels.sampling.sample` returns, on Hopper: tokens, log-probs and lse."""
     check_matrix("sample", logits, (torch.float32,))
     rows, vocabulary = logits.shape
     check_tensor("sample", "logits", logits, torch.float32, [rows, vocabulary])
@@ -471,12 +439,7 @@ def _noise_kernel(
 
 
 def add_noise_(logits: Tensor, bits: Tensor, scale: float, counter: int) -> Tensor:
-    """Add `scale` times the noise of `sampling.normal_noise` to the logits, and return these.
-
-    Args:
-        logits: float32 [R, V] contiguous, written over.
-        bits: int64 [R].
-    """
+    """Add `scale` times the noise of `sampling.normal_noise` to the logits, and return these."""
     check_matrix("add_noise_", logits, (float32,))
     rows, columns = logits.shape
     check_tensor("add_noise_", "logits", logits, float32, [rows, columns])

@@ -15,14 +15,7 @@ from jetrl.precision.exact import sigmoid
 
 
 def swiglu_ref(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up: the specification of the kernels.
-
-    Args:
-        gate_up: bfloat16 or float32 [T, 2F], the gate's columns first.
-
-    Returns:
-        [T, F], of gate_up's dtype.
-    """
+    """Return silu(gate) * up: the specification of the kernels."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate * sigmoid(gate) * up).to(gate_up.dtype)
 

@@ -154,7 +154,7 @@ def _column_parts(x):
 def _row_parts(x):
     """Return the maxima of |x| of the rows within each of four warps, float32 [4, 128]."""
     # A thread's eight columns of a row by halves, in registers. The first two splits leave
-    # neighbouring columns together, a register that `_larger` takes at once.
+    # neighboring columns together, a register that `_larger` takes at once.
     eights = gl.reshape(x, [128, 16, 2, 2, 2])
     a, b = gl.split(gl.permute(eights, [0, 1, 3, 4, 2]))
     a, b = gl.split(gl.permute(_larger(a, b), [0, 1, 3, 2]))
@@ -190,17 +190,7 @@ def _store_both(
     x, which: gl.constexpr, block, column, num_rows, stride: gl.constexpr, multipliers,
     row_codes_ptr, token_codes_ptr, padded_tokens,
 ):  # fmt: skip
-    """Quantize a tile of dgate or dup as 1 x 128 and as 128 x 1 groups, and store the codes.
-
-    Args:
-        x: bfloat16 [128, 128] in _TILE.
-        which: 0 for dgate, 1 for dup: where its multipliers lie.
-        block, column: the tile, in blocks of 128; column counts in all of gate_up.
-        num_rows: tokens; rows past them are not written, but count as zeros in 128 x 1 groups.
-        multipliers: float32 [512] in shared memory, as `_store_scales` leaves them.
-        row_codes_ptr: FP8 [num_rows, stride].
-        token_codes_ptr: FP8 [stride, padded_tokens].
-    """
+    """Quantize a tile of dgate or dup as 1 x 128 and as 128 x 1 groups, and store the codes."""
     wide = tile.widen(x)
     # Along rows: eight codes of a row are one store of a thread.
     multiplier = multipliers.slice(256 + which * 128, 128).load(gl.SliceLayout(1, _TILE))
@@ -222,20 +212,7 @@ def _store_scales(
     parts, multipliers, block, column, num_rows, scale_stride, row_scales_ptr, token_scales_ptr,
     num_columns: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Make the scales of dgate's and dup's columns and rows, a thread for each of the 512 lines.
-
-    Args:
-        parts: float32 [8, 128, 2] in shared memory, the maxima of each warp: those of columns from
-            0, of rows from 4; dgate and dup last.
-        multipliers: float32 [512] in shared memory, written: of dgate's columns, of dup's, of
-            dgate's rows, of dup's.
-        block, column: the tile, in blocks of 128; column counts in the gate's half.
-        scale_stride: from one group of row scales to the next.
-        row_scales_ptr: float32 [tokens, 2 * num_columns / 128], tokens contiguous.
-        token_scales_ptr: float32 [tokens / 128, 2 * num_columns].
-        num_columns: of the gate, and of up.
-        MAXIMUM, FLOOR, POW2: the quantizer's constants.
-    """
+    """Make the scales of dgate's and dup's columns and rows, a thread for each of the 512 lines."""
     kind = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, _LINES)))[:, None, None]
     line = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, _LINES)))[None, :, None]
     half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, _LINES)))[None, None, :]
@@ -254,14 +231,7 @@ def _store_scales(
 
 @gluon.jit
 def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constexpr):
-    """Start the bulk copies of dy, gate and up of tile `index`, if there is such a tile.
-
-    Args:
-        dy_desc, x_desc: bfloat16 [T, num_columns] and [T, 2 * num_columns], boxes of 128 x 128.
-        staged: bfloat16 [6, 128, 128] in shared memory: two stages of dy, gate and up.
-        stage: 0 or 1.
-        index: row block * column blocks + column block; negative for none.
-    """
+    """Start the bulk copies of dy, gate and up of tile `index`, if there is such a tile."""
     more = index >= 0
     column_blocks: gl.constexpr = num_columns // 128
     row, column = index // column_blocks * 128, index % column_blocks * 128
@@ -292,11 +262,8 @@ def _backward_tiles_kernel(
         y_codes_ptr, y_scales_ptr: y in 128 x 128 groups, tokens contiguous, written.
         scale_stride: from one group of row scales to the next.
         y_scale_stride: from one line of y's scales to the next.
-        padded_tokens: tokens up to a multiple of 128.
-        tiles: row blocks times column blocks.
         num_columns: of the gate, and of up: a constant of the model.
         MAXIMUM, Y_MAXIMUM: the largest code of the gradient's format and of y's.
-        FLOOR, POW2: the quantizer's constants.
     """
     # Shared memory: 192 KiB of stages, the maxima of warps, and what all threads need of a group.
     staged = gl.allocate_shared_memory(gl.bfloat16, [6, 128, 128], dy_desc.layout)
@@ -382,7 +349,7 @@ def swiglu_backward_quantize(
     if not tiles:
         return rows, tokens, y
     tile_shape = [FP8_BLOCK, FP8_BLOCK]
-    # A program a multiprocessor: 16 warps of 128 registers a thread fill it.
+    # A program per SM: 16 warps of 128 registers per thread fill it.
     _backward_tiles_kernel[(min(tiles, multiprocessors(dy.device)),)](
         TensorDescriptor.from_tensor(dy, tile_shape, _STAGED),
         TensorDescriptor.from_tensor(gate_up, tile_shape, _STAGED),

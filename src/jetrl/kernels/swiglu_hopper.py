@@ -57,7 +57,6 @@ def store_values(ptr, y, rows, column, num_rows, num_columns):
         ptr: bfloat16 [num_rows, num_columns], written.
         y: float32 [R, 128].
         rows: int32 [R], row numbers.
-        column: which 128 columns.
     """
     columns = column * 128 + tl.arange(0, 128)
     places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
@@ -78,10 +77,7 @@ def _rows_kernel(
         codes_ptr: FP8 [num_rows, num_columns], written with QUANTIZE.
         scales_ptr: float32 [num_rows, column_blocks], rows contiguous and groups scale_stride
             apart, written with QUANTIZE.
-        num_columns: a multiple of 128.
-        column_blocks: num_columns / 128.
         ROWS: few for few rows: then more programs share the latency. No bit depends on it.
-        MAXIMUM, FLOOR_BITS, POW2: the quantizer's constants (`precision.hopper.quantize.rule`).
     """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -112,8 +108,6 @@ def _backward_rows_kernel(
         dy_ptr: bfloat16 [num_rows, num_columns].
         x_ptr: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
         dx_ptr: bfloat16 [num_rows, 2 * num_columns], written.
-        num_columns: a multiple of 128.
-        column_blocks: num_columns / 128.
     """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -150,10 +144,6 @@ def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
 def swiglu_quantize_with_values(gate_up: Tensor, scales: str = "fp32") -> tuple[QTensor, Tensor]:
     """Return what `swiglu_quantize` returns, and the BF16 result, from one pass.
 
-    Args:
-        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
-        scales: "fp32" or "pow2", the quantizer's scales.
-
     Returns:
         1 x 128 groups of [T, F], and bfloat16 [T, F].
     """
@@ -166,9 +156,6 @@ def swiglu_quantize_with_values(gate_up: Tensor, scales: str = "fp32") -> tuple[
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up for a consumer that reads BF16.
-
-    Args:
-        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
 
     Returns:
         bfloat16 [T, F].
@@ -251,9 +238,6 @@ def check_backward(name: str, dy: Tensor, gate_up: Tensor) -> None:
     Args:
         dy: bfloat16 [T, F] contiguous.
         gate_up: bfloat16 [T, 2F] contiguous, F a multiple of 128.
-
-    Raises:
-        ValueError: other shapes, dtypes or layouts.
     """
     check_tensor(name, "dy", dy, torch.bfloat16, _check(name, gate_up))
 
@@ -275,12 +259,7 @@ def swiglu_backward_values_kernel(
         dx_ptr: bfloat16 [num_rows, 2 * width], written.
         codes_ptr: FP8 [num_rows, 2 * width], written.
         scales_ptr: float32, one line of rows for each 128 columns, written.
-        width: a multiple of 128.
-        column_blocks: width / 128.
         ROWS: rows of a program. No bit depends on it.
-        MAXIMUM: as of `precision.hopper.quantize.rule`.
-        FLOOR_BITS: as of `precision.hopper.quantize.rule`.
-        POW2: as of `precision.hopper.quantize.rule`.
     """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -313,8 +292,6 @@ def swiglu_backward_values_(
     Args:
         dy: bfloat16 [T, F] contiguous, the gradient of the result, which the result itself takes
             the place of.
-        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first.
-        scales: "fp32" or "pow2", the quantizer's scales.
 
     Returns:
         1 x 128 groups of [T, 2F], and bfloat16 [T, 2F].

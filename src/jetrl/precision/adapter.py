@@ -1,10 +1,10 @@
-"""A low-rank adapter beside a linear layer: y = x W^T + (x A^T) (s B)^T, with W frozen.
+"""A low-rank adapter next to a linear layer: y = x W^T + (x A^T) (s B)^T, with W frozen.
 
 A linear layer may be several of a checkpoint's, stacked by rows (Q, K and V), and each of those has
 an A [r, K] and a B [n, r] of its own. Here all A lie under each other, and so do all B:
 
     down   [P * R, K]   A of every part, bfloat16, each filled up with zeros to R rows
-    up     [N, R]       s B of the part that each row of y belongs to, zeros where there is none
+    up     [N, R]       s B of the part that each row of y belongs to, zeros if there is none
 
 with P parts and R the rank up to a multiple of 16, which the tensor core multiplies at once. Both
 are rounded from FP32 master weights by `requantize`, s B after the product with s. Then
@@ -222,10 +222,9 @@ def adapter_gradients(
     """Return the gradients of an adapter; products have FP32 sums in any order.
 
     Args:
-        dy: bfloat16 [T, N], the gradient of the layer's output.
         x: bfloat16 [T, K], what forward multiplied.
         u: bfloat16 [T, P * R], as forward made it.
-        du: What `rank_gradient` returned, where it is known already.
+        du: What `rank_gradient` returned, if it is known already.
     """
     shape = weight.shape
     rank, padded = shape.rank, shape.padded_rank

@@ -76,7 +76,7 @@ class Arithmetic(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """How a kind of device computes, and what it promises.
+    """A kind of device: how it computes, and what it promises.
 
     Attributes:
         arithmetic: The kernels of this package; None: the references are computed.

@@ -10,7 +10,7 @@ and one float32 add, K blocks in order, no split-K. FProp, DGrad and WGrad are t
 On the CPU the right operand of WGrad may have groups of 1 x 128 as well (`precision.wgrad_input`).
 
 The reference below is exact: a product of two E4M3 codes has 8 significant bits, and 128 of them
-add without rounding in float64 whatever the order: a row depends on that row and on B alone.
+add without rounding in float64 whatever the order: a row depends on that row and on B only.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
         b: [N, K] in groups of 128 x 128, on the CPU also of 1 x 128; the last groups may be
             smaller.
         out_dtype: The dtype of the product, to which float32 sums are rounded.
-
-    Raises:
-        ValueError: Shapes that do not match, or groups other than these.
     """
     arithmetic = arithmetic_of(a.codes)
     if arithmetic is not None:
@@ -75,7 +72,6 @@ def free_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in bfloat16, with FP32 sums in any order: for gradients.
 
     Args:
-        a: bfloat16 [M, K].
         b: [K, N], bfloat16, or float32 that a device with kernels rounds to bfloat16.
     """
     if arithmetic_of(a) is None:

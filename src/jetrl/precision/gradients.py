@@ -100,7 +100,6 @@ class Gradients:
         """Add dy^T x, with FP32 sums; on a GPU within the GEMM.
 
         Args:
-            master: The master weight [N, K].
             dy: bfloat16 [T, N].
             x: bfloat16 [T, K], or codes, whose tokens may be padded up to whole groups.
         """
@@ -123,7 +122,7 @@ class Gradients:
     def buffer(self, master: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a float32 tensor like the master weight to add to in place, and autograd's part.
 
-        The tensor is the sum itself, made of zeros where there is none, or with a hook a tensor of
+        The tensor is the sum itself, made of zeros if there is none, or with a hook a tensor of
         zeros, which is autograd's part as well.
         """
         total = self._sum(master)
@@ -132,7 +131,7 @@ class Gradients:
         return total, self._keep(master, total)
 
     def _sum(self, master: Tensor) -> Tensor | None:
-        """Return the sum that a product is added to, None where there is none yet."""
+        """Return the sum that a product is added to, None if there is none yet."""
         if master._backward_hooks:
             return None
         return self._of_micro_batch.get(master) if self._apart(master) else master.grad
@@ -162,8 +161,6 @@ def matmul_product(dy: Tensor, x: QTensor | Tensor, total: Tensor | None) -> Ten
     """Return dy^T x [N, K] with FP32 sums, or total + dy^T x in the place of total.
 
     Args:
-        dy: bfloat16 [T, N].
-        x: bfloat16 [T, K], or codes, whose tokens may be padded up to whole groups.
         total: float32 [N, K], which a GPU adds to within the GEMM; or None.
     """
     values = dequantize(x)[: len(dy)] if isinstance(x, QTensor) else x
@@ -185,7 +182,6 @@ def rows_added(total: Tensor | None, rows: Tensor, values: Tensor, own: range) -
     Args:
         total: float32 [n, D], the sum of own rows so far; None: zeros.
         rows: int64 [T], the row of each gradient, which may be another process's.
-        values: bfloat16 [T, D].
         own: The n rows of the whole matrix that `total` has.
     """
     if total is None:
@@ -212,7 +208,7 @@ class _Stage:
 
     Attributes:
         master: The master weight, of own rows where it is divided.
-        shard: The division of its rows; None where every rank has all of them.
+        shard: The division of its rows; None if every rank has all of them.
         dtype: The dtype of the products; None of the embedding's rows.
         before: The stage of the products of the same master weight, after which the rows of each
             micro-batch are added, as of a tied head.
@@ -280,11 +276,7 @@ class OrderedGradients(Gradients):
         self._stream: torch.cuda.Stream | None = None
 
     def expect(self, master: Tensor, dtype: torch.dtype | None) -> None:
-        """Announce gradients of a master weight, which make a stage of every round.
-
-        Args:
-            dtype: The dtype of a micro-batch's product; None for the rows of an embedding.
-        """
+        """Announce gradients of a master weight, which make a stage of every round."""
         stage = _Stage(master, self._shards.get(master), dtype)
         for other in self._stages:
             if other.master is master and other.dtype is None:
@@ -339,12 +331,7 @@ class OrderedGradients(Gradients):
     # What backward adds
 
     def add(self, master: Tensor, product: Tensor) -> None:
-        """Add a gradient that is there in BF16; chunks of one product are summed in FP32.
-
-        Args:
-            master: The master weight [N, K].
-            product: bfloat16 [N, K].
-        """
+        """Add a gradient that is there in BF16; chunks of one product are summed in FP32."""
         stage = self._stage(master)
         chunks = self._chunks(stage)
         if stage.dtype == torch.float32:
@@ -352,24 +339,12 @@ class OrderedGradients(Gradients):
         self._made(stage, product)
 
     def add_matmul(self, master: Tensor, dy: Tensor, x: QTensor | Tensor) -> None:
-        """Add dy^T x, with FP32 sums.
-
-        Args:
-            master: The master weight [N, K].
-            dy: bfloat16 [T, N].
-            x: bfloat16 [T, K], or codes, whose tokens may be padded up to whole groups.
-        """
+        """Add dy^T x, with FP32 sums."""
         stage = self._stage(master)
         self._made(stage, matmul_product(dy, x, self._chunks(stage)))
 
     def add_rows(self, master: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Add the gradients of some rows.
-
-        Args:
-            master: The master weight [V, D].
-            rows: int64 [T], the row of each gradient.
-            values: bfloat16 [T, D].
-        """
+        """Add the gradients of some rows."""
         self._made(self._stage(master, rows=True), rows, values)
 
     def buffer(self, master: Tensor) -> tuple[Tensor, None]:
@@ -386,7 +361,7 @@ class OrderedGradients(Gradients):
         return next(s for s in self._stages if s.master is master and (s.dtype is None) == rows)
 
     def _chunks(self, stage: _Stage) -> Tensor | None:
-        """Return the product that backward has begun of a stage, None where this is the first."""
+        """Return the product that backward has begun of a stage, None if this is the first."""
         return stage.made[0] if self._filling is stage and stage.made is not None else None
 
     def _made(self, stage: _Stage, *tensors: Tensor) -> None:
@@ -465,7 +440,7 @@ class OrderedGradients(Gradients):
         if work is None:
             _summed(total, received, begun)
             return
-        # The sums are made on a stream of their own, beside the backward of the next layers.
+        # The sums are made on a stream of their own, next to the backward of the next layers.
         with torch.cuda.stream(self._side_stream(stage.master.device)):
             work.wait()
             _summed(total, received, begun)

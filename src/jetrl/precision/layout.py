@@ -23,6 +23,7 @@ from jetrl.precision.quantize import QTensor
 
 # cuBLAS cuts K into parts (another order of sums) for some shapes of fewer rows; 64 cost nothing,
 # since the tensor core's tile has 64 rows anyway.
+_CHUNK_LOGITS = 2**29  # float32 logits: 2 GiB
 MIN_ROWS = 64
 
 
@@ -88,9 +89,6 @@ def empty_turned_squares(
 
     Args:
         columns: of the matrix, a multiple of 128.
-
-    Raises:
-        ValueError: columns that are not a multiple of 128.
     """
     if columns % FP8_BLOCK:
         raise ValueError(f"X of WGrad needs columns in multiples of {FP8_BLOCK}, not {columns}")
@@ -107,9 +105,6 @@ def empty_weight(
 
     Args:
         columns: of the matrix, both multiples of 128.
-
-    Raises:
-        ValueError: a dimension that is not a multiple of 128.
     """
     if rows % FP8_BLOCK or columns % FP8_BLOCK:
         raise ValueError(f"an FP8 weight needs multiples of {FP8_BLOCK}, not [{rows}, {columns}]")
@@ -120,3 +115,11 @@ def empty_weight(
         scales.zero_()
     codes = torch.empty(rows, columns, dtype=dtype, device=device)
     return QTensor(codes, scales[:, :blocks], (FP8_BLOCK, FP8_BLOCK))
+
+
+def rows_at_once(vocabulary: int) -> int:
+    """Return how many rows of float32 logits a GPU holds at a time: 2 GiB, a multiple of 64.
+
+    The head's log-probs are made in chunks of so many rows; the size changes none of their bits.
+    """
+    return max(64, _CHUNK_LOGITS // vocabulary // 64 * 64)  # 64 rows fill a tile of the GEMM

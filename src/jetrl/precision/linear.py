@@ -83,7 +83,7 @@ def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMM
 
     Args:
         dy: bfloat16 [T, N].
-        plan: The precision plan, whose `grad_output` is the format of dY beside an FP8 weight.
+        plan: The precision plan, whose `grad_output` is the format of dY next to an FP8 weight.
     """
     format = plan.grad_output
     if not isinstance(weight, FP8Weight) or format == "bf16":
@@ -101,10 +101,6 @@ def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -
     A GPU's FP8 GEMMs take E4M3 and squares of 128 x 128 alone. The codes of other settings become
     the BF16 values that they stand for, rounded once more (to 8 significant bits, where a code has
     3 or 4), and a BF16 product follows: for comparisons, where speed does not matter.
-
-    Args:
-        dy: bfloat16 [T, N].
-        plan: The precision plan, whose `grad_output` is the format of dY beside an FP8 weight.
     """
     format = plan.grad_output
     if not isinstance(weight, FP8Weight) or format == "bf16":
@@ -131,11 +127,11 @@ class Linear(nn.Module):
     Args:
         quantized: The weight [N, K]; its name is the layer's, for messages.
         bias: FP32 master weight [N], added in the activations' dtype, or None.
-        adapter: The adapter beside the weight, or None.
+        adapter: The adapter next to the weight, or None.
 
     Attributes:
         weight: The FP32 master weight [N, K].
-        adapter: The adapter beside the weight, or None.
+        adapter: The adapter next to the weight, or None.
     """
 
     def __init__(
@@ -214,7 +210,7 @@ def fprop(
     """Return Y = X @ weight^T, [T, N].
 
     Args:
-        x: X [T, K] as the weight needs it: codes beside FP8, BF16 values beside BF16.
+        x: X [T, K] as the weight needs it: codes next to FP8, BF16 values next to BF16.
         weight: [N, K].
         plan: The precision plan of the side that calls, which may pin the order of a BF16 product's
             sums.
@@ -244,7 +240,6 @@ def adapted_fprop(
     Args:
         x: X [T, K] as the weight needs it, as of `fprop`.
         values: X before it was quantized, bfloat16 [T, K].
-        weight: [N, K].
         bias: The bias [N], or None.
 
     Returns:
@@ -286,7 +281,7 @@ def wgrad(dy: OutputGradient, x: GEMMInput, master: Tensor, gradients: Gradients
     """Add dW = dY^T @ X to the gradient of the master weight, and return what autograd is handed.
 
     Args:
-        x: X [T, K] in 128 x 128 groups beside an FP8 weight, BF16 values beside another.
+        x: X [T, K] in 128 x 128 groups next to an FP8 weight, BF16 values beside another.
         master: The master weight [N, K].
         gradients: The sink, whose methods say when autograd is handed more than None.
     """

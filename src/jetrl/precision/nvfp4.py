@@ -64,7 +64,7 @@ class NVFP4Tensor:
         scales: float8_e4m3fn [N, K / 16], of the groups along K.
         scale: float32 [], of the matrix; values are multiplied by it. Or [P], one of each of P
             matrices that are stacked along N.
-        rows: The rows of each of these P matrices; empty where `scale` is one.
+        rows: The rows of each of these P matrices; empty if `scale` is one.
     """
 
     codes: Tensor
@@ -106,9 +106,6 @@ def quantize_nvfp4(x: Tensor) -> NVFP4Tensor:
 
     Args:
         x: bfloat16, float16 or float32 [N, K], K a multiple of 16.
-
-    Raises:
-        ValueError: Another dtype or shape.
     """
     if x.dim() != 2 or not x.dtype.is_floating_point or x.element_size() < 2:
         raise ValueError(f"quantize_nvfp4 takes [N, K] of bf16/fp16/fp32, not {x.dtype} {x.shape}")
@@ -200,7 +197,7 @@ class RowFactors:
 
 @dataclass(frozen=True)
 class HopperNVFP4:
-    """A weight [N, K] in NVFP4, in the order of the kernels; 4.5 bits a value.
+    """A weight [N, K] in NVFP4, in the order of the kernels; 4.5 bits per value.
 
     Attributes:
         codes: int32 [N / 32 * K / 128 * 16, 32], as above; a unit's rows follow each other.
@@ -233,9 +230,6 @@ def hopper_order(q: NVFP4Tensor) -> HopperNVFP4:
 
     Args:
         q: [N, K], N a multiple of 32 and K of 128, with scales that are finite and not negative.
-
-    Raises:
-        ValueError: Other dimensions.
     """
     num_rows, num_columns = q.shape
     if num_rows % UNIT or num_columns % BLOCK:

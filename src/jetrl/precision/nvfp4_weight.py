@@ -58,7 +58,7 @@ class NVFP4Weight:
 
     @property
     def is_finite(self) -> bool:
-        """True where all values are finite, which the scale says by which sums are multiplied."""
+        """True if all values are finite, which the scale says by which sums are multiplied."""
         scale = self.stored.factor if isinstance(self.stored, HopperNVFP4) else self.stored.scale
         if isinstance(scale, RowFactors):
             scale = scale.of_rows
@@ -75,7 +75,7 @@ class NVFP4Weight:
 
 
 def nvfp4_matmul(x: Tensor, w: NVFP4Weight, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return x @ w^T, [M, N]; a row depends on that row of x and on w alone.
+    """Return x @ w^T, [M, N]; a row depends on that row of x and on w only.
 
     Args:
         x: bfloat16 [M, K].
@@ -98,7 +98,6 @@ def nvfp4_dgrad(dy: Tensor, w: NVFP4Weight) -> Tensor:
 
     Args:
         dy: bfloat16 [M, N].
-        w: The weight [N, K].
     """
     stored = w.stored
     if isinstance(stored, HopperNVFP4):

@@ -111,7 +111,7 @@ class Rounding(NamedTuple):
 
     Attributes:
         format: "fp8_weights" are the values of FP8 codes, as BF16.
-        scales: The rule of the scales of codes; "fp32" where there are none.
+        scales: The rule of the scales of codes; "fp32" if there are none.
         through_bf16: Whether codes are made of the master weight rounded to BF16.
     """
 
@@ -208,25 +208,25 @@ class PrecisionPlan:
 
     @property
     def pinned(self) -> bool:
-        """True where all sums are in one order, on which equal bits of the two sides depend."""
+        """True if all sums are in one order, on which equal bits of the two sides depend."""
         if self.pinned_sums is not None:
             return self.pinned_sums
         return is_fp8(self.rollout_linear, self.train_linear)
 
     @property
     def widens_wgrad(self) -> bool:
-        """True where no GPU's FP8 GEMM takes the operands of WGrad, which become BF16 there."""
+        """True if no GPU's FP8 GEMM takes the operands of WGrad, which become BF16 there."""
         return self.grad_output == "e5m2" or self.wgrad_input == "1x128"
 
     @property
     def exact(self) -> bool:
-        """True where sampler and trainer promise equal bits."""
+        """True if sampler and trainer promise equal bits."""
         alike = self.rollout_linear == self.train_linear != "fp32"
         return alike and self.pinned and not self._deviates
 
     @property
     def _deviates(self) -> bool:
-        """True where the sampler computes anything otherwise than the trainer's fields say."""
+        """True if the sampler computes anything otherwise than the trainer's fields say."""
         own = self.sampler_deviation
         others = (own.weights_through_bf16, own.bf16_layers, own.attention_split, own.logit_noise)
         return any(others) or self._of_sampler is not self
@@ -283,11 +283,7 @@ class PrecisionPlan:
         return {side: self.linear_format(side, layer, num_layers) for side in sides}
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise a UserError for a layer of `sampler_deviation` that a decoder does not have.
-
-        Args:
-            num_layers: The decoder's number of layers.
-        """
+        """Raise a UserError for a layer of `sampler_deviation` that a decoder does not have."""
         for layer in self.sampler_deviation.bf16_layers:
             if layer >= num_layers:
                 raise UserError(
@@ -299,7 +295,6 @@ class PrecisionPlan:
         """Return how a weight is rounded that one side reads in a format.
 
         Args:
-            side: The side of the flow.
             format: The format of the layer that reads the weight.
         """
         if format == "fp8_activations":
@@ -351,38 +346,35 @@ class PrecisionPlan:
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of (role, format) for people: what is printed before a run."""
-        return described(self)
-
-
-def described(plan: PrecisionPlan) -> list[tuple[str, str]]:
-    """Return rows of (role, format) for people: what is printed before a run."""
-    fp8 = f"FP8 e4m3, {plan.scales} scales"
-    int8 = f"INT8, {plan.scales} scales"
-    names = {"fp8": fp8, "int8": int8, "bf16": "BF16", "fp32": "FP32"}
-    keys, values = (names[format] for format in key_and_value_formats(plan.kv))
-    gradient = "BF16" if plan.grad_output == "bf16" else f"FP8 {plan.grad_output}"
-    rollout, training = names[plan.rollout_linear], names[plan.train_linear]
-    if plan.base == "nvfp4":
-        rollout = training = "NVFP4 weights, frozen; BF16 activations"
-    elif plan.train_linear == "fp8":
-        training += f" (FProp, DGrad, WGrad; output gradients {gradient})"
-    rows = [
-        ("rollout linears", rollout),
-        ("training linears", training),
-        ("keys and values, both sides", keys if keys == values else f"{keys}; {values}"),
-        ("embeddings, norms, residual", names[plan.rest]),
-        ("lm_head, both sides", names[plan.lm_head]),
-        ("master weights", "FP32"),
-    ]
-    if plan.first_layers_bf16 or plan.last_layers_bf16:
-        kept = f"first {plan.first_layers_bf16}, last {plan.last_layers_bf16}"
-        rows.insert(2, ("layers kept in BF16, both sides", kept))
-    if plan.wgrad_input != "128x128":
-        rows.append(("X into WGrad", f"{plan.wgrad_input} along tokens"))
-    if plan.pinned_sums is not None:
-        order = "one order, whatever the batch" if plan.pinned_sums else "the library's order"
-        rows.append(("sums", order))
-    if plan.deviation:
-        rows.append(("sampler alone, otherwise", plan.deviation))
-    promise = "bit for bit equal (checked every step)" if plan.exact else "not promised (measured)"
-    return [*rows, ("sampler and trainer log-probs", promise)]
+        fp8 = f"FP8 e4m3, {self.scales} scales"
+        int8 = f"INT8, {self.scales} scales"
+        names = {"fp8": fp8, "int8": int8, "bf16": "BF16", "fp32": "FP32"}
+        keys, values = (names[format] for format in key_and_value_formats(self.kv))
+        gradient = "BF16" if self.grad_output == "bf16" else f"FP8 {self.grad_output}"
+        rollout, training = names[self.rollout_linear], names[self.train_linear]
+        if self.base == "nvfp4":
+            rollout = training = "NVFP4 weights, frozen; BF16 activations"
+        elif self.train_linear == "fp8":
+            training += f" (FProp, DGrad, WGrad; output gradients {gradient})"
+        rows = [
+            ("rollout linears", rollout),
+            ("training linears", training),
+            ("keys and values, both sides", keys if keys == values else f"{keys}; {values}"),
+            ("embeddings, norms, residual", names[self.rest]),
+            ("lm_head, both sides", names[self.lm_head]),
+            ("master weights", "FP32"),
+        ]
+        if self.first_layers_bf16 or self.last_layers_bf16:
+            kept = f"first {self.first_layers_bf16}, last {self.last_layers_bf16}"
+            rows.insert(2, ("layers kept in BF16, both sides", kept))
+        if self.wgrad_input != "128x128":
+            rows.append(("X into WGrad", f"{self.wgrad_input} along tokens"))
+        if self.pinned_sums is not None:
+            order = "one order, whatever the batch" if self.pinned_sums else "the library's order"
+            rows.append(("sums", order))
+        if self.deviation:
+            rows.append(("sampler alone, otherwise", self.deviation))
+        promise = (
+            "bit for bit equal (checked every step)" if self.exact else "not promised (measured)"
+        )
+        return [*rows, ("sampler and trainer log-probs", promise)]

@@ -83,7 +83,7 @@ class QuantizedWeight:
     Args:
         master: The FP32 master weight, [N, K] for a linear layer or [D] for a norm; with a shard
             the rows of the weight that this rank owns.
-        shard: The division of the weight's rows among ranks; None where this rank has all.
+        shard: The division of the weight's rows among ranks; None if this rank has all.
         sides: The sides whose roundings are kept.
         codes: The weight where it is in NVFP4 already, which is then never rounded; of `master` the
             shape alone is read. Both sides read NVFP4.
@@ -218,7 +218,7 @@ class QuantizedWeight:
         return FP8Weight(empty_weight(rows, columns, dtype, self.master.device))
 
     def _rounded(self, rounding: Rounding, into: StoredWeight | None = None) -> StoredWeight:
-        """Return the master weight in a rounding, written over `into` where that is given."""
+        """Return the master weight in a rounding, written over `into` if that is given."""
         weight = self.master.detach()
         if self.noise is not None:
             assert rounding.format != "fp32", "a master weight that is read has no room for noise"
@@ -252,7 +252,7 @@ class QuantizedWeight:
 
 
 def _fp8(weight: Tensor, scales: ScaleRule, into: StoredWeight | None = None) -> FP8Weight:
-    """Return float32 [N, K] in FP8, written over `into` where that is given."""
+    """Return float32 [N, K] in FP8, written over `into` if that is given."""
     earlier = into.direct if isinstance(into, FP8Weight) else None
     arithmetic = arithmetic_of(weight)
     if arithmetic is not None:

@@ -63,7 +63,6 @@ def add_parts_kernel(
         sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], dK before dV.
         dk_ptr: bfloat16 [T, G, D], written.
         divided_ptr: int32 [., 3], `QueryTiles.divided_key_tiles`.
-        scale: 1 / sqrt(D).
     """
     group_here = tl.program_id(0) % num_groups
     record = divided_ptr + tl.program_id(0) // num_groups * 3
@@ -92,7 +91,7 @@ def add_parts(
     first_group: int,
     num_groups: int,
 ) -> None:
-    """Write dK and dV of the divided blocks of keys of some neighbouring key-value heads.
+    """Write dK and dV of the divided blocks of keys of some neighboring key-value heads.
 
     Args:
         sums: float32 [num_parts * num_groups * 2 * 128 * D], of the kernel of dK and dV.
@@ -172,19 +171,7 @@ def _dkdv_step(
     BLOCK_M: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """Add one block of queries of one head to dK and dV of a block of keys, and return the two.
-
-    Args:
-        q_desc, do_desc: bfloat16 [T, H * D], by boxes [BLOCK_M, D].
-        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], written at row ds_row with STORE.
-        lse_ptr, delta_ptr: float32 [H, line_stride].
-        q0, end: first query row, and the end of the sequence.
-        k, v: bfloat16 [BLOCK_N, D], codes.
-        a, vs: float32 [BLOCK_N], what scores and dP are multiplied by.
-        dk, dv: float32 [BLOCK_N, D], the sums before.
-        key: int32 [BLOCK_N], the keys' rows.
-        MASKED: whether some key is hidden from some query, or the sequence ends in the block.
-    """
+    """Add one block of queries of one head to dK and dV of a block of keys, and return the two."""
     # Keys go down and queries across, so that P and dS are the left operands of the sums over
     # queries. Rows past the end are the next sequence's (or zeros): finite, and masked.
     row = q0 + tl.arange(0, BLOCK_M)
@@ -250,15 +237,10 @@ def dkdv_kernel(
         ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], by boxes of a tile, written with STORE.
         lse_ptr: float32 [H, line_stride], in base 2.
         delta_ptr: float32 [H, line_stride].
-        dk_ptr: bfloat16 [T, G, D], written.
         sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], written by the parts of a divided
             block of keys, with SHARED.
         tiles_ptr: int32 [., 7], `QueryTiles.key_tiles`.
         branches_ptr: int32 [., 3], `QueryTiles.branches`, read with SHARED.
-        scale: 1 / sqrt(D).
-        SCALED: whether keys and values are codes with scales.
-        STORE: whether dS is kept, for dQ.
-        SHARED: whether some sequences share a stem.
     """
     # The block's keys and values are loaded once for all queries; codes are exact in BF16.
     # Keys past the end of the sequence are zeros, with a scale of zero, and masked below.
@@ -367,9 +349,6 @@ def attention_backward(
 
     Returns:
         dQ [T, H, D], dK and dV [T, G, D], bfloat16 (straight-through).
-
-    Raises:
-        ValueError: pages, or a tensor of another dtype or shape.
     """
     group = check_queries(q, codes)
     if do.dtype != q.dtype or do.shape != q.shape or not do.is_contiguous():

@@ -45,18 +45,16 @@ def dq_stored_kernel(
     BLOCK_N: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Write dQ of two neighbouring blocks of BLOCK_M queries of one head.
+    """Write dQ of two neighboring blocks of BLOCK_M queries of one head.
 
     Args:
         ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], by boxes of a tile.
         k_desc: bfloat16 [T, G * D], keys with their scales, by boxes [BLOCK_N, D].
         dq_ptr: bfloat16 [T, H, D], written.
         tiles_ptr: int32 [., 8], `QueryTiles.stored_query_tiles`.
-        scale: 1 / sqrt(D).
-        SHARED: whether some sequences share a stem.
     """
     # Blocks of queries m and m + 1 end at the same block of keys, the one on their diagonal, and
-    # share each block of keys that is loaded. Their tiles are neighbours.
+    # share each block of keys that is loaded. Their tiles are neighbors.
     # Heads are counted among those whose dS is stored: all, or a share of the key-value heads.
     head_here = tl.program_id(0) % num_heads
     head = first_group * GROUP + head_here
@@ -132,7 +130,7 @@ def dq_of_stored(
     num_groups: int,
     group: int,
 ) -> None:
-    """Write dQ of the query heads of some neighbouring key-value heads.
+    """Write dQ of the query heads of some neighboring key-value heads.
 
     Args:
         stored: bfloat16 [num_groups * group * tiles * 128, 64], dS of these heads.
@@ -175,17 +173,7 @@ def _dq_step(
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return dQ of a block of queries of one head with one block of keys added.
-
-    Args:
-        k_desc, v_desc: bfloat16 [T, G * D], codes, by boxes [BLOCK_N, D].
-        ks_ptr, vs_ptr: float32 [G, line_stride].
-        k0: first key row.
-        q, do: bfloat16 [BLOCK_M, D].
-        lse, delta: float32 [BLOCK_M].
-        dq: float32 [BLOCK_M, D], the sum before.
-        row: int32 [BLOCK_M], the queries' rows.
-    """
+    """Return dQ of a block of queries of one head with one block of keys added."""
     # Keys are codes here: their scales are in the scores, and once more in what multiplies them.
     k = k_desc.load([k0, group * D])
     v = v_desc.load([k0, group * D])
@@ -236,11 +224,7 @@ def dq_kernel(
         do_ptr: bfloat16 [T, H, D].
         lse_ptr: float32 [H, line_stride], in base 2.
         delta_ptr: float32 [H, line_stride].
-        dq_ptr: bfloat16 [T, H, D], written.
         tiles_ptr: int32 [., 5], `QueryTiles.query_tiles`.
-        scale: 1 / sqrt(D).
-        SCALED: whether keys and values are codes with scales.
-        SHARED: whether some sequences share a stem.
     """
     # Rows past the end of the sequence have an infinite log-sum-exp, so weights of zero.
     H: tl.constexpr = G * GROUP
@@ -300,8 +284,6 @@ def recomputed_dq(
         codes: keys and values [T, G, D].
         lse2: float32 [H, width], the log-sum-exp in base 2.
         delta: float32 [H, width].
-        dq: bfloat16 [T, H, D], written.
-        scale: 1 / sqrt(D).
     """
     tokens, heads, head_dim = q.shape
 

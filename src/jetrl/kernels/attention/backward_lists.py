@@ -118,14 +118,7 @@ class _KeyTile(NamedTuple):
 def _key_tiles(
     lists: BackwardLists, tile: _KeyTile, own: int, branches: Sequence[Run], most: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the entries of `key_tiles` of a block of keys, one for each part, and their work.
-
-    Args:
-        lists: gets the entry of `divided_key_tiles`, where there are several parts.
-
-    Returns:
-        Blocks of queries, and the entry.
-    """
+    """Return the entries of `key_tiles` of a block of keys, one for each part, and their work."""
     # Each part is as many branches as make no more than `most` blocks with what it has already.
     parts, counts = [own], [0]
     for branch in branches:

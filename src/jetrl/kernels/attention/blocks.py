@@ -124,12 +124,9 @@ def attend_whole_blocks(
 
     Args:
         q: 16-bit [ROWS, D] in shared memory, the queries.
-        ring: the stages in shared memory.
         m: float32 [ROWS], the maxima before.
         total: float32 [ROWS], the sums before.
         acc: float32 [ROWS, D], the outputs before.
-        SCALED: whether keys and values are codes with scales.
-        SCORE_SCALE: `attention.core.score_scale`.
 
     Returns:
         The maxima, sums and outputs with these blocks added.
@@ -147,7 +144,7 @@ def attend_whole_blocks(
             before = stage
             stage = wait_for_block(ring, b)
             # Two products in flight: products end in order, so with one left the scores are ready,
-            # and the values' product may run beside the softmax.
+            # and the values' product may run next to the softmax.
             coming = _start_scores(q, ring, stage)
             sums = _start_sums(acc, p, ring, before)
             s = warpgroup_mma_wait(1, deps=(coming,))
@@ -160,7 +157,7 @@ def attend_whole_blocks(
             release_block(ring, before)
             acc = _rescale(acc, decay)
             p = value_weights(e, acc, ring.k.dtype)
-        # The last block's values have no scores beside them.
+        # The last block's values have no scores next to them.
         acc = _sums(acc, p, ring, stage)
         release_block(ring, stage)
     return m, total, acc
@@ -171,11 +168,6 @@ def attend_whole_blocks_in_turn(
     first, last, q, ring, m, total, acc, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr
 ):  # fmt: skip
     """Attend to whole blocks, one product at a time: a block's values, then the next one's scores.
-
-    Args:
-        first: as of `attend_whole_blocks`, like all that follow.
-        SCALED: whether keys and values are codes with scales.
-        SCORE_SCALE: `attention.core.score_scale`.
 
     Returns:
         The maxima, sums and outputs with these blocks added.
@@ -216,8 +208,6 @@ def attend_cut_blocks(
     Args:
         q: as of `attend_whole_blocks`, like all that follow but position.
         position: int32 [ROWS], each query's own position, its last visible key.
-        SCALED: whether keys and values are codes with scales.
-        SCORE_SCALE: `attention.core.score_scale`.
 
     Returns:
         The maxima, sums and outputs with these blocks added.

@@ -117,7 +117,7 @@ def widen_codes(codes):
 def channel_of_slot(slot):
     """Return the channel in slot `slot` of the permuted head_dim that is used with coded keys.
 
-    A thread of the decode kernel reads 4 neighbouring codes as one word and widens them to two
+    A thread of the decode kernel reads 4 neighboring codes as one word and widens them to two
     FP16 pairs. That lands channels in another one of the two instructions of 16 than FP16 keys read
     in order would. So keys that are widened before the kernel (prefill, training) are stored in
     this order, and their queries too: `slots_of_channels`.
@@ -184,7 +184,7 @@ def _sum_down(t):
     and j + 8 instead, so rows 2i and 2i + 1 are two threads'.
     """
     # Rows 2i + (0 or 1) along axis 1, so that each of the three steps below adds one row to the
-    # running sum; where a step wants one of two neighbours, a zero stands for the other.
+    # running sum; where a step wants one of two neighbors, a zero stands for the other.
     low, high = _halves(t, 0)  # rows j and j + 8 of a thread
     low = low.reshape([4, 2, t.shape[1]])
     high = high.reshape([4, 2, t.shape[1]])

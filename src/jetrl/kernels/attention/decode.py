@@ -77,7 +77,6 @@ def combine_kernel(
         o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], written.
         scales_ptr: float32 [H, scale_stride], written with QUANTIZE.
         scale_stride: from one head's line of scales to the next.
-        SCALED: whether keys and values are codes with scales.
         QUANTIZE: whether the output is a row of 1 x 128 groups.
         POW2: whether scales are rounded up to a power of two.
     """
@@ -133,12 +132,12 @@ def _start_first_pages(
 ):  # fmt: skip
     """Start copying a split's first two pages; return the first block with a new key.
 
-    Waits for the kernel in front between those that it does not write and those that it does: the
+    Waits for the previous kernel between those that it does not write and those that it does: the
     `count` newest keys.
     """
     # Copies are counted in groups, and waits name how many of the latest groups may still be under
     # way; so a group is committed at each step, also where it is empty. Groups 0 and 1 are the
-    # first two pages, as far as they are older than the newest key's: the kernel in front writes
+    # first two pages, as far as they are older than the newest key's: the previous kernel writes
     # the newest key and value, and nothing of the pages before.
     newest = gl.maximum(length - count, 0) // BLOCK_N
     for i in range(2):
@@ -146,7 +145,7 @@ def _start_first_pages(
             page = gl.where(i == 0, page_0, page_1)
             load_page(pages, page, i, length - (first + i) * BLOCK_N, G, SCALED)
         async_copy.commit_group()
-    # Group 2, after the kernel in front has ended: pages with new keys, if they are among the two.
+    # Group 2, after the previous kernel has ended: pages with new keys, if they are among the two.
     gluon_wait_for_previous()
     if not SEVERAL:
         late = newest - first
@@ -190,16 +189,11 @@ def decode_kernel(
         part_ptr: float32 [R, max_splits, H, D], accumulators, written for longer contexts.
         state_ptr: float32 [R, max_splits, H, 2], maxima and sums, written like part_ptr.
         table_stride: from one sequence's row of pages to the next.
-        scale_stride: from one head's line of scales to the next.
-        early: 1 to copy the older pages while the kernel in front still runs (`attend_decode`).
+        early: 1 to copy the older pages while the previous kernel still runs (`attend_decode`).
         GROUP: query heads of a key-value head, at most 16.
-        D: channels of a head, 64 or 128.
         SEVERAL: whether a sequence may have several queries, its newest tokens.
         TILE: the most queries of a warp, whose heads fill 16 columns at most.
-        SCALED: whether keys and values are codes with scales.
-        SCORE_SCALE: `attention.core.score_scale`.
         QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
-        POW2: whether scales are rounded up to a power of two.
     """
     # Products are m16n8k16 of one warp: keys or channels down, queries across, 8 or twice 8.
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -210,7 +204,7 @@ def decode_kernel(
     PHASES: gl.constexpr = 8 if CHUNKS >= 8 else CHUNKS
     COLUMNS: gl.constexpr = 8 if GROUP * TILE <= 8 else 16
     # Pages in shared memory: the 16-byte chunks of a key are exchanged by the key's number, so that
-    # the same chunk of neighbouring keys, which a product reads at once, lies in other banks.
+    # the same chunk of neighboring keys, which a product reads at once, lies in other banks.
     tile_layout: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // CHUNKS, CHUNKS], [1, 1], [1, 0])
     key_layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(VEC, 8 // PHASES, PHASES, [1, 0])
@@ -219,7 +213,7 @@ def decode_kernel(
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
 
     # Length and first two page numbers are read at once, one trip to memory; page numbers past the
-    # context are not used. Outside a graph all reads wait for the end of the kernel in front.
+    # context are not used. Outside a graph all reads wait for the end of the previous kernel.
     group, query = gl.program_id(0) % G, gl.program_id(0) // G * TILE
     seq = gl.program_id(1)
     split = gl.program_id(2)
@@ -237,7 +231,7 @@ def decode_kernel(
     # Warps past the context's end have no work; the first one stays to write zeros to its row.
     if (first < last) | ((split == 0) & (not SEVERAL)):
         # Two stages of pages and the scratch of `attend_page`: 35 KB with codes and head_dim 128,
-        # so that six warps share a multiprocessor. Three or four stages were not faster.
+        # so that six warps share an SM. Three or four stages were not faster.
         k_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
         v_smem = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
         ks_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], line)
@@ -321,11 +315,11 @@ def attend_decode(
     With several queries a sequence, each has the bits that it has alone: a query sees the keys up
     to its own, in the same blocks and splits.
 
-    May be captured in a CUDA graph. There, the kernel in front may write q and the newest key and
+    May be captured in a CUDA graph. There, the previous kernel may write q and the newest key and
     value of each context, but nothing else that is read here.
 
     Args:
-        q: bfloat16 [B, H, D], rotated, or [R, H, D] with several queries a sequence.
+        q: bfloat16 [B, H, D], rotated, or [R, H, D] with several queries per sequence.
         pages: keys and values [P, 64, G, D].
         block_tables: int32 [B, at least ceil(max_length / 64)], the pages of each context in order;
             entries past a context are not used.
@@ -334,9 +328,6 @@ def attend_decode(
             context with more splits than max_length has comes out as NaN.
         split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
         queries: where several queries of a sequence lie; rows of padding come out as anything.
-
-    Raises:
-        ValueError: a tensor of another dtype or shape, or tables that cannot hold max_length.
     """
     o = torch.empty_like(q)
     batch_pages = (block_tables, lengths, max_length)
@@ -361,12 +352,9 @@ def attend_decode_quantized(
 
     Args:
         q: bfloat16 [B, H, D], or [R, H, D], as of `attend_decode`.
-        pages: keys and values [P, 64, G, D].
         block_tables: int32 [B, .], as of `attend_decode`.
         lengths: int32 [B], as of `attend_decode`.
         scales: "fp32", or "pow2" for scales that are powers of two.
-        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
-        queries: as of `attend_decode`.
 
     Returns:
         Rows of 1 x 128 groups, [B, H * D] or [R, H * D].
@@ -393,12 +381,7 @@ def _launch(
     split_keys: int,
     queries: SequenceQueries | None,
 ) -> None:
-    """Check the arguments of `attend_decode` and launch its kernels, which write o.
-
-    Args:
-        o: bfloat16 [R, H, D], or with o_scales FP8 [R, H * D].
-        o_scales: float32 [R, H] with any stride between columns, or None.
-    """
+    """Check the arguments of `attend_decode` and launch its kernels, which write o."""
     group = check_queries(q, pages)
     rows, heads, head_dim = q.shape
     batch, width = len(block_tables), 1 if queries is None else queries.most

@@ -91,8 +91,6 @@ def stage_keys_kernel(
         blocks_ptr: int32 [num_blocks, 2], `QueryTiles.key_blocks`.
         kv_out: float16, or bfloat16 without scales, [G, num_blocks, 2, BLOCK_N, D], written.
         f_out: float32 [G, num_blocks, 4, BLOCK_N], rows 0 to 2 written with SCALED.
-        SCALED: whether keys and values are codes with scales.
-        SCORE_SCALE: `attention.core.score_scale`.
     """
     # A thread holds 8 channels of a key: 16 bytes as they are written.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -159,9 +157,6 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
 
     Args:
         codes: a packed batch [T, G, D], or pages [P, 64, G, D].
-
-    Raises:
-        ValueError: pages of another size than 64 tokens.
     """
     if codes.k.ndim == 4 and codes.k.shape[1] != BLOCK_KEYS:
         raise ValueError(f"pages of {BLOCK_KEYS} tokens expected, got k {list(codes.k.shape)}")
@@ -170,7 +165,7 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
     rows = groups * num_blocks
     kv = codes.k.new_empty(rows * 2 * BLOCK_KEYS, head_dim, dtype=dtype)
     factors = codes.k.new_empty(rows * 4 if codes.scaled else 4, BLOCK_KEYS, dtype=torch.float32)
-    # A kernel takes no None: where there are no scales it is handed a tensor that it does not read.
+    # A kernel takes no None: if there are no scales it is handed a tensor that it does not read.
     k_scales, v_scales = (factors if s is None else s for s in (codes.k_scales, codes.v_scales))
     stage_keys_kernel[(rows,)](
         codes.k, codes.v, k_scales, v_scales, tiles.key_blocks, kv, factors, num_blocks,
@@ -211,14 +206,7 @@ def _load_blocks(
     GROUP: gl.constexpr,
     SCALED: gl.constexpr,
 ):
-    """Load the blocks of all of the program's tiles, as stages become free: the loading warp.
-
-    Args:
-        kv_desc: 16-bit [G * num_key_blocks * 2 * BLOCK_N, D], boxes [BLOCK_N, D].
-        f_desc: float32 [G * num_key_blocks * 4, BLOCK_N], boxes [4, BLOCK_N].
-        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`.
-        ring: the stages in shared memory.
-    """
+    """Load the blocks of all of the program's tiles, as stages become free: the loading warp."""
     # `base` counts the blocks of the tiles before, so that stages and the phases of their barriers
     # run through from tile to tile; the warpgroups count alike.
     STAGES: gl.constexpr = ring.k.shape[0]
@@ -264,21 +252,9 @@ def _attend_rows(
     SCORE_SCALE: gl.constexpr, QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr,
     FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Attend with rows [64 part, 64 part + 64) of each of the program's tiles: one warpgroup.
-
-    Args:
-        part: 0, 1 or 2.
-        q_smem: 16-bit [ROWS, D], this warpgroup's queries, and later its outputs.
-        q_ptr: bfloat16 [T, H, D].
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [T, H, D].
-        o_scales_ptr: float32 [H, scale_stride].
-        lse_ptr: float32 [H, lse_stride].
-        scratch_ptr: float32 [T, H, D], outputs of finished splits.
-        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`.
-        ring: the stages in shared memory.
-    """
+    """Attend with rows [64 part, 64 part + 64) of each of the program's tiles: one warpgroup."""
     # Rows in three layouts: of the scores, of the outputs, and `wide` for memory, in which a thread
-    # has 8 neighbouring channels of a row.
+    # has 8 neighboring channels of a row.
     BLOCK_N: gl.constexpr = ring.k.shape[1]
     outputs: gl.constexpr = accumulator(D)
     row: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N))
@@ -385,7 +361,7 @@ def _attend_rows(
                 rows = gl.arange(0, ROWS, output_row)
                 scale_ptrs = o_scales_ptr + head.to(gl.int64) * scale_stride + row0 + rows
                 gl.store(scale_ptrs, scale, mask=rows < left)
-            # Through the queries' memory, so that what is written is 16 (8) bytes a thread.
+            # Through the queries' memory, so that what is written is 16 (8) bytes per thread.
             if QUANTIZE:
                 codes = gluon_names.reinterpret(q_smem, o.dtype, [2 * ROWS, D], _CODES)
                 o_smem = codes.slice(0, ROWS)
@@ -435,7 +411,7 @@ def forward_kernel(
 ):
     """Attend with tiles of 192 queries of one head to all keys that they see.
 
-    An item of work is a tile and a head. The grid is one program a multiprocessor, or fewer if
+    An item of work is a tile and a head. The grid is one program per SM, or fewer if
     there are fewer items.
 
     Args:
@@ -450,8 +426,6 @@ def forward_kernel(
         scratch_ptr: float32 [T, H, D], outputs of finished splits; used for contexts of several.
         tiles_ptr: int32 [n, 6], `QueryTiles.tiles`.
         scale_stride: from one head's line of scales to the next.
-        SCALED: whether keys and values are codes with scales.
-        SCORE_SCALE: `attention.core.score_scale`.
         QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
         POW2: whether scales are rounded up to a power of two.
     """
@@ -530,9 +504,7 @@ def attend_tiles_quantized(
     quantizer runs after.
 
     Args:
-        q: bfloat16 [T, H, D], rotated, rows as `tiles` counts them.
         scales: "fp32", or "pow2" for scales that are powers of two.
-        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
 
     Returns:
         Rows of 1 x 128 groups [T, H * D].
@@ -555,12 +527,7 @@ def _launch(
     scales: str,
     split_keys: int,
 ) -> Tensor:
-    """Check the arguments of `attend_tiles`, launch the kernel, and return the log-sum-exp.
-
-    Args:
-        o: bfloat16 [T, H, D], or with o_scales FP8 [T, H * D], written.
-        o_scales: float32 [T, H] with any stride between columns, or None.
-    """
+    """Check the arguments of `attend_tiles`, launch the kernel, and return the log-sum-exp."""
     group = check_queries(q, staged.codes)
     num_queries, heads, head_dim = q.shape
     if num_queries != tiles.num_queries:

@@ -79,11 +79,7 @@ def attend_prefill_quantized(
     """Return `quantize_rows(attend_prefill(...).flatten(1))`, with the same bits.
 
     Args:
-        q: bfloat16 [T, H, D], rotated.
-        pages: keys and values [P, 64, G, D].
-        tiles: the work, of `QueryTiles.paged`.
         scales: "fp32", or "pow2" for scales that are powers of two.
-        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
 
     Returns:
         Rows of 1 x 128 groups [T, H * D].
@@ -142,8 +138,6 @@ def attend_equal_lengths_backward(
     Args:
         do: bfloat16 [T, H, D], the gradient of the output.
         q: bfloat16 [T, H, D].
-        k: bfloat16 [T, G, D].
-        v: bfloat16 [T, G, D].
         o: bfloat16 [T, H, D], the output of the forward.
     """
     lse, seed, offset = rest

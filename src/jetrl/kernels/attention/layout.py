@@ -95,9 +95,6 @@ def check_queries(q: Tensor, codes: KeyValueCodes) -> int:
 
     Args:
         q: bfloat16 [T, H, D], contiguous and on the GPU of the keys.
-
-    Raises:
-        ValueError: queries of another dtype, layout, device or size, with the values.
     """
     if q.dtype != torch.bfloat16 or q.ndim != 3 or not q.is_contiguous():
         raise ValueError(
@@ -184,9 +181,6 @@ class QueryTiles:
             cu_seqlens: first row of each run, then the number of rows.
             stem_of: the number of the run that is the stem of each run, an earlier one; -1 for a
                 stem, and for a whole sequence. None: all are whole sequences.
-
-        Raises:
-            ValueError: an empty run, or a stem that is no earlier run of whole blocks.
         """
         starts, lengths = list(cu_seqlens[:-1]), _lengths(cu_seqlens)
         stems = [-1] * len(lengths) if stem_of is None else list(stem_of)
@@ -218,10 +212,6 @@ class QueryTiles:
         Args:
             context_lengths: tokens of each sequence, its queries included.
             block_tables: pages of 64 tokens that hold the keys of each context, in order.
-
-        Raises:
-            ValueError: a sequence without queries, with more queries than tokens, or with too few
-                pages.
         """
         # Pages take the place of blocks, so a sequence's keys may lie anywhere.
         blocks = []
@@ -252,14 +242,7 @@ def _build(
     runs: Sequence[Run] | None,
     device: torch.device | str,
 ) -> QueryTiles:
-    """Cut sequences into the lists of work of `QueryTiles`, and copy these to the device.
-
-    Args:
-        query_lengths: queries of each sequence, its last tokens.
-        context_lengths: tokens of each sequence, those of its stem included.
-        block_rows: first row of each block of 64 keys of each sequence, without its stem's.
-        runs: of a packed batch the rows of each sequence; None for pages, which have no backward.
-    """
+    """Cut sequences into the lists of work of `QueryTiles`, and copy these to the device."""
     # The forward: tiles of 192 queries, and every sequence's blocks of keys in one flat list. A
     # tile's keys are the `position` + `rows` first ones of its sequence, which is also its work.
     tiles: list[tuple[int, ...]] = []

@@ -59,7 +59,6 @@ def row_and_head(column, first_row, group, GROUP: gl.constexpr, SEVERAL: gl.cons
 
     Args:
         column: int32 [COLUMNS], the columns.
-        first_row: the row of the tile's first query.
     """
     row = column * 0 + first_row
     head = group * GROUP + column
@@ -74,7 +73,6 @@ def column_is_used(column, used, GROUP: gl.constexpr, SEVERAL: gl.constexpr):
     """Return which columns of a tile are a query's heads.
 
     Args:
-        column: int32 [COLUMNS], the columns.
         used: the queries of the tile, at most 0 for none; 1 unless SEVERAL.
     """
     ok = column < GROUP
@@ -87,13 +85,10 @@ def column_is_used(column, used, GROUP: gl.constexpr, SEVERAL: gl.constexpr):
 def _by_channels(
     o, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr
 ):
-    """Return o [D, COLUMNS] with D / 8 neighbouring channels of a column in each thread.
+    """Return o [D, COLUMNS] with D / 8 neighboring channels of a column in each thread.
 
     A thread then makes codes in pairs and stores 8 or 16 at a time. With coded values, whose
     channels come in the order of `pages._coded_values`, this only renames registers.
-
-    Args:
-        o: float32 [D, COLUMNS], in the layout mma.
     """
     # Thread 4 g + t has columns 2 t and 2 t + 1 (of each 8), as an accumulator has, and channels
     # from (D / 8) g on.
@@ -120,15 +115,7 @@ def _store_heads(
     SEVERAL: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Store finished outputs, as BF16 rows or as codes with a scale for each head.
-
-    Args:
-        o: float32 [D, COLUMNS], the heads of key-value head `group` in the first columns.
-        first_row: the row of the tile's first query.
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [rows, H, D].
-        scales_ptr: float32 [H, scale_stride].
-        scale_stride: from one head's line of scales to the next.
-    """
+    """Store finished outputs, as BF16 rows or as codes with a scale for each head."""
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
     ok = column_is_used(column, used, GROUP, SEVERAL)
@@ -151,15 +138,7 @@ def _store_state(
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
     SEVERAL: gl.constexpr,
 ):  # fmt: skip
-    """Store the state of one of several splits, for `combine_kernel`.
-
-    Args:
-        o: float32 [D, COLUMNS], the accumulator, heads in the first columns.
-        m, total: float32 [COLUMNS], the maxima and sums.
-        first_row: the row of the tile's first query.
-        part_ptr: float32 [rows, max_splits, H, D].
-        state_ptr: float32 [rows, max_splits, H, 2].
-    """
+    """Store the state of one of several splits, for `combine_kernel`."""
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
     row, head = row_and_head(column, first_row, group, GROUP, SEVERAL)
@@ -188,17 +167,8 @@ def store_split(
         acc: float32 [D, COLUMNS], the outputs before they are normalized, in the layout mma.
         m: float32 [COLUMNS], the maxima.
         total: float32 [COLUMNS], the sums.
-        first_row: the row of the tile's first query.
         o_ptr: where finished outputs go, as of `_store_heads`.
-        scales_ptr: as of `_store_heads`.
-        scale_stride: as of `_store_heads`.
         part_ptr: where a split's outputs go, as of `_store_state`.
-        state_ptr: as of `_store_state`.
-        SCALED: whether keys and values are codes with scales.
-        QUANTIZE: as of `_store_heads`.
-        MAXIMUM: as of `_store_heads`.
-        FLOOR: as of `_store_heads`.
-        POW2: as of `_store_heads`.
     """
     # Folding the only split into the empty state would change no bit, so it is finished here; and
     # so a query that sees one split beside one that sees two may leave its state as that one does.
@@ -256,10 +226,6 @@ def load_page(pages, page, stage, keys_left, G: gl.constexpr, SCALED: gl.constex
 
     Keys past the context arrive as zeros, whatever the page holds: a NaN there would pass through a
     weight of zero.
-
-    Args:
-        stage: 0 or 1.
-        SCALED: whether keys and values are codes with scales.
     """
     BLOCK_N: gl.constexpr = pages.k.shape[1]
     D: gl.constexpr = pages.k.shape[2]
@@ -295,9 +261,6 @@ def load_queries(
 
     Args:
         q_ptr: bfloat16 [R, G * GROUP, D].
-        first_row: the row of the tile's first query.
-        COLUMNS: 8 or 16.
-        SCALED: whether keys are codes with scales.
     """
     # With coded keys a thread holds runs of 4 channels, as of the keys (`attend_page`).
     layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if SCALED else 2)
@@ -314,14 +277,10 @@ def load_queries(
 
 @gluon.jit
 def _coded_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexpr):
-    """Return coded values as an FP16 operand [D, BLOCK_N]; row 8 j + g is channel (D / 8) g + j.
-
-    Args:
-        v_smem: FP8 or int8 [BLOCK_N, D], one page.
-    """
+    """Return coded values as an FP16 operand [D, BLOCK_N]; row 8 j + g is channel (D / 8) g + j."""
     # The operand of V^T wants in thread 4 g + t rows g and g + 8 of each 16, and keys 2 t, 2 t + 1,
-    # 2 t + 8 and 2 t + 9 of each 16. The layouts below have these keys, but for rows the D / 8
-    # neighbouring channels that one read of 16 (8) bytes delivers. In order: channels of a read,
+    # 2 t + 8 and 2 t + 9 of each 16. The layouts below have these keys, except for rows the D / 8
+    # neighboring channels that one read of 16 (8) bytes delivers. In order: channels of a read,
     # then keys 1, 8, 16, 32 apart, in registers; keys 2 and 4 apart, then channels, across lanes.
     if D == 128:
         wide: gl.constexpr = gl.DistributedLinearLayout(
@@ -360,15 +319,13 @@ def attend_page(
         m: float32 [COLUMNS], the maxima before.
         total: float32 [COLUMNS], the sums before.
         acc: float32 [D, COLUMNS], the outputs before.
-        SCALED: whether keys and values are codes with scales.
-        SCORE_SCALE: `attention.core.score_scale`.
     """
     BLOCK_N: gl.constexpr = pages.k.shape[1]
     D: gl.constexpr = pages.k.shape[2]
     COLUMNS: gl.constexpr = q.shape[1]
     key_layout: gl.constexpr = pages.key_offsets.type.layout
     weights = pages.weights
-    # Scores [keys, queries]. Of codes a thread reads 4 neighbouring ones, which is one word, and
+    # Scores [keys, queries]. Of codes a thread reads 4 neighboring ones, which is one word, and
     # widens them in registers.
     k = pages.k.index(stage).load(gl.DotOperandLayout(0, mma, 4 if SCALED else 2))
     if SCALED:

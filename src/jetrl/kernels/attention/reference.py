@@ -62,7 +62,6 @@ def quantize_keys_and_values(
         k: [T, G, D], rotated keys.
         v: [T, G, D], values.
         kv_format: `PrecisionPlan.kv`: a format of both, or the keys' + the values'.
-        scales: "fp32", or "pow2" for scales that are powers of two.
     """
     key_format, value_format = key_and_value_formats(kv_format)
     return quantize_kv(k, key_format, scales), quantize_kv(v, value_format, scales)
@@ -139,11 +138,7 @@ def _attend_in_splits(
     positions: Tensor,
     split: int,
 ) -> Tensor:
-    """Return the attention of a piece of a batch by float32 sums of splits, folded in order.
-
-    Args:
-        q: As of `_attend`, like the four that follow.
-    """
+    """Return the attention of a piece of a batch by float32 sums of splits, folded in order."""
     groups = k.shape[1]
     shared = q.shape[2] // groups
     rows = q.unflatten(2, (groups, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3).float()
@@ -169,14 +164,7 @@ def _attend_in_splits(
 def _attend(
     q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, positions: Tensor
 ) -> Tensor:
-    """Return the attention of a piece of a batch, by the formula of the module.
-
-    Args:
-        q: bfloat16 [B, Q, H, D].
-        k: float64 [B, G, L, D], codes, as v.
-        k_scale: float32 [B, G, 1, L], as v_scale.
-        positions: int64 [B, Q].
-    """
+    """Return the attention of a piece of a batch, by the formula of the module."""
     _, num_queries, heads, head_dim = q.shape
     groups = k.shape[1]
     # [B, G, heads of the group x Q, D]: one product for each key-value head
@@ -236,7 +224,6 @@ def attend_packed(
         v: like q, [T, G, D].
         cu_seqlens: int64 [S + 1], first row of each sequence, then their sum of rows.
         kv_format: `PrecisionPlan.kv`, how keys and values are stored.
-        scales: "fp32", or "pow2" for scales that are powers of two.
         row_of: int64, for each row that cu_seqlens counts its row in q, where sequences share their
             first rows (`models.packed`); None: the row itself.
     """
@@ -307,10 +294,6 @@ def _dense_batches(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return padded batches of sequences of similar length.
 
     Padding repeats the sequence's first token; its results are dropped.
-
-    Returns:
-        Of each batch the rows of its tokens and their positions, int64 [B, L], and which of them
-        are no padding, bool [B, L].
     """
     starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     batches = []

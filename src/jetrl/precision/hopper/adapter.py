@@ -48,7 +48,7 @@ from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, QTensor
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
-MOST_RANKS = 64  # of a part: what fits beside the GEMM's stages
+MOST_RANKS = 64  # of a part: what fits next to the GEMM's stages
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class AdapterOperands:
         u: bfloat16 [T, P * R], the product with A of every part.
         up: bfloat16 [N, R], s B.
         columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1.
-        ready: int32 [1], nonzero when what the kernel in front of u's wrote can be read
+        ready: int32 [1], nonzero when what the kernel before u's wrote can be read
             (`adapter.ready_word`); None: wait for u instead.
     """
 
@@ -100,7 +100,7 @@ def wait_for_rows(ready_ptr, SIGNALLED: gl.constexpr):
     Args:
         ready_ptr: int32, with SIGNALLED nonzero as soon as X can be read
             (`adapter.down_rows_kernel`).
-        SIGNALLED: whether a word says so; otherwise X can be read when the kernel in front has
+        SIGNALLED: whether a word says so; otherwise X can be read when the previous kernel has
             ended.
     """
     if SIGNALLED:
@@ -128,19 +128,15 @@ def load_beside(
     u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N, early,
     PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr, RANK: gl.constexpr,
 ):  # fmt: skip
-    """Do a warp's work beside the GEMM: copy B's tiles, wait for u's kernel, and copy u's tiles.
+    """Do a warp's work next to the GEMM: copy B's tiles, wait for u's kernel, and copy u's tiles.
 
     Args:
         u_desc: bfloat16 [M, P * R], u in boxes of [BOX_M, 16].
         b_desc: bfloat16 [N, RANK], B in boxes of [BLOCK_N, 16].
         columns_ptr: int32 [N / 64 rounded up], the first column of u for each 64 rows of B, or -1.
         u_smem: where tiles of u go: RANK / 16 for each part.
-        m0: the program's first row of u.
         n0: the program's first row of B; a part lies within 64 that begin at a multiple of 64.
-        early: 1 where B may be read before the kernel in front has ended.
-        BOX_M: rows of u that are copied.
-        BLOCK_N: columns of a tile of y.
-        RANK: columns of B, a multiple of 16.
+        early: 1 where B may be read before the previous kernel has ended.
     """
     STEPS: gl.constexpr = RANK // 16
     if early == 0:
@@ -166,7 +162,6 @@ def first_columns(columns_ptr, n0, N, PARTS: gl.constexpr, BLOCK_N: gl.constexpr
 
     Args:
         columns_ptr: int32 [N / 64 rounded up], as of `load_beside`.
-        n0: the first tile's first column.
         N: columns of y; past them there is no tile, and what is returned for one does not count.
     """
     firsts = ()
@@ -212,12 +207,7 @@ DOWN_PROGRAM_REGISTERS = 128 * 64  # of a program of 16 rows, at most: 128 threa
 def _copy_tile(
     smem, ptr, first_row, num_rows, first_column, num_columns, stride, loads: gl.constexpr
 ):
-    """Start copying a tile of a matrix to shared memory, with zeros where it has none.
-
-    Args:
-        smem: bfloat16 [rows, columns].
-        ptr: the matrix, bfloat16, 16 bytes of whose rows are copied at once.
-    """
+    """Start copying a tile of a matrix to shared memory, with zeros if it has none."""
     ROWS: gl.constexpr = smem.shape[0]
     COLUMNS: gl.constexpr = smem.shape[1]
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, loads))
@@ -230,13 +220,7 @@ def _copy_tile(
 
 @gluon.jit
 def _write_word(ptr, value: gl.constexpr, mine, PUBLISH: gl.constexpr):
-    """Write a word by the program's first thread.
-
-    Args:
-        ptr: int32.
-        PUBLISH: whether who reads the word sees all that this thread has seen written; otherwise
-            the word itself is seen by all before the thread goes on.
-    """
+    """Write a word by the program's first thread."""
     before: gl.constexpr = "@one fence.acq_rel.gpu;" if PUBLISH else ""
     behind: gl.constexpr = "" if PUBLISH else "@one fence.acq_rel.gpu;"
     write: gl.constexpr = (
@@ -257,17 +241,7 @@ def _store_codes(
     smem, codes_ptr, scales_ptr, scale_stride, first_row, num_rows, first_column, num_columns, mine,
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile in shared memory as 1 x 128 groups.
-
-    Args:
-        smem: bfloat16 [rows, columns], zeros where the matrix has nothing.
-        codes_ptr: FP8 [num_rows, num_columns], written.
-        scales_ptr: float32, one line of rows for each 128 columns, scale_stride apart, written.
-        num_columns: of the matrix, a multiple of 128.
-        MAXIMUM: as of `tile.scale_and_multiplier`.
-        FLOOR: as of `tile.scale_and_multiplier`.
-        POW2: as of `tile.scale_and_multiplier`.
-    """
+    """Quantize a tile in shared memory as 1 x 128 groups."""
     ROWS: gl.constexpr = smem.shape[0]
     COLUMNS: gl.constexpr = smem.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -301,17 +275,12 @@ def down_rows_kernel(
         sums_ptr: float32 [chunks, num_rows, rank], written.
         out_ptr: bfloat16 [num_rows, rank], written.
         arrived_ptr: int32, zero for each tile of the result, and zero again when the kernel ends.
-        ready_ptr: int32, with SIGNAL 0 before the kernel behind starts, and 1 from when what the
+        ready_ptr: int32, with SIGNAL 0 before the next kernel starts, and 1 from when what the
             kernel in front wrote can be read.
         codes_ptr: FP8 [num_rows, num_columns], x's codes, written with QUANTIZE.
         scales_ptr: float32, their scales, as of `_store_codes`.
-        early: 1 where A may be read before the kernel in front has ended.
-        ROWS: 16 or 64.
-        RANKS: 16 or 32.
+        early: 1 where A may be read before the previous kernel has ended.
         QUANTIZE: whether x is quantized, by the programs of the first ranks.
-        MAXIMUM: as of `tile.scale_and_multiplier`.
-        FLOOR: as of `tile.scale_and_multiplier`.
-        POW2: as of `tile.scale_and_multiplier`.
     """
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -325,7 +294,7 @@ def down_rows_kernel(
     tells = (gl.program_id(0) == 0) & (gl.program_id(1) == 0) & (chunk == 0)
     if SIGNAL:
         _write_word(ready_ptr, 0, tells, False)
-        gluon_names.barrier()  # no thread lets the kernel behind start before that
+        gluon_names.barrier()  # no thread lets the next kernel start before that
     gluon_let_next_start()
     if early == 0:
         gluon_wait_for_previous()
@@ -403,7 +372,7 @@ def project_down_rows(x: Tensor, down: Tensor, arrived: Tensor, signal: bool = F
         down: bfloat16 [R, K], A.
         arrived: int32 zeros [256 * (R / 16) + 1], a counter for each 16 rows of x and of A, and the
             word of `ready_word`; no two products that run at once share it.
-        signal: whether `ready_word` tells the kernel behind when it may read what the kernel in
+        signal: whether `ready_word` tells the next kernel when it may read what the kernel in
             front wrote.
     """
     return _launch(x, down, arrived, signal, None, "fp32")
@@ -416,8 +385,6 @@ def project_down_quantize(
 
     Args:
         x: as of `project_down_rows`, K a multiple of 128.
-        down: as of `project_down_rows`.
-        arrived: as of `project_down_rows`.
         scales: "fp32" or "pow2", the quantizer's scales.
     """
     rows = empty_row_groups(x.shape[0], x.shape[1], FORMATS["e4m3"][0], x.device)
@@ -425,7 +392,7 @@ def project_down_quantize(
 
 
 def _tile_rows(rows: int) -> int:
-    """Return the rows of a program: few where there are multiprocessors for more programs."""
+    """Return the rows of a program: few where there are SMs for more programs."""
     return 16 if rows <= _FEW_ROWS else 64
 
 
@@ -499,9 +466,6 @@ def _down_kernel(
     """Multiply ROWS rows of x by BLOCK_R rows of A, over all chunks of K.
 
     Args:
-        x_ptr: bfloat16 [num_rows, num_columns], rows x_stride apart.
-        a_ptr: bfloat16 [rank, num_columns].
-        out_ptr: bfloat16 [num_rows, rank], written.
         BLOCK_R: rows of A that a program has, a power of two.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -531,7 +495,6 @@ def _up_kernel(
         u_ptr: bfloat16 [num_rows, u_stride].
         b_ptr: bfloat16 [num_outputs, RANK].
         columns_ptr: int32 [num_outputs / OUTPUTS], the first column of u for these outputs, or -1.
-        OUTPUTS: columns of y that a program has.
         BLOCK_R: columns of u of a step, a power of two.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -563,13 +526,7 @@ def _up_kernel(
 
 
 def project_down_hopper(x: Tensor, down: Tensor, arrived: Tensor) -> Tensor:
-    """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`.
-
-    Args:
-        x: bfloat16 [T, K], its rows contiguous.
-        down: bfloat16 [R, K], A.
-        arrived: int32, as of `adapter.project_down_rows`, which takes fewer rows.
-    """
+    """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`."""
     return (
         project_down_rows(x, down, arrived) if len(x) < MOST_ROWS else project_down_whole(x, down)
     )
@@ -580,7 +537,6 @@ def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
 
     Args:
         x: bfloat16 [T, K], its rows contiguous.
-        down: bfloat16 [R, K], A.
     """
     check_matrix("project_down", x, _BF16)
     (num_rows, num_columns), rank = x.shape, len(down)
@@ -597,14 +553,7 @@ def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
 
 
 def project_up_hopper(y: Tensor, u: Tensor, up: Tensor, columns: Tensor) -> Tensor:
-    """Return y after u B^T was added in place, as `precision.adapter.project_up`.
-
-    Args:
-        y: bfloat16 [T, N] contiguous.
-        u: bfloat16 [T, P * R] contiguous.
-        up: bfloat16 [N, R], s B.
-        columns: int32 [N / 64], the first column of u for each 64 columns of y, or -1.
-    """
+    """Return y after u B^T was added in place, as `precision.adapter.project_up`."""
     num_rows, num_outputs = y.shape
     check_tensor("project_up", "y", y, torch.bfloat16, y.shape)
     check_tensor("project_up", "B", up, torch.bfloat16, (num_outputs, up.shape[1]))

@@ -76,9 +76,7 @@ def quantized_adapted_matmul(
 
     Args:
         x: bfloat16 [T, K], its rows contiguous, of fewer than `adapter.MOST_ROWS` rows.
-        b: 128 x 128 groups [N, K].
         scales: "fp32" or "pow2", the quantizer's scales.
-        form: as of `adapted_matmul`.
 
     Returns:
         bfloat16 [T, N] and bfloat16 [T, P * R].
@@ -104,7 +102,6 @@ def nvfp4_adapted_matmul(
     Args:
         x: bfloat16 [T, K].
         w: The weight [N, K].
-        form: one to measure or to compare; the faster one by default.
 
     Returns:
         bfloat16 [T, N] and bfloat16 [T, P * R].

@@ -17,7 +17,7 @@ from torch import Tensor
 from jetrl.precision.hopper.launch import check_tensor
 from jetrl.precision.layout import cdiv
 
-_BLOCK = 4096  # elements of a program: 16 a thread
+_BLOCK = 4096  # elements of a program: 16 per thread
 
 
 @triton.jit
@@ -50,9 +50,6 @@ def add_products(products: Tensor, total: Tensor | None, begun: bool = True) -> 
         products: bfloat16 or float32 [P, N, K] contiguous.
         total: float32 [N, K] contiguous, changed in place; None: a new one is made.
         begun: whether total has values; if not, the sum begins with products[0].
-
-    Raises:
-        ValueError: other dtypes, shapes or layouts.
     """
     add = begun and total is not None
     if total is None:

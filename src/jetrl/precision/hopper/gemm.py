@@ -44,9 +44,6 @@ def require_hopper(device: torch.device | int | None = None) -> None:
 
     Args:
         device: the current one if None.
-
-    Raises:
-        UserError: it has none.
     """
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
@@ -88,15 +85,6 @@ def fp8_matmul_hopper(
 
     Operands made by the kernels of `jetrl.kernels` are read in place; others are first copied into
     the layout of `precision.layout`.
-
-    Args:
-        a: 1 x 128 groups [M, K], codes with K contiguous.
-        b: 128 x 128 groups [N, K], codes with K contiguous.
-        out_dtype: bfloat16 or float32.
-        backend: one to measure or to compare; `backend_for` by default.
-
-    Raises:
-        ValueError: shapes, groups, layouts or dtypes other than these, or a backend that cannot.
     """
     _check(a, b, out_dtype)
     chosen = backend or backend_for(a, b, out_dtype)
@@ -115,11 +103,6 @@ def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bflo
     """Return a @ b^T, out_dtype [M, N]; a row has the same bits at any M.
 
     Split K is switched off, and rows are padded to 64.
-
-    Args:
-        a: bfloat16 [M, K].
-        b: bfloat16 [N, K].
-        out_dtype: bfloat16 or float32.
     """
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or a.shape[-1:] != b.shape[-1:]:
         raise ValueError(
@@ -243,7 +226,7 @@ def _extended(x: Tensor, rows: int) -> Tensor:
     """Return x [M, K] as [rows, K] contiguous.
 
     The bytes that follow the last row in x's own storage serve as padding, whatever they are: a row
-    of a product depends on that row alone. Without enough storage, x is copied.
+    of a product depends on that row only. Without enough storage, x is copied.
     """
     count, columns = x.shape
     if count == rows and x.is_contiguous():

@@ -78,7 +78,7 @@ class Tiles:
 def tiles_for(rows: int, n: int) -> Tiles:
     """Return the cut of a product with a weight of n rows.
 
-    All programs are resident at once, one a multiprocessor or, where tiles are small, two: that
+    All programs are resident at once, one per SM or, where tiles are small, two: that
     matters more than equal shares (docs/notes-gemm.md).
     """
     if rows > 64:
@@ -100,10 +100,10 @@ def tiles_for(rows: int, n: int) -> Tiles:
 
 
 def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
-    """Return the cut of a product to which an adapter's is added; None where a library is faster.
+    """Return the cut of a product to which an adapter's is added; None if a library is faster.
 
     It leaves room for the tiles of u and B, and for a program of the product with A, which runs on
-    the same multiprocessor meanwhile. Up to 256 rows are cut where all programs run at once.
+    the same SM meanwhile. Up to 256 rows are cut where all programs run at once.
     """
     tiles = tiles_for(rows, n)
     if rows > 128:
@@ -171,19 +171,9 @@ def load_operands(
         x_smem: FP8 [stages, BLOCK_M, 128] in shared memory.
         s_smem: float32 [stages, 1, BLOCK_M] in shared memory.
         w_smem: FP8 [stages * PARTS, BLOCK_N, 128] in shared memory.
-        arrived: a barrier for each group, for its bytes.
         ready_ptr: int32, says when X can be read, with SIGNALLED.
-        m0: the program's first row of X.
-        n0: the program's first row of the weight.
-        early: whether weights are asked for while the kernel in front still runs; outside of a
+        early: whether weights are asked for while the previous kernel still runs; outside of a
             captured graph that may be the one that writes them.
-        KB: blocks of 128 along K.
-        PARTS: as of `gemm_rows.Tiles`.
-        BOX_M: rows of X that are copied.
-        BLOCK_N: as of `gemm_rows.Tiles`.
-        ROUNDS: as of `gemm_rows.Tiles`.
-        GROUP: as of `gemm_rows.Tiles`.
-        SIGNALLED: as of `gemm_rows.rows_gemm_kernel`.
     """
     BLOCK_BYTES: gl.constexpr = (
         x_desc.block_type.nbytes + s_desc.block_type.nbytes + PARTS * w_desc.block_type.nbytes
@@ -234,13 +224,7 @@ def _multiply_group(
     COUNT: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROUNDS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Return totals with COUNT blocks of K added, in order; their tensor-core work overlaps.
-
-    Args:
-        ws_ptr: float32 [N / 128, K / 128], the weight's scales, lines ws_stride apart.
-        n0: the program's first row of the weight.
-        totals: PARTS sums, float32 [BLOCK_M, BLOCK_N] in mma.
-    """
+    """Return totals with COUNT blocks of K added, in order; their tensor-core work overlaps."""
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma)
     first = (group % ROUNDS) * GROUP
     last_line = (N - 1) // 128
@@ -288,15 +272,7 @@ def _multiply(
     KB: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Do the multiplying warps' work: all of K for the program's tiles, then their store.
-
-    Args:
-        x_smem, s_smem, w_smem, arrived, left, m0, n0, early, KB: as of `gemm_rows.load_operands`.
-        ws_ptr, ws_stride: the weight's scales, as of `_multiply_group`.
-        y_ptr: bfloat16 [M, N], written.
-        columns_ptr, u_smem, b_smem, beside, RANK: the adapter, as of `load_beside`.
-        M, N: rows of X and of the weight.
-    """
+    """Do the multiplying warps' work: all of K for the program's tiles, then their store."""
     totals = ()
     for _ in gl.static_range(PARTS):
         totals += (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma),)  # type: ignore[assignment]
@@ -344,27 +320,16 @@ def rows_gemm_kernel(
     """Multiply BLOCK_M rows of X by PARTS * BLOCK_N rows of the weight, over the whole of K.
 
     Args:
-        x_desc: FP8 [M padded, K], boxes of [BOX_M, 128].
-        s_desc: float32 [K / 128, M padded], X's scales, boxes of [1, BLOCK_M].
-        w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
         u_desc: with RANK the adapter's product with A, as of `adapter.load_beside`.
         ws_ptr: float32 [N / 128, K / 128], the weight's scales.
         y_ptr: bfloat16 [M, N], written.
         columns_ptr: int32, the first columns of u, likewise.
         ready_ptr: int32, as of `adapter.wait_for_rows`, read with SIGNALLED.
         ws_stride: from one line of the weight's scales to the next.
-        early: 1 where the weight may be read before the kernel in front has ended.
-        KB: blocks of 128 along K.
-        PARTS: as of `Tiles`.
-        BOX_M: rows of X that are copied.
-        BLOCK_M: as of `Tiles`.
-        BLOCK_N: as of `Tiles`.
-        ROUNDS: as of `Tiles`.
-        GROUP: as of `Tiles`.
+        early: 1 where the weight may be read before the previous kernel has ended.
         RANK: columns of the adapter's B; 0: there is no adapter.
         SIGNALLED: whether X is what a kernel before the one in front wrote, which says when X can
             be read; otherwise that is when the one in front has ended.
-        num_warps: that multiply: one for 16 rows of X.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 32]

@@ -26,11 +26,7 @@ from triton.experimental import gluon
 
 
 def check_matrix(operation: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check that x is a CUDA matrix whose rows are contiguous; the rows may lie apart.
-
-    Raises:
-        ValueError: x is none.
-    """
+    """Check that x is a CUDA matrix whose rows are contiguous; the rows may lie apart."""
     if not x.is_cuda or x.dim() != 2 or x.dtype not in dtypes or x.stride(1) != 1:
         raise ValueError(
             f"{operation}: a CUDA matrix of {', '.join(map(str, dtypes))} with contiguous rows, "
@@ -41,11 +37,7 @@ def check_matrix(operation: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> 
 def check_tensor(
     operation: str, name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int]
 ) -> None:
-    """Check that x is a contiguous CUDA tensor of one dtype and shape.
-
-    Raises:
-        ValueError: x is none.
-    """
+    """Check that x is a contiguous CUDA tensor of one dtype and shape."""
     fits = x.is_cuda and x.dtype == dtype and tuple(x.shape) == tuple(shape)
     if not fits or not x.is_contiguous():
         raise ValueError(
@@ -90,7 +82,7 @@ def fitting_stages(fastest: int, stage: int, beside: int, room: int) -> int:
 
 
 def room_beside(other: int, programs: int = 1) -> int:
-    """Return the bytes of each of some programs on a multiprocessor that has another one as well.
+    """Return the bytes of each of some programs on an SM that has another one as well.
 
     Args:
         other: Bytes of shared memory of the other program.
@@ -106,7 +98,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200 in an SXM socket, for which products
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return a GPU's number of multiprocessors: so many programs run at once if each fills one."""
+    """Return a GPU's number of SMs: so many programs run at once if each fills one."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -120,7 +112,7 @@ def wait_for_previous():
 
 @triton.jit
 def let_next_start():
-    """Let the kernel behind start, once every program has called this (see the module)."""
+    """Let the next kernel start, once every program has called this (see the module)."""
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )

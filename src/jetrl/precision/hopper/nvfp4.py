@@ -55,8 +55,6 @@ def widen_kernel(
         codes_ptr: int32, the weight's codes in the order of `nvfp4_layout`.
         scales_ptr: int32, the weight's scales in that order.
         out_ptr: bfloat16 [N, K], written.
-        blocks: blocks of 128 along K.
-        SCALES: the layout of a block's scales in registers.
     """
     place = gl.program_id(0).to(gl.int64)  # unit by unit, block by block
     row = gl.arange(0, 16, gl.SliceLayout(1, WORDS))
@@ -90,15 +88,7 @@ def widened_hopper(w: HopperNVFP4) -> Tensor:
 def nvfp4_matmul_hopper(
     x: Tensor, w: HopperNVFP4, out_dtype: torch.dtype = torch.bfloat16, widen: bool | None = None
 ) -> Tensor:
-    """Return X @ W^T, out_dtype [M, N]; a row has the same bits at any M.
-
-    Args:
-        x: bfloat16 [M, K].
-        w: The weight [N, K].
-        out_dtype: bfloat16 or float32.
-        widen: Whether the weight is widened first, to measure or to compare; by default where there
-            are many rows.
-    """
+    """Return X @ W^T, out_dtype [M, N]; a row has the same bits at any M."""
     check_matrix("nvfp4_matmul", x, (torch.bfloat16,))
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"nvfp4_matmul: [M, K] and [N, K], not {list(x.shape)}, {list(w.shape)}")
@@ -117,12 +107,7 @@ def nvfp4_matmul_hopper(
 
 
 def nvfp4_dgrad_hopper(dy: Tensor, w: HopperNVFP4) -> Tensor:
-    """Return dX = dY @ W, bfloat16 [M, K].
-
-    Args:
-        dy: bfloat16 [M, N].
-        w: The weight [N, K].
-    """
+    """Return dX = dY @ W, bfloat16 [M, K]."""
     check_matrix("nvfp4_dgrad", dy, (torch.bfloat16,))
     wide = widened_hopper(w)
     if not isinstance(w.factor, RowFactors):
@@ -141,14 +126,7 @@ def nvfp4_dgrad_hopper(dy: Tensor, w: HopperNVFP4) -> Tensor:
 def _product_in_parts(
     x: Tensor, wide: Tensor, factor: float | Tensor, columns: int, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return X @ W^T times a factor, with the sums of one or more parts of K added in order.
-
-    Args:
-        x: bfloat16 [M, K].
-        wide: bfloat16 [N, K].
-        factor: What sums are multiplied by: a number, or float32 [N].
-        columns: Columns of a part but the last.
-    """
+    """Return X @ W^T times a factor, with the sums of one or more parts of K added in order."""
     out = torch.empty(x.shape[0], wide.shape[0], dtype=out_dtype, device=x.device)
     # The sums of all of K may be those of a wide weight. Pieces are of like size: a rest of a few
     # rows would be another product of cuBLAS, about whose order of sums nothing is known.

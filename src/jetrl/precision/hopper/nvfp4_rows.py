@@ -66,7 +66,7 @@ from jetrl.precision.layout import cdiv
 from jetrl.precision.nvfp4 import BLOCK, UNIT, HopperNVFP4, RowFactors, parts_of
 
 MOST_ROWS = 128  # of a program
-_REGISTERS = 65536  # of a multiprocessor
+_REGISTERS = 65536  # of an SM
 _UNIT_BYTES = 2048 + 256  # of the codes and scales of 32 rows and 128 columns
 
 
@@ -112,11 +112,7 @@ def shared_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> int:
 
 
 def _stage_and_beside(tiles: Tiles, rows: int, parts: int, rank: int) -> tuple[int, int]:
-    """Return the bytes of a stage of all rings, and of the sums and the adapter beside the stages.
-
-    Args:
-        rank: Columns of an adapter's B, or 0.
-    """
+    """Return the bytes of a stage of all rings, and those of the sums and the adapter."""
     rings, block_m, units = tiles.rings(parts), tiles.block_rows(rows), tiles.sides * tiles.units
     stage = tiles.group * (block_m * BLOCK * 2 + units * _UNIT_BYTES) + 2 * BARRIER
     sums = tiles.chains(parts) * 64 * block_m * 4 + BARRIER if rings > 1 else 0
@@ -130,11 +126,7 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
 
 
 def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -> Tiles:
-    """Return a cut whose stages, at least 2, fit in the given bytes of shared memory.
-
-    Args:
-        rank: Columns of an adapter's B, or 0.
-    """
+    """Return a cut whose stages, at least 2, fit in the given bytes of shared memory."""
     sizes = _stage_and_beside(tiles, rows, parts, rank)
     return replace(tiles, rounds=fitting_stages(tiles.rounds, *sizes, room))
 
@@ -142,12 +134,12 @@ def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -
 def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
     """Return the cut that was fastest at the shapes of the models that were measured.
 
-    Where 64 rows of the weight a program would leave multiprocessors idle, a program has 32. wgmma
-    takes as long for 32 as for 64, so two such programs a multiprocessor are too many there. With
+    Where 64 rows of the weight a program would leave SMs idle, a program has 32. wgmma
+    takes as long for 32 as for 64, so two such programs per SM are too many there. With
     some dozens of rows reading X takes longer than reading the weight, so a program has 192 rows of
     a wide weight where all programs run at once.
 
-    Where there is no more than one program for each multiprocessor, its stages take more than half
+    Where there is no more than one program for each SM, its stages take more than half
     of the shared memory: or else two programs were put on one, and others had none (26 microseconds
     in place of 20, with an adapter, for 8 rows and a weight of 4,096 x 12,288).
     """
@@ -174,13 +166,13 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
 def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
     """Return the cut of a product to which an adapter's is added.
 
-    It leaves room on each multiprocessor for the tiles of u and B, and for a program of the product
+    It leaves room on each SM for the tiles of u and B, and for a program of the product
     with A, which runs there meanwhile, so that all programs run at once that would without it.
     """
     tiles = _measured_cut(rows, n, parts)
     threads = 128 * (tiles.rings(parts) * tiles.sides + 1)
     programs = cdiv(rows, tiles.block_rows(rows)) * cdiv(n, UNIT * tiles.units * tiles.sides)
-    # Programs of a multiprocessor: no more than there are, nor than its registers are enough for.
+    # Programs of an SM: no more than there are, nor than its registers are enough for.
     programs = min(cdiv(programs, MULTIPROCESSORS), _REGISTERS // (threads * tiles.registers))
     room = room_beside(down_program_bytes(rows), programs)
     tiles = _with_stages_in(room, tiles, rows, parts, rank)
@@ -197,7 +189,6 @@ def load_weight(
 
     Args:
         w_smem: tiles of codes, one for each unit and chain of a stage.
-        KB: blocks of 128 along K.
     """
     EACH: gl.constexpr = GROUP // CHAINS
     BYTES: gl.constexpr = UNITS * CHAINS * (w_desc.block_type.nbytes + s_desc.block_type.nbytes)
@@ -224,17 +215,8 @@ def load_rows(
     """Do the work of the warp that copies X: all stages of all rings, a part of K at a time.
 
     Args:
-        x_desc: bfloat16 [K / 64, M, 64], X in boxes of the neighbouring blocks of a stage.
-        arrived: as of `load_weight`.
-        left: as of `load_weight`.
+        x_desc: bfloat16 [K / 64, M, 64], X in boxes of the neighboring blocks of a stage.
         ready_ptr: int32, says when X can be read, with SIGNALLED.
-        PB: as of `load_weight`.
-        stages: as of `load_weight`.
-        RINGS: as of `load_weight`.
-        CHAINS: as of `load_weight`.
-        GROUP: as of `load_weight`.
-        ROUNDS: as of `load_weight`.
-        SIGNALLED: as of `nvfp4_rows.nvfp4_rows_kernel`.
     """
     EACH: gl.constexpr = GROUP // CHAINS
     wait_for_rows(ready_ptr, SIGNALLED)
@@ -261,12 +243,7 @@ _TWO_UNITS = gl.constexpr(
 
 @gluon.jit
 def _rows_of_b(b_smem, UNITS: gl.constexpr, layout: gl.constexpr):
-    """Return a tile of B in the order of the product's rows, bfloat16 [64, 16].
-
-    Args:
-        b_smem: bfloat16 [UNITS * 32, 16], rows as they are in B.
-        UNITS: units of 32 rows, 1 or 2; the rows of a second one that is not there are zeros.
-    """
+    """Return a tile of B in the order of the product's rows, bfloat16 [64, 16]."""
     if UNITS == 2:
         rows = gl.reshape(b_smem.load(_TWO_UNITS), [2, 4, 8, 16])
         rows = gl.reshape(gl.permute(rows, [1, 0, 2, 3]), [64, 16])
@@ -282,14 +259,7 @@ def _added(
     u_smem, b_smem, side: gl.constexpr, layout: gl.constexpr, BLOCK_M: gl.constexpr,
     UNITS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Return the transpose of a tile of u B^T, float32 [64, BLOCK_M], one chain from zero.
-
-    Args:
-        u_smem: bfloat16 [sides * STEPS, BLOCK_M, 16], tiles of u.
-        b_smem: bfloat16 [sides * STEPS, UNITS * 32, 16], tiles of B.
-        UNITS: as of `_rows_of_b`.
-        STEPS: tiles, 16 ranks each.
-    """
+    """Return the transpose of a tile of u B^T, float32 [64, BLOCK_M], one chain from zero."""
     # mma.sync has the bits of wgmma, and its result lies where wgmma has the layer's product.
     product: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]
@@ -314,13 +284,10 @@ def store_product(
         y_ptr: [M, N], written; bfloat16 with an adapter.
         factor: float32, what sums are multiplied by; or a pointer to float32 [N], those of rows of
             the weight.
-        m0: the program's first row of X.
         unit: the first unit of 32 rows of the weight of these warps.
         first: with RANK the first column of u for these rows, or -1 where nothing is added.
         u_smem: as of `_added`, with RANK.
         b_smem: as of `_added`, with RANK.
-        side: as of `_added`.
-        BLOCK_M: rows of X that the program has.
         RANK: columns of the adapter's B; 0: there is no adapter.
     """
     # Warps hold 8 rows of each unit. Columns past M are products of zeros.
@@ -408,14 +375,7 @@ def _sum(
     GROUP: gl.constexpr, ROUNDS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """Return the sums of the two chains of products of a ring, float32 [64, BLOCK_M].
-
-    Args:
-        x_smem, w_smem, s_smem, arrived, left: as of `nvfp4_rows`.
-        side: the side, which says what units of a stage are taken.
-        CHAINS: parts of K that are made in turn; without a second one its sums are zeros.
-        PARTS: parts of K that follow each other; their sums are added in order.
-    """
+    """Return the sums of the two chains of products of a ring, float32 [64, BLOCK_M]."""
     EACH: gl.constexpr = 2 * GROUP // CHAINS  # steps of a chain in a stage
     layout: gl.constexpr = gl.DotOperandLayout(0, parent=mma, k_width=2)
     SYNC: gl.constexpr = BLOCK_M <= 16
@@ -475,24 +435,7 @@ def _work(
     GROUP: gl.constexpr, ROUNDS: gl.constexpr, RANK: gl.constexpr, SIGNALLED: gl.constexpr,
     WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Do the work of the warps of a ring or a side, or behind these that of the warps that copy.
-
-    Args:
-        x_desc, w_desc, s_desc, copied_x, w_smem, s_smem, arrived, left, ready_ptr, m0, unit, KB,
-            PB, stages: as of `nvfp4_rows`.
-        x_smem: the memory of copied_x, as tiles of 64 columns.
-        u_desc, b_desc, u_smem, b_smem, beside, columns_ptr, early: with RANK the adapter, as of
-            `adapter.load_beside`.
-        sums_smem: float32, (RINGS - 1) * CHAINS tiles, for the sums of the second ring.
-        y_ptr: [M, N], written.
-        factor: as of `nvfp4_rows.store_product`.
-        M, N: rows of X and of the weight.
-        place: the ring, or the side of the only ring; behind these the warps that copy the weight,
-            X, and the adapter.
-        RINGS: rings, the sums of which are added in order; 1 or 2.
-        SIDES: sides; 1 where there are several rings.
-        RANK, SIGNALLED: as of `nvfp4_rows_kernel`.
-    """
+    """Do the work of the warps of a ring or a side, or behind these that of the warps that copy."""
     COPIES: gl.constexpr = RINGS * SIDES  # the first place behind the warps that multiply
     if place == COPIES + 2:
         load_beside(u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, unit * 32, N, early,
@@ -547,22 +490,11 @@ def nvfp4_rows_kernel(
         y_ptr: bfloat16, or without an adapter float32, [M, N], written.
         columns_ptr: int32, the first columns of u, likewise.
         ready_ptr: int32, as of `adapter.wait_for_rows`, read with SIGNALLED.
-        factor: as of `nvfp4_rows.store_product`.
-        KB: blocks of 128 along K.
         PB: blocks of a part of K but the last, a multiple of 2 where there are several.
-        early: 1 where the adapter's B may be read before the kernel in front has ended.
-        RINGS: as of `_work`.
+        early: 1 where the adapter's B may be read before the previous kernel has ended.
         CHAINS: as of `_work`; GROUP is a multiple of it.
-        PARTS: as of `_work`.
-        SIDES: as of `_work`.
-        UNITS: as of `Tiles`.
-        BLOCK_M: 8 to 128, a power of two.
-        GROUP: as of `Tiles`.
-        ROUNDS: as of `Tiles`.
-        RANK: columns of the adapter's B; 0: there is no adapter.
         SIGNALLED: whether X is what a kernel before the one in front wrote, which says when X can
             be read; otherwise that is when the one in front has ended.
-        SCALES: the layout of a block's scales in registers.
     """
     SYNC: gl.constexpr = BLOCK_M <= 16
     mma: gl.constexpr = gl.NVMMADistributedLayout(

@@ -47,7 +47,7 @@ from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor
 
 _FLOOR_BITS = struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0]
-# Two programs of a tile share a multiprocessor with at most 128 registers a thread.
+# Two programs of a tile share an SM with at most 128 registers per thread.
 TILE_OPTIONS = {"num_warps": tile.NUM_WARPS, "maxnreg": 128, "enable_fp_fusion": False}
 _FEW_ROWS = 256
 
@@ -107,12 +107,8 @@ def store_row_groups(
     Args:
         y: float32 [R, 128].
         rows: int32 [R], their row numbers.
-        column: which 128 columns.
         codes_ptr: FP8 [num_rows, num_columns], written.
         scales_ptr: float32, one line of rows for each 128 columns, written.
-        MAXIMUM: as of `scale_and_multiplier`.
-        FLOOR_BITS: as of `scale_and_multiplier`.
-        POW2: as of `scale_and_multiplier`.
     """
     scale, multiplier = scale_and_multiplier(tl.max(abs_bits(y), 1), MAXIMUM, FLOOR_BITS, POW2)
     codes = (y * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
@@ -129,7 +125,6 @@ def load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride):
 
     Args:
         rows: int32 [R], row numbers.
-        column: which 128 columns.
     """
     columns = column * 128 + tl.arange(0, 128)
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -150,12 +145,11 @@ def _rows_kernel(
 
     Args:
         x_ptr: bfloat16, float16 or float32 [num_rows, num_columns], rows row_stride apart.
-        codes_ptr: FP8 [num_rows, num_columns], written.
         scales_ptr: float32, one line of rows for each 128 columns, scale_stride apart, written.
     """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
-    wait_for_previous()  # x is what the kernel in front writes
+    wait_for_previous()  # x is what the previous kernel writes
     let_next_start()
     y = load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride)
     store_row_groups(
@@ -170,14 +164,7 @@ def _tile_kernel(
     num_rows, num_columns, row_stride, scale_stride, padded_tokens, column_blocks,
     ROW_GROUPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile as 128 x 1 groups, and with ROW_GROUPS as 1 x 128 groups too.
-
-    Args:
-        x_ptr: bfloat16, float16 or float32 [num_rows, num_columns], rows row_stride apart.
-        row_codes_ptr, row_scales_ptr, token_codes_ptr, token_scales_ptr, scale_stride,
-            padded_tokens: as of `tile.store_groups`.
-        column_blocks: programs of a row of tiles.
-    """
+    """Quantize a tile as 128 x 1 groups, and with ROW_GROUPS as 1 x 128 groups too."""
     block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
     tile.store_groups(
@@ -195,8 +182,6 @@ def _square_kernel(
 
     Args:
         x_ptr: bfloat16 [num_rows, num_columns], rows row_stride apart.
-        codes_ptr, scales_ptr, scale_stride, padded_rows: as of `tile.store_square_turned`.
-        column_blocks: programs of a row of tiles.
     """
     block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
@@ -215,9 +200,7 @@ def _weight_kernel(
 
     Args:
         w_ptr: float32 or bfloat16 [num_rows, num_columns], multiples of 128.
-        codes_ptr: FP8 [num_rows, num_columns], written.
         scales_ptr: float32 [num_rows / 128, num_columns / 128], lines scale_stride apart, written.
-        column_blocks: programs of a row of tiles.
     """
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     w = tile.load_tile(w_ptr, block, column, num_rows, num_columns, num_columns).to(gl.float32)
@@ -244,7 +227,6 @@ def _turn_kernel(
         scales_ptr: float32 [num_rows / 128, num_columns / 128], lines scale_stride apart.
         turned_codes_ptr: uint8 [num_columns, num_rows], written.
         turned_scales_ptr: float32, the scales transposed, lines turned_scale_stride apart, written.
-        column_blocks: programs of a row of tiles.
     """
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     codes = gl.load(tile.tile_places(codes_ptr, block, column, num_columns))
@@ -270,11 +252,7 @@ def rule(format: FP8Format, scales: str) -> dict[str, Any]:
 
 
 def tile_rule(format: FP8Format, scales: str) -> dict[str, Any]:
-    """Return the quantizer's constants as the kernels of tiles take them, and launch options.
-
-    Args:
-        scales: "fp32" or "pow2".
-    """
+    """Return the quantizer's constants as the kernels of tiles take them, and launch options."""
     constants = rule(format, scales)
     del constants["FLOOR_BITS"]
     return {**constants, "FLOOR": AMAX_FLOOR, **TILE_OPTIONS}
@@ -294,7 +272,6 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -
 
     Args:
         x: bfloat16, float16 or float32 [T, K], its rows contiguous.
-        scales: "fp32" or "pow2".
     """
     num_rows, num_columns = _shape("quantize_rows", x)
     rows = empty_row_groups(num_rows, num_columns, FORMATS[format][0], x.device)
@@ -312,10 +289,6 @@ def quantize_tokens(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32")
     """Return 128 x 1 groups of x, as `quantize(x, (128, 1))`, laid out for WGrad.
 
     Rows of zeros follow the last token up to a multiple of 128, and tokens are contiguous.
-
-    Args:
-        x: bfloat16, float16 or float32 [T, K], its rows contiguous.
-        scales: "fp32" or "pow2".
     """
     return _quantize_tiles("quantize_tokens", x, False, format, scales)[1]
 
@@ -323,12 +296,7 @@ def quantize_tokens(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32")
 def quantize_rows_and_tokens(
     x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
 ) -> tuple[QTensor, QTensor]:
-    """Return `quantize_rows(x)` and `quantize_tokens(x)`, from one read of x.
-
-    Args:
-        x: bfloat16, float16 or float32 [T, K], its rows contiguous.
-        scales: "fp32" or "pow2".
-    """
+    """Return `quantize_rows(x)` and `quantize_tokens(x)`, from one read of x."""
     return _quantize_tiles("quantize_rows_and_tokens", x, True, format, scales)
 
 
@@ -358,7 +326,6 @@ def quantize_squares(x: Tensor, scales: str = "fp32") -> QTensor:
 
     Args:
         x: bfloat16 [T, K], its rows contiguous, K a multiple of 128.
-        scales: "fp32" or "pow2".
     """
     check_matrix("quantize_squares", x, (torch.bfloat16,))
     num_rows, num_columns = x.shape
@@ -382,11 +349,7 @@ def quantize_weight(
 
     Args:
         w: float32 or bfloat16 [N, K] contiguous, both multiples of 128.
-        scales: "fp32" or "pow2".
         out: the result of an earlier call, written in place.
-
-    Raises:
-        ValueError: a layout that the kernel does not take, or dimensions not multiples of 128.
     """
     check_matrix("quantize_weight", w, (torch.float32, torch.bfloat16))
     if not w.is_contiguous():

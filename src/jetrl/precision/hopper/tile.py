@@ -38,7 +38,7 @@ TURNED = gl.constexpr(
     gl.DistributedLinearLayout(_ALONG_COLUMN + _ALONG_ROW, _LANES, _WARPS, [], [128, 128])
 )
 _PROPAGATE_NAN = gl.constexpr(tl.PropagateNan.ALL)
-LINE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))  # 128 groups, one a thread
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))  # 128 groups, one per thread
 
 
 @gluon.jit
@@ -69,10 +69,6 @@ def tile_places(ptr, block, column, stride):
 
     The corner, which may lie anywhere, has an int64 address; offsets inside have 31 bits, which
     spares registers.
-
-    Args:
-        block: the tile's rows, in blocks of 128.
-        column: the tile's columns, in blocks of 128.
     """
     corner = ptr + (block.to(gl.int64) * 128 * stride + column * 128)
     rows = gl.arange(0, 128, gl.SliceLayout(1, TILE))
@@ -82,12 +78,7 @@ def tile_places(ptr, block, column, stride):
 
 @gluon.jit
 def tile_mask(block, column, num_rows, num_columns):
-    """Return which places of a tile lie in the matrix, [128, 128] in TILE.
-
-    Args:
-        block: the tile's rows, in blocks of 128.
-        column: the tile's columns, in blocks of 128.
-    """
+    """Return which places of a tile lie in the matrix, [128, 128] in TILE."""
     rows = gl.arange(0, 128, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, 128, gl.SliceLayout(0, TILE))
     rows_left, columns_left = num_rows - block * 128, num_columns - column * 128
@@ -96,12 +87,7 @@ def tile_mask(block, column, num_rows, num_columns):
 
 @gluon.jit
 def load_tile(x_ptr, block, column, num_rows, num_columns, row_stride):
-    """Return a tile [128, 128] in TILE, of the matrix's dtype, with zeros outside the matrix.
-
-    Args:
-        block: the tile's rows, in blocks of 128.
-        column: the tile's columns, in blocks of 128.
-    """
+    """Return a tile [128, 128] in TILE, of the matrix's dtype, with zeros outside the matrix."""
     mask = tile_mask(block, column, num_rows, num_columns)
     return gl.load(tile_places(x_ptr, block, column, row_stride), mask=mask, other=0.0)
 
@@ -167,7 +153,7 @@ def split_rows(x, ROWS: gl.constexpr):
 def _maxima_down(x):
     """Return the maxima of each thread's eight rows, [16, 128], of x >= 0, bfloat16 in TILE.
 
-    Pairs of neighbouring columns share a register.
+    Pairs of neighboring columns share a register.
     """
     a, b = split_rows(x, 128)
     a, b = split_rows(larger_pairs(a, b), 64)
@@ -274,8 +260,6 @@ def store_turned(codes_ptr, codes, block, column, num_columns, padded_rows):
     Args:
         codes_ptr: the array, [num_columns, padded_rows].
         codes: [128, 128] in TURNED; eight of a column are one store of a thread.
-        block: the tile's rows, in blocks of 128.
-        column: the tile's columns, in blocks of 128.
         padded_rows: rows of the array's own width, a multiple of 128.
     """
     corner = codes_ptr + (column.to(gl.int64) * 128 * padded_rows + block * 128)
@@ -295,19 +279,12 @@ def store_groups(
 
     Args:
         y: bfloat16, float16 or float32 [128, 128] in TILE.
-        block: the tile's rows, in blocks of 128.
-        column: the tile's columns, in blocks of 128.
         num_rows: tokens; the rows past them become zeros in 128 x 1 groups.
         row_codes_ptr: FP8 [num_rows, num_columns], written with ROW_GROUPS.
         row_scales_ptr: float32, one line of tokens for each 128 columns, written with ROW_GROUPS.
         scale_stride: from one line of row scales to the next.
         token_codes_ptr: FP8 [num_columns, padded_tokens], written.
         token_scales_ptr: float32 [padded_tokens / 128, num_columns], written.
-        padded_tokens: tokens up to a multiple of 128.
-        ROW_GROUPS: whether 1 x 128 groups are made.
-        MAXIMUM: as of `scale_and_multiplier`.
-        FLOOR: as of `scale_and_multiplier`.
-        POW2: as of `scale_and_multiplier`.
     """
     # Scales: maxima go to a line of 128 threads, which divides once for each group, and the
     # multipliers come back to the layout that they are multiplied in.
@@ -343,14 +320,8 @@ def store_square_turned(
 
     Args:
         y: bfloat16 [128, 128] in TILE.
-        block: the tile's rows, in blocks of 128.
-        column: the tile's columns, in blocks of 128.
         codes_ptr: FP8 [num_columns, padded_rows], written.
         scales_ptr: float32 [num_columns / 128, padded_rows / 128], written.
-        padded_rows: rows up to a multiple of 128.
-        MAXIMUM: as of `scale_and_multiplier`.
-        FLOOR: as of `scale_and_multiplier`.
-        POW2: as of `scale_and_multiplier`.
     """
     # Each thread divides for itself: to hand one scale round would cost the warps another meeting.
     scale, multiplier = scale_and_multiplier(tile_maximum(y), MAXIMUM, FLOOR, POW2)
