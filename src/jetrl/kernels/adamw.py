@@ -75,7 +75,7 @@ def adamw_(
 def adamw_ref_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, s: AdamWScalars
 ) -> None:
-    """Do one step of AdamW, the specification: float32, operations rounded one by one in this order."""
+    """Do one step of AdamW, the specification: float32, each operation rounded in this order."""
     # This step's moments from those of the step before, as they were stored.
     g = grad * clip
     old_root = _decode_root(root)

@@ -377,4 +377,4 @@ class PrecisionPlan:
         promise = (
             "bit for bit equal (checked every step)" if self.exact else "not promised (measured)"
         )
-        return [*rows, ("sampler and trainer log-probs", equal if self.exact else measured)]
+        return [*rows, ("sampler and trainer log-probs", promise)]
