@@ -17,13 +17,7 @@ LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a command on one rank.
-
-    Attributes:
-        code: The exit code; negative for a signal.
-        out: What the rank wrote to standard output.
-        err: What the rank wrote to standard error.
-    """
+    """The end of a command on one rank."""
 
     code: int
     out: str
@@ -44,25 +38,13 @@ def run_commands(
     port: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:
-    """Return the ends of `jetrl` commands, each on one of as many ranks of this machine.
-
-    Args:
-        words: The words of each rank's command.
-        folder: The working directory of all ranks.
-        port: The port that the ranks meet at; None: a free one.
-        environment: More environment variables.
-    """
+    """Return the ends of `jetrl` commands, each on one of as many ranks of this machine."""
     texts = [[str(word) for word in own] for own in words]
     return _run(_command, texts, folder, port, environment)
 
 
 def run_scripts(scripts: Sequence[str], folder: Path) -> list[Ended]:
-    """Return the ends of Python scripts, each on one of as many ranks; a single one is no rank.
-
-    Args:
-        scripts: The text of each rank's script.
-        folder: The working directory of all ranks.
-    """
+    """Return the ends of Python scripts, each on one of as many ranks; a single one is no rank."""
     return _run(_script, [[script] for script in scripts], folder, alone=len(scripts) == 1)
 
 

@@ -15,16 +15,7 @@ LIMIT_S = 120.0
 
 
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what `function(*arguments)` returns on each rank of a gloo world of `size` processes.
-
-    Args:
-        size: How many ranks there are.
-        function: A function of a module's top level.
-        arguments: Its arguments, which `pickle` can encode.
-
-    Raises:
-        AssertionError: A rank raised, was killed, or did not end; with the ranks' tracebacks.
-    """
+    """Return what `function(*arguments)` returns on each of `size` ranks of a gloo world."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preloaded"])
     with tempfile.TemporaryDirectory() as folder:

@@ -36,14 +36,7 @@ SMALL = [
 
 
 def run_small(folder: str, name: str, *overrides: str, resume: bool = False) -> str:
-    """Return the directory of a small run, whose every matrix is divided among ranks.
-
-    Args:
-        folder: The folder of run directories.
-        name: The run's name.
-        overrides: Settings that differ from those of `SMALL`.
-        resume: Whether to go on with a run.
-    """
+    """Return the directory of a small run, whose every matrix is divided among ranks."""
     words = [*SMALL, f"run.dir={folder}", f"run.name={name}", *overrides]
     return str(train(load_config("demo", words), resume=resume).run_path)
 

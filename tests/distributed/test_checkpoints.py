@@ -270,17 +270,6 @@ def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
 
 
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
-def lose(file: Path) -> None:
-    file.with_name(SHARD.replace("00002", "00001")).unlink()
-    forge(file.parents[1])
-
-
 def twice(file: Path) -> None:
     shutil.copy(file, file.with_name("shard-00003.safetensors"))
     forge(file.parents[1])
@@ -288,16 +277,13 @@ def twice(file: Path) -> None:
 
 DAMAGE: list[Any] = [
     pytest.param(truncate, r"masters/shard-00002\S* has \d+ bytes instead of", id="truncated"),
-    pytest.param(flip, r"masters/shard-00002\S* does not match its checksum", id="flipped"),
     pytest.param(Path.unlink, r"shard-00002\S*: No such file", id="missing"),
     pytest.param(
         lambda f: shutil.copy(f, f.with_name("other.safetensors")),
         r"masters/other.safetensors is not a file of this checkpoint",
         id="foreign",
     ),
-    pytest.param(lose, r"masters: .* every row of \S+ once", id="rows-missing"),
     pytest.param(twice, r"masters: .* every row of \S+ once", id="rows-twice"),
-    pytest.param(lambda f: rewrite(f, None), r"shard-00002\S*: no rank's file", id="no-places"),
     pytest.param(
         lambda f: rewrite(f, {"DCP_SHARDING_INFO": '{"embed.weight": {"saved_offsets": [-1]}}'}),
         r"shard-00002\S*: DCP_SHARDING_INFO: embed.weight.saved_offsets.0 = -1",
@@ -312,11 +298,6 @@ DAMAGE: list[Any] = [
         lambda f: rewrite(f, {"DCP_SHARDING_INFO": "[" * 9000}),
         r"shard-00002\S*: missing or not a safetensors file",
         id="deep-places",
-    ),
-    pytest.param(
-        lambda f: (f.write_bytes(b"no"), forge(f.parents[1])),
-        r"shard-00002\S*: missing or not a safetensors file",
-        id="no-safetensors",
     ),
 ]
 

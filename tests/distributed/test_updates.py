@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.distributed.ranks import run_ranks
-from tests.distributed.tiny_policy import digest_of, random_samples
+from tests.distributed.tiny_policy import CONFIG, digest_of, random_samples
 
 from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.world import world
@@ -17,22 +17,6 @@ from jetrl.precision import PrecisionPlan, gradients
 from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, Trainer
 from jetrl.types import Example
-
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 300,  # two whole blocks of rows, and a ragged one
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-    "hidden_act": "silu",
-}
 
 
 def _whole(policy: Policy, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

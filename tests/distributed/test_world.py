@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.distributed.ranks import run_ranks
 
-from jetrl.distributed.agreement import LARGEST_SIZE, OUT_OF_MEMORY, agree
+from jetrl.distributed.agreement import LARGEST_SIZE, OUT_OF_MEMORY, UPDATE_IS_FINITE, agree
 from jetrl.distributed.collectives import exchange, gather_equal, gather_rows
 from jetrl.distributed.process_group import record_collectives
 from jetrl.distributed.shards import Shard, shard_of
@@ -93,6 +93,14 @@ def test_one_process_is_a_world_of_its_own() -> None:
     assert world().gather("it", 3) == [3]
     assert world().from_first("it", lambda: 4) == 4
     world().same("it", 5)
+    assert agree(OUT_OF_MEMORY, "out") == "out"
+    assert agree(UPDATE_IS_FINITE, False) is False
+
+
+def test_answers_become_one() -> None:
+    assert OUT_OF_MEMORY.combine(["", "the GPU is full", "SIGTERM"]) == "the GPU is full"
+    assert not UPDATE_IS_FINITE.combine([True, False])
+    assert LARGEST_SIZE.combine([4096, 2048, 8192]) == 2048
 
 
 def _progress() -> list[tuple[int, int, int]]:

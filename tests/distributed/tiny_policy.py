@@ -77,13 +77,7 @@ def _whole(tensor: torch.Tensor, shard: Shard | None) -> torch.Tensor:
 
 
 def random_samples(policy: Policy, step: int, group_size: int) -> list[Sample]:
-    """Return eight samples of random tokens, with log-probs of the policy.
-
-    Args:
-        policy: The policy.
-        step: The seed.
-        group_size: The samples of each prompt.
-    """
+    """Return eight samples of random tokens, with log-probs of the policy."""
     g = np.random.default_rng(step)
     samples = []
     for i in range(8):

@@ -56,14 +56,7 @@ POINTS = {**faults.POINTS, UPDATE: ("jetrl.training.trainer", "Trainer.step", fa
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one rank.
-
-    Attributes:
-        kind: What becomes of the rank: killed, raises or hangs.
-        victim: The rank.
-        point: The point, of `POINTS`; empty for a random time.
-        occurrence: Which time of coming by, from 1.
-    """
+    """A fault of one rank."""
 
     kind: str
     victim: int
@@ -100,12 +93,7 @@ FAULTS = (
 
 
 def prepared(fault: Fault, note: Path) -> Callable[[int], None]:
-    """Return what lets one rank meet a fault at its point, and write down where and when.
-
-    Args:
-        fault: The fault.
-        note: The file that place and moment are written to.
-    """
+    """Return what lets one rank meet a fault at its point, and write down where and when."""
 
     def meet() -> None:
         status = getattr(peers(), "_status", None)
@@ -140,15 +128,7 @@ def at_random(fault: Fault, seconds: float, note: Path) -> Callable[[list[int]],
 
 
 def problems_of(fault: Fault, ended: Ended, gone_s: float, place: str, run: Path) -> list[str]:
-    """Return what is wrong with the end of a run that met a fault, in words.
-
-    Args:
-        fault: The fault.
-        ended: The end of its ranks.
-        gone_s: Seconds from the fault, or of a hang from the first end, to the end of all.
-        place: The phase of the fault; empty where it is not known.
-        run: The run directory.
-    """
+    """Return what is wrong with the end of a run that met a fault, in words."""
     problems = []
     if ended.codes != fault.codes:
         problems.append(f"exit codes {ended.codes} instead of {fault.codes}")
@@ -165,13 +145,7 @@ def problems_of(fault: Fault, ended: Ended, gone_s: float, place: str, run: Path
 
 
 def remembered(fault: Fault, run: Path, log: Path) -> dict[str, Any]:
-    """Return what `jetrl doctor` finds of the collectives that the other rank remembers.
-
-    Args:
-        fault: The fault.
-        run: The run directory.
-        log: A file for the doctor's output.
-    """
+    """Return what `jetrl doctor` finds of the collectives that the other rank remembers."""
     file = run / "ranks" / f"{FILES}{1 - fault.victim}.json"
     log.unlink(missing_ok=True)
     forked(["doctor", str(run)], log)
@@ -187,16 +161,7 @@ def remembered(fault: Fault, run: Path, log: Path) -> dict[str, Any]:
 
 
 def fail_ranks(folder: Path, device: str, seed: int) -> tuple[list[dict[str, Any]], bool]:
-    """Return a record of each fault, and whether the run has the bits of the undisturbed one.
-
-    Args:
-        folder: A folder for run directories.
-        device: The device of the run.
-        seed: The seed of the random times.
-
-    Raises:
-        SystemExit: A run that nobody disturbs fails.
-    """
+    """Return a record of each fault, and whether the run has the bits of the undisturbed one."""
     rng, log = random.Random(seed), folder / "console.txt"
     base = ["train", "demo", *SETTINGS, f"run.device={device}", f"run.dir={folder}"]
     took = 0.0

@@ -61,15 +61,7 @@ FIRST_ONLY = {
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a start of the program on several ranks.
-
-    Attributes:
-        codes: The exit code of each rank; negative for a signal.
-        gone_s: The seconds from the end of the first rank that failed to the end of all; 0 where
-            none failed.
-        console: What the ranks printed in this start.
-        at: When the last rank ended, on this machine's monotonic clock.
-    """
+    """The end of a start of the program on several ranks."""
 
     codes: list[int]
     gone_s: float
@@ -90,16 +82,7 @@ def launch(
     outside: Callable[[list[int]], None] = lambda pids: None,
     restart: int = 0,
 ) -> Ended:
-    """Run `jetrl ARGUMENTS` as several ranks, each in a fork of this process.
-
-    Args:
-        arguments: The words of the command.
-        log: The file that all ranks print to.
-        size: How many ranks there are.
-        prepare: Called in each rank, with its number, before it begins.
-        outside: Called here once all ranks run, with their processes; it may send signals.
-        restart: How many times torchrun would have started the ranks before.
-    """
+    """Run `jetrl ARGUMENTS` as several ranks, each in a fork of this process."""
     log.touch()
     before = log.stat().st_size
     with _agent_store(size) as port:
@@ -116,11 +99,7 @@ def launch(
 
 
 def _wait(pids: list[int]) -> tuple[dict[int, int], float, float]:
-    """Wait for all ranks as torchrun does; return their exit codes, and when they began to end.
-
-    Returns:
-        The exit code of each process; when the first one failed; when the last one ended.
-    """
+    """Wait for all ranks as torchrun does; return their exit codes, and when they began to end."""
     codes: dict[int, int] = {}
     began, first_end, killed = time.monotonic(), 0.0, False
     while len(codes) < len(pids):
@@ -208,14 +187,7 @@ def _agent_store(size: int) -> Iterator[int]:
 
 
 def ends_at(point: str, victim: int, occurrence: int, place: Path) -> Callable[[int], None]:
-    """Return what lets one rank write down its phase and end by SIGKILL, at a point.
-
-    Args:
-        point: The point, of faults.POINTS.
-        victim: The rank that ends.
-        occurrence: Which time of coming by, from 1.
-        place: The file that the phase is written to.
-    """
+    """Return what lets one rank write down its phase and end by SIGKILL, at a point."""
 
     def prepare(rank: int) -> None:
         if rank == victim:
@@ -228,14 +200,7 @@ def ends_at(point: str, victim: int, occurrence: int, place: Path) -> Callable[[
 def raises_at(
     point: str, victim: int, occurrence: int, error: BaseException
 ) -> Callable[[int], None]:
-    """Return what lets one rank raise an error at a point.
-
-    Args:
-        point: The point, of faults.POINTS.
-        victim: The rank.
-        occurrence: Which time of coming by, from 1.
-        error: The error.
-    """
+    """Return what lets one rank raise an error at a point."""
 
     def prepare(rank: int) -> None:
         if rank == victim:
@@ -266,18 +231,7 @@ def after(seconds: float, victim: int, number: signal.Signals) -> Callable[[list
 
 
 def check_end(ended: Ended, victim: int, place: str, run: Path) -> None:
-    """Check how a run ended that lost a rank.
-
-    Args:
-        ended: The end of its ranks.
-        victim: The rank that was killed.
-        place: The phase that it was killed in, where it is known.
-        run: The run directory.
-
-    Raises:
-        SystemExit: It took too long, the console does not name the rank or its phase once, a rank
-            ended with another code, or the last checkpoint is damaged.
-    """
+    """Check how a run ended that lost a rank."""
     others = [code for rank, code in enumerate(ended.codes) if rank != victim]
     # A rank may be killed when the others have nothing to do any more, or nothing yet.
     problems = []

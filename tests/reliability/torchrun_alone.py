@@ -1,9 +1,9 @@
-"""Kill one of two ranks under torchrun, with jetrl's peer watch and without it, and compare.
+"""Kill one of two ranks under torchrun, with jetrl's own account of lost ranks and without it.
 
     python tests/reliability/torchrun_alone.py --kills 20 --out build/torchrun_alone.json
 
-Both variants get the same victims at the same moments, counted from the end of the imports.
-Without the watch, the other rank hears of a dead one by gloo's error or by torchrun's SIGTERM.
+All variants get the same victims at the same moments, counted from the end of the imports. Without
+an account, the other rank hears of a dead one by gloo's error or by torchrun's SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from jetrl.runs.attempts import read_status
 from jetrl.training import Checkpoints
 
 STEPS = 12
+VARIANTS = WATCHED, _ = "with_watch", "torchrun_alone"
 
 
 def be_rank(folder: Path, watch: bool, words: list[str]) -> None:
@@ -127,29 +128,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--commit", default="", help="the commit, for the record")
     parser.add_argument("--out", type=Path, help="a JSON file for the record")
     args = parser.parse_args()
     uncut = killed(True, 1, None)
     assert uncut["torchrun_code"] == 0, uncut
-    rng, done = random.Random(args.seed), {True: [], False: []}
-    while len(done[False]) < args.kills:
+    rng = random.Random(args.seed)
+    done: dict[str, list[dict[str, Any]]] = {name: [] for name in args.variants}
+    while len(done[args.variants[0]]) < args.kills:
         victim, after_s = rng.randrange(2), rng.uniform(0.0, uncut["gone_s"])
-        pair = [killed(watch, victim, after_s) for watch in (True, False)]
-        if all(pair):  # else one was done before its moment
-            done[True].append(pair[0])
-            done[False].append(pair[1])
-            print(json.dumps(pair), flush=True)
+        ends = {name: killed(name == WATCHED, victim, after_s) for name in args.variants}
+        if all(ends.values()):  # else one was done before its moment
+            for name, end in ends.items():
+                done[name].append(end)
+            print(json.dumps(ends), flush=True)
             record = {
                 "command": f"python tests/reliability/torchrun_alone.py --kills {args.kills} "
-                f"--seed {args.seed}",
+                f"--seed {args.seed} --variants {' '.join(args.variants)}",
                 "commit": args.commit,
                 "date": time.strftime("%Y-%m-%d"),
                 "torch": torch.__version__,
                 "machine": f"{os.cpu_count()} cores, {platform.machine()}",
                 "uncut_s": uncut["gone_s"],
-                "with_watch": summary(done[True]),
-                "torchrun_alone": summary(done[False]),
+                **{name: summary(ends) for name, ends in done.items()},
             }
             if args.out is not None:
                 args.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,8 +1,7 @@
-"""Decisions that every process of a run has to take alike.
+"""Decisions that every process of a run has to make alike.
 
-A process that stops, halves a size or skips an update alone would leave the others waiting for it,
-or train another model than they do. Each such decision is a `Decision`, which says how the answers
-of all processes become one, and is taken by calling `agree`. A run of one process has one answer.
+A process that stops, halves a size or skips an update on its own would leave the others waiting, or
+train another model. A `Decision` says how the answers of all processes become one.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ Value = TypeVar("Value", bool, int, str)
 
 @dataclass(frozen=True)
 class Decision(Generic[Value]):
-    """A question that all processes answer, and the rule that makes one answer of theirs.
+    """A question that all processes answer, and how their answers, by rank, become one.
 
-    Attributes:
-        combine: Maps the answers, one of each process in the order of ranks, to the common one. A
-            single answer is its own result.
+    A single answer is its own result.
     """
 
     question: str
@@ -36,27 +33,20 @@ def _first_text(answers: Sequence[str]) -> str:
     return next(filter(None, answers), "")
 
 
-OUT_OF_MEMORY = Decision[str]("how memory ran out, empty where it did not", _first_text)
-STOP = Decision[str]("why the run stops after this step, empty where it goes on", _first_text)
+OUT_OF_MEMORY = Decision[str]("how memory ran out, empty if it did not", _first_text)
+STOP = Decision[str]("why the run stops after this step, empty if it continues", _first_text)
 UPDATE_IS_FINITE = Decision[bool]("whether the numbers of an update are all finite", all)
 LARGEST_SIZE = Decision[int]("the largest size of work that fits everywhere", min)
 
 
 def agree(decision: Decision[Value], answer: Value) -> Value:
-    """Return the answer that all processes of the run take.
-
-    Every process calls this function, with the same decision.
-    """
+    """Return the common answer; every process calls this function, with the same decision."""
     return decision.combine(world().gather(decision.question, answer))
 
 
 @contextlib.contextmanager
 def ending_together(what: str, *others: type[BaseException]) -> Iterator[None]:
-    """Let all processes leave the body in the same way: an error of one is raised by all.
-
-    A body that ends early, by a UserError or by RunStopped, waits here for the other processes. The
-    body itself may not wait for them.
-    """
+    """Raise a UserError or RunStopped of one process in all; the body may not wait for others."""
     if world().size == 1:
         yield
         return

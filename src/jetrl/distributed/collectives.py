@@ -1,7 +1,7 @@
-"""The collectives that move tensors between ranks and add no numbers.
+"""Collectives that move tensors between ranks and add nothing.
 
-Whatever is added is added by jetrl, in an order of its own, so the bits of a sum depend neither on
-the number of ranks nor on the network. Tensors travel as bytes: gloo has no FP8, nor int16.
+jetrl adds numbers itself, in its own order, so the bits of a sum depend neither on the number of
+ranks nor on the network. Tensors travel as bytes: gloo has neither FP8 nor int16.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @contextlib.contextmanager
 def _together(what: str) -> Iterator[None]:
-    """Take part in a collective, and name the rank that is lost where it breaks."""
+    """Take part in a collective, and name the lost rank if it breaks."""
     with peers().awaiting(what):
         try:
             yield
@@ -41,12 +41,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def gather_rows(tensor: Tensor, counts: Sequence[int]) -> None:
-    """Fill a tensor, of which each rank has its own rows, with the rows of all ranks, in place.
-
-    Args:
-        tensor: [N, ...], contiguous; the same shape on every rank.
-        counts: How many consecutive rows each rank has; their sum is N.
-    """
+    """Fill a contiguous tensor [N, ...], of which each rank has `counts[rank]` rows, in place."""
     pieces = list(as_bytes(tensor).split(list(counts)))
     own = pieces[dist.get_rank()]
     with _together("rows of weights"):
@@ -61,12 +56,7 @@ def gather_rows(tensor: Tensor, counts: Sequence[int]) -> None:
 
 
 def whole_tensor(own: Tensor, shard: Shard) -> Tensor:
-    """Return a whole tensor [N, ...] on every rank, of which each has its own rows.
-
-    Args:
-        own: The rows that this rank owns, contiguous.
-        shard: How the rows are divided.
-    """
+    """Return the whole tensor [N, ...] on every rank, from the contiguous rows of each."""
     whole = own.new_empty((shard.num_rows, *own.shape[1:]))
     whole[shard.own_rows] = own
     gather_rows(whole, shard.counts())
@@ -74,15 +64,14 @@ def whole_tensor(own: Tensor, shard: Shard) -> Tensor:
 
 
 def exchange(pieces: Sequence[Tensor] | None, received: Tensor) -> Work | None:
-    """Send a piece of a tensor to every rank, and receive those that others have for this rank.
+    """Send a contiguous piece to every rank, and receive the pieces for this rank.
 
     Args:
-        pieces: A contiguous piece for each rank, in order; None of a rank that has nothing to send.
-        received: [present, ...], filled with what the first `present` ranks have sent, which are
-            those that have pieces; contiguous.
+        pieces: One per rank; None of a rank that has nothing to send.
+        received: [present, ...], contiguous; filled by the first `present` ranks, which send.
 
     Returns:
-        The work to wait for on a GPU, before which `received` must not be read; None on a CPU.
+        On a GPU the work to wait for before `received` is read.
     """
     size, present = dist.get_world_size(), len(received)
     empty = torch.empty(0, dtype=torch.uint8, device=received.device)
@@ -108,7 +97,7 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def gather_equal(tensor: Tensor) -> Tensor:
-    """Return the tensors of all ranks, which have one shape [...], as [size, ...]."""
+    """Return the tensors of all ranks, of one shape [...], as [size, ...]."""
     gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
     flat = as_bytes(tensor.reshape(1, -1)).flatten()
     with _together("sums"):

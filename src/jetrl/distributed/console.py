@@ -1,8 +1,7 @@
-"""The console of a process that is one of several ranks, and its last line there.
+"""The console of a process that is one of several ranks. Imports no torch.
 
-Rank 0 speaks to the user. The other ranks of a command write nothing to the console: what they
-print goes nowhere until the run directory has a log of theirs (runs/follower.py). This module
-imports no torch.
+Only rank 0 writes to the console of a command. What the others print is dropped until the run
+directory has a log for it (runs/follower.py).
 """
 
 from __future__ import annotations
@@ -17,20 +16,17 @@ from jetrl.distributed.world import launched_rank
 
 _STDOUT, _STDERR = 1, 2
 _said = threading.Lock()  # taken by the thread that prints how this process ends
-_console = _STDERR  # where a rank other than the first prints what nobody prints for it
+_console = _STDERR  # for a rank other than 0 whose last words rank 0 does not print
 
 
 def tell(text: str) -> None:
-    """Print a line on stderr about how the program ends, if stderr can be written.
-
-    Where it cannot, the exit code alone says how the program ended, and stays what it is.
-    """
+    """Print a line on stderr about how the program ends, if stderr can be written."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def be_silent() -> None:
-    """Let this process print nothing, neither from Python nor from the libraries below it."""
+    """Drop what this process prints, from Python and from C."""
     global _console
     sys.stdout.flush()
     sys.stderr.flush()
@@ -42,7 +38,7 @@ def be_silent() -> None:
 
 
 def tell_once(text: str) -> None:
-    """Print the message of this process's end, if no other thread has printed one."""
+    """Print why this process ends, unless another thread has printed it."""
     if not _said.acquire(blocking=False):
         return
     if launched_rank() == 0:
@@ -53,10 +49,7 @@ def tell_once(text: str) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process at once, since Python's own end may wait for what never comes.
-
-    Threads of NCCL wait for other ranks; threads that watch them would be killed within C++.
-    """
+    """End the process at once: Python's own end may wait forever for threads of NCCL."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""The place where the processes of a run meet before they are joined, and leave their last words.
+"""torchrun's key-value store: the ranks compare here what they were started with, and end here.
 
-It is torchrun's key-value store: each rank writes what it was started with, reads what the others
-wrote, and refuses to begin where these differ. When a run ends with an error the ranks write their
-messages there, so that rank 0 can print a common one once.
+Each rank writes what it was started with, reads what the others wrote, and refuses to begin if
+these differ. When a run ends with an error the ranks write their messages here, and rank 0 prints a
+common one once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Meeting:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.compared = False
-        self._joined = 0  # times: a script may do one run after the other
+        self._joined = 0  # how often: a script may do one run after another
         self._words: Store = PrefixStore("jetrl", store)
 
     def again(self) -> Meeting:
@@ -52,19 +52,19 @@ class Meeting:
         return PrefixStore(f"jetrl {name} {self._joined}", _connected_again(self.store))
 
     def group_store(self) -> Store:
-        """Return the part of the store in which the process group of the present run is made."""
+        """Return the part of the store for the process group of the current run."""
         return PrefixStore(f"group {self._joined}", self.store)
 
     def part(self) -> None:
-        """Take note that the ranks have parted, at the end of a run; they may meet for another."""
+        """Note that the run has ended; the ranks may meet for another one."""
         self.compared = False
         self._joined += 1
 
     def compare(self, facts: Mapping[str, str], problem: str = "") -> None:
-        """Return once all ranks have come with the same facts and without a problem.
+        """Return once all ranks have come with the same facts.
 
         Args:
-            problem: Why this rank cannot begin; empty where it can.
+            problem: Why this rank cannot begin; empty if it can.
 
         Raises:
             UserError: A rank has a problem or other facts, or did not come; on every rank.
@@ -91,15 +91,14 @@ class Meeting:
                 )
 
     def end(self, words: str, heard: bool = False) -> str | None:
-        """Return what this rank has to print when it ends with an error; None where nothing.
+        """Return what this rank has to print when it ends with an error; None if nothing.
 
         Rank 0 prints its own words, and those of ranks that end for another reason. Another rank
-        prints only where rank 0 does not do so within seconds.
+        prints only if rank 0 does not do so within seconds.
 
         Args:
-            words: This rank's message about its end; empty where another rank's says it all.
-            heard: Whether the others know of this end: rank 0 is well and prints it, or is this
-                rank, and no other has words of its own.
+            words: This rank's message about its end; empty if another rank's says it all.
+            heard: Whether the others know of this end, and rank 0 is there to print it.
         """
         self._words.set(f"end {self.rank}", words)
         if self.rank:
@@ -115,7 +114,7 @@ class Meeting:
         return _common([self.read(key) for key in ends], own=words)
 
     def told(self) -> None:
-        """Say to the ranks that are ending that rank 0 has printed their words."""
+        """Tell the ranks that are ending that rank 0 has printed their words."""
         self._words.set(_TOLD, "yes")
         ending = [rank for rank in range(1, self.size) if self._words.check([f"end {rank}"])]
         self._came([f"heard {rank}" for rank in ending])  # the store may be this process's own
@@ -126,13 +125,13 @@ class Meeting:
             self._words.set(key, text)
 
     def read(self, key: str) -> str:
-        """Return what a rank has written, without waiting; "" where nothing was written."""
+        """Return what a rank has written; "" if nothing, without waiting."""
         with self._there():
             return self._words.get(key).decode() if self._words.check([key]) else ""
 
     @contextlib.contextmanager
     def _there(self) -> Iterator[None]:
-        """Turn an error of the store, in the block, into one that says who is lost."""
+        """Turn an error of the store into one that says who is lost."""
         try:
             yield
         except RuntimeError as error:
@@ -147,7 +146,7 @@ class Meeting:
         return bool(came)
 
     def _all(self, start: str) -> list[dict[str, Any]]:
-        """Return what each rank has written, and wait for those that have not yet."""
+        """Wait until each rank has written, and return that by rank."""
         began, told = time.monotonic(), False
         came: dict[int, dict[str, Any]] = {}
         try:
@@ -197,7 +196,7 @@ _meetings: list[Meeting] = []  # at most one, which a process joins once
 
 
 def meet(init_method: str = "env://") -> Meeting:
-    """Return the place where the processes of the run meet, which the first call joins.
+    """Return the store of this process's run; the first call connects to it.
 
     Raises:
         NoMeeting: Rank 0 cannot be reached, or cannot listen, or restarts would go wrong.

@@ -1,12 +1,11 @@
 """The world of several processes, over torch.distributed.
 
-`torchrun` starts the processes and tells each its rank by environment variables. `open_world` joins
-them: tensors travel by NCCL between GPUs (gloo between CPUs), and what the host says by gloo, so
-that a decision waits for no kernel. A rank that does not answer within the time limit ends the
-process, by an error that names what was waited for.
+`open_world` joins the processes that `torchrun` has started. Tensors travel by NCCL between GPUs
+(gloo between CPUs), host values by gloo, so that a decision waits for no kernel. A rank that does
+not answer within the time limit ends the process with an error that says what was waited for.
 
-Ranks trust one another: values are encoded with pickle, as torch.distributed itself does. The
-network between the machines of a run has to be private, as torch.distributed demands.
+Ranks trust one another: values are pickled, as torch.distributed itself does. The network between
+the machines of a run has to be private.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ TIMEOUT_FILES, FILES = "nccl_timeout_rank_", "collectives_rank_"
 
 @dataclass(frozen=True)
 class ProcessGroupWorld(World):
-    """A run of several processes, which `open_world` joins.
+    """A run of several processes.
 
     Attributes:
-        hosts: The gloo group by which the hosts speak.
+        hosts: The gloo group of the host values.
         waits: The seconds that this process has waited for the others, in a list of one.
     """
 
@@ -62,18 +61,15 @@ class ProcessGroupWorld(World):
 
     @property
     def waited_s(self) -> float:
-        """The seconds that this process has waited for the others, on the host."""
         return self.waits[0]
 
     def gather(self, what: str, value: Item) -> list[Item]:
-        """Return the values of all ranks, in the order of ranks."""
         values: list[Any] = [None] * self.size
         with self.awaiting(what):
             dist.all_gather_object(values, value, group=self.hosts)
         return values
 
     def from_first(self, what: str, make: Callable[[], Item]) -> Item:
-        """Return what rank 0 makes; an error that it raises is raised by every rank."""
         told: list[Any] = [None, None]
         if self.is_first:
             try:
@@ -88,7 +84,6 @@ class ProcessGroupWorld(World):
         return value
 
     def together(self, what: str, work: Callable[[], Item]) -> Item:
-        """Return what this rank makes; an error of one rank is raised by every rank."""
         failure: Exception | None = None
         try:
             made = work()
@@ -100,14 +95,12 @@ class ProcessGroupWorld(World):
         return made
 
     def channel(self) -> ProcessGroupWorld:
-        """Return the same processes, with a gloo group of their own."""
         timeout = timedelta(seconds=self.timeout_s)
         with self.awaiting("another group of processes"):
             hosts = dist.new_group(backend="gloo", timeout=timeout)
         return dataclasses.replace(self, hosts=hosts, waits=[0.0])
 
     def same(self, what: str, value: Any) -> None:
-        """Check that all ranks have the same value."""
         values = self.gather(what, value)
         ranks = ranks_that_differ(values)
         if ranks:
@@ -119,7 +112,7 @@ class ProcessGroupWorld(World):
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
-        """Turn an error of the process group, in the block, into one that says what was awaited."""
+        """Turn an error of the process group into a RankLost that says what was awaited."""
         began = time.monotonic()
         with peers().awaiting(what):
             try:
@@ -133,7 +126,7 @@ class ProcessGroupWorld(World):
 
 
 def of_rank(error: Exception, rank: int) -> Exception:
-    """Return the error of a rank, with the rank in its message where a file was the trouble."""
+    """Return an error, with the rank in its message if it is about a file."""
     if not isinstance(error, OSError):
         return error
     return OSError(error.errno, f"{error.strerror or error} (rank {rank})", error.filename)
@@ -150,17 +143,15 @@ def open_world(
 ) -> Iterator[World]:
     """Join the processes that torchrun has started, within the block.
 
-    An error leaves the block without a word to the others: they hear of it by `peers()`.
-
     Args:
-        device: "cuda" for one GPU a process, or "cpu".
-        problem: Why this rank cannot begin; empty where it can.
-        leave: Ends this process where another rank is lost and the main thread cannot; None: the
-            others are not watched.
+        facts: What has to be the same on all ranks, by name.
+        problem: Why this rank cannot begin; empty if it can.
+        leave: Ends this process if another rank is lost and the main thread cannot; None: nobody
+            watches the others.
 
     Raises:
-        UserError: A rank has a problem or other facts, more processes on a machine than GPUs, or no
-            connection to rank 0; every rank raises it.
+        UserError: A rank has a problem or other facts, a machine has fewer GPUs than processes, or
+            rank 0 cannot be reached; on every rank.
     """
     if not started_by_torchrun():
         yield ONE_PROCESS
@@ -170,7 +161,7 @@ def open_world(
     if device == "cuda" and local_size > torch.cuda.device_count():
         problem = problem or (
             f"{local_size} processes and {torch.cuda.device_count()} GPUs on "
-            f"{socket.gethostname()}: start at most one process a GPU (--nproc-per-node)"
+            f"{socket.gethostname()}: start at most one process per GPU (--nproc-per-node)"
         )
     if dist.is_initialized():
         problem = problem or (
@@ -215,7 +206,7 @@ def open_world(
     set_world(world)
     try:
         yield world
-        if watch is not NOBODY:  # else the last to end would see the others go
+        if watch is not NOBODY:  # nobody may take an orderly end for a loss
             world.barrier("the end")
     finally:
         set_world(ONE_PROCESS)
@@ -246,7 +237,7 @@ def _watched(
 
 
 def record_collectives(folder: Path) -> None:
-    """Turn the flight recorder on, before a process group is opened; what is set already stays."""
+    """Turn the flight recorder on, before a process group is opened; a user's settings stay."""
     # Each with the name that it had before torch 2.9, which is read as well and may be set.
     settings = {
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): _KEPT,

@@ -2,13 +2,12 @@
 
     FOLDER/shard-00002-model-00001-of-00003.safetensors    the first of three files of rank 1
 
-Each rank writes the rows that it owns; a tensor that every rank has whole is written by one of
-them. A file is a safetensors file, in which a tensor's rows have the tensor's own name. Where they
-begin in the whole tensor is in the file's metadata, under DCP_SHARDING_INFO: the name DCP gives it.
-Any rows can be read by any number of processes, also by one without a process group.
+Each rank writes the rows that it owns; one rank writes the tensors that all have whole. In a file,
+which is a safetensors file, a tensor's rows have the tensor's name; the metadata's
+DCP_SHARDING_INFO says where they begin. Any number of processes can read any rows, even without a
+process group.
 
-A planner says which rows a rank has. DTensor cannot: it divides rows evenly, and ranks own whole
-blocks of 128 rows here, of which one may have one more than another, or none.
+A planner says which rows a rank has: ranks own blocks of 128, and DTensor divides rows evenly.
 """
 
 from __future__ import annotations
@@ -67,17 +66,17 @@ def write_shards(
     shards: Mapping[str, Shard],
     ranks: World,
 ) -> list[Path]:
-    """Write tensors of all ranks; every rank calls this function, with tensors of the same names.
+    """Write the tensors of all ranks; every rank calls this function with the same names.
 
     Args:
-        tensors: The tensors by name: own rows of those that are divided, and whole other ones.
-        shards: The division of the rows of those that are divided, by name.
+        tensors: Own rows of the divided tensors, and whole other ones.
+        shards: How the divided tensors are divided.
 
     Returns:
         The files of this rank, which are on the disk.
 
     Raises:
-        OSError: A rank could not write; every rank raises it, and the message names the rank.
+        OSError: A rank could not write; on every rank, and the message names the rank.
     """
     assert isinstance(ranks, ProcessGroupWorld), "one process writes a file of its own"
     whole = {name: _whole_shape(tensor, shards.get(name)) for name, tensor in tensors.items()}
@@ -95,14 +94,13 @@ def write_shards(
 
 
 def _whole_shape(tensor: Tensor, shard: Shard | None) -> torch.Size:
-    """Return the shape of a whole tensor, of which this rank has all or some rows."""
     return tensor.shape if shard is None else torch.Size((shard.num_rows, *tensor.shape[1:]))
 
 
 def _files_of(
     tensors: Mapping[str, Tensor], whole: Mapping[str, torch.Size], size: int
 ) -> dict[str, int]:
-    """Return the number of the file, from 1, that each rank writes its rows of a tensor into."""
+    """Return the number, from 1, of the file for each tensor."""
     numbers, number, used = {}, 1, 0
     for name, tensor in tensors.items():
         num_bytes = whole[name].numel() * tensor.element_size() // size
@@ -114,13 +112,12 @@ def _files_of(
 
 
 def _chunk(shape: torch.Size, first_row: int) -> ChunkStorageMetadata:
-    """Return the place of rows in a whole tensor, as DCP says it."""
     offsets = torch.Size([first_row, *[0] * (len(shape) - 1)] if shape else [])
     return ChunkStorageMetadata(offsets, shape)
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """A writer of this rank's files that keeps what the disk says, until all ranks have written.
+    """A writer that keeps an error of the disk until all ranks have written.
 
     DCP's own way to tell the other ranks fails under Python 3.13 before torch 2.13.
     """
@@ -142,20 +139,20 @@ class _Writer(HuggingFaceStorageWriter):
         return nothing
 
     def check(self) -> None:
-        """Raise the error that writing has met, if it has met one."""
+        """Raise the error of writing, if there was one."""
         if self._failure is not None:
             raise self._failure
 
 
 class _OwnRows(DefaultSavePlanner):
-    """The plan of a rank's writing, in which DCP leaves out the tensors of other ranks."""
+    """The plan of a rank's writing, without the tensors of other ranks."""
 
     def __init__(self, shards: Mapping[str, Shard], whole: Mapping[str, torch.Size]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._shards, self._whole = shards, whole
 
     def create_local_plan(self) -> SavePlan:
-        """Return what this rank could write: its rows, and all whole tensors."""
+        """Plan this rank's rows, and all whole tensors, which DCP gives to one rank."""
         items = []
         for name, tensor in self.state_dict.items():
             shard = self._shards.get(name)
@@ -170,7 +167,6 @@ class _OwnRows(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor of an item of the plan."""
         tensor: Tensor = self.state_dict[index.fqn]
         return tensor
 
@@ -212,11 +208,7 @@ class ShardFiles:
             self.properties[name] = stored.properties.dtype, stored.size
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Return some rows of a tensor, or the whole tensor, in CPU memory.
-
-        Args:
-            rows: The rows, from a first one to one behind the last; None: the whole tensor.
-        """
+        """Return rows of a tensor, or the whole tensor, in CPU memory."""
         dtype, shape = self.properties[name]
         first = 0 if rows is None else rows.start
         if rows is not None:
@@ -234,7 +226,7 @@ class ShardFiles:
 
 
 def _check_file(file: Path) -> None:
-    """Raise a UserError where a file is none that a rank has written."""
+    """Raise a UserError if no rank has written a file."""
     try:
         open_regular(file).close()
         with safe_open(str(file), framework="pt") as handle:
@@ -253,7 +245,7 @@ def _check_file(file: Path) -> None:
 
 
 def _check_complete(folder: Path, name: str, stored: TensorStorageMetadata) -> None:
-    """Raise a UserError where files have not every row of a tensor once."""
+    """Raise a UserError unless the files have every row of a tensor once."""
     end = 0
     for chunk in sorted(stored.chunks, key=lambda chunk: tuple(chunk.offsets)):
         first = chunk.offsets[0] if chunk.offsets else 0
