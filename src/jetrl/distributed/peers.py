@@ -331,14 +331,18 @@ class OtherRanks(Peers):
 
     def _write(self, **changed: Any) -> None:
         """Write this rank's line; without a store that answers nobody reads it."""
-        self._status = replace(self._status, **changed)
+        if changed:  # else this is the thread, which must not undo what the main thread has changed
+            self._status = replace(self._status, **changed)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"status {self._rank}", json.dumps(asdict(self._status)))
 
     def _lines(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
         """Return the lines of those ranks that have written one."""
-        there = [rank for rank in ranks if self._store.check([f"status {rank}"])]
-        return {r: RankStatus(**json.loads(self._store.get(f"status {r}"))) for r in there}
+        there = list(ranks)
+        if not self._store.check([f"status {rank}" for rank in there]):  # not all: ask for each
+            there = [rank for rank in there if self._store.check([f"status {rank}"])]
+        lines = self._store.multi_get([f"status {rank}" for rank in there]) if there else []
+        return {r: RankStatus(**json.loads(line)) for r, line in zip(there, lines, strict=True)}
 
     def _others(self) -> dict[int, RankStatus]:
         """Return the lines of the other ranks; none if the store does not answer."""
