@@ -53,17 +53,6 @@ def test_init_knows_every_family() -> None:
     assert set(init.FAMILIES) == set(families.FAMILIES)
 
 
-def test_init_trains_a_bpe_tokenizer(jetrl: Callable, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat. the dog sat on the log.\n" * 20)
-    out = tmp_path / "m"
-    done = jetrl(
-        "init", out, "--tokenizer", "bpe", "--text", text, "--vocab-size", 300, "--num-layers", 1
-    )
-    assert done.code == 0, done.err
-    assert json.loads((out / "config.json").read_text())["vocab_size"] == 300
-
-
 def test_sample_prints_completions_with_their_log_probs(jetrl: Callable, tiny_model: Path) -> None:
     done = jetrl("sample", tiny_model, "1+1=", "2+2=", "--n", 2, "--max-tokens", 3)
     assert done.code == 0, done.err
@@ -132,14 +121,6 @@ def test_eval_of_a_mix_tells_each_task(jetrl: Callable, tiny_model: Path) -> Non
     assert "minus: mean@1       0." in done.out
     done = jetrl(*words, "--max-tokens", 2, "--workers", 0, "--json")
     assert set(json.loads(done.out)["tasks"]) == {"arithmetic", "minus"}
-
-
-def test_eval_as_json_has_the_completions(jetrl: Callable, tiny_model: Path) -> None:
-    words = ("eval", tiny_model, "--task", "arithmetic", "--option", "digits=1", "--prompts", 2)
-    done = jetrl(*words, "--max-tokens", 2, "--workers", 0, "--json")
-    found = json.loads(done.out)
-    assert set(found["pass_at_k"]) == {"1"}
-    assert len(found["samples"]) == 2
 
 
 @pytest.mark.parametrize(

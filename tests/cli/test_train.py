@@ -86,13 +86,6 @@ def test_options_may_stand_between_recipe_and_overrides(jetrl: Callable, loop: F
     assert options == {"resume": True}
 
 
-def test_ctrl_c_says_how_to_go_on(jetrl: Callable, loop: FakeLoop) -> None:
-    loop.error = KeyboardInterrupt()
-    done = jetrl("train", "demo", "run.name=mine")
-    assert done.code == 130
-    assert done.err == "interrupted; to continue: jetrl train demo run.name=mine --resume\n"
-
-
 def test_a_run_that_stopped_itself_is_exit_code_1(jetrl: Callable, loop: FakeLoop) -> None:
     loop.error = RunStopped("3 of 900 tokens differ")
     done = jetrl("train", "demo")
@@ -159,19 +152,6 @@ def test_dry_run_prints_settings_plan_and_memory_and_starts_nothing(
     assert "#   rollout linears" in done.out
     assert "GiB" in done.out
     assert not (tmp_path / "runs").exists()
-
-
-def test_dry_run_of_what_does_not_fit_says_so_last(
-    jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jetrl.session.open.free_bytes", lambda device: 2**10)
-    done = jetrl("train", "demo", "--dry-run", "run.device=cpu")
-    assert done.code == 2
-    assert tomllib.loads(done.out)["run"]["device"] == "cpu"
-    assert "# precision plan: unified" in done.out
-    assert "does not fit in CPU memory" in done.err
-    assert "master weights" in done.err
 
 
 def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(

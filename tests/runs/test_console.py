@@ -69,12 +69,6 @@ def test_model_text_cannot_drive_the_terminal(synthetic, monkeypatch):
     assert "\\x1b[31mred" in text
 
 
-def test_failed_scores_are_shown(synthetic):
-    file = io.StringIO()
-    Console(3, file=file).step(StepStats(1, {"reward/mean": 0.0, "reward/failures": 2}))
-    assert file.getvalue() == "step 1/3  reward 0.000  2 not scored\n"
-
-
 def test_a_long_phase_reports_every_half_minute_when_plain(capsys):
     now = [0.0]
     with contextlib.closing(Console(4, clock=lambda: now[0])) as console:

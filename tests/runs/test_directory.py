@@ -40,12 +40,6 @@ def test_name_that_is_no_folder_name_is_refused(tmp_path, name, synthetic):
     assert not list(tmp_path.iterdir())
 
 
-def test_runs_folder_that_is_a_file_is_refused(tmp_path, synthetic):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file/demo"):
-        RunDirectory.create(synthetic.settings_for(tmp_path / "file"), synthetic.PLAN)
-
-
 def test_nothing_to_resume_is_refused(tmp_path, create):
     with pytest.raises(UserError, match="nothing to resume"):
         create(resume=True)

@@ -25,7 +25,6 @@ from jetrl.runs import (
     write_report,
 )
 from jetrl.runs.format import count, duration, number, percent, visible
-from jetrl.runs.history import mean
 from jetrl.runs.plots import charts_of, to_svg
 from jetrl.settings.loading import load_config
 from jetrl.types import StepStats
@@ -110,27 +109,6 @@ def test_a_damaged_line_is_named_and_hides_no_other_run(folder, name, changes, m
     assert any(f.name == "checkpoints" or f.name == "disk" for f in findings)
 
 
-def test_files_of_odd_types_are_named(folder):
-    run = RunDirectory.open(folder / "one")
-    (run.path / "plan.json").write_text('{"name": "jet", "sampler_deviation": {"kv": {}}}')
-    with pytest.raises(UserError, match=r"plan\.json: sampler_deviation"):
-        run.plan()
-    (run.path / "plan.json").write_text('{"name": ["unified"]}')
-    with pytest.raises(UserError, match=r"plan\.json: name = .*should be a short text"):
-        run.plan()
-    (run.path / "plan.json").write_text("3")
-    with pytest.raises(UserError, match=r"plan\.json: 3: should be a valid dictionary"):
-        run.plan()
-    (run.path / "config.toml").write_text("task = 3\n")
-    with pytest.raises(UserError, match=r"config\.toml: task = 3"):
-        show_run(run.path)
-    (run.path / "config.toml").write_text("[report]\nsamples = 'many'\n")
-    with pytest.raises(UserError, match=r"config\.toml: report\.samples = 'many'"):
-        run.config()
-    (run.path / "status.json").write_text('{"phase": "x", "step": 1e400, "time": 1, "pid": 1}')
-    assert any("status.json: step = inf" in finding.detail for finding in run_checks(run.path))
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl", "plan.json", ".lock"])
 def test_a_pipe_is_not_waited_for(folder, name):
     (folder / "one" / name).unlink()
@@ -161,12 +139,6 @@ def test_numbers_of_hundreds_of_digits_fill_no_line():
         for form in (number, count, percent, duration):
             assert len(form(value)) < 12
     assert count(2**63 - 1) == "9,223,372,036,854,775,807"
-
-
-def test_a_mean_of_what_cannot_be_added_up_is_not_an_error():
-    assert mean([1.0, 2.0, 4.5]) == 2.5
-    assert mean([1e308, 1e308]) == float("inf")
-    assert repr(mean([float("inf"), float("-inf")])) == "nan"
 
 
 def test_names_and_states_reach_no_terminal_raw(folder, capsys):

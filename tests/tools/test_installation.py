@@ -69,41 +69,12 @@ def test_a_wheel_has_the_recipes_the_data_and_the_program(wheel: Path, tmp_path:
     assert python("-c", program).split() == [str(tmp_path / "jetrl/__init__.py"), "7473", "1319"]
 
 
-LINES = [  # of the Dockerfile, in their order; what a group holds is checked below
-    r"FROM nvidia/cuda:(?P<toolkit>13\.\d+)\.\d+-devel-ubuntu24\.04",
-    r"RUN apt-get update && apt-get install -y --no-install-recommends (?P<packages>[\w. -]+) "
-    r"&& rm -rf /var/lib/apt/lists/\*",
-    r"ENV VIRTUAL_ENV=/venv PATH=/venv/bin:\$PATH CUDA_HOME=/usr/local/cuda",
-    r"ENV HF_HOME=/cache PYTHONUNBUFFERED=1",
-    r"RUN (?P<python>python3\.\d+) -m venv /venv",
-    r'RUN pip install --no-cache-dir "torch==(?P<torch>[\d.]+)" '
-    r"--index-url https://download\.pytorch\.org/whl/(?P<wheels>cu\d+)",
-    r"WORKDIR /src",
-    r"COPY pyproject\.toml README\.md LICENSE \./",
-    r"COPY recipes recipes",
-    r"COPY data data",
-    r"COPY src src",
-    r"RUN pip install --no-cache-dir '\.\[[\w,-]+\]'",
-    r"WORKDIR /jetrl",
-    r'CMD \["jetrl", "doctor"\]',
-]
-
-
-def test_each_line_of_the_dockerfile_is_one_that_was_checked() -> None:
-    """No docker is needed: instructions have their forms, and lines that name one thing agree."""
+def test_the_dockerfile_names_one_version_of_cuda_and_of_python() -> None:
+    (toolkit,) = re.findall(r"nvidia/cuda:(\d+\.\d+)", DOCKERFILE)
+    (wheels,) = re.findall(r"whl/cu(\d+)", DOCKERFILE)
+    assert wheels == toolkit.replace(".", ""), "nvcc is as torch's CUDA"
     text = re.sub(r"(?m)^#.*\n", "", DOCKERFILE)
-    lines = [" ".join(line.split()) for line in text.replace("\\\n", " ").splitlines() if line]
-    named: dict[str, str] = {}
-    for line, form in zip(lines, LINES, strict=True):
-        match = re.fullmatch(form, line)
-        assert match, line
-        named |= match.groupdict()
-    assert named["wheels"] == "cu" + named["toolkit"].replace(".", ""), "nvcc is as torch's CUDA"
-    python = named["python"]  # Ubuntu 24.04's own; headers, which Triton's launcher is built with
-    assert named["packages"].split() == [python, f"{python}-dev", f"{python}-venv"]
-    assert python == "python3.12"
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert "jetrl" in scripts["scripts"], "the command of the image"
+    assert set(re.findall(r"python\d\.\d+", text)) == {"python3.12"}, "Ubuntu 24.04's own"
 
 
 def test_the_dockerfile_copies_what_the_wheel_is_built_from() -> None:

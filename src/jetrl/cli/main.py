@@ -34,7 +34,7 @@ COMMANDS = {
     "parity": "compare the log-probs of sampler and trainer bit by bit",
     "compare": "compare runs: settings, rewards, times, and the first step that differs",
     "study": "run a grid of variants and seeds across GPUs (needs a checkout)",
-    "replay": "repeat a step that produced a NaN or infinity, and name the operation",
+    "replay": "repeat the steps after a checkpoint, and name the operation that gives a NaN",
     "bench": "measure kernels, training and rollout on a GPU (needs a checkout)",
     "doctor": "check this machine, or find out how a run ended",
     "export": "write a Hugging Face directory (BF16, FP32 or FP8)",
