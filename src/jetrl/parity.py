@@ -123,11 +123,7 @@ def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[
     """Refuse a correction of a mismatch that an exact plan does not have.
 
     Returns:
-        What to tell a user whose sampler differs from the trainer, beyond the rounding of one
-        precision, without a correction; nothing for others.
-
-    Raises:
-        UserError: An exact plan has a correction, without correction_under_exact_plan.
+        A warning if sampler and trainer differ by more than rounding, without a correction.
     """
     correction = algorithm.correction
     if correction == "none":
@@ -213,15 +209,11 @@ def locate(
     """Run one sequence as sampler and as trainer; return the first operation that differs.
 
     The sampler's way is prefill of the prompt, then token by token over a paged cache, by the
-    engine's own classes. Every operation's output is compared in order, and after them the
-    log-probs.
+    engine's own classes. Outputs are compared in order, the log-probs last. None: no operation
+    differs, so the difference depended on the batch.
 
     Args:
-        completion: Token ids, at least one.
-        temperature: The temperature of the log-probs; 0 is greedy, with the log-probs of 1.
-
-    Returns:
-        The operation; None where none differs, since the difference depended on the batch.
+        temperature: Of the log-probs; 0 is greedy, with the log-probs of 1.
     """
     tokens = torch.tensor([*prompt, *completion], device=policy.device)
     trainer, rollout = _Recorder(), _Recorder()
@@ -354,10 +346,9 @@ def failures(checks: Sequence[Check]) -> list[str]:
 def require_exact(policy: Policy) -> float | None:
     """Prove an exact plan's promise on this GPU before a run relies on it, by `check_policy`.
 
-    On the CPU there is nothing to prove: its references are exact by construction.
-
     Returns:
-        The seconds that the proof took; None where nothing is promised, or nothing to prove.
+        The seconds that the proof took; None on the CPU, whose references are exact by
+        construction, and if the plan promises nothing.
 
     Raises:
         MismatchError: The promise is broken; the message names the operations.

@@ -14,12 +14,10 @@ from jetrl.types import Sample, Score
 
 
 class Reward:
-    """The reward that the settings of `[reward]` make of a task's score and a reward model's.
+    """The reward that `[reward]` makes of a task's score and a reward model's.
 
     Args:
-        settings: The section, with a reward model or a weight of the task's score that is not 1.
-        plan: The policy's precision plan, also the reward model's: under an FP8 plan it scores in
-            FP8.
+        plan: The policy's plan: under an FP8 plan the reward model scores in FP8.
         tokens_at_once: Tokens of one packed forward of the reward model.
 
     Raises:

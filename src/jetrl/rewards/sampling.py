@@ -85,14 +85,11 @@ def encode_prompts(
     """Return the prompts of a task's split as token ids, in the order of the split.
 
     Args:
-        split: The name of the split, such as `train`.
-        limit: The number of prompts to take from the start of each mixed task; 0 takes all.
-        system_prompt: A system message before each prompt; None: none.
+        limit: Prompts to take from the start of each mixed task; 0 takes all.
 
     Raises:
-        UserError: The split has no prompts, a prompt's stop strings are none, or a prompt leaves no
-            room for an answer in the model's context; the message names the first such prompt and
-            how many there are.
+        UserError: No prompts, bad stop strings, or prompts without room for an answer in the
+            context.
     """
     where = f"task {task.label}, split {split}"
     num_seen: Counter[str] = Counter()
@@ -122,10 +119,9 @@ class Scoring:
     """The scores of one round of completions, each begun as soon as the completion is finished.
 
     Args:
-        scorer: The scoring processes; a scorer without processes scores in `samples`.
-        prompts: The prompts of the completions, in order: those of all ranks.
-        own: The indices of the prompts that this rank samples and scores, ascending; by default its
-            share of the prompts, those with the same stop strings one after the other.
+        prompts: Those of all ranks, in order.
+        own: Indices of the prompts that this rank samples and scores, ascending; by default its
+            share, with prompts of the same stop strings next to each other.
     """
 
     def __init__(
@@ -261,11 +257,8 @@ def sample_prompts(
     stop strings are sampled together.
 
     Args:
-        scoring: The prompts, and which of them this rank samples; it is told of each completion
-            that is finished.
-        params: How to sample; `params.n` is the scoring's number of completions a prompt.
-        max_turns: The most turns of a completion; above 1 the task's `step` answers each turn.
-        progress: Called after each forward with what is done; None: nobody wants to know.
+        scoring: The prompts, and which this rank samples; is told of each finished completion.
+        max_turns: Above 1 the task's `step` answers each turn.
     """
     assert params.n == scoring.each, f"{params.n} completions a prompt, {scoring.each} to be scored"
     prompts = scoring.prompts

@@ -49,11 +49,8 @@ def build_policy(
     """Return the policy that the settings describe.
 
     Args:
-        alphabet: The task's alphabet, which a tokenizer of characters has; None: printable ASCII.
-        device: The device; None: that of run.device. "meta" checks all and reads no weights.
-
-    Raises:
-        UserError: No model is named, or it cannot be used; the message says which key to set.
+        alphabet: The task's, for a tokenizer of characters; None: printable ASCII.
+        device: None: that of run.device. "meta" checks all and reads no weights.
     """
     model, device = settings.model, device or choose_device(settings.run.device)
     rollout = settings.rollout
@@ -97,12 +94,8 @@ def policy_of_masters(
     """Return the policy of a run's settings with master weights of that run.
 
     Args:
-        alphabet: The alphabet that was stored with the weights. None: the tokenizer is not one of
-            characters, or the weights are of a version that stored no alphabet. Then the task is
-            asked, which takes --trust-task where it is a user's.
-
-    Raises:
-        UserError: As `build_policy`; the file is damaged, or of another model.
+        alphabet: The alphabet stored with the weights; None: the task is asked if the tokenizer is
+            one of characters, which takes --trust-task for a user's task.
     """
     if settings.model.tokenizer == CHARACTERS and alphabet is None:
         alphabet = build_task(settings.task).alphabet
@@ -149,15 +142,10 @@ def build_reference(
 ) -> Policy | None:
     """Return the frozen reference of the KL term; None without one.
 
-    The reference of a policy with an adapter is its base, which shares the policy's weights.
-
-    It is the model at reference.path, or the policy at the start of RL. It has only quantized
-    weights, in the policy's formats. The policy at the start is kept in the run directory in FP32,
-    so that a resumed run measures against the same one. Every rank calls this function.
-
-    Raises:
-        UserError: reference.path cannot be used, or means other tokens; or the policy as it was
-            after a warm-up was not kept.
+    It is the model at reference.path, or the policy at the start of RL: for an adapter its base,
+    which shares the policy's weights, else a copy kept in the run directory in FP32, so that a
+    resumed run measures against the same one. It has only quantized weights. Every rank calls this
+    function.
     """
     if settings.reference.path is not None:
         return read_reference(settings, policy)
@@ -207,14 +195,10 @@ def _frozen(settings: Settings, policy: Policy, path: str | Path) -> Policy:
 
 
 def build_reward(settings: Settings, policy: Policy, tokens_at_once: int) -> Reward | None:
-    """Return the maker of the rewards of [reward]; None where the reward is the task's own score.
+    """Return the maker of the rewards of [reward]; None if the reward is the task's own score.
 
     Args:
-        policy: The policy, whose tokens a reward model must read.
         tokens_at_once: The tokens of a reward model's forward.
-
-    Raises:
-        UserError: reward.model_path cannot be used, or means other tokens.
     """
     if not settings.reward.is_weighed:
         return None
@@ -223,12 +207,7 @@ def build_reward(settings: Settings, policy: Policy, tokens_at_once: int) -> Rew
 
 
 def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None) -> Critic | None:
-    """Return the critic with the value model that critic.path names, None without one.
-
-    Args:
-        policy: The policy, whose tokens the value model must read.
-        guard: Refuses updates of the critic that are not finite; None: a guard of its own.
-    """
+    """Return the critic with the value model that critic.path names, None without one."""
     model = value_model(settings, policy)
     return None if model is None else Critic(model, settings, guard)
 
@@ -309,12 +288,7 @@ def limit_threads(config: ModelConfig) -> None:
 
 
 def model_config(settings: Settings) -> ModelConfig:
-    """Return the configuration of the run's model, without reading its weights.
-
-    Raises:
-        UserError: No model is named, or its config.json cannot be used; precision keeps more of its
-            layers in BF16 than it has, or rounds linear layers that are in NVFP4 already.
-    """
+    """Return the configuration of the run's model, checked against precision; reads no weights."""
     path, precision = settings.model.path, settings.precision
     if path is None:
         config = ModelConfig.from_hf(model_config_dict(settings))

@@ -77,12 +77,7 @@ class ClipState(Stored):
 
 
 class MicroBatchState(Stored):
-    """The size of micro-batches (`training.micro_batches.MicroBatchSize`).
-
-    Attributes:
-        tokens: The tokens that a micro-batch may have.
-        setting: The setting train.tokens_per_micro_batch that the size began with.
-    """
+    """The size of micro-batches in tokens, and train.tokens_per_micro_batch as it began."""
 
     tokens: Positive
     setting: Positive
@@ -150,14 +145,7 @@ _EXTRA = TypeAdapter(Extra)
 
 
 def check_extra(extra: Mapping[str, Any], where: str) -> None:
-    """Check what a run's parts kept in a checkpoint.
-
-    Args:
-        extra: The contents of `extra` in state.json.
-
-    Raises:
-        UserError: A part's state is nothing that the part writes.
-    """
+    """Check what a run's parts kept in a checkpoint: `extra` in state.json."""
     checked(_EXTRA, extra, f"{where}: extra")
 
 
@@ -224,13 +212,10 @@ class RunCheckpoints:
         """Write the checkpoint after a step; it is complete once `wait` has returned.
 
         Args:
-            metrics: The metrics of the step, for `keep_best` and for a run that is cut before its
-                line is written.
-
-        Raises:
-            StorageError: This checkpoint or the one before could not be written.
+            metrics: For `keep_best`, and for a run that is cut before its line is written.
         """
         self._background.wait()  # before memory is taken for the next copy
+        # Parts with tensors (critic, draft head) hand over those of their rows.
         others, shards = {}, {}
         for name, part in self._tensors.items():
             others[name] = part.state_tensors()
@@ -242,14 +227,7 @@ class RunCheckpoints:
         self._write(self._steps, snapshot)
 
     def save_supervised(self, update: int, model: Model, optimizer: Optimizer) -> None:
-        """Write the checkpoint after a supervised update, as `save` does.
-
-        Args:
-            update: The number of the update, from 1.
-
-        Raises:
-            StorageError: This checkpoint or the one before could not be written.
-        """
+        """Write the checkpoint after a supervised update, as `save` does."""
         self._background.wait()
         snapshot = self._supervised.snapshot(update, model, optimizer, self._extra({}))
         self._write(self._supervised, snapshot)
@@ -402,6 +380,7 @@ class RunCheckpoints:
             "%s: checksums compared in %.1f s, read in %.1f s",
             *(latest.path, checked - began, time.monotonic() - checked),
         )
+        # Weights and optimizer are loaded; now the states and tensors of the other parts.
         check_extra(loaded.extra, f"{latest.path}/state.json")
         self._load_state(loaded.extra["states"])
         for name, owner in self._tensors.items():

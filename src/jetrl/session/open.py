@@ -66,8 +66,8 @@ class Machine:
     """The device that a run is checked for.
 
     Attributes:
-        free: Its free bytes before anything is loaded; None where they are not known.
-        cards: How many GPUs the run has; None: one for each process.
+        free: Free bytes before anything is loaded; None if unknown.
+        cards: GPUs of the run; None: one per process.
         elsewhere: Whether Hopper GPUs of another machine are meant.
     """
 
@@ -88,9 +88,9 @@ class TrainingContext:
     """The model and data of a training of any kind.
 
     Attributes:
-        model: The model that is trained; one without weights until they are loaded.
-        prompts: The prompts to train on, in the order of their split.
-        loading: How long it took to load the models, and to prove that the flow is exact, in words.
+        model: Without weights until they are loaded.
+        prompts: In the order of their split.
+        loading: How long loading and the exactness proof took, in words.
     """
 
     model: Model
@@ -112,12 +112,7 @@ class RewardContext(TrainingContext):
 
 @dataclass(frozen=True)
 class CheckedRun(TrainingContext):
-    """A run of reinforcement learning that nothing but its weights can refuse any more.
-
-    Attributes:
-        eval_prompts: The held-out prompts, in the order of their split; none where nothing is
-            evaluated.
-    """
+    """A run of reinforcement learning that only its weights can still refuse."""
 
     model: Policy
     objective: Objective
@@ -129,12 +124,11 @@ class CheckedRun(TrainingContext):
 
 @dataclass(frozen=True)
 class RunContext(CheckedRun):
-    """The models and data of a run of reinforcement learning, and the processes that score.
+    """The models and data of a run of reinforcement learning.
 
     Attributes:
-        reward: Makes the rewards of [reward]; None where the reward is the task's own score.
-        noise: The noise on the policy's norms, which `[adapter]` asks for.
-        draft_head: The draft head that the engine asks and the trainer trains, or None.
+        reward: None if the reward is the task's own score.
+        draft_head: None without one.
     """
 
     engine: RolloutEngine
@@ -164,11 +158,8 @@ def check_run(
     Models are made without memory, by the constructors that the run uses.
 
     Args:
-        resume: Whether the run goes on; None: it has no run directory.
-        machine: The device; None: that of this machine.
-
-    Raises:
-        UserError: Settings, data or a model that cannot be used.
+        resume: None: the run has no run directory.
+        machine: None: this machine.
     """
     machine = machine or Machine.here(settings)
     device, free, cards = machine.device, machine.free, machine.cards
@@ -389,13 +380,10 @@ _SHORT = 7  # tokens: completions of the trial have 1 to so many, but for the fi
 
 
 def try_advantages(objective: Objective, settings: Settings) -> None:
-    """Call a user's advantage function once with rewards such as the first step of a run may have.
+    """Call a user's advantage function once with rewards such as a first step may have.
 
-    The global random generators are left as they were. The trainer has an objective of its own,
-    for which the user's file is run again, so that nothing which the file keeps comes from here.
-
-    Raises:
-        UserError: The function raised, or returned something else than advantages.
+    The global random generators are left as they were. The trainer runs the user's file again, so
+    nothing that the file keeps comes from here.
     """
     if not isinstance(objective.advantages, UsersEstimator):
         return

@@ -7,7 +7,7 @@ Every step draws prompts_per_step prompts and trains on as many complete ones, t
 the number of waiting prompts stays what the first step made it. Where a resumed run has another
 rollout.oversample, its first step draws more to fill up, or fewer. A completion that took several
 steps was drawn by several policies: `Completion.versions` says which policy drew which token. The
-tokens of the present policy are exactly the trainer's, and checked; the others keep the log-probs
+tokens of the current policy are exactly the trainer's, and checked; the others keep the log-probs
 that they were drawn with, and are off-policy by as many steps.
 
 In a run of several ranks each rank samples until its own part of prompts_per_step is complete, and
@@ -50,18 +50,11 @@ class Group:
 
 
 class PartialRollouts:
-    """The groups that wait between two steps to be continued.
-
-    Args:
-        policy: The policy, whose plan must be exact.
-        ranks: How many processes the run has; None: those of the world.
+    """The groups that wait between two steps to be continued; the policy's plan must be exact.
 
     Attributes:
-        on: Whether the step is sampled by `sample`: rollout.oversample is set, or groups wait of a
-            time when it was set.
-
-    Raises:
-        UserError: Settings that do not go with rollout.oversample.
+        on: Whether `sample` samples the step: rollout.oversample is set, or groups still wait from
+            a time when it was set.
     """
 
     def __init__(
@@ -85,7 +78,7 @@ class PartialRollouts:
         if self.on and self._prompts_per_step < ranks:
             raise UserError(
                 f"rollout.oversample = {self._share}: {ranks} ranks sample whole prompts, "
-                f"and rollout.prompts_per_step = {self._prompts_per_step}: at least one a rank"
+                f"and rollout.prompts_per_step = {self._prompts_per_step}: at least one per rank"
             )
 
     @property
@@ -142,8 +135,10 @@ class PartialRollouts:
         waiting = self._waiting[ranks.rank]
         resume = [[m for m in group.members if not _is_complete(m)] for group in waiting]
         resume = [members for members in resume if members]
+        # Sampling ends once so many groups of this rank are complete.
         quota = len(ranks.share(range(self._prompts_per_step)))
         enough = quota - sum(group.complete for group in waiting)
+        # Keys are made for the whole list, so that no token depends on the number of ranks.
         keys = sequence_keys([prompt.token_ids for prompt in prompts], params.n)
         own = self._dealt(len(prompts))
         # All prompts have the same stop strings.
@@ -158,6 +153,7 @@ class PartialRollouts:
                 partial=Partial(enough, resume, version), keys=[keys[number] for number in own]
             ),
         )
+        # Completions that were cut off keep their tokens and go on in the next step.
         cut_off = engine.unfinished
         indices = iter(range(len(completions)))
 
@@ -183,16 +179,13 @@ class PartialRollouts:
     ) -> tuple[list[EncodedPrompt], list[Completion]]:
         """Take the oldest complete groups to train on, and let the others wait.
 
-        Args:
-            groups: This rank's groups, from `sample`.
-
         Returns:
-            The prompts that the step trains on, of all ranks, and the completions of this rank's
-            share of them.
+            The step's prompts of all ranks, and the completions of this rank's share of them.
         """
         ranks = world()
         quota = len(ranks.share(range(self._prompts_per_step)))
         chosen = [group for group in groups if group.complete][:quota]
+        # The others wait; every rank learns all waiting groups, for the checkpoint.
         chosen_ids = {id(group) for group in chosen}
         left = [_dated(group, version) for group in groups if id(group) not in chosen_ids]
         states = ranks.gather("waiting groups", [_state(group) for group in left])

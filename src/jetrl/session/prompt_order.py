@@ -109,13 +109,10 @@ class ShuffledPrompts:
         self.pass_rates = PassRates()
 
     def draw(self, step: int, count: int) -> list[int]:
-        """Return the indices of the prompts of a step.
+        """Return the indices of the prompts of a step, counted from 1.
 
-        The tasks take turns, each at equal distances: a step's updates are made on consecutive
-        prompts, and each of them is to see every task.
-
-        Args:
-            step: The step, from 1.
+        The tasks take turns at equal distances: updates take consecutive prompts, and each update
+        should see every task.
         """
         counts = shares(list(self._weights.values()), count, step, self._seed)
         drawn: list[tuple[float, int]] = []  # positions in the step, from 0 to 1, and indices
@@ -136,11 +133,8 @@ class PromptOrder:
     """The prompts of a split, drawn step by step in the order that `data.order` names.
 
     Args:
-        use: What the prompts are for: `prompts` are those of the loop's steps. Each use draws in an
+        use: What the prompts are for: `prompts` are those of the loop's steps. Each use has an
             order of its own, and only the steps draw by pass rate.
-
-    Raises:
-        UserError: Two prompts have the same id, under data.order = pass_rate.
     """
 
     def __init__(

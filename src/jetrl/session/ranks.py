@@ -57,14 +57,11 @@ from jetrl.types import Sample
 
 @contextlib.contextmanager
 def joined_in_script(settings: Settings, resume: bool) -> Iterator[bool]:
-    """Join the ranks of a run that a script has begun, and yield whether the run is resumed.
+    """Join the ranks of a run that a script has begun; yield whether the run is resumed.
 
-    Where a command has joined them already, or torchrun started no ranks, nothing is done. Of
-    several ranks none gets past an error: all end, with its exit code and one message, since what
-    joined them is broken by then.
-
-    Args:
-        resume: Whether to go on with the run; one that torchrun starts again goes on in any case.
+    Nothing is done if a command has joined them already, or if torchrun started no ranks. No rank
+    of several gets past an error: all end, with its exit code and one message, since the process
+    group is broken by then. A run that torchrun starts again is resumed in any case.
     """
     if not started_by_torchrun() or world() is not ONE_PROCESS:
         yield resume
@@ -82,13 +79,7 @@ def joined_in_script(settings: Settings, resume: bool) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
-    """Join the processes that torchrun has started for a run, within the block.
-
-    The callers have asked whether torchrun started this process; one alone joins nothing.
-
-    Raises:
-        UserError: The ranks were started differently, or settings that need one process.
-    """
+    """Join the processes that torchrun has started for a run, within the block."""
     problem = problem_of(settings, launched_size())
     facts = {
         f"{section}.{key}": repr(value)
@@ -121,12 +112,9 @@ def joined_on(
     """Join the processes that torchrun has started for a command, within the block.
 
     Args:
-        timeout_s: How long a rank waits for the others; None: the default of the settings.
-        facts: What has to be the same on all ranks beside versions and command line, by name.
-        problem: Why the command cannot run as several processes; empty where it can.
-
-    Raises:
-        UserError: The ranks were started differently, or there is a problem.
+        timeout_s: None: the default of the settings.
+        facts: What must be the same on all ranks in addition to versions and command line.
+        problem: Why the command cannot run as several processes; "" if it can.
     """
     chosen = choose_device(device)
     alike = {"the command line": shlex.join(sys.argv[1:]), **(facts or {})}
@@ -181,10 +169,10 @@ def _started_before(process: int, moment: float) -> bool | None:
 def end(
     words: str, code: int, error: BaseException | None = None, printed: bool = False
 ) -> NoReturn:
-    """End this rank with an exit code, after an error of any kind; the other ranks end as well.
+    """End this rank with an exit code after an error; the other ranks end as well.
 
     Args:
-        error: The error that ends it; None: one that is no other rank's.
+        error: None: an error that no other rank can have caused.
         printed: Whether rank 0 has printed its message already.
     """
     trouble = peers().trouble() if _may_follow(error) else None

@@ -78,6 +78,7 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
     """Copy into a folder what a resume reads of a run; return the settings to resume it with."""
     where = [f"run.dir={folder.parent}", f"run.name={folder.name}"]
     where += [f"run.device={device}"] * (device is not None)
+    # The config is read anew: what a resume may not change is changed in the copy.
     settings = load_config(run.path / "config.toml", [*_OVERRIDES, *where])
     plan = run.plan()
     if preset is not None:
@@ -92,6 +93,7 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
         plan = PrecisionPlan.from_settings(settings.precision, None).to_dict()
     (folder / "config.toml").write_text(to_toml(settings), encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    # Lines are copied, since a resume cuts them; checkpoints and reference are linked.
     if run.metrics_file.is_file():
         shutil.copy(run.metrics_file, folder)
     for name in ("checkpoints", "reference"):

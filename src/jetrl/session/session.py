@@ -145,12 +145,16 @@ class Session:
         checkpoints, num_steps = self.run.checkpoints, self.settings.loop.steps
         notes: list[str] = []
         if checkpoints.last_step is not None:
+            # The trainer first: the checkpoint fills its optimizer and its critic.
             self._open_trainer(begun=True)
             step, notes = checkpoints.load(self.trainer)
             self.last_step = Step(step)
             self.run.display.show_steps(num_steps, step)
             if step >= num_steps:
-                notes.append(f"all steps of loop.steps={num_steps} are done; a larger one goes on")
+                notes.append(
+                    f"Nothing to do: all steps of loop.steps={num_steps} are done. To train "
+                    "longer, raise loop.steps"
+                )
         elif not (checkpoints.in_supervised_updates and self.settings.sft.steps):
             notes = checkpoints.start_over()
         self.run.display.note(*notes)
@@ -164,6 +168,7 @@ class Session:
     def _open_trainer(self, begun: bool = False) -> None:
         """Make the trainer of RL, with a new optimizer and a reference frozen at this moment."""
         run, reports = self.run, self._nonfinite
+        # Frozen now: a KL term measures against the policy at the start of RL.
         reference = build_reference(self.settings, self.context.policy, run.directory.path, begun)
         critic = build_critic(self.settings, self.context.policy, reports.critic_guard)
         if critic is not None:
@@ -209,7 +214,7 @@ class Session:
         self.run.phases.start_step(0)
         step = self.evaluate(Step(0))
         if self.settings.sft.steps:
-            self._save_checkpoint(step)
+            self._save_checkpoint(step)  # the checkpoints of the warm-up are dropped
         if step.metrics:
             self.run.write_line(step.number, step.metrics)
 
@@ -247,6 +252,7 @@ class Session:
         context, partial_rollouts, number = self.context, self._partial_rollouts, step.number
         prompts, params = step.prompts, rollout_params(self.settings, number, step.round)
         metrics = {}
+        # Both ways sample this rank's share of the prompts.
         if partial_rollouts.on:
             # Scored later: which completions are complete is known once sampling ends.
             with self._rollout(number):
@@ -293,6 +299,7 @@ class Session:
                 # Ranks divide the forwards of a reward model, and none may leave the others alone.
                 with stops.giving_up(possible and world().size == 1):
                     samples = reward(samples)
+        # A failure costs one completion its reward; if all fail, the task itself is broken.
         failures = [sample.failure for sample in samples if sample.failure]
         if failures:
             logger.warning("%d completions not judged; the first: %s", len(failures), failures[0])
@@ -312,6 +319,7 @@ class Session:
         if not self.context.objective.dynamic_sampling:
             return step
 
+        # Each round draws prompts in an order of its own, so a resume draws the same ones.
         def next_round(number: int, num_prompts: int) -> Sequence[Sample]:
             order = self._order(f"prompts again {step.number} {number}")
             prompts = order.draw(1, num_prompts)
@@ -396,6 +404,7 @@ class Session:
             **largest_of_ranks(run.memory_peaks.take_metrics()),
         }
         run.checkpoints.check()  # raises if the one in the background has failed
+        # The checkpoint is before the line: a run cut in between writes the line on resume.
         if run.checkpoints.is_due(number) or is_last:
             self._save_checkpoint(replace(step, metrics=metrics))
             metrics["timing/checkpoint_s"] = run.phases.timings["checkpoint"]
@@ -412,6 +421,7 @@ class Session:
             KeyboardInterrupt, Terminated: A signal asked the run to stop; its state is saved.
         """
         run = self.run
+        # A stopped run saves its last whole step, then raises the signal that stopped it.
         if run.stops.decide():
             self._save_stopped_run()
             run.stops.raise_signal()

@@ -19,18 +19,14 @@ from jetrl.types import Completion, Sample, SamplingParams
 
 @dataclass(frozen=True)
 class Step:
-    """A training step: its prompts, completions, samples and metrics so far.
-
-    Each verb of the loop returns a new record in which more fields are filled.
+    """A training step; each verb of the loop returns a new record in which more fields are filled.
 
     Attributes:
-        number: The number of the step, from 1; 0 stands for the model before the first step.
-        round: The round of sampling that the record is of, from 1. Once dynamic sampling is done,
-            the number of rounds that the step took.
-        completions: The completions of the round, `rollout.samples_per_prompt` of each prompt.
-        scoring: The scores of these completions, begun while others were drawn; None before
-            sampling.
-        rollout_tokens: The number of tokens drawn in all rounds.
+        number: From 1; 0 stands for the model before the first step.
+        round: The round of sampling, from 1; after dynamic sampling, the number of rounds.
+        completions: Of the round, `rollout.samples_per_prompt` per prompt.
+        scoring: The scores, begun while other completions are sampled; None before sampling.
+        rollout_tokens: Tokens sampled in all rounds.
     """
 
     number: int
@@ -98,13 +94,11 @@ def refill(
 ) -> Refilled:
     """Draw prompts until enough groups have rewards that differ.
 
-    Each round draws as many prompts as should bring the missing groups, by the share of the groups
+    Each round draws as many prompts as should bring the missing groups, by the fraction of groups
     so far that taught something, and at most `num_groups`.
 
     Args:
-        num_groups: The number of groups to train on; fewer where the rounds do not bring as many.
-        at_least: The number of groups that a step needs; where fewer teach something, others fill
-            up.
+        at_least: The groups that a step needs; if fewer teach something, others fill up.
         draw: Maps a round (2, 3, ...) and a number of prompts to the samples of these prompts.
     """
     drawn, rounds = _groups(samples), 1

@@ -30,8 +30,8 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     """Return the rewards and lengths of a step's samples.
 
     Args:
-        compares_group: Whether the algorithm compares the completions of a prompt; if not, groups
-            of equal rewards mean nothing and are not counted.
+        compares_group: Whether the algorithm compares a prompt's completions; else groups of equal
+            rewards are not counted.
     """
     rewards = np.array([s.score.reward for s in samples])
     lengths = np.array([len(s.completion.token_ids) for s in samples])
@@ -119,13 +119,7 @@ def speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float]
 
 
 def distributed_metrics(metrics: Mapping[str, float], waited_s: float) -> dict[str, float]:
-    """Return what a step's speeds are for each of several ranks, and how much these wait.
-
-    In a run of one process there is nothing to say.
-
-    Args:
-        waited_s: The seconds of the step in which this rank waited for others.
-    """
+    """Return throughput per rank and the fraction of time that ranks wait; {} for one process."""
     size = world().size
     if size == 1:
         return {}
@@ -184,6 +178,7 @@ class StepNotes:
         Args:
             metrics: The metrics of its samples and updates, without times.
         """
+        # The rules look at metrics alone, so a resumed run gives the same warnings.
         anomalies = self._anomalies.see(metrics)
         rollout_retries = sum(
             world().gather("retries of the rollout", self._engine.sizes.take_retries())
@@ -202,7 +197,7 @@ class StepNotes:
                 f"operation, `jetrl replay {self._run_path}` runs it again"
             )
         if rollout_retries:
-            notes.append("out of memory in rollout; fewer sequences at a time now")
+            notes.append("out of memory in rollout; sampling fewer sequences at a time now")
         if metrics.get("memory/train_retries"):
             notes.append(
                 f"out of memory in training; {self._micro_batch_size.tokens} tokens a micro-batch "

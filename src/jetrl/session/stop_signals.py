@@ -46,14 +46,10 @@ _RAISED: dict[str, type[BaseException]] = {_CTRL_C: KeyboardInterrupt, _SIGTERM:
 
 
 class StopSignals:
-    """The requests to stop a run after its present step.
-
-    Args:
-        max_hours: The wall time that this attempt may take; None: no limit.
-        elapsed_s: The wall time of the attempts before this one, in seconds.
+    """The requests to stop a run after its current step.
 
     Attributes:
-        reason: Why the run stops, in words; "" while nothing asked for it.
+        reason: Why the run stops, in words; "" as long as it continues.
         at_once: Whether a second signal has ended the run, without another checkpoint.
     """
 
@@ -85,13 +81,12 @@ class StopSignals:
             raise _RAISED[self.reason]
 
     def check_time(self, step_s: float, ending_s: float) -> None:
-        """Ask to stop when another step, and what follows the last one, would not end in time.
+        """Ask to stop if another step, and the last checkpoint and export, would not end in time.
 
-        The next step is taken to last as long as the longest of the last ones.
+        The next step is assumed to take as long as the longest of the last ones.
 
         Args:
-            step_s: The seconds of the step that just ended.
-            ending_s: The seconds of the last checkpoint and the export; 0: not known yet.
+            ending_s: Seconds of the last checkpoint and the export; 0: unknown.
         """
         self._step_times.append(step_s)
         if self._max_hours is None or self.reason:
@@ -110,8 +105,7 @@ class StopSignals:
         """Let SIGTERM cut the body of the `with`, by StepGivenUp.
 
         Args:
-            possible: False if the work must be finished, since something of it stays for the next
-                step (partial rollouts), and a checkpoint of the step before must not know of it.
+            possible: False if the work must be finished: partial rollouts stay for the next step.
         """
         self._may_give_up = possible
         try:

@@ -55,15 +55,10 @@ class SupervisedUpdates:
     before_update: Callable[[int], None] = lambda update: None
 
     def train(self) -> float | None:
-        """Make the updates, from the last checkpoint on.
-
-        Returns:
-            The held-out value after the last update, None if it was not looked at.
+        """Make the updates, from the last checkpoint on; return the last held-out value, if any.
 
         Raises:
-            UserError: The task has no example for a prompt.
-            KeyboardInterrupt, Terminated: A signal; the update was finished and saved.
-            TimeLimitReached: The time limit; the update was finished and saved.
+            KeyboardInterrupt, Terminated, TimeLimitReached: The update was finished and saved.
         """
         run, is_whole_run = self.run, self.held_out_metric is not None
         prompts, weights = run.context.prompts, run.context.task.weights
@@ -84,6 +79,7 @@ class SupervisedUpdates:
                 value = self._held_out_value(update)
                 if value is not None:
                     metrics[self.held_out_metric] = value
+            # The line is written before the checkpoint: a resume drops lines after its checkpoint.
             stats = StepStats(update, metrics)
             run.directory.write_step(stats, "sft")
             run.display.step(stats)
@@ -155,21 +151,16 @@ class RewardResult:
 def train_reward_model(
     settings: Settings, out: str | Path | None = None, resume: bool = False
 ) -> RewardResult:
-    """Train a reward model, and write it into the run directory.
+    """Train a reward model, and write it into the run directory and into `out` if given.
 
-    It makes `sft.steps` updates of `sft.examples_per_step` pairs, or fewer when the accuracy on
-    held-out pairs reaches `sft.until`, looked at every `sft.check_every`.
-
-    Args:
-        out: A second directory to write the model to; None: none.
-        resume: Whether to resume from the last checkpoint, with the bits of an uncut training.
+    It makes `sft.steps` updates of `sft.examples_per_step` pairs, or fewer if the accuracy on
+    held-out pairs reaches `sft.until`, measured every `sft.check_every` updates. A resumed training
+    has the bits of an uncut one.
 
     Raises:
         UserError: Settings, data or a model that cannot be used; a task without pairs.
-        NonFiniteError: The loss or gradient is not finite (train.on_nonfinite).
-        OutOfMemoryStop: Memory ran out with one pair in a micro-batch.
+        RunStopped: Not finite, out of memory, or the time limit; the last checkpoint is good.
         KeyboardInterrupt, Terminated: A signal; the update was finished, its checkpoint written.
-        TimeLimitReached: The time limit; the update was finished, its checkpoint written.
     """
     with joined_in_script(settings, resume) as resumed:
         return _train(settings, out, resumed)

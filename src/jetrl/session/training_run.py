@@ -344,6 +344,7 @@ class TrainingRun:
         if model.plan.deviation:
             self.directory.notes.append(f"the sampler deviates on purpose: {model.plan.deviation}")
         path = self.directory.path
+        # The stack closes in reverse order: checkpoints settle, trackers close, the report is last.
         if settings.report.enabled and first:
             # Written last, when the run's end is recorded.
             stack.push(lambda _, error, __: _report(path, error))

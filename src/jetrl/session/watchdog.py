@@ -72,7 +72,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._phase, self._step = BETWEEN, 0
         self._last_sign = time.monotonic()
-        self._silence = 0.0  # the longest of the present phase
+        self._silence = 0.0  # the longest of the current phase
         self._longest: dict[str, float] = {}  # of each phase that has ended once
         self._over = threading.Event()
         self._file: IO[str] | None = None
@@ -249,13 +249,9 @@ class _Times(ctypes.Structure):
 class ExitTimer:
     """A timer that ends the process with an exit code, unless set again or deleted before.
 
-    It is a timer of the system (POSIX timer_create with SIGEV_THREAD) whose thread, one of the C
-    library that sleeps, calls C's `_exit`. So it works while the interpreter's lock is held for
-    good: then no thread and no signal handler of Python runs, and the timer of faulthandler, which
-    does run, knows only one exit code.
-
-    Raises:
-        OSError: The system gives no timer.
+    It is a POSIX timer whose thread, one of the C library, calls C's `_exit`. So it works while the
+    interpreter's lock is held for good, when no thread and no signal handler of Python runs; the
+    timer of faulthandler knows only exit code 1. Raises OSError if the system gives no timer.
     """
 
     def __init__(self, exit_code: int) -> None:
