@@ -37,6 +37,7 @@ from jetrl.training.checkpoint_folder import (
 _OVERRIDES = (
     "train.on_nonfinite=stop",
     "checkpoint.every=0",
+    "checkpoint.background=false",  # no thread writes into a copy that is being removed
     "report.enabled=false",
     "trackers.names=[]",
 )
