@@ -88,24 +88,33 @@ def test_system_prompt_comes_first(chat: PreTrainedTokenizerFast) -> None:
     assert decode(chat, token_ids) == "[system:Be brief.][user:2+2?][assistant:"
 
 
-def test_the_prompt_is_not_changed(chat: PreTrainedTokenizerFast) -> None:
-    prompt = says(("user", "hi"))
-    encode_prompt(chat, prompt, system_prompt="x")
-    assert prompt == says(("user", "hi"))
-
-
 def test_decode_leaves_special_tokens_out(tokenizer: PreTrainedTokenizerFast) -> None:
     assert decode(tokenizer, [*tokenizer.encode("1 ,2"), 1, 0]) == "1 ,2"
 
 
-def test_no_tokenizer() -> None:
-    with pytest.raises(UserError, match=r"'p1': the model has no tokenizer.*model\.tokenizer"):
-        encode_prompt(None, Prompt("p1", text="1"))
-
-
-def test_no_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match=r"'p1'.*no chat template; use an instruct model"):
-        encode_prompt(tokenizer, says(("user", "hi")))
+@pytest.mark.parametrize(
+    "which, prompt, system, words",
+    [
+        ("tokenizer", Prompt("p1", text=""), None, "'p1': no tokens"),
+        ("tokenizer", Prompt("p1", text="日 1 é 2 é"), None, "'p1': .* no token for 'é' '日'"),
+        ("tokenizer", says(("user", "hi")), None, "'p1'.*no chat template; use an instruct model"),
+        ("chat", Prompt("p1", text="1"), "x", "plain text, which a system prompt"),
+        ("chat", says(("system", "a"), ("user", "b")), "x", "system message of its own"),
+        ("chat", Prompt("p1", messages=({"role": "user"},)), None, "needs a role and a content"),
+        (
+            "none",
+            Prompt("p1", text="1"),
+            None,
+            r"'p1': .* no tokenizer.*model\.tokenizer",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_encoded(
+    which: str, prompt: Prompt, system: str | None, words: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = None if which == "none" else request.getfixturevalue(which)
+    with pytest.raises(UserError, match=words):
+        encode_prompt(tokenizer, prompt, system_prompt=system)
 
 
 @pytest.mark.parametrize(
@@ -139,29 +148,6 @@ def test_a_message_that_the_template_leaves_out_is_named(chat: PreTrainedTokeniz
         encode_reply(chat, {"role": "environment", "content": "5"}, [7])
     chat.chat_template = KNOWN_ROLES.replace("m['content']|trim", "m['content']|tojson")
     assert '["a\\nb"]' in decode(chat, encode_reply(chat, {"role": "tool", "content": "a\nb"}, [7]))
-
-
-@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": 3}])
-def test_malformed_message(chat: PreTrainedTokenizerFast, message: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="needs a role and a content"):
-        encode_prompt(chat, Prompt("p1", messages=(message,)))
-
-
-def test_system_prompt_that_cannot_be_put(chat: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match="plain text, which a system prompt"):
-        encode_prompt(chat, Prompt("p1", text="1"), system_prompt="x")
-    with pytest.raises(UserError, match="system message of its own"):
-        encode_prompt(chat, says(("system", "a"), ("user", "b")), system_prompt="x")
-
-
-def test_characters_without_a_token_are_named(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match="'p1': the tokenizer has no token for 'é' '日'"):
-        encode_prompt(tokenizer, Prompt("p1", text="日 1 é 2 é"))
-
-
-def test_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match="'p1': no tokens"):
-        encode_prompt(tokenizer, Prompt("p1", text=""))
 
 
 PREFILL = "Let me think.\n<think>"

@@ -278,25 +278,6 @@ def test_llama3_frequencies_are_those_of_transformers(head_dim: int, theta: floa
     np.testing.assert_allclose(frequencies, expected.numpy(), rtol=_FLOAT32_TOLERANCE)
 
 
-def test_llama3_scaling_keeps_fast_divides_slow_and_blends_between() -> None:
-    plain = inverse_frequencies(ModelConfig.from_hf(config_json("llama", head_dim=128)))
-    scaled = inverse_frequencies(
-        ModelConfig.from_hf(config_json("llama", head_dim=128, rope_scaling=LLAMA3))
-    )
-    ratio = scaled / plain
-    wavelengths = 2 * np.pi / plain
-    assert (ratio[wavelengths < 8192 / 4] == 1).all()
-    assert (ratio[wavelengths > 8192] == 1 / 8).all()
-    between = ratio[(wavelengths > 8192 / 4) & (wavelengths < 8192)]
-    assert len(between)
-    assert ((between > 1 / 8) & (between < 1)).all()
-
-
-def test_plain_frequencies() -> None:
-    frequencies = inverse_frequencies(ModelConfig.from_hf(config_json(rope_theta=10000.0)))
-    np.testing.assert_allclose(frequencies, 10000.0 ** (-np.arange(8) / 8), rtol=1e-15)
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_parameter_count(tied: bool) -> None:
     config = ModelConfig.from_hf(config_json("qwen2", tie_word_embeddings=tied))

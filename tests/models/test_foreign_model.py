@@ -82,12 +82,6 @@ def test_a_config_out_of_bounds_names_file_and_key(copy, changes, message):
     assert str(caught.value).isprintable()
 
 
-def test_layers_within_the_bounds_are_looked_for_in_the_files(copy):
-    change(copy / "config.json", num_hidden_layers=1000)
-    with pytest.raises(UserError, match=r"tensor model\.layers\.1\..* is missing"):
-        Policy.from_pretrained(copy, PLAN)
-
-
 @pytest.mark.parametrize("contents", ["[]", "3", "{", "[" * 5000, '{"a": ' + "9" * 5000 + "}"])
 def test_what_is_no_config_names_the_file(copy, contents):
     (copy / "config.json").write_text(contents)

@@ -384,10 +384,6 @@ def test_tokenizer_and_generation_config_are_saved_and_read(tmp_path: Path) -> N
     assert read_generation_config(tmp_path / "m") == {"eos_token_id": [3, 1]}
 
 
-def test_no_generation_config_is_empty(tmp_path: Path) -> None:
-    assert read_generation_config(tmp_path) == {}
-
-
 def test_end_ids_of_both_files_are_merged() -> None:
     config = our_config(eos_token_id=5)
     assert eos_token_ids(config, {"eos_token_id": [9, 5]}) == (9, 5)

@@ -172,12 +172,6 @@ def test_bpe_has_a_chat_template(jsonl: Path) -> None:
     assert token_ids[0] == 1
 
 
-def test_bpe_trains_on_plain_text_too(tmp_path: Path) -> None:
-    file = tmp_path / "text.txt"
-    file.write_text("hello world " * 50)
-    assert len(train_bpe_tokenizer([file], vocab_size=400).encode("hello")) == 1
-
-
 @pytest.mark.parametrize(
     "name, contents, message",
     [
