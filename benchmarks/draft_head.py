@@ -86,11 +86,11 @@ def training_row(policy: Policy, head: DraftHead, tokens: int, updates: int) -> 
     hidden = torch.randn(size, device=policy.device).to(policy.weights.dtype)
     times = []
     for step in range(3):  # the first one makes the moments
-        training.begin(step, [MicroBatch(batch)])
+        training.choose(step, [MicroBatch(batch)])
         copy = training.observer(batch)
         assert copy is not None, "there is something to learn from"
         copy(hidden)
-        times.append(training.learn()["timing/draft_head_s"])
+        times.append(training.after_forward()["timing/draft_head_s"])
     return {
         "part": "training",
         "tokens": tokens,

@@ -57,15 +57,6 @@ def test_a_limit_further_up_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cpu_memory.available_bytes() == 250000
 
 
-def test_a_group_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name is bytes: here UTF-8, with what separates fields, and one that is nothing known."""
-    machine = Machine(tmp_path, "0::/übung:1", monkeypatch)
-    machine.limit("übung:1", max="600000\n", current="500000\n", stat=STAT)
-    assert cpu_memory.available_bytes() == 300000
-    (tmp_path / "self").write_bytes(b"0::/\xff\xfe\n")
-    assert cpu_memory.available_bytes() == 800 * 1024
-
-
 @pytest.mark.parametrize("shown", ["memory", "memory/docker/1234"])
 def test_limits_of_version_1(shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container that sees its own groups only does not have its path among them."""

@@ -11,14 +11,11 @@ from tests.distributed.ranks import run_ranks
 from jetrl.distributed.shards import shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.memory import activations
-from jetrl.memory.activations import ProductBytes
 from jetrl.memory.fitting import Fitted, check_fits
-from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan, owned_shapes
+from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
 from jetrl.models.layer import RMSNorm
 from jetrl.models.policy import Policy
-from jetrl.precision import gradients as ordered_gradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import load_config
@@ -68,14 +65,6 @@ def test_masters_moments_and_gradients_are_those_of_the_rank_with_the_most(cards
     assert row(plan, "activations", "backward") == row(one, "activations", "backward")
 
 
-def test_vectors_and_small_matrices_are_whole_on_every_gpu() -> None:
-    owned = owned_shapes(shape("tiny").with_scalar_head(), 4)
-    assert owned["layers.0.input_norm.weight"] == (256,)
-    assert owned["score.weight"] == (1, 256)
-    assert owned["layers.0.qkv.weight"] == (128, 256)  # four blocks
-    assert owned_shapes(shape("tiny"), 3)["layers.0.gate_up.weight"] == (384, 256)  # of eight
-
-
 def test_prompts_are_divided_and_the_samples_of_a_prompt_stay_together() -> None:
     one = settings("rollout.max_batch_size=24")
     load = Workload(sequences=56, tokens=512, trained=56, prompts=700)
@@ -84,33 +73,6 @@ def test_prompts_are_divided_and_the_samples_of_a_prompt_stay_together() -> None
     assert load.of_a_rank(one, 8).sequences == 8
     assert load.of_a_rank(one, 4).prompts == 175
     assert load.of_a_rank(one, 4).trained == 56
-
-
-def test_several_gpus_hold_the_products_that_are_in_flight() -> None:
-    config, plan = shape("qwen3-8b"), PrecisionPlan.preset("unified")
-
-    def of(config: ModelConfig, plan: PrecisionPlan, cards: int) -> ProductBytes:
-        return ProductBytes.of(config, plan, tokens=4096, several=False, cards=cards)
-
-    assert of(config, plan, 1) == ProductBytes()
-    two, more = of(config, plan, 2), of(config, plan, 8)
-    head, down, gate_up = 4 * 151936 * 4096, 2 * 4096 * 12288, 2 * 24576 * 4096
-    assert two.in_head == head
-    # lm_head's product, and what is received of it: four slices of 512 MiB.
-    assert two.in_layer == head + 4 * 2**29
-    assert (activations._AT_ONCE, activations._TOGETHER) == (
-        ordered_gradients._AT_ONCE,
-        ordered_gradients._IN_FLIGHT + 1,
-    )
-    assert more.in_layer == two.in_layer
-    assert more.at_end - two.at_end == 6 * 2 * 4096 * 4096
-    wide = of(config, PrecisionPlan.preset("bf16"), 2)
-    # Two slices, and the MLP's products as they were made and as they are received.
-    assert wide.in_layer == head + 2 * 2**29 + 2 * (2 * down + 2 * gate_up)
-    tied = ModelConfig.from_hf({**SHAPES["qwen3-8b"], "tie_word_embeddings": True})
-    assert of(tied, plan, 2).in_layer == 2 * head
-    assert of(tied, plan, 2).at_end == two.at_end + head
-    assert of(config.with_scalar_head(), plan, 2).in_head == 0
 
 
 def _bytes_on_this_rank() -> tuple[int, int, int]:
@@ -147,7 +109,7 @@ def test_ranks_hold_what_is_planned(size: int) -> None:
 
 
 def test_qwen3_14b_trains_on_two_cards_of_141_gb_and_not_on_one() -> None:
-    with pytest.raises(UserError, match=r"no setting alone makes it fit; it fits on 2 GPUs"):
+    with pytest.raises(UserError, match=r"no setting by itself makes it fit; it fits on 2 GPUs"):
         fit("qwen3-14b", 1)
     two = fit("qwen3-14b", 2)
     assert two.tokens >= 8192
@@ -170,18 +132,6 @@ def test_qwen3_32b_trains_on_four_cards_of_141_gb() -> None:
     assert "\nit fits on 8 GPUs like this one" in str(error.value)
 
 
-def test_qwen3_8b_trains_on_two_cards_of_80_gb() -> None:
-    assert fit("qwen3-8b", 2, H100).tokens >= 2 * 2304
-    with pytest.raises(UserError, match="no setting alone makes it fit; it fits on 2 GPUs"):
-        fit("qwen3-8b", 1, H100)
-
-
-def test_a_plan_that_cannot_be_divided_names_no_more_gpus() -> None:
-    with pytest.raises(UserError, match="take a smaller model or a GPU with more memory") as error:
-        fit("qwen3-14b", 1, H200, "precision.preset=fp32")
-    assert "GPUs like this one" not in str(error.value)
-
-
 def test_the_micro_batches_of_fewer_gpus_are_kept_where_their_bits_are_wanted() -> None:
     alone = fit("qwen3-8b", 1)
     assert alone.tokens < 16384
@@ -196,13 +146,3 @@ def test_the_micro_batches_of_fewer_gpus_are_kept_where_their_bits_are_wanted() 
     assert "distributed.same_bits_down_to=2" in str(error.value)
     with pytest.raises(UserError, match=r"set distributed\.same_bits_down_to=1"):
         fit("qwen3-8b", 1, H200, "distributed.same_bits_down_to=2")
-
-
-def test_fewer_sequences_together_are_no_advice_where_a_gpu_has_few() -> None:
-    load = Workload(sequences=4096, tokens=512, trained=4096, prompts=8192)
-    many = settings("rollout.max_batch_size=4096", "train.activation_checkpointing=true")
-    least = memory_plan(many, shape("qwen3-8b"), None, load, tokens=1024, cards=16).peak
-    with pytest.raises(UserError) as error:
-        check_fits(many, shape("qwen3-8b"), OtherModels(), load, "cuda", least - GIB, 16)
-    # Each of 16 GPUs has 256 sequences: fewer together would save nothing.
-    assert "rollout.max_batch_size" not in str(error.value)

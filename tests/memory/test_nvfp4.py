@@ -115,27 +115,6 @@ def test_as_many_bytes_as_the_products_hold(
         assert really == counted
 
 
-@pytest.mark.parametrize("coded", [False, True])
-@pytest.mark.parametrize("tokens", [1, 64, 256, 257, 4096])
-@pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-32b"])
-def test_dgrad_of_few_rows_holds_a_widened_weight(
-    shape: str, tokens: int, coded: bool, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def widened(w: HopperNVFP4) -> Tensor:
-        return held.any(torch.empty(w.shape, dtype=torch.bfloat16, device=META))
-
-    monkeypatch.setattr(nvfp4, "widened_hopper", widened)
-    config = ModelConfig.from_hf(SHAPES[shape] | ({"quantization_config": CODED} if coded else {}))
-    inner, hidden = config.block.inner, config.hidden_size
-    dy = torch.empty(tokens, 2 * inner, dtype=torch.bfloat16, device=META)
-    nvfp4.nvfp4_dgrad_hopper(dy, weight(2 * inner, hidden, 2 if coded else 1))
-    plan = PrecisionPlan.preset("jet").replace(base="nvfp4")
-    counted = nvfp4_product_bytes(config, plan, tokens, backward=True)
-    assert 4 * inner * hidden <= held.most <= counted
-    if tokens <= 256:
-        assert held.most == counted
-
-
 @pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-32b"])
 def test_the_plan_counts_sums_of_matrices_that_may_have_scales_of_their_own(shape: str) -> None:
     small = {**SHAPES[shape], "vocab_size": 512}  # so that a layer holds more than the head

@@ -13,13 +13,11 @@ import torch
 
 from jetrl.errors import UserError
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
-from jetrl.memory import activations
 from jetrl.memory.fitting import check_fits, plan_table
 from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.attention import staged_bytes_per_token
-from jetrl.models.block import DenseShape
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import SHAPES, ModelConfig
 from jetrl.models.layer import RMSNorm
@@ -93,21 +91,6 @@ def test_a_base_in_nvfp4_is_counted_as_it_is(tied: bool) -> None:
     assert row(memory_plan(asked, config), "quantized weights") == held
 
 
-@pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-32b"])
-def test_nvfp4_takes_57_hundredths_of_fp8_and_a_widened_weight_on_top(shape: str) -> None:
-    config = ModelConfig.from_hf(SHAPES[shape])
-    words = ("adapter.kind=lora", "rollout.max_prefill_tokens=512")
-    plans = [memory_plan(settings(*words, f"precision.base={b}"), config) for b in ("fp8", "nvfp4")]
-    beside = 4 * config.vocab_size * config.hidden_size  # embedding and head, in BF16
-    fp8, nvfp4 = (row(plan, "quantized weights") - beside for plan in plans)
-    assert 0.5 * fp8 < nvfp4 <= 0.57 * fp8
-    inner, hidden = config.block.inner, config.hidden_size
-    # A forward of 512 tokens: the weight of gate and up, or of down with float32 sums of its parts.
-    widened = max(4 * inner * hidden, 2 * inner * hidden + 2 * 4 * 512 * hidden)
-    fp8, nvfp4 = (row(plan, "a forward of") for plan in plans)
-    assert nvfp4 - fp8 == widened
-
-
 def test_a_moment_is_the_sum_of_its_rows_and_the_peak_the_highest() -> None:
     plan = memory_plan(settings(), LARGE, load=Workload(64, 512, 64, 8192))
     for moment in ("rollout", "backward", "optimizer"):
@@ -122,52 +105,6 @@ def test_a_moment_is_the_sum_of_its_rows_and_the_peak_the_highest() -> None:
     on_cpu = memory_plan(settings(), LARGE, load=Workload(64, 512, 64, 8192), device="cpu")
     assert row(on_cpu, "decode's graphs", "optimizer") == 0
     assert row(plan, "gradients", "rollout") == 0
-
-
-def test_one_micro_batch_has_no_other_gradients_beside_its_activations() -> None:
-    small, large = (
-        memory_plan(
-            settings(f"train.tokens_per_micro_batch={tokens}"),
-            LARGE,
-            load=Workload(8, 512, 8, 8192),
-        )
-        for tokens in (4096, 1024)
-    )
-    assert not small.micro_batch.several
-    assert large.micro_batch.several
-    assert row(small, "gradients", "backward") == 4 * LARGE.vocab_size * LARGE.hidden_size
-    assert row(large, "gradients", "backward") == row(large, "gradients", "optimizer")
-    assert row(small, "gradients", "optimizer") == row(large, "gradients", "optimizer")
-
-
-def test_an_fp8_head_tied_to_the_embedding_has_a_gradient_of_its_own_for_a_moment() -> None:
-    plans = [
-        memory_plan(
-            settings(f"precision.lm_head={head}"),
-            ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True}),
-        )
-        for head in ("bf16", "fp8")
-    ]
-    one, two = (row(plan, "while gradients", "optimizer") for plan in plans)
-    assert two - one == 4 * 512 * 256
-
-
-def test_lm_heads_gradient_of_a_micro_batch_is_held_beside_the_sum() -> None:
-    what, head = "lm_head's gradient of a micro-batch", 4 * LARGE.vocab_size * LARGE.hidden_size
-    several = memory_plan(settings(), LARGE, load=Workload(64, 512, 64, 8192))
-    assert row(several, what, "optimizer") == head
-    # In backward the product takes the place of the forward's chunk of logits, which is gone then.
-    batch = several.micro_batch.tokens
-    logits, hidden = activations.logits_bytes(LARGE, batch), 10 * batch * LARGE.hidden_size
-    assert hidden < logits < hidden + head
-    assert row(several, what, "backward") == hidden + head - logits
-    one = memory_plan(settings(), LARGE, load=Workload(4, 512, 4, 8192))
-    assert not [r for r in one.rows if r.what == what], "the first product is the sum"
-    tied = ModelConfig.from_hf({**SHAPES["qwen3-8b"], "tie_word_embeddings": True})
-    plan = memory_plan(settings(), tied, load=Workload(64, 512, 64, 8192))
-    # Added before the embedding's rows are.
-    assert row(plan, what, "backward") == hidden + head - logits
-    assert row(plan, what, "optimizer") == 0
 
 
 def test_recomputed_layers_keep_their_inputs() -> None:
@@ -213,25 +150,6 @@ def test_pages_take_what_is_left() -> None:
     known = replace(load, most_held=64 * (pages - 255))
     longer = memory_plan(settings(), LARGE, load=known, free=150 * GIB)
     assert longer.rollout == part.rollout
-
-
-@pytest.mark.parametrize("where", ["task.max_turns=4", "rollout.oversample=0.5", "the task's own"])
-def test_contexts_are_staged_where_prompts_go_on(where: str) -> None:
-    one = settings() if where == "the task's own" else settings(where)
-    assert not Workload.of(settings(), LARGE, 96).continues
-    found = Workload.of(one, LARGE, 96, max_turns=4 if where == "the task's own" else None)
-    assert found.continues
-
-    def forward(load: Workload, what: str) -> int:
-        return row(memory_plan(one, LARGE, load=load), f"a forward of {what}")
-
-    load = replace(found, sequences=256, tokens=4096, prompts=3200)
-    plain = forward(replace(load, continues=False), "3200 prompt tokens")
-    bound = forward(load, "8192 prompt tokens, contexts of 524288")
-    assert bound > plain + 1.5 * GIB
-    fewer = forward(replace(load, sequences=100), "8192 prompt tokens, contexts of 409600")
-    assert bound - fewer == (524288 - 409600) * STAGED
-    assert forward(replace(load, sequences=1), "4096 prompt tokens, contexts of 4096") < plain * 2
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8", "bf16"])
@@ -288,14 +206,6 @@ def test_a_reference_that_can_wait_elsewhere_is_the_first_thing_to_move() -> Non
     least = memory_plan(without, LARGE, None, load, tokens=1024).peak + 2 * GIB
     with pytest.raises(UserError, match=r"it fits with reference\.offload=true"):
         check_fits(with_kl, LARGE, OtherModels(), load, "cuda", least)
-
-
-def test_many_sequences_together_are_named_where_their_graphs_leave_no_room() -> None:
-    words = ["train.optimizer_states=compact", "train.activation_checkpointing=true"]
-    many = settings("rollout.max_batch_size=4096", *words)
-    few = memory_plan(many, LARGE, None, Workload(256, 512, 4096, 8192), tokens=1024).peak + 2 * GIB
-    with pytest.raises(UserError, match=r"it fits with rollout\.max_batch_size=256: "):
-        check_fits(many, LARGE, OtherModels(), Workload(4096, 512, 4096, 8192), "cuda", few)
 
 
 def test_a_draft_head_counts_with_its_states() -> None:
@@ -363,33 +273,6 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
         OtherModels.of(settings("algorithm.kl=0.1", "reference.path=/nowhere"))
 
 
-def test_a_reward_models_forward_has_a_column(tmp_path: Path) -> None:
-    path = make_tiny(tmp_path / "policy")
-    ScalarModel.from_language_model(path, PrecisionPlan.preset("unified")).save_pretrained(
-        tmp_path / "judge"
-    )
-    reward = ["reward.model=0.5", f"reward.model_path={tmp_path / 'judge'}"]
-    load = Workload(64, 512, 64, 8192)
-    plans = {}
-    for offload in (False, True):
-        one = settings(*reward, f"reward.offload={str(offload).lower()}")
-        plans[offload] = memory_plan(one, LARGE, OtherModels.of(one), load)
-    held, offloaded = plans[False], plans[True]
-    forward = row(held, "reward model: a forward of 4096 tokens", "reward")
-    copies = row(held, "reward model: quantized", "reward")
-    assert forward > 0
-    assert copies > 0
-    assert row(held, "reward model: quantized", "optimizer") == copies
-    assert row(offloaded, "reward model: quantized", "optimizer") == 0
-    assert held.at("reward") == offloaded.at("reward")
-    weights = sum(row(held, what, "reward") for what in ("master", "optimizer st", "quantized"))
-    others = ("libraries", "decode's graphs", "text of drafts")
-    other = sum(row(held, what, "reward") for what in others)
-    assert held.at("reward") - other == weights + copies + forward
-    assert "reward" in plan_table(held)[0][2]
-    assert memory_plan(settings(), LARGE, load=load).at("reward") == 0
-
-
 def test_a_reference_that_waits_elsewhere_is_there_when_it_is_asked(tmp_path: Path) -> None:
     """A reference much larger than the policy makes the reference's forward the highest moment."""
     load, small = Workload(8, 512, 8, 512), ModelConfig.from_hf({**CONFIG, "vocab_size": 151936})
@@ -406,28 +289,6 @@ def test_a_reference_that_waits_elsewhere_is_there_when_it_is_asked(tmp_path: Pa
     weights = row(far, "reference: quantized", "reference")
     assert far.at("reference") > weights + 4 * 4096 * 151936, "and its logits"
     assert far.peak == far.update == far.at("reference")
-
-
-@pytest.mark.parametrize("share", ["true", "auto"])
-def test_shared_prompts_may_have_twice_the_gradients_of_scores(share: str) -> None:
-    """A branch's queries see its whole stem, and in the worst case their own keys are few.
-
-    The vocabulary is small, so that not the head but attention needs the most. 4096 tokens of 1024:
-    4 x 16 x 8 tiles of 16 KiB for each of 32 heads, in place of 4 x (16 x 8 / 2 + 1); and sums of
-    dK and dV in float32 of 8 heads of 128, for as many rows as tokens and one longest sequence.
-    """
-    config = replace(LARGE, vocab_size=512, block=DenseShape(512))
-    whole, shared = (
-        memory_plan(
-            settings("train.tokens_per_micro_batch=4096", f"train.share_prompts={value}"),
-            config,
-            load=Workload(8, 1024, 8, 8192),
-        )
-        for value in ("false", share)
-    )
-    tiles = 32 * 4 * (16 * 8 - (16 * 8 // 2 + 1)) * 2**14
-    parts = 2 * 4 * 8 * 128 * (4096 + 1024)
-    assert shared.update - whole.update == tiles + parts
 
 
 def test_a_reward_models_training_has_a_plan_of_its_own() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.memory.activations import PlannedMicroBatch
-from jetrl.memory.fitting import check_fits, plan_table, shown
+from jetrl.memory.fitting import check_fits, plan_table
 from jetrl.memory.plan import GIB, MemoryPlan, OtherModels, Row, Workload
 from jetrl.session.building import model_config
 from jetrl.settings.loading import load_config
@@ -34,11 +34,6 @@ def test_rows_and_reserve_add_up_to_what_is_needed() -> None:
     ]
 
 
-def test_a_plan_without_a_reserve_has_one_sum() -> None:
-    plan = MemoryPlan((Row("weights", {"rollout": GIB}),), BATCH)
-    assert [line[0] for line in plan_table(plan)] == ["GiB", "weights", "held"]
-
-
 def test_the_row_that_names_a_refused_runs_need_has_the_number_of_the_message() -> None:
     settings = load_config("demo")
     config = model_config(settings)
@@ -50,8 +45,3 @@ def test_the_row_that_names_a_refused_runs_need_has_the_number_of_the_message() 
     (row,) = (line for line in text.splitlines() if line.strip().startswith("needed"))
     assert said is not None
     assert round(max(map(float, row.split()[1:])), 1) == float(said[1])
-
-
-def test_the_lines_of_a_table_have_one_width() -> None:
-    plan = MemoryPlan((Row("weights", {"rollout": GIB}),), BATCH, reserve=GIB)
-    assert len({len(line) for line in shown(plan, "# ").splitlines()}) == 1

@@ -59,7 +59,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ("def found(step): pass", "; found returned None"),
         (
             "def found(step): return [np.ones(5)] * len(step.rewards)",
-            r"of sample 0 are 5, and must be as many as its 9 tokens; found returned list of 24",
+            r"of sample 0 are 5 numbers for its 9 tokens; found returned list of 24",
         ),
         (
             "def found(step): return [p.astype(str) for p in step.penalties]",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -14,14 +11,7 @@ from jetrl.training.advantages import (
     STD_EPS,
     StepRewards,
     group_advantages,
-    overlong_penalties,
 )
-
-
-def test_without_std_is_reward_minus_group_mean():
-    got = group_advantages([1, 0, 0, 1, 0.5, 0.5], [0, 0, 0, 0, 1, 1], normalize_std=False)
-    assert got.dtype == np.float32
-    np.testing.assert_array_equal(got, np.float32([0.5, -0.5, -0.5, 0.5, 0, 0]))
 
 
 def test_with_std_by_hand():
@@ -29,11 +19,6 @@ def test_with_std_by_hand():
     got = group_advantages([1, 0, 0, 0], [5, 5, 5, 5])
     expected = np.array([0.75, -0.25, -0.25, -0.25]) / (0.5 + STD_EPS)
     np.testing.assert_array_equal(got, expected.astype(np.float32))
-
-
-def test_members_of_a_group_need_not_be_neighbours():
-    got = group_advantages([1, 10, 3, 20], [0, 1, 0, 1], normalize_std=False)
-    np.testing.assert_array_equal(got, np.float32([-1, -5, 1, 5]))
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
@@ -51,19 +36,6 @@ def test_group_of_one_is_zero():
 def test_reward_that_is_not_finite_is_named(bad):
     with pytest.raises(UserError, match=r"sample 2 \(group 9\)"):
         group_advantages([0, 1, bad], [9, 9, 9])
-
-
-def test_lengths_must_agree():
-    with pytest.raises(ValueError):
-        group_advantages([1.0], [0, 0])
-
-
-def test_imports_without_torch():
-    code = (
-        "import sys, jetrl.training.advantages, jetrl.training.packing, jetrl.training.mismatch;"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # Four sequences of 3, 2, 1 and 3 tokens. VERL: verl 0.9.1, verl/trainer/ppo/core_algos.py, called
@@ -114,20 +86,6 @@ def test_gae_against_verl():
     close(found.returns, returns, 3e-7)
 
 
-def test_gae_by_hand():
-    # lambda = 1 and gamma = 1: reward to go minus the value; here with a penalty at each token.
-    rewards = StepRewards(
-        np.array([1.0, 0.0]),
-        np.array([0, 1]),
-        [np.array([0.25, 0.5]), np.zeros(1)],
-        [np.float32([0.5, 0.75]), np.float32([0.25])],
-    )
-    found = ESTIMATORS["gae"](gamma=1.0, gae_lambda=1.0)(rewards)
-    assert [part.tolist() for part in found.returns] == [[0.25, 0.5], [0.0]]
-    # -1/4, -1/4 and -1/4 before the normalisation: nothing stands out.
-    assert not np.concatenate(found.advantages).any()
-
-
 def test_penalties_count_from_their_token_on():
     penalties = [np.zeros(3), np.array([0.5, 0.25]), np.zeros(1), np.zeros(3)]
     togo = [[1, 1, 1], [-0.75, -0.25], [0.5], [2, 2, 2]]
@@ -147,10 +105,3 @@ def test_equal_rewards_teach_nothing(name):
     zeros = [np.zeros(2)] * 3
     rewards = StepRewards(np.full(3, 0.1), np.zeros(3, dtype=int), zeros)
     assert not np.concatenate(ESTIMATORS[name]()(rewards).advantages).any()
-
-
-def test_overlong_penalties_by_hand():
-    # Limit 20, buffer 4: nothing up to 16, a quarter a token after it.
-    got = overlong_penalties(np.array([3, 16, 17, 18, 20]), 20, 4)
-    assert got.tolist() == [0, 0, 0.25, 0.5, 1.0]
-    assert not overlong_penalties(np.array([20]), 20, 0).any()

@@ -16,10 +16,10 @@ from jetrl.training.extras.calibration import (
     ClipCalibration,
     calibrated,
     moved,
-    over_clipped,
 )
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
 from jetrl.training.packing import with_advantages
+from jetrl.training.update import Accumulated
 
 REFERENCE = ClipBounds(0.8, 1.2)
 
@@ -82,11 +82,6 @@ def test_bounds_move_half_of_the_way_and_not_far() -> None:
     assert (found.low, found.high) == (pytest.approx(0.78), pytest.approx(1.25))
     found = moved(ClipBounds(0.8, 1.2), ClipBounds(0.5, 2.0))
     assert (found.low, found.high) == (pytest.approx(0.75), pytest.approx(1.3))
-
-
-def test_over_clipped_by_hand() -> None:
-    fp8, bf16 = np.array([0.7, 0.7, 0.9, 0.7]), np.array([0.9, 0.7, 0.7, 0.9])
-    assert over_clipped(fp8, bf16, np.array([-1.0, -1, -1, 1]), 0.8) == pytest.approx(1 / 3)
 
 
 def test_in_the_trainer(sample) -> None:
@@ -191,8 +186,9 @@ def test_an_update_that_is_not_finite_moves_no_bound(sample) -> None:
     for value, moves in ((0.5, True), (float("nan"), False)):
         calibration = ClipCalibration(policy, REFERENCE, 1, 1.0)
         minibatch = Minibatch(micro, MicroBatchSize(8))
-        calibration.before_updates([minibatch, minibatch])
-        metrics = calibration.before_last_update(minibatch, [torch.full((5,), value)] * 2)
+        calibration.begin(0, [minibatch, minibatch])
+        outputs = [torch.full((5,), value)] * 2
+        metrics = calibration.before_last(Accumulated(minibatch, outputs=outputs))
         assert ("policy/over_clipped" in metrics) == (calibration.bounds != REFERENCE) == moves
 
 

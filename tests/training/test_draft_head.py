@@ -9,7 +9,7 @@ import pytest
 import torch
 from one_layer import config
 
-from jetrl.errors import OutOfMemoryStop, UserError
+from jetrl.errors import UserError
 from jetrl.kernels.decode_state import HEAD
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
@@ -97,8 +97,9 @@ def test_the_policy_has_the_same_bits_with_a_head_and_without(sample, preset, tr
         own = {n for n in after if "draft_head" in n}
         assert {"draft_head/loss", "draft_head/accuracy", "timing/draft_head_s"} == own
         assert {n: v for n, v in after.items() if n not in own} == before
-    head = other.draft_head.head
-    assert other.draft_head.optimizer.num_updates >= 3
+    (extra,) = other.extras
+    head = extra.head
+    assert extra.optimizer.num_updates >= 3
     fresh = DraftHead(make_policy(preset), 3, 1)
     assert all(not torch.equal(m, fresh.masters[n]) for n, m in head.masters.items())
     assert all(p.grad is None for p in policy.master_weights().values())
@@ -111,7 +112,7 @@ def test_what_is_copied_is_the_trainers_own_state_however_it_is_packed(sample):
     for budget in (200, 24):
         training = make_training(policy)
         batches = micro_batches(samples, budget)
-        training.begin(7, batches)
+        training.choose(7, batches)
         for micro in batches:
             batch = micro.batch
             copy = training.observer(batch)
@@ -153,7 +154,7 @@ def test_replies_of_an_environment_are_not_learned(sample):
     )
     one = dataclasses.replace(one, completion=completion)
     training = make_training(policy)
-    training.begin(0, micro_batches([one]))
+    training.choose(0, micro_batches([one]))
     lessons = training._lessons
     assert lessons.tokens[:, 0].tolist() == [0, 1, 2, 6], "of 0 1 2 (3 4 5) 6 7"
     assert lessons.follows.sum(1).tolist() == [2, 1, 0, 1]
@@ -169,46 +170,24 @@ def test_the_share_and_the_limit_of_tokens(sample):
         settings = make_settings({"share": share, "most_tokens": most})
         training = make_training(policy, settings)
         for step in (1, 1, 2):
-            training.begin(step, micro_batches(samples))
+            training.choose(step, micro_batches(samples))
             chosen.append(training._lessons.tokens.tolist())
         sizes[share, most] = len(chosen[-1])
     assert list(sizes.values()) == [usable, -(-usable // 4), 13]
     assert chosen[3] == chosen[4] != chosen[5], "a step chooses its own tokens"
 
 
-def test_a_step_without_a_token_to_learn_from_is_no_error(sample):
-    policy = make_policy()
-    training = make_training(policy)
-    batches = micro_batches([sample(0, [1, 2], [3], 1.0), sample(0, [1, 2], [4], 0.0)])
-    training.begin(0, batches)
-    assert training.observer(batches[0].batch) is None
-    assert training.learn() == {}
-    assert not training.head.trained
-
-
-def test_no_memory_for_a_head_is_said_in_words(sample, monkeypatch):
-    training = make_training(make_policy())
-    training.begin(0, micro_batches(draw(training.head.policy, sample, 0)))
-
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-
-    monkeypatch.setattr(training, "_gather", full)
-    with pytest.raises(OutOfMemoryStop, match=r"training of the draft head.*most_tokens"):
-        training.learn()
-
-
 def test_states_that_are_not_finite_are_left_out(sample):
     policy = make_policy()
     training = make_training(policy)
     batches = micro_batches(draw(policy, sample, 0))
-    training.begin(0, batches)
+    training.choose(0, batches)
     for micro in batches:
         copy = training.observer(micro.batch)
         hidden = torch.randn(int(micro.batch.loss_mask.sum()), 128).bfloat16()
         hidden[::2] = torch.nan
         copy(hidden)
-    assert np.isfinite(training.learn()["draft_head/loss"])
+    assert np.isfinite(training.after_forward()["draft_head/loss"])
     assert all(bool(torch.isfinite(m).all()) for m in training.head.masters.values())
 
 
@@ -230,12 +209,12 @@ def test_a_head_goes_on_from_its_state_with_the_same_bits(sample):
     for one in (training, other):
         trainer = Trainer(policy, settings, draft_head=one)
         batches = micro_batches(draw(policy, sample, 5))
-        one.begin(9, batches)
+        one.choose(9, batches)
         for micro in batches:
             generator = torch.Generator().manual_seed(len(micro.batch.token_ids))
             hidden = torch.randn(int(micro.batch.loss_mask.sum()), 128, generator=generator)
             one.observer(micro.batch)(hidden.bfloat16())
-        one.learn()
+        one.after_forward()
     assert equal(other.state_tensors(), training.state_tensors())
     assert not torch.equal(other.state_tensors()["master.fc.weight"], saved["master.fc.weight"])
 

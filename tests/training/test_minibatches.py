@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pytest
 
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
@@ -33,12 +32,6 @@ def test_groups_may_be_mixed_odd_or_single_and_ties_go_by_number():
         Pair(0, 2, 2.0),  # sample 4 is the middle of three
         Pair(1, 3, 0.0),
     ]
-
-
-def test_half_of_16_samples_are_kept():
-    advantages = np.linspace(1, -1, 16)
-    pairs = contrast_pairs(advantages, [0] * 16, keep=0.5)
-    assert [(p.best, p.worst) for p in pairs] == [(0, 15), (1, 14), (2, 13), (3, 12)]
 
 
 def test_an_update_draws_its_share_of_pairs_by_weight_without_repetition():
@@ -92,15 +85,3 @@ def test_a_step_trains_on_the_drawn_pairs_and_stays_exact(bigram):
     assert metrics["policy/active_fraction"] == 1.0
     assert (policy.masters["table.weight"] != before).any()
     assert trainer.optimizer.num_updates == 2
-
-
-def test_all_is_every_sample_once(bigram):
-    samples = bigram().draw(REWARDS)
-    chosen = choose_minibatches(samples, settings(batch="all"), 0)
-    assert sorted(i for batch in chosen for i in batch) == list(range(8))
-
-
-@pytest.mark.parametrize("keep, error", [(0.0, "greater than 0"), (1.5, "less than or equal to 1")])
-def test_keep_pairs_is_a_share(keep, error):
-    with pytest.raises(ValueError, match=error):
-        settings(keep_pairs=keep)

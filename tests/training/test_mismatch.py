@@ -28,15 +28,6 @@ def test_equal_bits_are_exactly_nothing():
     }
 
 
-def test_one_ulp_counts():
-    x = f32(-0.1, -0.1)
-    y = f32(-0.1, np.nextafter(np.float32(-0.1), np.float32(0)))
-    got = mismatch_metrics(y, x)
-    assert got["mismatch/num_different"] == 1
-    assert got["mismatch/max_abs_logprob_diff"] == 2**-27  # the ulp of 0.1
-    assert got["mismatch/mean_abs_logprob_diff"] == 2**-28
-
-
 def test_by_hand():
     got = mismatch_metrics(f32(-1.0, -2.0, -0.5), f32(-1.0, -2.5, -0.25))
     d = [0.0, 0.5, -0.25]
@@ -54,15 +45,6 @@ def test_nan_is_different_even_from_itself():
     got = mismatch_metrics(f32(np.nan, -1.0), f32(np.nan, -1.0))
     assert got["mismatch/num_different"] == 1
     assert math.isnan(got["mismatch/max_abs_logprob_diff"])
-
-
-def test_zero_and_minus_zero_differ_as_bits():
-    assert mismatch_metrics(f32(0.0), f32(-0.0))["mismatch/num_different"] == 1
-
-
-def test_float64_is_refused():
-    with pytest.raises(ValueError, match="float32"):
-        mismatch_metrics(np.zeros(2), np.zeros(2))
 
 
 def test_differences_say_where(sample):

@@ -17,7 +17,6 @@ from jetrl.errors import UserError
 from jetrl.settings import AlgorithmSettings
 from jetrl.settings.algorithms import ALGORITHMS
 from jetrl.training.advantages import StepRewards
-from jetrl.training.losses import cross_entropy
 from jetrl.training.objectives import Objective, TokenLoss, Tokens, UpdateSize
 from jetrl.training.objectives.pieces import (
     MAX_LOG_RATIO,
@@ -30,7 +29,6 @@ from jetrl.training.objectives.pieces import (
     k1,
     k2,
     k3,
-    token_weights,
 )
 
 OLD = [-1.0, -0.5, -2.0, -0.3, -1.2, -0.7, -1.5, -0.2, -0.9]
@@ -150,20 +148,6 @@ class TestAgainstVerl:
 
 
 class TestClippedRatio:
-    def test_at_ratio_one_the_gradient_is_the_policy_gradient(self):
-        # d/dlogp of -ratio * A / N at ratio 1 is -A / N, exactly.
-        logprobs = leaf(-0.5, -1.0, -2.0, -0.1)
-        tokens = Tokens(
-            logprobs, logprobs.detach(), torch.tensor([1.0, -2.0, 0.0, 0.5]), torch.tensor([4])
-        )
-        found = objective(aggregation="token_mean")(
-            tokens, UpdateSize(8, 2, 4), tokens.behavior_logprobs
-        )
-        found.loss.backward()
-        assert logprobs.grad.tolist() == [-0.125, 0.25, 0.0, -0.0625]
-        assert found.loss.item() == pytest.approx(0.5 / 8)
-        assert found.metrics["policy/clip_fraction"] == 0
-
     @pytest.mark.parametrize(
         "value, advantage, loss, gradient, clipped",
         [
@@ -186,16 +170,6 @@ class TestClippedRatio:
 
 
 class TestSequenceRatio:
-    def test_by_hand(self):
-        # Log-ratios 0.3 and 0.1: s = exp(0.2); its gradient is s A / 2 for each token's log-prob.
-        logprobs = leaf(0.3, 0.1)
-        tokens = Tokens(logprobs, torch.zeros(2), torch.ones(2), torch.tensor([2]))
-        found = SequenceRatio(0.5, 0.5)(tokens)
-        assert found.loss.tolist() == pytest.approx([-math.exp(0.2)] * 2, rel=1e-6)
-        (found.loss * token_weights(tokens.lengths, UpdateSize(2, 1, 9), "sequence_mean")).sum()
-        found.loss.mean().backward()
-        assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.2) / 2] * 2, rel=1e-6)
-
     def test_a_clipped_sequence_has_no_gradient_anywhere(self):
         logprobs = leaf(0.3, 0.1, 0.0)
         tokens = Tokens(logprobs, torch.zeros(3), torch.ones(3), torch.tensor([2, 1]))
@@ -203,37 +177,6 @@ class TestSequenceRatio:
         found.loss.sum().backward()
         assert found.clipped.tolist() == [True, True, False]
         assert logprobs.grad.tolist() == [0, 0, -1]
-
-
-class TestDetachedRatio:
-    @pytest.mark.parametrize("value, weight, cut", [(3.0, 1.5, True), (0.25, 0.25, False)])
-    def test_the_weight_is_capped_and_no_gradient_is_lost(self, value, weight, cut):
-        tokens = one(math.log(value), 2.0)
-        found = DetachedRatio(0.5)(tokens)
-        found.loss.sum().backward()
-        assert tokens.trainer_logprobs.grad.item() == pytest.approx(-2 * weight, rel=1e-6)
-        assert found.clipped.item() == cut
-
-
-def test_ratio_is_reinforce_at_one():
-    tokens = one(0.0, -3.0)
-    found = Ratio()(tokens)
-    found.loss.sum().backward()
-    assert tokens.trainer_logprobs.grad.item() == 3.0
-    assert not found.clipped.any()
-
-
-def test_weights_of_tokens_by_hand():
-    lengths, size = torch.tensor([2, 1]), UpdateSize(tokens=6, sequences=4, max_tokens=10)
-    expected = {
-        "token_mean": [1 / 6] * 3,
-        "sequence_mean": [1 / 8, 1 / 8, 1 / 4],
-        "sequence_sum": [1 / 4] * 3,
-        "constant": [1 / 40] * 3,
-    }
-    for aggregation, weights in expected.items():
-        got = token_weights(lengths, size, aggregation)
-        assert got.tolist() == torch.tensor(weights, dtype=torch.float32).tolist()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -272,16 +215,6 @@ class TestKl:
         found.loss.backward()
         assert found.metrics["policy/kl_ref"] == 0
         assert logprobs.grad.tolist() == [0.0, 0.0]
-
-    @pytest.mark.parametrize("estimator, exact", [("k2", 0.0), ("k3", None)])
-    def test_gradient(self, estimator, exact):
-        # k2: log p - log ref. k3: 1 - exp(log ref - log p).
-        logprobs = leaf(-1.0)
-        tokens = Tokens(logprobs, logprobs.detach(), torch.zeros(1), torch.tensor([1]))
-        chosen = objective(kl=0.5, kl_estimator=estimator)
-        chosen(tokens, UpdateSize(1, 1, 1), logprobs.detach(), torch.tensor([-0.6])).loss.backward()
-        expected = -0.4 if estimator == "k2" else 1 - math.exp(0.4)
-        assert logprobs.grad.item() == pytest.approx(0.5 * expected, rel=1e-6)
 
     def test_k1_in_the_loss_is_refused(self):
         with pytest.raises(ValueError, match="expected gradient of k1 is zero"):
@@ -396,21 +329,6 @@ class TestUsers:
         chosen(tokens, UpdateSize(1, 1, 1), torch.zeros(1)).loss.backward()
         assert tokens.trainer_logprobs.grad.item() == -6.0
 
-    def test_an_object_that_can_be_called_is_an_algorithm(self, tmp_path):
-        file = self.write(
-            tmp_path,
-            "from dataclasses import dataclass\n"
-            "@dataclass(frozen=True)\n"
-            "class Push:\n"
-            "    strength: float\n"
-            "    def __call__(self, tokens, sign=-1):\n"
-            "        return sign * self.strength * tokens.advantages * tokens.trainer_logprobs\n"
-            "push = Push(2.0)\n",
-        )
-        tokens = one(0.0, 3.0)
-        objective(name=f"{file}:push")(tokens, UpdateSize(1, 1, 1), torch.zeros(1)).loss.backward()
-        assert tokens.trainer_logprobs.grad.item() == -6.0
-
     def test_the_example_of_the_document(self, tmp_path):
         document = Path(__file__).parents[2] / "docs" / "algorithms.md"
         code = document.read_text().split("```python\n")[1].split("```")[0]
@@ -433,14 +351,6 @@ class TestUsers:
         step = StepRewards(rewards, groups, [np.zeros(n) for n in (1, 2, 3, 1)])
         found = objective(name=name, options={"shift": 0.5}).advantages(step).advantages
         assert [values.tolist() for values in found] == [[-1.5], [-0.5] * 2, [3.5] * 3, [-0.5]]
-
-    def test_a_record_chooses_the_other_pieces(self, tmp_path):
-        file = self.write(
-            tmp_path,
-            "from jetrl.settings.algorithms import Algorithm\n"
-            "mine = Algorithm('mine', '', 'leave_one_out', 'ratio', 'sequence_sum')\n",
-        )
-        assert objective(name=f"{file}:mine").aggregation == "sequence_sum"
 
     RECORD = (
         "from jetrl.settings.algorithms import Algorithm\n"
@@ -473,7 +383,7 @@ class TestUsers:
         [
             ("x = 1\n1 / 0\n", "f", "line 2: ZeroDivisionError"),
             ("def f(:\n", "f", "line 1: SyntaxError"),
-            ("def g(tokens): pass\n", "f", "'f' is no function"),
+            ("def g(tokens): pass\n", "f", "'f' is not a function"),
             ("def f(tokens, tau): pass\n", "f", r"needs algorithm\.options\.tau"),
         ],
     )
@@ -482,23 +392,6 @@ class TestUsers:
         with pytest.raises(UserError, match=message):
             objective(name=f"{file}:{member}")
 
-    def test_an_unknown_option_is_named(self, tmp_path):
-        file = self.write(tmp_path, "def f(tokens, tau=1.0): pass\n")
-        with pytest.raises(UserError, match=r"algorithm\.options\.ta: .* it has tau"):
-            objective(name=f"{file}:f", options={"ta": 1})
-
-    def test_an_estimator_gets_its_options_too(self, tmp_path):
-        file = self.write(tmp_path, self.OWN_ADVANTAGES)
-        name, step = f"{file}:mine", StepRewards(np.array([1.0]), np.array([0]), [np.zeros(2)])
-        chosen = objective(name=name, options={"shift": 0.25, "tau": 3.0})
-        assert chosen.advantages(step).advantages[0].tolist() == [0.75, 0.75]
-        tokens = one(0.0, 1.0)
-        chosen(tokens, UpdateSize(1, 1, 1), torch.zeros(1)).loss.backward()
-        assert tokens.trainer_logprobs.grad.item() == -3.0
-        assert objective(name=name).advantages(step).advantages[0].tolist() == [0.5, 0.5]
-        with pytest.raises(UserError, match=r"algorithm\.options\.shfit: .* it has tau, shift"):
-            objective(name=name, options={"shfit": 1})
-
     OWN_ADVANTAGES = (
         "from jetrl.settings.algorithms import Algorithm\n"
         "def shifted(step, shift=0.5): return step.at_tokens(step.rewards - shift)\n"
@@ -506,21 +399,10 @@ class TestUsers:
         "mine = Algorithm('mine', '', shifted, push, 'token_mean')\n"
     )
 
-    def test_the_options_of_a_record_are_settings(self, tmp_path):
-        text = self.OWN_ADVANTAGES.replace("'token_mean'", "'token_mean', options={'shift': 0.1}")
-        with pytest.raises(
-            UserError, match=r"mine\.py:mine: .*'shift'.* algorithm\.options\.shift"
-        ):
-            objective(name=f"{self.write(tmp_path, text)}:mine")
-
     def test_a_record_without_what_its_built_in_loss_needs(self, tmp_path):
         text = self.RECORD.replace("'clip': 0.1, ", "")
         with pytest.raises(UserError, match=r"needs algorithm\.options\.clip, .*'clip': \.\.\."):
             objective(name=f"{self.write(tmp_path, text)}:mine")
-
-    def test_a_missing_file(self):
-        with pytest.raises(UserError, match="no such file"):
-            objective(name="nowhere.py:f")
 
     @pytest.mark.parametrize(
         "text, message",
@@ -546,7 +428,7 @@ class TestUsers:
             ("    return step.rewards", r"array for each of the 2 samples.*step\.at_tokens"),
             (
                 "    return [np.ones(3), np.ones(2)]",
-                "of sample 0 are 3, .* as many as its 2 tokens",
+                "of sample 0 are 3 numbers for its 2 tokens",
             ),
             ("    return [np.ones(2)]", "array for each of the 2 samples"),
             ("    return None", "array for each of the 2 samples"),
@@ -569,11 +451,6 @@ class TestUsers:
         file = self.write(tmp_path, "def f(tokens):\n    raise MemoryError\n")
         with pytest.raises(MemoryError):
             objective(name=f"{file}:f")(one(0.0, 3.0), UpdateSize(1, 1, 1), torch.zeros(1))
-
-    def test_a_result_of_another_shape(self, tmp_path):
-        file = self.write(tmp_path, "def f(tokens): return tokens.advantages.mean()\n")
-        with pytest.raises(UserError, match="one loss for each of the 1 tokens"):
-            objective(name=f"{file}:f")(one(0.0, 1.0), UpdateSize(1, 1, 1), torch.zeros(1))
 
 
 @pytest.mark.parametrize(
@@ -611,11 +488,6 @@ def test_overlong_buffer():
     assert objective(100, name="grpo").overlong_buffer == 0
 
 
-def test_cross_entropy_by_hand():
-    loss = cross_entropy(torch.tensor([-0.5, -1.0]), 4)
-    assert loss.item() == 0.375
-
-
 def test_a_dual_clip_bounds_the_loss_of_tokens_with_a_negative_advantage():
     """With c = 3 a ratio of e^2 and an advantage of -2 lose 6, and the gradient is gone."""
     loss = ClippedRatio(0.2, 0.2, dual_clip=3.0)
@@ -630,13 +502,6 @@ def test_a_dual_clip_bounds_the_loss_of_tokens_with_a_negative_advantage():
         with_dual, without = loss(one(difference, advantage)), plain(one(difference, advantage))
         assert with_dual.loss.tolist() == without.loss.tolist()
         assert with_dual.clipped.tolist() == without.clipped.tolist()
-
-
-def test_the_dual_clip_is_off_unless_it_is_set():
-    assert objective().token_loss == ClippedRatio(0.2, 0.2, None)
-    assert objective(name="dapo", dual_clip=3.0).token_loss == ClippedRatio(0.2, 0.28, 3.0)
-    with pytest.raises(ValueError, match="dual_clip means nothing to gspo"):
-        AlgorithmSettings(name="gspo", dual_clip=3.0)
 
 
 @pytest.mark.parametrize("loss", [ClippedRatio(0.2, 0.2), DetachedRatio(4.0), Ratio()])

@@ -61,17 +61,6 @@ def test_schedule(keys, expected):
     assert got == pytest.approx(expected, abs=1e-12)
 
 
-def test_first_update_moves_by_the_learning_rate():
-    # Adam's first step is lr * g / (|g| + eps): lr in size, whatever the gradient.
-    optimizer, masters = make(gradient=3.0)
-    norm = update(optimizer)
-    assert norm == pytest.approx(3.0 * math.sqrt(7), rel=1e-6)
-    for p in masters.values():
-        assert p.detach().flatten().tolist() == pytest.approx([0.9] * p.numel(), rel=1e-6)
-        assert p.grad is None
-    assert optimizer.num_updates == 1
-
-
 def test_decay_acts_on_matrices_alone():
     optimizer, masters = make(gradient=0.0, weight_decay=0.5)
     update(optimizer)

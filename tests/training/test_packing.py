@@ -91,21 +91,6 @@ def test_every_sample_is_packed_once_whatever_the_budget(sample):
         assert [b.sample_ids.tolist() for b in again] == [b.sample_ids.tolist() for b in batches]
 
 
-def test_subset_keeps_sample_numbers(sample):
-    samples = [sample(i, [1, i], [2]) for i in range(6)]
-    (batch,) = pack(samples, 100, sample_ids=[4, 1])
-    assert batch.sample_ids.tolist() == [1, 4]
-    filled = with_advantages(batch, advantages(samples))
-    assert filled.advantages.tolist() == [0, 0, 2, 0, 0, 5]
-
-
-def test_sample_without_completion_tokens_is_left_out(sample):
-    samples = [sample(0, [1], []), sample(0, [1], [2])]
-    (batch,) = pack(samples, 100)
-    assert batch.sample_ids.tolist() == [1]
-    assert pack(samples[:1], 100) == []
-
-
 def test_empty_prompt_is_refused(sample):
     with pytest.raises(UserError, match=r"'p3' has no tokens"):
         pack([sample(3, [], [1])], 100)
@@ -121,11 +106,6 @@ def test_values_of_samples_and_of_batches(sample):
     values = [by_batch(batch, numbers) for batch in batches]
     back = by_sample(batches, values, len(samples))
     assert [v.tolist() for v in back] == [v.tolist() for v in numbers]
-
-
-def test_lengths_must_agree(sample):
-    with pytest.raises(ValueError, match="log-probs"):
-        pack([sample(0, [1], [2, 3], logprobs=[0.0])], 100)
 
 
 def test_examples():

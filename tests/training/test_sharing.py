@@ -21,12 +21,6 @@ def test_the_saved_share_counts_each_stem_once(sample) -> None:
     assert saved_share([]) == 0.0
 
 
-def test_samples_without_a_completion_token_count_for_nothing(sample) -> None:
-    samples = group(sample, 0, 128, [10, 0, 0])
-    assert saved_share(samples) == 0.0
-    assert saved_share([*samples, *group(sample, 0, 128, [20])]) == 128 / (138 + 148)
-
-
 @pytest.mark.parametrize("completion, shared", [(2543, True), (2545, False)])
 def test_auto_shares_where_enough_is_saved(sample, completion: int, shared: bool) -> None:
     """A group of 8 saves 7 stems of 256 tokens, which is 8% of 8 * (256 + n) for n of 2544."""

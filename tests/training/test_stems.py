@@ -17,7 +17,7 @@ from jetrl.settings.loading import Settings
 from jetrl.training import Trainer, pack
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, batch_logprobs
 from jetrl.training.packing import targets
-from jetrl.types import Batch, stem_length
+from jetrl.types import Batch
 
 CONFIG = config(vocab_size=32, max_position_embeddings=512, initializer_range=0.1)
 
@@ -53,27 +53,6 @@ def test_two_sequences_with_one_stem() -> None:
     assert stems.positions.tolist() == [0, 1, 2, 2, 3]
     assert list(stems.run_starts) == [0, 2, 3, 5]
     assert list(stems.stem_of) == [-1, 0, 0]
-
-
-def test_sequences_without_a_sibling_are_one_run() -> None:
-    batch = batch_of([3, 4, 2, 5], [0, 7, 2, 7], [2, 3, 0, 3])
-    stems = Stems.of(batch)
-    assert stems is not None
-    assert list(stems.run_starts) == [0, 3, 6, 7, 9, 11]
-    assert list(stems.stem_of) == [-1, -1, 1, -1, 1]
-    assert len(stems.rows) == batch.num_computed_tokens == 11
-    tokens = torch.from_numpy(batch.token_ids)
-    assert torch.equal(tokens[stems.rows][stems.row_of], tokens)
-
-
-@pytest.mark.parametrize("ids", [None, [0, 1], [0, 0]], ids=["off", "different", "short"])
-def test_a_batch_that_shares_nothing_has_no_stems(ids: list[int] | None) -> None:
-    assert Stems.of(batch_of([3, 4], ids, [0, 0])) is None
-
-
-@pytest.mark.parametrize("prompt, length", [(1, 0), (127, 0), (128, 128), (300, 256)])
-def test_a_stem_is_the_whole_blocks_of_a_prompt(prompt: int, length: int) -> None:
-    assert stem_length(prompt) == length
 
 
 def group(sample, index: int, prompt: int, completions: list[int]):

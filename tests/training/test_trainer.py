@@ -205,17 +205,6 @@ def test_temperature_is_the_samplers(bigram, temperature, effective):
     assert metrics["mismatch/num_different"] == 0
 
 
-def test_equal_rewards_give_a_step_with_zero_gradient(bigram):
-    policy = bigram()
-    samples = policy.draw([0.1] * 8)
-    before = snapshot(policy)
-    metrics = Trainer(policy, settings()).step(samples).metrics
-    assert metrics["policy/active_fraction"] == 0
-    assert metrics["policy/grad_norm"] == 0
-    assert metrics["policy/loss"] == 0
-    assert all(torch.equal(p, before[n]) for n, p in policy.master_weights().items())
-
-
 @pytest.mark.parametrize("on", [True, False])
 def test_activation_checkpointing_is_passed_on(bigram, on):
     policy = bigram()
@@ -237,12 +226,6 @@ def test_reference_kl(bigram):
     measured, metrics = gradients_of_step(bigram(), settings(), samples, reference)
     assert torch.equal(measured[0]["table.weight"], plain[0]["table.weight"])
     assert metrics["policy/kl_ref"] > 0
-
-
-def test_reference_equal_to_the_policy_has_zero_kl(bigram):
-    policy = bigram()
-    samples = policy.draw(REWARDS)
-    assert Trainer(policy, settings(), bigram()).step(samples).metrics["policy/kl_ref"] == 0
 
 
 def test_kl_without_reference_is_refused(bigram):
@@ -292,16 +275,6 @@ def test_kl_in_the_reward_is_taken_from_the_advantages(bigram):
     # Log-probs are float32 numbers below 8, up to 4 of them a sample: 4 roundings of 2^-22 each.
     assert metrics["reward/kl_penalty"] == pytest.approx(taken, abs=4 * 2**-22)
     assert torch.allclose(seen["table.weight"], expected["table.weight"], atol=16 * 2**-22)
-
-
-def test_overlong_answers_lose_reward(bigram, sample):
-    policy = bigram()
-    samples = policy.draw(REWARDS)
-    limit = {"rollout": {"max_tokens": 4}}
-    algorithm = {"name": "dapo", "overlong_buffer": 2}
-    metrics = Trainer(policy, settings(algorithm=algorithm, **limit)).step(samples).metrics
-    # Lengths 1, 2, 3, 4, 1, 2, 3, 4: penalties 0, 0, 1/2, 1.
-    assert metrics["reward/overlong_penalty"] == 0.375
 
 
 def test_the_limit_counts_what_an_environment_said(bigram):
@@ -365,29 +338,6 @@ def test_a_gradient_that_is_not_finite_stops(bigram):
         Trainer(policy, settings()).step(samples)
 
 
-def test_what_is_rewarded_becomes_likelier(bigram, sample):
-    """The probability of the rewarded token, 3, rises when every token follows every other once."""
-    policy = bigram()
-    size = policy.config.vocab_size
-    everything = torch.cartesian_prod(torch.arange(size), torch.arange(size))
-    start = torch.softmax(policy.masters["table.weight"].detach(), -1)[:, 3]
-    trainer = Trainer(policy, settings(loop={"steps": 3}))
-    for _ in range(3):
-        with torch.no_grad():
-            logprobs, _ = policy.train_logprobs(
-                everything.flatten(),
-                torch.arange(0, 2 * size**2 + 1, 2),
-                torch.arange(1, 2 * size**2, 2),
-            )
-        trainer.step(
-            [
-                sample(a, [a], [b], float(b == 3), [value])
-                for (a, b), value in zip(everything.tolist(), logprobs.tolist(), strict=True)
-            ]
-        )
-    assert (torch.softmax(policy.masters["table.weight"], -1)[:, 3] > start).all()
-
-
 class TestSft:
     EXAMPLES = (Example([1, 2], [3, 4]), Example([5], [6]), Example([2, 2, 2], [3, 0, 1]))
 
@@ -405,15 +355,6 @@ class TestSft:
         assert losses[-1] < 0.5 * expected
         assert trainer.optimizer.num_updates == 30
         assert [name for name, _ in policy.calls].count("requantize") == 30
-
-    def test_micro_batches_do_not_matter(self, bigram):
-        norms = [
-            SftTrainer(bigram(), settings(**train(tokens_per_micro_batch=n))).step(self.EXAMPLES)
-            for n in (1, 6, 1000)
-        ]
-        for key in ("sft/loss", "sft/grad_norm"):
-            # Sums of at most 6 shares in another order: 6 roundings of 2^-24, doubled for the norm.
-            assert [m[key] for m in norms] == pytest.approx([norms[0][key]] * 3, rel=12 * 2**-24)
 
     def test_no_examples(self, bigram):
         with pytest.raises(UserError, match="no examples"):

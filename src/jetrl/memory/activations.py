@@ -41,7 +41,7 @@ _AT_ONCE, _TOGETHER = 2**29, 4
 
 @dataclass(frozen=True)
 class ProductBytes:
-    """The bytes of products beside the sums, at the highest moments of a backward.
+    """The bytes of products next to the sums, at the highest moments of a backward.
 
     Attributes:
         in_layer: While the last layer's MLP makes the product of its first linear, which itself is
@@ -63,11 +63,6 @@ class ProductBytes:
         cards: int,
         lora: LoRA | None = None,
     ) -> ProductBytes:
-        """Return the bytes beside the sums in the backward of a micro-batch.
-
-        Args:
-            lora: The adapter that is trained; None: all parameters are.
-        """
         if lora is not None:
             return _of_adapter(config, tokens, several, cards, lora)
         tied = config.tie_word_embeddings
@@ -103,7 +98,7 @@ class ProductBytes:
 def _of_adapter(
     config: ModelConfig, tokens: int, several: bool, cards: int, lora: LoRA
 ) -> ProductBytes:
-    """Return the bytes of products where an adapter is trained, and the layers' weights are not."""
+    """Return the bytes of products if an adapter is trained instead of the layers' weights."""
     trains_head = config.head == "lm" and (
         lora.train_embeddings if config.tie_word_embeddings else lora.train_head
     )
@@ -125,6 +120,8 @@ class PlannedMicroBatch:
     """The largest micro-batch of an update.
 
     Attributes:
+        longest: Tokens of the longest sequence.
+        several: Whether the update has more than one.
         shared: Whether sequences may share their first tokens, which count once.
     """
 
@@ -141,12 +138,12 @@ def kept_bytes(
     recomputed: bool = False,
     lora: LoRA | None = None,
 ) -> int:
-    """Return the bytes that a forward keeps for backward, lm_head's input included.
+    """Return the bytes of saved activations, lm_head's input included.
 
     Args:
-        recomputed: Whether layers keep only their two inputs, so that all activations of one layer
-            are held while that layer is computed again in backward.
-        lora: The adapter that is trained. Of every linear with one the product with A is kept.
+        recomputed: Whether layers save only their two inputs, so that all activations of one layer
+            are held while backward computes it again.
+        lora: The adapter that is trained: each of its linears saves its product with A.
     """
     wide = _wide(plan)
     layers = [
@@ -172,12 +169,7 @@ def on_top_bytes(
     products: ProductBytes = _NONE,
     lora: LoRA | None = None,
 ) -> int:
-    """Return the most bytes held on top of the kept activations: in lm_head or in a layer.
-
-    Args:
-        products: The products that are held beside the sums of gradients.
-        lora: The adapter that is trained; None: all parameters are.
-    """
+    """Return the maximum bytes on top of saved activations: in lm_head or in a layer."""
     in_head = _head_bytes(config, batch, recomputed, products.in_head)
     in_layer = _layer_backward_bytes(config, plan, batch, lora is not None)
     return max(in_head, in_layer + products.in_layer)
@@ -186,7 +178,6 @@ def on_top_bytes(
 def _head_bytes(
     config: ModelConfig, batch: PlannedMicroBatch, recomputed: bool, product: int
 ) -> int:
-    """Return the most bytes that lm_head holds on top."""
     if config.head == "score":
         return 0
     logits, hidden = logits_bytes(config, batch.tokens), 10 * batch.tokens * config.hidden_size
@@ -203,7 +194,6 @@ def logits_bytes(config: ModelConfig, tokens: int) -> int:
 def _layer_backward_bytes(
     config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, adapted: bool = False
 ) -> int:
-    """Return the most bytes that one layer's backward holds on top."""
     tokens, hidden, fp8 = batch.tokens, config.hidden_size, plan.train_linear == "fp8"
     if adapted:
         wide = nvfp4_product_bytes(config, plan, tokens, backward=True)
@@ -224,13 +214,10 @@ def _layer_backward_bytes(
 def last_bytes(
     config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, lora: LoRA | None = None
 ) -> int:
-    """Return the bytes held on top at the end of backward.
+    """Return the bytes on top at the end of backward.
 
     The embedding's gradient needs the incoming gradients sorted by token; an FP8 lm_head that is
-    tied to the embedding has a gradient of its own until the two are added.
-
-    Args:
-        lora: The adapter that is trained; None: all parameters are.
+    tied to it has its own gradient until the two are added.
     """
     if lora is not None and not lora.train_embeddings:
         return 4 * batch.tokens * config.hidden_size
@@ -242,14 +229,14 @@ def last_bytes(
 def forward_bytes(
     config: ModelConfig, plan: PrecisionPlan, tokens: int, contexts: int = 0, adapted: bool = False
 ) -> int:
-    """Return the most bytes of a forward without gradients, its logits left out.
+    """Return the maximum bytes of a forward without gradients, its logits left out.
 
     The MLP and attention are compared; attention stages keys and values in 16 bits and keeps the
     state of finished splits.
 
     Args:
-        contexts: Tokens whose keys the forward reads, its own included; 0 for its own alone.
-        adapted: Whether linear layers have adapters, which read BF16 values beside codes.
+        contexts: Tokens whose keys the forward reads, its own included; 0 for its own only.
+        adapted: Whether linears have adapters, which read BF16 values in addition to codes.
     """
     wide = _wide(plan)
     hidden, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
@@ -268,12 +255,11 @@ def _layer_bytes(
     tokens: int,
     lora: LoRA | None = None,
 ) -> int:
-    """Return the bytes that one layer keeps for backward."""
+    """Return the bytes that one layer saves for backward."""
     wide, hidden = _wide(plan), config.hidden_size
     heads, groups = config.num_heads, config.num_kv_heads
 
     def linear_input(columns: int) -> int:
-        """Return the bytes kept of a linear layer's input: none under FP8, or with an adapter."""
         return 0 if linear == "fp8" or lora is not None else wide * columns * tokens
 
     # The residual stream, the norm's inverse rms, and the normalized values.
@@ -288,19 +274,15 @@ def _layer_bytes(
 
 
 def _wide(plan: PrecisionPlan) -> int:
-    """Return the bytes of one activation."""
     return 4 if plan.rest == "fp32" else 2
 
 
 def nvfp4_product_bytes(
     config: ModelConfig, plan: PrecisionPlan, tokens: int, backward: bool = False
 ) -> int:
-    """Return the most bytes that one product of a layer takes: the BF16 weight and float32 sums.
+    """Return the maximum bytes of one NVFP4 product of a layer: the BF16 weight and float32 sums.
 
-    Args:
-        config: The model's shape; of a directory in NVFP4 with its `quantization_config`.
-        plan: The model's precision plan. Without a base in NVFP4 a product takes nothing.
-        tokens: Tokens of the forward or backward; FProp of few reads the codes themselves.
+    FProp of few tokens reads the codes directly. 0 without a base in NVFP4.
     """
     if plan.base != "nvfp4" or (tokens <= FEW_ROWS and not backward):
         return 0
@@ -316,10 +298,10 @@ def nvfp4_product_bytes(
 
 
 def sums_bytes(num_rows: int, num_columns: int, tokens: int, own_scales: bool) -> int:
-    """Return the most bytes of float32 sums that are held in FProp or DGrad of one weight.
+    """Return the maximum bytes of float32 sums held in FProp or DGrad of one weight.
 
     Args:
-        own_scales: Whether the weight is stacked of matrices with scales of their own.
+        own_scales: Whether the weight is stacked from matrices with their own scales.
     """
     rows, fprop = min(tokens, ROWS_AT_ONCE), 0
     if tokens > FEW_ROWS:

@@ -19,10 +19,7 @@ _CHOICES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"
 
 
 def available_bytes() -> int | None:
-    """Return the CPU memory that can be had without swapping, None where the system does not say.
-
-    The limits of a container count as well.
-    """
+    """Return the CPU memory available without swapping, in a container too; None if unknown."""
     line = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MACHINE), re.MULTILINE)
     machine = () if line is None else (1024 * int(line[1]),)
     return min((*machine, *_group_rooms()), default=None)
@@ -31,8 +28,8 @@ def available_bytes() -> int | None:
 def keep_freed() -> None:
     """Let glibc's malloc keep up to 1 GiB of freed memory for the next tensors.
 
-    Memory that is given back and asked for again costs a page fault for each 4 KiB. The call does
-    nothing with another malloc, or where malloc's environment variables are set.
+    Returned memory costs a page fault per 4 KiB when it is requested again. Does nothing with
+    another malloc, or if malloc's environment variables are set.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name in os.environ for name in _CHOICES):
@@ -41,7 +38,7 @@ def keep_freed() -> None:
 
 
 def _group_rooms() -> Iterator[int]:
-    """Yield the bytes that each limited control group of this process leaves, outer groups too."""
+    """Yield the unused bytes of each limited control group of this process, outer ones too."""
     for line in _text(_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
@@ -70,7 +67,7 @@ def _room(group: Path, limit: str, used: str, files: str, shared: str) -> Iterat
 
 
 def _text(file: Path) -> str:
-    """Return the text of a file; empty if it does not exist or may not be read."""
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return os.fsdecode(file.read_bytes())
     except (FileNotFoundError, PermissionError):

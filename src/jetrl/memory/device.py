@@ -17,10 +17,7 @@ from jetrl.memory.cpu import available_bytes
 
 
 def free_bytes(device: str | torch.device) -> int | None:
-    """Return the bytes of a device that a run could take, None where the device does not say.
-
-    Of a GPU that is what is free and what torch's allocator keeps for later.
-    """
+    """Return the bytes that a run could take on a device, cached ones included; None if unknown."""
     where = torch.device(device)
     if where.type == "cpu":
         return available_bytes()
@@ -32,7 +29,7 @@ def free_bytes(device: str | torch.device) -> int | None:
 
 
 class DeviceBytes:
-    """The bytes that one owner holds beside torch's tensors; they count until the owner is gone."""
+    """The bytes that one owner holds outside torch's allocator, counted until the owner is gone."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._key = device, next(_KEYS)
@@ -49,8 +46,6 @@ class DeviceBytes:
 
 
 class _Counts:
-    """The bytes of every `DeviceBytes` by key, and the peak before the last decrease."""
-
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
         self.peak = 0
@@ -61,7 +56,7 @@ _KEYS = itertools.count()
 
 
 def _hold(key: int, count: int, device: torch.device) -> None:
-    """Record what one owner holds from now on, and the peak before a decrease."""
+    """Record an owner's bytes from now on, and the peak before a decrease."""
     if count < _COUNTS.held.get(key, 0):
         _COUNTS.peak = peak_bytes(device)
     if count:
@@ -71,21 +66,19 @@ def _hold(key: int, count: int, device: torch.device) -> None:
 
 
 def beside_tensors() -> int:
-    """Return the bytes that are held now and that torch does not count."""
+    """Return the bytes that are held now outside torch's allocator."""
     return sum(_COUNTS.held.values())
 
 
 def reset_peak(device: torch.device | None = None) -> None:
-    """Make `peak_bytes` count from here on."""
     torch.cuda.reset_peak_memory_stats(device)
     _COUNTS.peak = 0
 
 
 def peak_bytes(device: torch.device | None = None) -> int:
-    """Return the most bytes held at once since the last reset.
+    """Return the largest number of bytes held at once since the last reset.
 
-    Bytes that were added beside the tensors after the tensors' own peak make the result too high by
-    as much.
+    Bytes outside torch's allocator that were added after its own peak make the result too high.
     """
     now = int(torch.cuda.max_memory_allocated(device)) + beside_tensors()
     return max(now, _COUNTS.peak)

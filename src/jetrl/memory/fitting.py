@@ -25,9 +25,8 @@ class Fitted:
     """A memory plan that fits its device.
 
     Attributes:
-        tokens: The most tokens of a micro-batch: train.tokens_per_micro_batch, or fewer where that
-            many do not fit.
-        free: Bytes that the device had free before anything was loaded; None where it is not known.
+        tokens: The micro-batch limit: train.tokens_per_micro_batch, or fewer if they do not fit.
+        free: Bytes that the device had free before anything was loaded; None if unknown.
     """
 
     plan: MemoryPlan
@@ -37,12 +36,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run whose memory is planned: the arguments of `memory_plan` that stay the same.
-
-    Attributes:
-        config: The shape of the model that is trained.
-        others: The shapes of the models beside it.
-    """
+    """A run whose memory is planned: the constant arguments of `memory_plan`."""
 
     settings: Settings
     config: ModelConfig
@@ -52,11 +46,10 @@ class _Run:
 
     @property
     def can_be_divided(self) -> bool:
-        """True where more GPUs hold less each: not where forwards read the master weights."""
+        """True if more GPUs hold less each: not if forwards read the master weights."""
         return PrecisionPlan.from_settings(self.settings.precision).rest != "fp32"
 
     def plan(self, free: int | None, tokens: int, device: str = "cuda") -> MemoryPlan:
-        """Return the plan with micro-batches of so many tokens."""
         return memory_plan(
             self.settings, self.config, self.others, self.load, free, tokens, device, self.cards
         )
@@ -84,18 +77,15 @@ def check_fits(
     """Return the memory plan of a run that fits its device.
 
     On a GPU a micro-batch gets as many tokens as there is room for, up to
-    train.tokens_per_micro_batch. Every process of a run on several GPUs calls this function, and
-    gets the same plan, made for the least free memory of any.
+    train.tokens_per_micro_batch. Every rank calls this function, and gets the same plan, made for
+    the rank with the least free memory.
 
     Args:
-        config: The shape of the model that is trained.
-        others: The shapes of the models beside it.
-        free: Bytes that the device has free before anything is loaded; None, where they are not
-            known, plans whatever is asked for.
-        cards: How many GPUs the run has; None: one for each of its processes.
+        free: Bytes free before anything is loaded; None plans without a limit.
+        cards: The number of GPUs; None: one per process.
 
     Raises:
-        UserError: The run does not fit; the message has the plan and what would fit.
+        UserError: The run does not fit; the message has the plan and settings that would fit.
     """
     tokens = settings.train.tokens_per_micro_batch
     run = _Run(settings, config, others, load, world().size if cards is None else cards)
@@ -141,13 +131,12 @@ def _advice(run: _Run, free: int) -> str:
     nothing = (
         f"no setting makes it fit: take a smaller model or a GPU with more memory{shorter}"
         if not more
-        else "no setting alone makes it fit"
+        else "no setting by itself makes it fit"
     )
     return settings_words or (f"{nothing}; {more}" if more else nothing)
 
 
 def _settings_that_fit(run: _Run, free: int) -> str:
-    """Return, in words, the fewest settings with which the run fits; empty where none do."""
     remedies = list(_remedies(run))
     for count in range(1, len(remedies) + 1):
         for chosen in itertools.combinations(remedies, count):
@@ -158,7 +147,6 @@ def _settings_that_fit(run: _Run, free: int) -> str:
 
 
 def _more_gpus_that_fit(run: _Run, free: int) -> str:
-    """Return, in words, the fewest GPUs like this one on which the run fits; empty for none."""
     counts = [n for n in _MORE_GPUS if n > run.cards and run.can_be_divided]
     fewest = bool(run.settings.distributed.same_bits_down_to)
     for remedies in {(): None, tuple(_remedies(run)): None}:
@@ -175,7 +163,6 @@ def _more_gpus_that_fit(run: _Run, free: int) -> str:
 
 
 def _with(run: _Run, chosen: Sequence[Remedy], cards: int | None = None) -> _Run:
-    """Return a run with other settings, and on other GPUs if `cards` is given."""
     settings = run.settings
     for section, key, value in chosen:
         new = getattr(settings, section).model_copy(update={key: value})
@@ -184,12 +171,10 @@ def _with(run: _Run, chosen: Sequence[Remedy], cards: int | None = None) -> _Run
 
 
 def _as_words(chosen: Sequence[Remedy]) -> str:
-    """Return settings as the command line takes them."""
     return " ".join(f"{part}.{key}={as_override(value)}" for part, key, value in chosen)
 
 
 def _what_fits(fitted: Fitted, each: str = "") -> str:
-    """Return the memory and the micro-batches of a plan in words."""
     tokens = fitted.plan.micro_batch.tokens
     return f"{fitted.plan.needed / GIB:.1f} GiB{each}, in micro-batches of up to {tokens} tokens"
 
@@ -215,7 +200,7 @@ _LEAST = GIB / 2000  # bytes: less is 0.000 in the table
 
 
 def plan_table(plan: MemoryPlan) -> list[tuple[str, ...]]:
-    """Return the table of a plan as lines of cells: a head, the rows, and what the run needs.
+    """Return a plan's table as lines of cells: a head, the rows, and what the run needs.
 
     Rows that would be 0.000 in every column are left out; the sums count them.
     """
@@ -236,7 +221,6 @@ def plan_table(plan: MemoryPlan) -> list[tuple[str, ...]]:
 
 
 def shown(plan: MemoryPlan, indent: str = "  ") -> str:
-    """Return the table of a plan as text."""
     lines = plan_table(plan)
     width = max(len(cells[0]) for cells in lines)
     return "\n".join(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 
@@ -19,7 +19,6 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the GPU's or the CPU's memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OutOfMemoryStop):  # It quotes the allocator, and is final.
@@ -27,96 +26,83 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
 
 
-def on_all_ranks(work: Callable[[], Result]) -> Result:
-    """Return what `work` returns, and raise on all ranks where memory runs out on one.
+class Attempt:
+    """The context of work that may run out of memory; any other error passes.
 
-    Args:
-        work: Work of this rank alone, without a collective that others would wait in.
+    What the work has made is freed only after the context: inside, the traceback holds it.
 
-    Raises:
-        MemoryError: Memory ran out on a rank of several.
+    Attributes:
+        problem: One line of the allocator's message; empty if the work was done.
     """
-    if world().size == 1:
-        return work()
-    problem, results = "", []
-    try:
-        results.append(work())
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        problem = first_line(error)
-    raise_on_all_ranks(problem)
-    return results[0]
+
+    def __init__(self, catches: bool = True) -> None:
+        self._catches, self.problem = catches, ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is None or not self._catches or not is_out_of_memory(error):
+            return False
+        self.problem = first_line(error)
+        return True
+
+
+def on_all_ranks(work: Callable[[], Result]) -> Result:
+    """Return what `work` returns, and raise a MemoryError on all ranks if memory runs out on one.
+
+    `work` has no collective.
+    """
+    with Attempt(catches=world().size > 1) as attempt:
+        result = work()
+    raise_on_all_ranks(attempt.problem)
+    return result
 
 
 def raise_on_all_ranks(problem: str) -> None:
-    """Raise on every rank where memory has run out on one; every rank calls this function.
-
-    Args:
-        problem: One line of the allocator's message; empty where memory has not run out here.
-
-    Raises:
-        MemoryError: Memory ran out on a rank.
-    """
+    """Raise a MemoryError on every rank if `problem` is not empty on one; a collective."""
     problem = agree(OUT_OF_MEMORY, problem)
     if problem:
         raise MemoryError(problem)
 
 
 def within_memory(
-    attempt: Callable[[], Result], shrink: Callable[[str], None], together: bool = True
+    work: Callable[[], Result], shrink: Callable[[str], None], together: bool = True
 ) -> Result:
-    """Return what `attempt` returns, trying again with less work whenever memory runs out.
+    """Return what `work` returns, trying again with less whenever memory runs out.
 
     Args:
-        shrink: Makes the next attempt need less memory, or raises because it cannot; called with
-            one line of the allocator's message.
-        together: Whether all ranks try again when memory runs out on one; if not, `attempt` has no
+        shrink: Makes the next attempt smaller, or raises; called with the allocator's message.
+        together: Whether all ranks try again when memory runs out on one; if not, `work` has no
             collective, and may be called on some ranks only.
     """
     while True:
-        problem = ""
-        try:
-            result = attempt()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            problem = first_line(error)
-        if together:
-            problem = agree(OUT_OF_MEMORY, problem)
+        with Attempt() as attempt:
+            result = work()
+        problem = agree(OUT_OF_MEMORY, attempt.problem) if together else attempt.problem
         if not problem:
             return result
-        # Not inside the handler: until it ends, the traceback holds what the attempt had made.
         release()
         shrink(problem)
 
 
 @contextlib.contextmanager
 def explained(phase: str, advice: str) -> Iterator[None]:
-    """Turn running out of memory, where nothing can be made smaller, into a clear end of the run.
-
-    Raises:
-        OutOfMemoryStop: Names the phase and what to change.
-    """
-    try:
+    """Turn running out of memory into an OutOfMemoryStop that names phase and advice."""
+    with Attempt() as attempt:
         yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        problem = first_line(error)
-    else:
-        return
-    raise OutOfMemoryStop(f"out of memory in {phase} ({problem}); {advice}")
+    if attempt.problem:
+        raise OutOfMemoryStop(f"out of memory in {phase} ({attempt.problem}); {advice}")
 
 
 def release() -> None:
-    """Give back memory that nothing refers to, also what torch's allocator keeps for later."""
+    """Free memory that nothing refers to, including the cache of torch's allocator."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def first_line(error: BaseException) -> str:
-    """Return the start of torch's long message: how much was asked for, and how much is free."""
+    """Return the start of torch's long message: how much was requested, how much is free."""
     text = str(error).strip() or type(error).__name__
     return ". ".join(text.splitlines()[0].split(". ")[:3])

@@ -10,7 +10,7 @@ _GPU_LEFT, _GPU_LEFT_SHARE = 4 * 2**30, 0.2
 
 
 def most_contexts(max_prefill_tokens: int, sequences: int, longest: int) -> int:
-    """Return the most tokens whose keys one forward over prompts reads.
+    """Return the maximum number of tokens whose keys one forward over prompts reads.
 
     Replies to long conversations and completions that continue read the keys of earlier tokens.
     """
@@ -20,13 +20,13 @@ def most_contexts(max_prefill_tokens: int, sequences: int, longest: int) -> int:
 def gpu_pages_room(free: int, staged: int, again: bool = False) -> int:
     """Return the bytes that KV pages may take of a GPU's free memory.
 
-    4 GiB, or a fifth of the free memory where that is less, stay free for other work.
+    4 GiB, or a fifth of the free memory if that is less, stay free for other work.
 
     Args:
-        staged: Bytes that contexts take while attention over prompts stages them.
-        again: Whether the pages were given back and are taken again: their graphs exist already,
-            and their number should stay the same though no two updates leave the same memory
-            free, so that half of the 4 GiB is enough.
+        staged: Bytes that attention over prompts takes to stage contexts.
+        again: Whether the pages were given back before: their graphs exist already, and their
+            number should not change with small differences in free memory, so half of the 4 GiB
+            stays free.
     """
     left = min(_GPU_LEFT, int(_GPU_LEFT_SHARE * free))
     return max(0, free - (left // 2 if again else left) - staged)
@@ -40,18 +40,14 @@ _MOST_QUERIES = 8  # Tokens of a sequence in a forward.
 
 
 def text_bytes(sequences: int, longest: int, mode: str) -> int:
-    """Return the bytes of the text that drafts are taken from on a GPU.
-
-    Args:
-        longest: The most tokens of a sequence.
-    """
+    """Return the bytes of the text that drafts are taken from on a GPU."""
     if mode not in ("text", "auto"):
         return 0
     return 4 * ((sequences + 1) * (longest + 1) + 3 * GPU_ARCHIVE)
 
 
 def most_rows(sequences: int, mode: str) -> int:
-    """Return the most rows of a forward of decode."""
+    """Return the maximum number of rows of a decode forward."""
     if mode == "off":
         return sequences
     bound = max(MOST_ROWS, sequences) if mode == "auto" else max(ALWAYS_ROWS, 2 * sequences)

@@ -49,7 +49,7 @@ _RESERVE = 3 * 2**29
 
 @dataclass(frozen=True)
 class Row:
-    """Something that a run holds in memory."""
+    """A thing that a run holds in memory."""
 
     what: str
     bytes: Mapping[Moment, int]
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Everything that a run holds in memory, row by row.
+    """Everything that a run holds in memory.
 
     Attributes:
         reserve: Bytes of a GPU that are left for what no row counts.
@@ -68,39 +68,32 @@ class MemoryPlan:
     reserve: int = 0
 
     def at(self, moment: Moment) -> int:
-        """Return the bytes held at a moment."""
         return sum(row.bytes.get(moment, 0) for row in self.rows)
 
     @property
     def rollout(self) -> int:
-        """The largest number of bytes held while completions are sampled."""
+        """Maximum bytes held while completions are sampled."""
         return self.at("rollout")
 
     @property
     def update(self) -> int:
-        """The largest number of bytes held while the model is trained."""
+        """Maximum bytes held while the model is trained."""
         return max(self.at(moment) for moment in MOMENTS[2:])
 
     @property
     def peak(self) -> int:
-        """The largest number of bytes held at any moment."""
+        """Maximum bytes held at any moment."""
         return max(map(self.at, MOMENTS))
 
     @property
     def needed(self) -> int:
-        """The bytes that a device has to have free for the run: the peak and the reserve."""
+        """Bytes that a device must have free for the run: the peak and the reserve."""
         return self.peak + self.reserve
 
 
 @dataclass(frozen=True)
 class OtherModels:
-    """The shapes of the models beside the policy, as far as they differ from the policy's.
-
-    Attributes:
-        reference: The frozen model of the KL term; None: missing, or a copy of the policy.
-        critic: The value model; None: missing, or a copy of the policy.
-        reward: The reward model; None where there is no reward model.
-    """
+    """The shapes of other models; None: no such model, or (except reward) the policy's shape."""
 
     reference: ModelConfig | None = None
     critic: ModelConfig | None = None
@@ -111,7 +104,7 @@ class OtherModels:
         """Read the shapes from the config.json of the directories that the settings name.
 
         Raises:
-            UserError: a directory cannot be read, or holds a model of another kind.
+            UserError: A directory cannot be read, or holds a model of another kind.
         """
 
         def read(path: str | None) -> ModelConfig | None:
@@ -124,18 +117,18 @@ class OtherModels:
 
 @dataclass(frozen=True)
 class Workload:
-    """The largest work that one training step can ask for.
+    """The largest work of one training step.
 
     Attributes:
-        sequences: Completions of one call, those of all GPUs; 0 where nothing is sampled, as in the
-            training of a reward model, which has no other model beside it.
+        sequences: Completions of one call on all GPUs; 0 if nothing is sampled, as in the training
+            of a reward model.
         tokens: Tokens of the longest sequence, prompt included.
+        trained: Sequences of one update.
         prompts: Tokens of all prompts of one call, each counted once for all its completions.
         together: Sequences that no micro-batch divides: 2 for the pairs of a reward model.
-        continues: Whether forwards over prompts read keys and values of earlier tokens, as for the
-            replies of an environment and for completions that the step before cut off.
-        most_held: The most tokens that all sequences of one call hold at once, where their lengths
-            are known; None: every sequence may become the longest.
+        continues: Whether forwards over prompts read keys and values of earlier tokens, as for an
+            environment's replies and for completions that the step before cut off.
+        most_held: Tokens that all sequences hold at once at most; None: each may be the longest.
     """
 
     sequences: int
@@ -157,8 +150,7 @@ class Workload:
 
         Args:
             config: The policy's shape, whose context bounds a sequence.
-            longest_prompt: Tokens of the longest prompt; None, where it is not known yet, takes a
-                prompt to be as long as an answer.
+            longest_prompt: Its tokens; None takes a prompt to be as long as an answer.
             max_turns: Turns of a completion; None takes the settings' number.
         """
         rollout, held_out = settings.rollout, settings.eval
@@ -183,10 +175,10 @@ class Workload:
         return Workload(0, longest, 2 * settings.sft.examples_per_step, 0, together=2)
 
     def of_a_rank(self, settings: Settings, cards: int) -> Workload:
-        """Return the work of one GPU: the sequences sampled at once, and its share of prompts.
+        """Return the work of one GPU: its share of sequences sampled at once, and of prompts.
 
         The completions of a prompt stay on one GPU. An update's sequences remain those of all GPUs:
-        its micro-batches are made of all of them, and then divided.
+        its micro-batches are packed from all of them, and then divided.
         """
         each = settings.rollout.samples_per_prompt
         sequences = self.sequences
@@ -206,16 +198,14 @@ def memory_plan(
     device: str = "cuda",
     cards: int = 1,
 ) -> MemoryPlan:
-    """Plan what a run holds in memory, on several GPUs what the rank with the most holds.
+    """Plan what a run holds in memory; on several GPUs, what the rank with the most holds.
 
     Args:
-        config: The shape of the model that is trained: the policy, or a reward model.
-        others: The shapes of the models beside it; by default copies of the policy.
-        load: The largest work of a step; by default `Workload.of` the settings.
-        free: Bytes that the device has free before anything is loaded, which bound the KV pages on
-            a GPU; None plans as many pages as the load can use.
+        config: The shape of the trained model: the policy, or a reward model.
+        others: The shapes of the other models; by default the policy's.
+        free: Bytes free before anything is loaded, which bound the KV pages on a GPU; None plans as
+            many pages as the load can use.
         tokens: Tokens of a micro-batch; by default train.tokens_per_micro_batch.
-        device: "cpu" or "cuda", whose libraries have memory of their own.
     """
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
     config = adapted_config(settings.adapter, config)
@@ -246,7 +236,6 @@ def memory_plan(
 
 
 def _moments(settings: Settings, others: OtherModels, load: Workload) -> tuple[Moment, ...]:
-    """Return the moments that occur in a run with these settings and models."""
     occurs: dict[Moment, bool] = {
         "rollout": load.sequences > 0,
         "reward": load.sequences > 0 and others.reward is not None,
@@ -262,7 +251,7 @@ def _measures(settings: Settings) -> bool:
 
 
 def _shares_base(settings: Settings) -> bool:
-    """Return whether the reference is the policy's own base, without its adapter."""
+    """Return whether the reference is the policy's base, without its adapter."""
     return settings.adapter.kind is not None and settings.reference.path is None
 
 
@@ -274,7 +263,6 @@ def _micro_batch(limit: int, load: Workload, shared: bool) -> PlannedMicroBatch:
 
 
 def _always(moments: tuple[Moment, ...], what: str, size: int) -> Row:
-    """Return the row of something that is held at every moment."""
     return Row(what, dict.fromkeys(moments, size))
 
 
@@ -286,7 +274,6 @@ def _trained_model(
     cards: int,
     lora: LoRA | None,
 ) -> list[Row]:
-    """Return the rows of the trained model's weights and optimizer states."""
     states = f"optimizer states, {settings.train.optimizer_states}"
     sides = " for sampling and training" if config.head == "lm" else ""
     base, masters = quantized_bytes(config, plan), "master weights, FP32"
@@ -310,13 +297,12 @@ def _others(
     moments: tuple[Moment, ...],
     cards: int,
 ) -> list[Row]:
-    """Return the rows of the other models' weights and optimizer states."""
     rows = []
     held: tuple[Moment, ...]
     if _measures(settings) and not _shares_base(settings):
         held = ("reference",) if settings.reference.offload else moments
         size = frozen_bytes(others.reference or config, plan)
-        rows.append(_always(held, "reference: quantized weights alone", size))
+        rows.append(_always(held, "reference: quantized weights only", size))
     if settings.critic.path is not None:
         critic = (others.critic or config).with_scalar_head()
         weights = 4 * trained_parameters(critic, cards)
@@ -329,7 +315,7 @@ def _others(
     if others.reward is not None:
         held = ("reward",) if settings.reward.offload else moments
         size = frozen_bytes(others.reward, plan.without_base)
-        rows.append(_always(held, "reward model: quantized weights alone", size))
+        rows.append(_always(held, "reward model: quantized weights only", size))
     return rows
 
 
@@ -342,7 +328,6 @@ def _forwards(
     micro_batch_tokens: int,
     moments: tuple[Moment, ...],
 ) -> list[Row]:
-    """Return the rows of a reward model's and a reference's forwards over a micro-batch."""
     completions = settings.rollout.prompts_per_step * settings.rollout.samples_per_prompt
     tokens = min(max(micro_batch_tokens, load.tokens), completions * load.tokens)
     rows = []
@@ -449,11 +434,7 @@ def _training(
 
 
 def owned_shapes(config: ModelConfig, cards: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of the rows that one rank, the largest owner, has of each master weight.
-
-    Args:
-        cards: How many GPUs the rows of matrices are divided among.
-    """
+    """Return the shape of each master weight's rows on the rank that owns the most."""
 
     def owned(shape: tuple[int, ...]) -> tuple[int, ...]:
         shard = shard_of(shape[0], 0, cards) if len(shape) > 1 else None
@@ -465,13 +446,7 @@ def owned_shapes(config: ModelConfig, cards: int) -> dict[str, tuple[int, ...]]:
 def trained_shapes(
     config: ModelConfig, cards: int, lora: LoRA | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of the rows that one rank has of each master weight that is trained.
-
-    Args:
-        cards: How many GPUs the rows of matrices are divided among.
-        lora: The adapter, whose master weights every rank has whole, beside those of the base that
-            it trains too; None: all parameters are trained.
-    """
+    """Return `owned_shapes` of trained weights; every rank has an adapter's whole."""
     owned = owned_shapes(config, cards)
     if lora is None:
         return owned
@@ -482,21 +457,11 @@ def trained_shapes(
 
 
 def trained_parameters(config: ModelConfig, cards: int, lora: LoRA | None = None) -> int:
-    """Return the number of elements of `trained_shapes`, whose arguments these are.
-
-    Args:
-        cards: How many GPUs the rows of matrices are divided among.
-        lora: The adapter that is trained; None: all parameters are.
-    """
     return sum(map(math.prod, trained_shapes(config, cards, lora).values()))
 
 
 def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -> int:
-    """Return the bytes of an adapter as forwards read it; under the fp32 plan none of their own.
-
-    Args:
-        lora: The adapter; None: there is none.
-    """
+    """Return the bytes of an adapter as forwards read it; the fp32 plan reads its masters."""
     if lora is None or plan.rest == "fp32":
         return 0
     shapes = lora.shapes(config).values()
@@ -507,18 +472,13 @@ def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -
 def optimizer_bytes(
     settings: Settings, config: ModelConfig, cards: int = 1, lora: LoRA | None = None
 ) -> int:
-    """Return the bytes of the optimizer's states, whose format is train.optimizer_states.
-
-    Args:
-        lora: The adapter that is trained; None: all parameters are.
-    """
+    """Return the bytes of the optimizer's states, by train.optimizer_states."""
     states = settings.train.optimizer_states
     shapes = trained_shapes(config, cards, lora).values()
     return sum(state_bytes(shape, states) for shape in shapes)
 
 
 def draft_head_bytes(settings: Settings, config: ModelConfig, plan: PrecisionPlan) -> int:
-    """Return the bytes of a draft head."""
     width = 4 if plan.rest == "fp32" else 2
     size, shapes = config.hidden_size, draft_head_shapes(config.hidden_size).values()
     weights = sum(map(math.prod, shapes)) * (4 + width)
@@ -539,9 +499,8 @@ def quantized_bytes(
 ) -> int:
     """Return the bytes of the weights as forwards read them, and of the rotary table.
 
-    The embedding is rounded to the dtype of activations. Files in NVFP4 may leave linear layers in
-    16 bits, which stay so. A head that is tied to it is the same
-    tensor, where it has the same format.
+    The embedding has the dtype of activations. Files in NVFP4 may leave linear layers in 16 bits. A
+    tied head of the same format is the same tensor.
     """
 
     def weight_bytes(format: str, rows: int, columns: int) -> int:

@@ -37,10 +37,9 @@ class StepRewards:
     Attributes:
         rewards: float64 [S].
         groups: int64 [S]; samples of one prompt share a number.
-        penalties: What is taken from the reward at each trained token (a weighted KL), float64 [n]
-            for each sample.
-        values: The critic's estimate before each trained token, float32 [n] for each sample; None
-            without a critic.
+        penalties: What is subtracted from the reward at each trained token (a weighted KL), float64
+            [n] per sample.
+        values: The critic's estimate before each trained token, float32 [n] per sample.
     """
 
     rewards: np.ndarray
@@ -50,11 +49,11 @@ class StepRewards:
 
     @property
     def scores(self) -> np.ndarray:
-        """Return each sample's reward less all of its penalties, float64 [S]."""
+        """Return each sample's reward minus all of its penalties, float64 [S]."""
         return self.rewards - np.array([penalty.sum() for penalty in self.penalties])
 
     def at_tokens(self, per_sample: np.ndarray) -> list[np.ndarray]:
-        """Return the number of each sample [S] at each of its tokens: float32 [n] a sample."""
+        """Return each sample's number [S] at each of its tokens: float32 [n] per sample."""
         return [
             np.full(len(penalty), value, dtype=np.float32)
             for value, penalty in zip(per_sample, self.penalties, strict=True)
@@ -63,12 +62,7 @@ class StepRewards:
 
 @dataclass(frozen=True)
 class Advantages:
-    """The advantages of a step's samples.
-
-    Attributes:
-        advantages: float32 [n] for each sample, a number for each of its trained tokens.
-        returns: What the critic learns, float32 [n] for each sample; None without a critic.
-    """
+    """The advantages, and the returns for a critic, float32 [n] per sample."""
 
     advantages: list[np.ndarray]
     returns: list[np.ndarray] | None = None
@@ -79,11 +73,7 @@ Estimator = Callable[[StepRewards], Advantages]
 
 @dataclass(frozen=True)
 class Group:
-    """Reward minus the group's mean, over its standard deviation: see `group_advantages`.
-
-    Shao et al. 2024, "DeepSeekMath", sec. 4.1.2; without the standard deviation: Liu et al. 2025,
-    "Dr. GRPO".
-    """
+    """Reward minus the group's mean, over its standard deviation ("DeepSeekMath", sec. 4.1.2)."""
 
     normalize_std: bool = True
 
@@ -94,10 +84,7 @@ class Group:
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """A_i = r_i - mean of the group's other rewards (Ahmadian et al. 2024, "RLOO").
-
-    A group of one has advantage 0.
-    """
+    """Reward minus the mean of the group's other rewards (Ahmadian et al. 2024, "RLOO")."""
 
     def __call__(self, step: StepRewards) -> Advantages:
         advantage_S = np.zeros(len(step.rewards))
@@ -110,7 +97,7 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class Global:
-    """A_t = normalised (r - sum of the penalties from t on), over all tokens of the step.
+    """Rewards minus the penalties from each token on, normalized over the step's tokens.
 
     Hu 2025, "REINFORCE++", with discount 1.
     """
@@ -125,10 +112,7 @@ class Global:
 
 @dataclass(frozen=True)
 class GroupGlobal:
-    """Reward minus its group's mean, then normalised over all tokens of the step.
-
-    Hu 2025, "REINFORCE++ with baseline".
-    """
+    """Reward minus its group's mean, normalized over tokens ("REINFORCE++ with baseline")."""
 
     def __call__(self, step: StepRewards) -> Advantages:
         centred_S = group_advantages(step.scores, step.groups, normalize_std=False)
@@ -137,11 +121,11 @@ class GroupGlobal:
 
 @dataclass(frozen=True)
 class Gae:
-    """Generalised advantage estimation, normalised over all tokens of the step.
+    """Generalized advantage estimation, normalized over the step's tokens.
 
     Schulman et al. 2015, eq. 16: delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma
-    lambda A_{t+1}, with the reward at the last token, the penalties at theirs, and V = 0 after the
-    end. The returns are A_t + V_t before the normalisation.
+    lambda A_{t+1}, with the reward at the last token, penalties at theirs, and V = 0 after the end.
+    Returns are A_t + V_t before the normalization.
     """
 
     gamma: float = 1.0
@@ -156,6 +140,7 @@ class Gae:
             values = value.astype(np.float64)
             advantage = np.zeros(len(rewards))
             following, next_value = 0.0, 0.0
+            # Backwards, since each advantage needs the next one; V is 0 after the end.
             for t in reversed(range(len(rewards))):
                 delta = rewards[t] + self.gamma * next_value - values[t]
                 following = delta + self.gamma * self.gae_lambda * following
@@ -179,24 +164,15 @@ def group_advantages(
     groups: Sequence[int] | np.ndarray,
     normalize_std: bool = True,
 ) -> np.ndarray:
-    """Return each sample's advantage in its group: (reward - mean) / (standard deviation + 1e-6).
+    """Return (reward - mean) / (standard deviation + 1e-6) in each sample's group, float32 [N].
 
-    The deviation is that of a sample (n - 1), as in TRL and verl.
-
-    Args:
-        rewards: [N], one number a sample.
-        groups: [N], the group of each sample; members of a group need not be neighbours.
-
-    Returns:
-        float32 [N]. A group of one has advantage 0. Computed in float64 and rounded once.
-
-    Raises:
-        UserError: A reward is not finite; names its sample.
-        ValueError: Rewards and groups differ in length.
+    The deviation is of a sample (n - 1), as in TRL and verl. Groups need not be contiguous; a group
+    of one has advantage 0.
     """
     reward_N, group_N = check_rewards(rewards, groups)
     advantage_N = np.zeros(len(reward_N), dtype=np.float32)
     for members, reward in _groups(reward_N, group_N):
+        # Exactly 0, not the rounding error of a mean.
         if _constant(reward):
             continue
         advantage = reward - reward.mean()
@@ -213,7 +189,6 @@ def check_rewards(
 
     Raises:
         UserError: A reward is not finite; names its sample.
-        ValueError: Rewards and groups differ in length.
     """
     reward_N = np.asarray(rewards, dtype=np.float64)
     group_N = np.asarray(groups, dtype=np.int64)
@@ -229,17 +204,9 @@ def check_rewards(
 
 
 def overlong_penalties(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.ndarray:
-    """Return what is taken from the rewards of completions that near the limit of tokens.
+    """Return the penalty of completions near the token limit, float64 [S] ("DAPO", eq. 13).
 
-    That is 0 up to max_tokens - buffer tokens, 1 at max_tokens, and a straight line between (Yu et
-    al. 2025, "DAPO", eq. 13).
-
-    Args:
-        lengths: int64 [S], the tokens of each completion that the limit counts.
-        buffer: Tokens before the limit; 0 takes nothing.
-
-    Returns:
-        float64 [S].
+    0 up to max_tokens - buffer tokens, 1 at max_tokens, linear in between; a buffer of 0 is off.
     """
     if buffer == 0:
         return np.zeros(len(lengths))
@@ -247,18 +214,17 @@ def overlong_penalties(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.
 
 
 def _groups(rewards: np.ndarray, groups: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (the numbers of the samples, their rewards) of each group."""
+    """Return (sample numbers, rewards) of each group."""
     members = [np.flatnonzero(groups == number) for number in np.unique(groups)]
     return [(ids, rewards[ids]) for ids in members]
 
 
 def _constant(values: np.ndarray) -> bool:
-    """Return whether all values are equal."""
     return bool((values == values[0]).all())
 
 
 def _normalized(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return values with mean 0 and variance 1 over all tokens (n - 1): float32 [n] a sample."""
+    """Return values with mean 0 and variance 1 (n - 1) over all tokens: float32 [n] per sample."""
     everything = np.concatenate([np.asarray(part, dtype=np.float64) for part in values])
     if len(everything) < 2 or _constant(everything):
         return [np.zeros(len(part), dtype=np.float32) for part in values]

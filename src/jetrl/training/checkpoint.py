@@ -74,7 +74,9 @@ class Snapshot:
     """The contents of a checkpoint, before they are written.
 
     Attributes:
-        shards: The division of the rows of those that are divided among ranks, by part and name.
+        state: The text of state.json.
+        tensors: By part and name; own rows of divided ones.
+        shards: How divided tensors are owned by ranks, by part and name.
     """
 
     step: int
@@ -84,11 +86,11 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Return how many bytes the tensors have together."""
+        """Return the bytes of all tensors."""
         return sum(t.nbytes for tensors in self.tensors.values() for t in tensors.values())
 
     def copied(self) -> Snapshot:
-        """Return a copy in CPU memory, which can be written while training changes the tensors."""
+        """Return a copy in CPU memory, to be written while training changes the tensors."""
         tensors = {
             part: {name: t.to("cpu", copy=True) for name, t in named.items()}
             for part, named in self.tensors.items()
@@ -104,10 +106,10 @@ class Latest(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The contents of a checkpoint beside weights and optimizer, which were put in their places.
+    """The contents of a checkpoint other than weights and optimizer, which were loaded in place.
 
     Attributes:
-        extra: What `save` was given as `extra`, as JSON reads it back.
+        extra: The `extra` that was saved, as JSON reads it back.
     """
 
     step: int
@@ -119,15 +121,15 @@ class Loaded(NamedTuple):
 class Checkpoints:
     """The checkpoints of a run, which may be saved while other programs read them.
 
-    Every rank of a run calls `save`, `snapshot`, `write`, `latest`, `load` and `tidy`. What is on
-    the disk is looked at by rank 0, and an error of one rank is raised by all.
+    Every rank of a run calls `save`, `snapshot`, `write`, `latest`, `load` and `tidy`. Rank 0 looks
+    at the disk, and all ranks raise the error of one.
 
     Args:
         directory: The folder of the checkpoints; the first `save` makes it.
-        keep_last: How many of the newest checkpoints `save` leaves.
-        keep_best: How many of the checkpoints with the highest score `save` leaves as well.
-        ranks: The processes of the run; None: those of `world()`. Where `write` runs in a thread of
-            its own, they need a channel of their own.
+        keep_last: The number of newest checkpoints that `save` keeps.
+        keep_best: The number of checkpoints with the highest score that it keeps as well.
+        ranks: The processes of the run; None: those of `world()`. They need their own channel if
+            `write` runs in its own thread.
     """
 
     def __init__(
@@ -147,7 +149,6 @@ class Checkpoints:
 
     @property
     def _ranks(self) -> World:
-        """The processes that write and read together."""
         return self._own_ranks or world()
 
     def steps(self) -> list[int]:
@@ -161,7 +162,7 @@ class Checkpoints:
         )
 
     def path(self, step: int) -> Path:
-        """Return the folder of the checkpoint of a step, which need not exist."""
+        """Return the folder of a step's checkpoint, which need not exist."""
         return self.directory / f"step_{step:06d}"
 
     @staticmethod
@@ -177,12 +178,7 @@ class Checkpoints:
         extra: Mapping[str, Any],
         score: float | None = None,
     ) -> Path:
-        """Write the checkpoint of a step, and return its folder: `write(snapshot(...))`.
-
-        Args:
-            policy: The model whose master weights are kept.
-            optimizer: The optimizer whose state is kept.
-        """
+        """Write the checkpoint of a step, and return its folder: `write(snapshot(...))`."""
         return self.write(self.snapshot(step, policy, optimizer, extra, score))
 
     def snapshot(
@@ -198,14 +194,12 @@ class Checkpoints:
         """Return the contents of a checkpoint, which are the run's own tensors until `copied`.
 
         Args:
-            policy: The model whose master weights are kept.
-            optimizer: The optimizer whose state is kept.
-            extra: What else is needed to continue: JSON values (floats survive exactly), under
-                string keys.
-            shards: The division of the rows of those that are divided among ranks, likewise.
+            extra: Other values needed to continue: JSON under string keys (floats survive exactly).
+            others: Tensors of other parts, by part and name.
+            shards: How those of `others` are divided among ranks.
 
         Raises:
-            TypeError: extra holds what JSON cannot say.
+            TypeError: extra holds what JSON cannot express.
         """
         size = self._ranks.size
         state = {
@@ -235,18 +229,19 @@ class Checkpoints:
     def write(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint, then remove all but the newest and best ones, and return its folder.
 
-        What an interrupted write left behind is removed first. A checkpoint of the same step is
-        replaced; those of later steps belong to a future that this run has left (it resumed from an
-        earlier checkpoint) and are removed too.
+        A checkpoint of the same step is replaced. Those of later steps are removed too: this run
+        has left that future by resuming from an earlier one.
 
         Raises:
-            StorageError: The checkpoint could not be written (a full disk): the path and the free
-                space are named, what was written is removed and the older ones are as they were.
+            StorageError: The checkpoint could not be written (a full disk): path and free space are
+                named, nothing of it is left, and the older ones are unchanged.
         """
         target = self.path(snapshot.step)
         writing = self.directory / f"{_WRITING}{target.name}"
         ranks = self._ranks
         try:
+            # 1. An empty hidden folder. 2. Every rank's tensors. 3. Their checksums.
+            # 4. state.json, the manifest and the rename, by rank 0 when all else is on disk.
             ranks.from_first("the folder of a checkpoint", lambda: self._begin(writing))
             own = write_parts(writing, snapshot.tensors, snapshot.shards, ranks)
             files = fingerprints(writing, own, ranks)
@@ -255,6 +250,7 @@ class Checkpoints:
                 lambda: self._complete(writing, target, snapshot.state, files),
             )
         except BaseException as error:
+            # Nothing of it stays, so that a full disk gets its space back.
             if ranks.is_first:
                 shutil.rmtree(writing, ignore_errors=True)
             if isinstance(error, OSError):
@@ -270,7 +266,6 @@ class Checkpoints:
         return target
 
     def _begin(self, writing: Path) -> None:
-        """Make the folder that a checkpoint is written into."""
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True)
             sync(self.directory.parent)
@@ -281,7 +276,6 @@ class Checkpoints:
     def _complete(
         self, writing: Path, target: Path, state: str, files: Mapping[str, Fingerprint]
     ) -> None:
-        """Complete the folder that a checkpoint is written into, and give it its real name."""
         complete_folder(writing, state, files)
         self._put_in_place(writing, target)
 
@@ -289,15 +283,14 @@ class Checkpoints:
         """Return the newest good checkpoint, after comparing every file with its checksum.
 
         Raises:
-            UserError: No checkpoint is good; says how each is damaged. Or the newest good one is of
-                another format: an older one is not taken in its place.
+            UserError: No checkpoint is good (says how each is damaged), or the newest good one has
+                another format: an older one does not take its place.
         """
         latest = self._ranks.from_first("the newest checkpoint", self._latest)
         self._verified = latest.path
         return latest
 
     def _latest(self) -> Latest:
-        """Do the work of `latest`, on rank 0."""
         self._put_back()
         notes: list[str] = []
         for step in reversed(self.steps()):
@@ -309,13 +302,13 @@ class Checkpoints:
             notes.append(f"checkpoint {path} is damaged ({problem}) and was skipped")
         if notes:
             raise UserError(
-                f"no good checkpoint in {self.directory}: {'; '.join(notes)}. Put one back from a "
+                f"no good checkpoint in {self.directory}: {'; '.join(notes)}. Restore one from a "
                 "copy, or start a new run under another run.name"
             )
-        raise UserError(f"no checkpoint in {self.directory}: the run was cut before its first one")
+        raise UserError(f"no checkpoint in {self.directory}: the run ended before its first one")
 
     def load(self, path: str | Path, policy: Model, optimizer: Optimizer) -> Loaded:
-        """Put a checkpoint's master weights and optimizer state, bit for bit, into a model.
+        """Load a checkpoint's master weights and optimizer state, bit for bit, into a model.
 
         Raises:
             UserError: The checkpoint is damaged, or its precision plan, model or tensors are not
@@ -340,7 +333,7 @@ class Checkpoints:
         """Compare the sizes and checksums of a checkpoint's files with its manifest.
 
         Raises:
-            UserError: The checkpoint is damaged, or of another format; the message says how.
+            UserError: The checkpoint is damaged, or has another format; the message says how.
         """
         problem = problem_of(path)
         if problem is not None:
@@ -349,28 +342,20 @@ class Checkpoints:
 
     @classmethod
     def alphabet(cls, path: Path) -> str | None:
-        """Return the alphabet of an undamaged checkpoint, whose tokenizer is one of characters.
-
-        Returns:
-            None where the tokenizer is another one, or the checkpoint of a version that did not
-            store the alphabet.
-        """
+        """Return the alphabet of a good checkpoint's character tokenizer; None if unknown."""
         alphabet: str | None = state_of(path).get("alphabet")
         return alphabet
 
     @classmethod
     def base_digest(cls, path: Path) -> str | None:
-        """Return the digest of the base that the adapter of an undamaged checkpoint was trained on.
-
-        Returns:
-            None where all parameters were trained.
-        """
+        """Return the digest of the base that a good checkpoint's adapter was trained on, if any."""
         adapter = state_of(path)["model"].get("adapter")
         return str(adapter.get("base")) if isinstance(adapter, dict) else None
 
     def _put_in_place(self, writing: Path, target: Path) -> None:
-        """Give a complete checkpoint its real name; one that has that name goes only afterwards."""
+        """Give a complete checkpoint its real name; the old one of that name goes only then."""
         replaced = self.directory / f"{_REPLACED}{target.name}"
+        # The old one steps aside first: a rename cannot replace a folder with files.
         if target.exists():
             os.rename(target, replaced)
         try:
@@ -390,12 +375,11 @@ class Checkpoints:
                 os.rename(entry, target)
 
     def _clean(self) -> None:
-        """Remove what interrupted writes have left."""
+        """Remove the rest of interrupted writes."""
         for entry in [*self._hidden(_WRITING), *self._hidden(_REPLACED)]:
             shutil.rmtree(entry)
 
     def _hidden(self, prefix: str) -> list[Path]:
-        """Return the folders of unfinished checkpoints with a prefix."""
         return list(self.directory.glob(f"{prefix}step_*"))
 
     def tidy(self, step: int) -> None:
@@ -403,12 +387,12 @@ class Checkpoints:
         self._ranks.from_first("the checkpoints to keep", lambda: self._tidy(step))
 
     def _tidy(self, step: int) -> None:
-        """Do the work of `tidy`, on rank 0."""
         self._clean()
         self._prune(step, [s for s in self.steps() if s <= step])
 
     def _prune(self, saved: int, steps: Sequence[int]) -> None:
         """Remove those of `steps` that are neither among the last nor the best up to `saved`."""
+        # Later steps are not counted: they belong to the future that was left.
         past = [step for step in self.steps() if step <= saved]
         scores = [(score, step) for step in past if (score := self._score(step)) is not None]
         best = [step for _, step in sorted(scores, reverse=True)[: self.keep_best]]
@@ -417,7 +401,7 @@ class Checkpoints:
                 shutil.rmtree(self.path(step), ignore_errors=True)
 
     def _score(self, step: int) -> float | None:
-        """Return the score of a checkpoint; None if it has none, or is too damaged to say."""
+        """Return the score of a checkpoint; None if it has none, or is damaged."""
         if not self.keep_best:
             return None
         try:
@@ -427,7 +411,6 @@ class Checkpoints:
         return None if score is None else float(score)
 
     def _explain_failure(self, target: Path, error: Exception) -> str:
-        """Return the message about a checkpoint that could not be written."""
         try:
             free = f"{shutil.disk_usage(self.directory).free / 2**30:.2f} GiB free there"
         except OSError:
@@ -437,7 +420,7 @@ class Checkpoints:
         good = f"the last one before it is {self.path(kept[-1])}" if kept else "there is none yet"
         return (
             f"checkpoint {target} could not be written: {reason} ({free}). Nothing of it was left, "
-            f"earlier checkpoints are unchanged; {good}. Free some space and go on with --resume"
+            f"earlier checkpoints are unchanged; {good}. Free some space and continue with --resume"
         )
 
 
@@ -448,7 +431,7 @@ def load_into(
     state: Mapping[str, Any],
     parts: Mapping[str, Path],
 ) -> dict[str, StoredTensors]:
-    """Put a checkpoint's master weights and optimizer state into a model, not yet requantized.
+    """Load a checkpoint's master weights and optimizer state, not yet requantized.
 
     Returns:
         The tensors of other parts of the run, by part.
@@ -459,6 +442,7 @@ def load_into(
     """
     masters, shards = policy.master_weights(), policy.weights.shards
     stored = {part: StoredTensors(place) for part, place in parts.items()}
+    # Compare everything first: a checkpoint that does not fit must change nothing.
     tensors, moments = stored.pop(MASTERS), stored.pop(OPTIMIZER, None)
     problems = [
         *differences("precision plan", state["plan"], as_json(policy.plan.to_dict())),
@@ -475,6 +459,7 @@ def load_into(
             f"checkpoint {path} is damaged: it has made {state['num_updates']} updates, and has no "
             "optimizer state; use another one"
         )
+    # Rows of this rank only; optimizer first, since it checks and may refuse.
     own = {} if moments is None else moments.own(optimizer.shard_of)
     optimizer.load_state(own, state["num_updates"])
     with torch.no_grad():
@@ -496,14 +481,14 @@ def model_dict(policy: Model) -> dict[str, Any]:
 
 
 class Background:
-    """Runs jobs one after the other in a thread of its own; to be used from one thread."""
+    """A thread that runs one job at a time, and raises its error in the owner's thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, job: Callable[[], object], name: str) -> None:
-        """Start a job when the job before has ended; raise what that one raised."""
+        """Start a job after the one before; raise that one's error."""
         self.wait()
         # A daemon, so that a second Ctrl-C need not wait for it.
         self._thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
@@ -515,11 +500,7 @@ class Background:
         return self._error is not None
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait for the job that runs, if one does, and raise what it raised.
-
-        Args:
-            limit_s: The most seconds to wait; None: until it has ended.
-        """
+        """Wait for the running job, at most `limit_s` seconds, and raise its error."""
         if self._thread is not None:
             self._thread.join(limit_s)
             self._thread = None
@@ -528,7 +509,6 @@ class Background:
             raise error
 
     def _run(self, job: Callable[[], object]) -> None:
-        """Do the job, and keep its error for the owner's thread."""
         try:
             job()
         except BaseException as error:

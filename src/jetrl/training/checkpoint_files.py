@@ -40,10 +40,10 @@ _WHOLE, _PIECES = "sha256", "sha256_of_gib_pieces"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file, which is on the disk when this returns.
+    """Write a safetensors file, which is on disk when this returns.
 
-    Tensors go from where they are, a GPU or the CPU, through a buffer of 64 MiB: safetensors' own
-    writer takes as much CPU memory as the file once more.
+    Tensors go through a buffer of 64 MiB: safetensors' own writer takes as much CPU memory as the
+    file has bytes.
     """
     # The widest types first: every tensor begins at a multiple of its element.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
@@ -58,7 +58,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Return the head of a file: the length of a JSON, and in it each tensor's type and place."""
+    """Return a file's head: the length of a JSON, and in it each tensor's type and place."""
     entries: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -74,7 +74,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, a buffer at a time; each is to be used before the next."""
+    """Yield a tensor's bytes, one buffer at a time; each must be used before the next."""
     values = tensor.detach().contiguous().flatten().view(torch.uint8)
     buffer = None if tensor.device.type == "cpu" else _pinned()
     for part in values.split(_BUFFER):
@@ -84,30 +84,27 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 @functools.cache
 def _pinned() -> torch.Tensor:
-    """Return memory that a GPU writes to at its full speed, for one writer at a time."""
+    """Return a buffer in pinned memory, for one writer at a time."""
     return torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=True)
 
 
 def _flush(file: IO[Any]) -> None:
-    """Put everything that was written to a file on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file, which is on the disk when this returns."""
+    """Write a UTF-8 file, which is on disk when this returns."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         _flush(file)
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Return the fingerprint of a file, by which a manifest knows it.
+    """Return the fingerprint of a file, as a manifest has it.
 
-    Returns:
-        "bytes", the size, and "sha256" of the contents; of a file above 1 GiB instead
-        "sha256_of_gib_pieces", the SHA-256 of those of its pieces of 1 GiB, which are worked out
-        side by side.
+    "bytes" and "sha256" of the contents; above 1 GiB instead "sha256_of_gib_pieces", the SHA-256
+    of those of its pieces of 1 GiB, which are computed in parallel.
     """
     size = path.stat().st_size
     if size <= _PIECE:
@@ -116,10 +113,9 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
-    """Return whether the contents of a file are those of a fingerprint.
+    """Return whether a file matches a fingerprint.
 
-    The fingerprint of a large file may be an older one, which has "sha256" of the whole or of the
-    pieces.
+    That of a large file may be older: "sha256" of the whole or of the pieces.
 
     Raises:
         KeyError: The fingerprint has neither.
@@ -157,7 +153,7 @@ def as_json(value: Any) -> Any:
 
 
 def differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each key that two records do not agree on."""
+    """Return a sentence for each key that two records do not agree on."""
     return [
         f"{what} {key} is {saved.get(key)!r} in the checkpoint and {current.get(key)!r} here"
         for key in sorted({*saved, *current})
@@ -166,11 +162,7 @@ def differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any])
 
 
 def tensor_differences(tensors: Mapping[str, Layout], masters: Mapping[str, Layout]) -> list[str]:
-    """Return one sentence for each tensor that is missing, too many, or of another shape or type.
-
-    Args:
-        tensors: The dtypes and shapes of the checkpoint's tensors, by name.
-    """
+    """Return a sentence for each tensor that is missing, extra, or of another shape or dtype."""
     return [
         *(f"the checkpoint lacks {name}" for name in masters if name not in tensors),
         *(f"this model has no {name}" for name in tensors if name not in masters),
@@ -187,24 +179,19 @@ ShardOf = Callable[[str], Shard | None]
 
 
 class Layout(NamedTuple):
-    """The dtype and shape of a whole tensor.
-
-    Attributes:
-        shape: The shape of the whole tensor, of which a rank may have some rows.
-    """
+    """The dtype and shape of a whole tensor, of which a rank may have some rows."""
 
     dtype: torch.dtype
     shape: torch.Size
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a file or of a folder of files by name, read from the disk at each access.
+    """The tensors of a file, or of a folder of several ranks' files, read from disk at each access.
 
-    Attributes:
-        layouts: The dtype and shape of each tensor, by name.
+    Any number of ranks reads either, whole tensors or own rows.
 
     Raises:
-        UserError: The file, or a file in the folder, is missing or damaged; it is named.
+        UserError: A file is missing or damaged; it is named.
     """
 
     def __init__(self, path: Path) -> None:
@@ -238,10 +225,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return tensor
 
     def rows(self, name: str, shard: Shard | None) -> torch.Tensor:
-        """Return the rows of a tensor that this rank owns, in CPU memory.
-
-        Args:
-            shard: The division of the tensor's rows; None: the whole tensor.
+        """Return the rows of a tensor that this rank owns, in CPU memory; all if shard is None.
 
         Raises:
             UserError: The tensor has another number of rows.
@@ -256,11 +240,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return self._read(name, shard.own_rows)
 
     def own(self, shard_of: ShardOf) -> Mapping[str, torch.Tensor]:
-        """Return the same tensors, of which those that are divided have the rows of this rank.
-
-        Args:
-            shard_of: Returns the division of a tensor's rows, None of one that is not divided.
-        """
+        """Return the same tensors, with this rank's rows of those that `shard_of` divides."""
         return _OwnRows(self, shard_of)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -276,7 +256,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
 
 class _OwnRows(Mapping[str, torch.Tensor]):
-    """Stored tensors, of which this rank reads the rows that it owns."""
+    """Stored tensors, of which this rank reads its own rows."""
 
     def __init__(self, stored: StoredTensors, shard_of: ShardOf) -> None:
         self._stored, self._shard_of = stored, shard_of
@@ -296,12 +276,7 @@ class _OwnRows(Mapping[str, torch.Tensor]):
 def whole_layouts(
     tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
 ) -> dict[str, Layout]:
-    """Return the layouts of whole tensors, of which this rank has all or some rows.
-
-    Args:
-        tensors: The tensors by name: own rows of those that are divided, and whole other ones.
-        shards: The division of the rows of those that are divided, by name.
-    """
+    """Return the layouts of whole tensors, given this rank's tensors and their division."""
     return {
         name: Layout(
             tensor.dtype,
@@ -314,9 +289,5 @@ def whole_layouts(
 
 
 def divided(tensors: Mapping[str, torch.Tensor], shard_of: ShardOf) -> dict[str, Shard]:
-    """Return the division of the rows of those tensors that are divided among ranks, by name.
-
-    Args:
-        shard_of: Returns the division of a tensor's rows, None of one that is not divided.
-    """
+    """Return the division of those tensors that are divided among ranks, by name."""
     return {name: shard for name in tensors if (shard := shard_of(name)) is not None}

@@ -40,12 +40,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class StoredFingerprint(Stored):
-    """The fingerprint of a file (`checkpoint_files.fingerprint`).
-
-    Attributes:
-        sha256: The SHA-256 of the contents.
-        sha256_of_gib_pieces: The SHA-256 of those of the pieces of 1 GiB, of a larger file.
-    """
+    """The fingerprint of a file (`checkpoint_files.fingerprint`)."""
 
     bytes: Count
     sha256: Digest | None = None
@@ -62,10 +57,9 @@ class State(Stored):
     """The contents of state.json.
 
     Attributes:
-        score: The score of the step; None without one.
+        score: The score of the step, if any.
         extra: JSON values of the run (`session.stored_states`).
-        alphabet: The characters of a tokenizer of single characters; None for other tokenizers, and
-            of checkpoints that were written before it was stored.
+        alphabet: The characters of a character tokenizer; None for another one, and in older files.
     """
 
     format: Count
@@ -100,7 +94,7 @@ def masters_of(path: Path) -> Path | None:
 def parts_of(path: Path) -> dict[str, Path]:
     """Return the file or folder of each part of a checkpoint: masters, optimizer and others.
 
-    They are those of the manifest alone: nothing beside them was compared with a checksum.
+    Only the manifest's: nothing else was compared with a checksum.
     """
     parts = {}
     for name in map(PurePosixPath, manifest_of(path)):
@@ -114,6 +108,7 @@ def problem_of(path: Path) -> str | None:
     """Return how a checkpoint is damaged, None if it is not."""
     try:
         manifest = manifest_of(path)
+        # Cheap checks of all files first, then the checksums, in parallel.
         for name, expected in manifest.items():
             found = (path / name).stat()
             if not stat.S_ISREG(found.st_mode):
@@ -128,6 +123,7 @@ def problem_of(path: Path) -> str | None:
             for name, is_good in zip(names, known, strict=True):
                 if not is_good:
                     return f"{name} does not match its checksum"
+        # Last, once the bytes are known to be those that were written.
         any_state_of(path)
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror or error}"
@@ -149,7 +145,7 @@ def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
 
     Raises:
         FileNotFoundError: There is no manifest.
-        UserError: The file is not a manifest, or leaves out a file of every checkpoint.
+        UserError: The file is not a manifest, or lacks a file that every checkpoint has.
     """
     try:
         manifest: dict[str, dict[str, Any]] = read_json(path / MANIFEST_FILE)
@@ -166,7 +162,7 @@ def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def any_state_of(path: Path) -> dict[str, Any]:
-    """Return the contents of state.json, checked where its format is one of this version's.
+    """Return the contents of state.json, checked if the format is one of this version's.
 
     Raises:
         FileNotFoundError: There is no state.json.
@@ -190,8 +186,8 @@ def state_of(path: Path) -> dict[str, Any]:
     if state["format"] not in (FORMAT, SHARDED_FORMAT):
         raise UserError(
             f"checkpoint {path} has format {state['format']}, and this version of jetrl reads "
-            f"format {FORMAT} and {SHARDED_FORMAT}: go on with the version that wrote it (log.txt "
-            "of the run names it), or start a new run from an exported model"
+            f"format {FORMAT} and {SHARDED_FORMAT}: continue with the version that wrote it "
+            "(log.txt of the run names it), or start a new run from an exported model"
         )
     return state
 
@@ -202,19 +198,14 @@ def write_parts(
     shards: Mapping[str, Mapping[str, Shard]],
     ranks: World,
 ) -> list[Path]:
-    """Write the tensors of a checkpoint: a file for each part, or a folder of the ranks' files.
+    """Write a checkpoint's tensors: a file per part, or a folder of the ranks' files; a collective.
 
-    Every rank calls this function.
+    Returns this rank's files, which are on disk. If a rank could not write, every rank raises its
+    OSError.
 
     Args:
-        parts: The tensors by part and name; own rows of those that are divided among ranks.
-        shards: The division of the rows of those that are divided, by part and name.
-
-    Returns:
-        The files of this rank, which are on the disk.
-
-    Raises:
-        OSError: A rank could not write; every rank raises it.
+        parts: The tensors by part and name; own rows of divided ones.
+        shards: How divided tensors are owned by ranks, by part and name.
     """
     own: list[Path] = []
     if ranks.size == 1:
@@ -231,13 +222,7 @@ def write_parts(
 
 
 def fingerprints(folder: Path, own: Sequence[Path], ranks: World) -> dict[str, Fingerprint]:
-    """Return the fingerprints of the files of all ranks, by their names in a checkpoint's folder.
-
-    Every rank calls this function.
-
-    Raises:
-        OSError: A rank could not read; every rank raises it.
-    """
+    """Return the fingerprints of all ranks' files, by their names in the folder; a collective."""
     what = "the checksums of a checkpoint"
     found_here = ranks.together(
         what, lambda: {path.relative_to(folder).as_posix(): fingerprint(path) for path in own}
@@ -248,11 +233,12 @@ def fingerprints(folder: Path, own: Sequence[Path], ranks: World) -> dict[str, F
 
 
 def complete_folder(folder: Path, state: str, files: Mapping[str, Fingerprint]) -> None:
-    """Write state.json and, when all else is on the disk, the manifest; rank 0 does that.
+    """Write state.json and, when all else is on disk, the manifest; on rank 0.
 
     Raises:
-        OSError: A file could not be written, or one of another rank is not there.
+        OSError: A file could not be written, or one of another rank is missing.
     """
+    # Without a shared file system rank 0 would seal a folder that lacks other ranks' files.
     for name, expected in files.items():
         file = folder / name
         if not file.exists() or file.stat().st_size != expected["bytes"]:
@@ -264,5 +250,6 @@ def complete_folder(folder: Path, state: str, files: Mapping[str, Fingerprint]) 
         sync(part)
     write_text(folder / STATE_FILE, state)
     manifest = {**files, STATE_FILE: fingerprint(folder / STATE_FILE)}
+    # The manifest makes the checkpoint good, so it is written last.
     write_text(folder / MANIFEST_FILE, json.dumps(dict(sorted(manifest.items())), indent=1))
     sync(folder)

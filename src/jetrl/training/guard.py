@@ -62,8 +62,7 @@ class Guard:
     """Decides what becomes of each update of one model.
 
     Attributes:
-        report: Called with each refused update before anything of it is forgotten; returns what was
-            noticed and saved, in words.
+        report: Called with each refused update before its data is dropped; returns a description.
     """
 
     def __init__(self, action: Literal["stop", "skip"], lr: str = "train.lr") -> None:
@@ -72,7 +71,6 @@ class Guard:
         self.report: Callable[[NonFiniteUpdate], str] = lambda refused: ""
 
     def passes(self, values: Mapping[str, float]) -> bool:
-        """Return whether the watched numbers of an update are all finite."""
         if not agree(UPDATE_IS_FINITE, all(map(math.isfinite, values.values()))):
             return False
         self._in_a_row = 0
@@ -82,43 +80,34 @@ class Guard:
         """Report an update that is not applied; return if the run continues without it.
 
         Raises:
-            NonFiniteError: The run stops: that is the setting, or too many updates were skipped in
-                a row.
+            NonFiniteError: The setting is "stop", or too many updates were skipped in a row.
         """
         self._in_a_row += 1
         problem = ". ".join(text for text in (str(update), self.report(update)) if text)
         if self._action == "stop":
             raise NonFiniteError(
                 f"{problem}. The update was not applied and the last checkpoint is good. Lower "
-                f"{self._lr} or train.grad_clip, or leave such updates out with "
+                f"{self._lr} or train.grad_clip, or skip such updates with "
                 "train.on_nonfinite=skip"
             )
         if self._in_a_row >= MOST_IN_A_ROW:
             raise NonFiniteError(
                 f"{problem}. This was update {self._in_a_row} in a row that was skipped: the run "
-                "does not come out of it by itself; go back to an earlier checkpoint, with a "
-                f"lower {self._lr}"
+                "will not recover by itself; resume from an earlier checkpoint with a lower "
+                f"{self._lr}"
             )
         logger.warning("update skipped: %s", problem)
 
     def state(self) -> Any:
-        """Return what a checkpoint keeps of the guard."""
         return {"in_a_row": self._in_a_row}
 
     def load_state(self, state: Any) -> None:
-        """Take over what `state` returned in the run that is resumed."""
         self._in_a_row = state["in_a_row"]
 
 
 @dataclass(frozen=True)
 class NonFiniteValue:
-    """A tensor with values that are not finite.
-
-    Attributes:
-        what: The operation, and whether the tensor is its output, the gradient of its output, or a
-            weight.
-        row: The first token of the batch with such a value; of a weight, the first row.
-    """
+    """A tensor, named by its operation, with values that are not finite."""
 
     what: str
     row: int
@@ -149,7 +138,7 @@ class Watch:
             self._look(f"FP8 scales of {name}", scales)
 
     def output(self, name: str, value: Tensor) -> None:
-        """Look at the output of an operation, and later at its gradient: the decoder's trace."""
+        """Look at the output of an operation (the decoder's trace), and later at its gradient."""
         if name == "embed":  # the first operation of a forward
             self._in_backward = False
         if self._in_backward:  # a layer that is computed again says nothing new
@@ -163,12 +152,12 @@ class Watch:
         self._look(f"gradient of {of}", gradient)
 
     def _look(self, what: str, value: Tensor) -> None:
-        """Keep a tensor's name and place if it is the first that is not finite."""
         if self.first is not None:
             return
         finite = torch.isfinite(value.detach().float())
         if bool(finite.all()):
             return
+        # Only now, once per search: find the first row and the count.
         rows = (~finite).reshape(len(finite), -1).any(1) if finite.dim() else ~finite[None]
         self.first = NonFiniteValue(
             what, int(rows.nonzero()[0]), int((~finite).sum()), finite.numel()
@@ -177,7 +166,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watch(model: Model) -> Iterator[Watch]:
-    """Look at the weights of a model now, and at everything that it computes within the context."""
+    """Look at a model's weights now, and at everything that it computes within the context."""
     seen = Watch(model)
     seen.weights()
     decoder = model.decoder
@@ -186,6 +175,7 @@ def watch(model: Model) -> Iterator[Watch]:
         for name, master in model.master_weights().items()
         if master.requires_grad
     ]
+    # Forwards report each operation's output, and outputs report their gradients.
     decoder.trace = seen.output
     try:
         yield seen

@@ -14,15 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """The loss of one micro-batch, a share of its update's, and what was measured beside it.
+    """The loss of one micro-batch and its measurements.
 
     Attributes:
         loss: float32 scalar, differentiable.
-        metrics: float64 scalars without gradient, by full metric name: shares of the update's
-            means, to be added over its micro-batches.
-        peaks: float64 scalars without gradient, by full metric name: the largest of the update's
-            micro-batches counts.
-        outputs: What the model gave, without gradient, where the trainer looks at it afterwards.
+        metrics: float64 scalars by metric name: shares of the update's means, to be added.
+        peaks: float64 scalars by metric name, of which the update's largest counts.
+        outputs: The model's outputs, without gradient, if the trainer looks at them later.
     """
 
     loss: Tensor
@@ -32,25 +30,12 @@ class MicroBatchLoss:
 
 
 def cross_entropy(trainer_logprobs: Tensor, num_update_tokens: int) -> Tensor:
-    """Return the share of the mean negative log-likelihood of an update's tokens.
-
-    Args:
-        trainer_logprobs: float32 [N], the log-probs of a micro-batch's trained tokens.
-
-    Returns:
-        float32 scalar, differentiable.
-    """
+    """Return the share of an update's mean negative log-likelihood of log-probs [N]."""
     return -trainer_logprobs.sum() / num_update_tokens
 
 
 class ValueLoss(NamedTuple):
-    """The loss of a critic on one micro-batch; both numbers are shares of the update's means.
-
-    Attributes:
-        loss: float32 scalar, differentiable.
-        clip_fraction: float64 scalar without gradient: the share of tokens whose clipped term was
-            the larger one.
-    """
+    """A critic's loss, and the share of tokens whose clipped term was the larger one (float64)."""
 
     loss: Tensor
     clip_fraction: Tensor
@@ -71,7 +56,7 @@ def value_loss(
         values: float32 [N], V, differentiable.
         old_values: float32 [N], V_old, the values before the training step.
         returns: float32 [N], R.
-        clip: How far a value may move before the clipped term counts; 0 drops that term.
+        clip: The limit of a value's move before the clipped term counts; 0 drops that term.
     """
     squares = (values - returns).square()
     clipped = torch.zeros_like(values, dtype=torch.bool)
@@ -86,15 +71,8 @@ def value_loss(
 
 
 def preference_loss(better: Tensor, worse: Tensor, num_pairs: int) -> Tensor:
-    """Return -log sigmoid(better - worse), the share of the mean over an update's pairs.
+    """Return -log sigmoid(better - worse) of scores float32 [P]: a share of the update's mean.
 
     The Bradley-Terry model (Bradley and Terry 1952; Ouyang et al. 2022, "InstructGPT", eq. 1).
-
-    Args:
-        better: float32 [P], the scores of the better sequences.
-        worse: float32 [P], the scores of the worse sequences.
-
-    Returns:
-        float32 scalar, differentiable.
     """
     return -torch.nn.functional.logsigmoid(better - worse).sum() / num_pairs

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,13 +37,13 @@ _OF_SEQUENCES = ("sample_ids", "stem_ids", "stem_lengths")
 class MicroBatch:
     """The packed sequences of one forward and backward, with numbers for their N trained tokens.
 
-    The numbers are from before the training step's first update: float32 [N], no gradient.
+    The numbers are float32 [N], without gradient, from before the step's first update.
 
     Attributes:
         before: The trainer's log-probs; None in the first minibatch, whose own forward gives them.
-        ref_logprobs: The log-probs of the frozen reference; None without one.
-        values: The critic's values; None without a critic.
-        returns: The returns that the critic learns; None without a critic.
+        ref_logprobs: The log-probs of the frozen reference, if there is one.
+        values: The critic's values, if there is one.
+        returns: The returns that the critic learns.
     """
 
     batch: Batch
@@ -52,8 +53,9 @@ class MicroBatch:
     returns: torch.Tensor | None = None
 
     def select(self, sequences: range) -> MicroBatch:
-        """Return a micro-batch of some consecutive sequences of this one."""
+        """Return a micro-batch of some consecutive sequences."""
         batch = self.batch
+        # Cut by tokens, by sequences and by trained tokens: each field has one of these lengths.
         starts = batch.cu_seqlens[sequences.start : sequences.stop + 1]
         tokens = slice(int(starts[0]), int(starts[-1]))
         ends = np.cumsum([0, *trained_lengths(batch)])
@@ -75,29 +77,25 @@ class MicroBatch:
         )
 
     def known(self) -> dict[str, torch.Tensor]:
-        """Return the tensors [N] that are known, by name."""
+        """Return the numbers [N] that are set, by name."""
         names = (field.name for field in dataclasses.fields(self) if field.name != "batch")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
 
 def sizes_of(batch: Batch) -> tuple[int, int]:
-    """Return how many tokens a forward of a batch computes, and how many sequences it has."""
+    """Return the tokens that a forward of a batch computes, and its sequences."""
     return batch.num_computed_tokens, batch.num_sequences
 
 
 def _stems_of(batch: Batch) -> list[tuple[int, int]] | None:
-    """Return the number and the length of each sequence's stem; None where none is shared."""
+    """Return the number and length of each sequence's stem; None if none is shared."""
     if batch.stem_ids is None or batch.stem_lengths is None:
         return None
     return list(zip(batch.stem_ids.tolist(), batch.stem_lengths.tolist(), strict=True))
 
 
 class Minibatch:
-    """The samples of one update, in micro-batches that get smaller when memory runs out.
-
-    Attributes:
-        num_tokens: How many tokens are trained on.
-    """
+    """The samples of one update, in micro-batches that get smaller when memory runs out."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], size: MicroBatchSize) -> None:
         self.micro_batches = list(micro_batches)
@@ -107,11 +105,10 @@ class Minibatch:
 
     @staticmethod
     def tokens_of(micro_batch: MicroBatch) -> int:
-        """Return how many tokens the forward of a micro-batch computes."""
         return micro_batch.batch.num_computed_tokens
 
     def shrink(self, problem: str) -> None:
-        """Halve the size of the run, and divide the micro-batches accordingly.
+        """Halve the run's size, and divide the micro-batches accordingly.
 
         Raises:
             OutOfMemoryStop: Each micro-batch is one sequence.
@@ -121,13 +118,10 @@ class Minibatch:
 
 
 class MicroBatchSize:
-    """The limit of tokens of a run's micro-batches, which is halved when memory runs out.
-
-    Args:
-        tokens: The setting `train.tokens_per_micro_batch`.
+    """The token limit of a run's micro-batches, which is halved when memory runs out.
 
     Attributes:
-        tokens: How many tokens a micro-batch may have now.
+        tokens: The limit now; at first the setting `train.tokens_per_micro_batch`.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -137,28 +131,23 @@ class MicroBatchSize:
 
     @classmethod
     def of(cls, settings: TrainSettings, planned: int | None = None) -> MicroBatchSize:
-        """Return the size that a run begins with: the setting, or `planned` where that is less.
-
-        Args:
-            settings: The section `[train]`.
-            planned: Tokens that the memory plan has room for; None where there is no plan.
-        """
+        """Return a run's first size: the setting, or `planned` tokens if they are fewer."""
         size = cls(settings.tokens_per_micro_batch)
         fitting = size.tokens if planned is None else min(size.tokens, planned)
         size.tokens = agree(LARGEST_SIZE, fitting)
         return size
 
     def halve(self, sizes: Sequence[tuple[int, int]], problem: str, unit: str = "sequence") -> None:
-        """Make the next micro-batches at most half as large as those that were too large.
+        """Make the next micro-batches at most half as large as those that did not fit.
 
         Args:
-            sizes: For each micro-batch that was too large its tokens, and how many units it has
-                that cannot be divided.
-            unit: What a micro-batch consists of: "sequence" or "pair".
+            sizes: Tokens and indivisible units of each micro-batch that did not fit.
+            unit: "sequence" or "pair".
 
         Raises:
             OutOfMemoryStop: Each micro-batch is one unit.
         """
+        # A micro-batch of one unit cannot get smaller.
         divisible = [tokens for tokens, num_units in sizes if num_units > 1]
         if not divisible:
             longest = max(tokens for tokens, _ in sizes)
@@ -171,19 +160,19 @@ class MicroBatchSize:
         self.tokens = agree(LARGEST_SIZE, max(1, min(self.tokens, max(divisible)) // 2))
         self._retries += 1
         logger.warning(
-            "out of memory in training (%s): from now on at most %d tokens a micro-batch instead "
+            "out of memory in training (%s): from now on at most %d tokens per micro-batch instead "
             "of train.tokens_per_micro_batch = %d; gradients are the same up to the order of sums "
             "(under an FP8 plan also up to how WGrad groups the tokens)",
             *(problem, self.tokens, self._setting),
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Return how often the size was halved since the last call, as a metric; {} for never."""
+        """Return how often the size was halved since the last call; {} for never."""
         retries, self._retries = self._retries, 0
         return {"memory/train_retries": float(retries)} if retries else {}
 
     def split(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the same sequences, in order, in micro-batches of the present size."""
+        """Return the same sequences, in order, in micro-batches of the current size."""
         return [
             micro.select(sequences)
             for micro in micro_batches
@@ -195,17 +184,17 @@ class MicroBatchSize:
     def ranges(
         self, lengths: Sequence[int], stems: Sequence[tuple[int, int]] | None = None
     ) -> list[range]:
-        """Return ranges of neighbours that have the present size together, or one longer one.
+        """Return ranges of neighbors with at most the current size together, or a longer one.
 
         Args:
             lengths: The tokens of each sequence or pair.
-            stems: The number and the length of each sequence's stem, which counts once in a range;
-                None where none is shared.
+            stems: Number and length of each sequence's stem, which counts once per range.
         """
         ranges: list[range] = []
         start = total = 0
         held: set[int] = set()  # the stems that the present range has
         for i, length in enumerate(lengths):
+            # A stem that the range already holds costs nothing again.
             stem, shared = stems[i] if stems is not None else (i, 0)
             added = length - shared if stem in held else length
             if i > start and total + added > self.tokens:
@@ -217,11 +206,10 @@ class MicroBatchSize:
         return [*ranges, range(start, len(lengths))]
 
     def state(self) -> Any:
-        """Return what a checkpoint keeps of the size."""
         return {"tokens": self.tokens, "setting": self._setting}
 
     def load_state(self, state: Any) -> None:
-        """Take over the size of the run that is resumed, unless its setting was changed."""
+        """Resume the size that `state` returned, unless its setting was changed."""
         if state["setting"] == self._setting:
             self.tokens = state["tokens"]
 
@@ -231,14 +219,13 @@ def batch_logprobs(
     batch: Batch,
     temperature: float = 1.0,
     checkpoint_layers: bool = False,
-    seen: Callable[[torch.Tensor], None] | None = None,
+    observers: Sequence[Callable[[torch.Tensor], None]] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and moments of the N trained tokens of a batch, in batch order.
 
     Args:
-        checkpoint_layers: Whether to compute layers again on the way back instead of keeping what
-            they computed.
-        seen: Called with the hidden states [N, D] from which the tokens were drawn.
+        checkpoint_layers: Whether backward computes layers again instead of saving activations.
+        observers: Called with the hidden states [N, D] from which the tokens were drawn.
 
     Returns:
         Log-probs, float32 [N], differentiable unless under no_grad, and the moments of
@@ -251,14 +238,15 @@ def batch_logprobs(
         temperature,
         checkpoint_layers=checkpoint_layers,
         stems=Stems.of(batch),
-        seen=seen,
+        seen=partial(_show, observers) if observers else None,
     )
 
 
-def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> torch.Tensor:
-    """Return values of a batch at its N trained tokens, [N] of the same dtype.
+def _show(observers: Sequence[Callable[[torch.Tensor], None]], hidden: torch.Tensor) -> None:
+    for observer in observers:
+        observer(hidden)
 
-    Args:
-        values: [T], a value for each token of the batch.
-    """
+
+def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> torch.Tensor:
+    """Return values [T] of a batch's tokens at its N trained tokens, on a device."""
     return upload(torch.from_numpy(values[targets(batch)]), torch.device(device))

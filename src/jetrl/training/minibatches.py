@@ -30,11 +30,7 @@ from jetrl.types import Sample
 def choose_minibatches(
     samples: Sequence[Sample], settings: Settings, num_updates: int
 ) -> list[list[int]]:
-    """Return the numbers of the samples of each update of a step, by `data.batch`.
-
-    Raises:
-        UserError: Fewer samples than updates.
-    """
+    """Return the sample numbers of each update of a step, by `data.batch`."""
     groups = [sample.group for sample in samples]
     updates = settings.train.updates_per_step
     if settings.data.batch == "all":
@@ -47,16 +43,10 @@ def choose_minibatches(
 
 
 def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[int]]:
-    """Return the samples of each update of a step: every sample once, in order.
+    """Return the sample numbers of each update, ascending: every sample once.
 
-    Args:
-        groups: [N], the group of each sample.
-        num_minibatches: How many minibatches there are; groups stay whole if there are at least as
-            many of them.
-
-    Returns:
-        Sample numbers, ascending, of each minibatch. Their sizes differ by at most one group (or
-        one sample, where groups had to be divided).
+    Groups stay whole if there are at least as many of them as minibatches. Sizes differ by at most
+    one group (or one sample).
 
     Raises:
         UserError: Fewer samples than minibatches.
@@ -69,6 +59,7 @@ def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[
     members: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
         members.setdefault(group, []).append(i)
+    # Whole groups if there are enough, else single samples.
     units: Iterable[list[int]] = members.values()
     if len(members) < num_minibatches:
         units = [[i] for i in range(len(groups))]
@@ -78,11 +69,7 @@ def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[
 
 
 class Pair(NamedTuple):
-    """Two samples of a group, by number.
-
-    Attributes:
-        weight: |A1| + |A2|, which the pair is drawn by.
-    """
+    """Two samples of a group, by number, drawn in proportion to weight = |A1| + |A2|."""
 
     best: int
     worst: int
@@ -95,10 +82,9 @@ def contrast_pairs(
     """Return the kept pairs of each group, those that differ most first.
 
     Args:
-        advantages: [S], one number a sample.
-        groups: [S]; members of a group need not be neighbours.
-        keep: The share of a group's pairs that is kept; at least one pair of each group is, and the
-            middle sample of an odd group is in none.
+        advantages: [S].
+        groups: [S]; groups need not be contiguous. The middle sample of an odd group is in no pair.
+        keep: The share of a group's pairs that is kept; at least one is.
     """
     members: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
@@ -115,12 +101,11 @@ def contrast_pairs(
 
 
 def shuffled_minibatches(pairs: Sequence[Pair], num_minibatches: int, seed: int) -> list[list[int]]:
-    """Return the samples of each update: its share of the pairs, drawn by weight.
+    """Return the sample numbers of each update, ascending: its share of the pairs, drawn by weight.
 
-    Returns:
-        Sample numbers, ascending, of each minibatch; together they hold as many pairs as there are,
-        or fewer where fewer have a weight.
+    Together the minibatches hold as many pairs as there are, or fewer if fewer have a weight.
     """
+    # Pairs that teach nothing are used only if there are no others.
     drawable = [pair for pair in pairs if pair.weight > 0] or list(pairs)
     weights = np.array([pair.weight or 1.0 for pair in drawable])
     bounds = [len(pairs) * k // num_minibatches for k in range(num_minibatches + 1)]

@@ -29,12 +29,7 @@ _NOTHING_COMPARED = {"mismatch/num_tokens": 0.0}
 
 @dataclass(frozen=True)
 class Difference:
-    """A token whose log-probs differ between sampler and trainer.
-
-    Attributes:
-        trainer: The trainer's log-prob, a float32 value.
-        rollout: The sampler's log-prob, a float32 value.
-    """
+    """A token whose log-probs differ between sampler and trainer."""
 
     sample: int
     token: int
@@ -51,10 +46,6 @@ class Difference:
 
 class StepMismatchError(MismatchError):
     """Sampler and trainer differ under an exact plan; no weight was changed.
-
-    Args:
-        differences: The tokens that differ, at least one.
-        metrics: The step's `mismatch/*`.
 
     Attributes:
         first: The first token that differs, in the order of samples.
@@ -89,18 +80,13 @@ class StepMismatchError(MismatchError):
 def mismatch_metrics(
     trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray
 ) -> dict[str, float]:
-    """Return the mismatch of some tokens, with d = trainer - rollout in float64.
+    """Return the mismatch of N >= 1 tokens' float32 log-probs; d = trainer - rollout in float64.
 
-    Args:
-        trainer_logprobs: float32 [N], N >= 1.
-        rollout_logprobs: float32 [N].
-
-    Returns:
-        mismatch/num_tokens: N.
-        mismatch/num_different: tokens whose float32 bits differ, or where either is NaN.
-        mismatch/mean_abs_logprob_diff, mismatch/max_abs_logprob_diff: of |d|, in nats.
-        mismatch/k3_kl: mean of exp(d) - d - 1, an estimate of KL(rollout || trainer) in nats.
-        mismatch/token_mult_prob_error: mean of exp|d|; 1 when nothing differs.
+    mismatch/num_tokens: N.
+    mismatch/num_different: tokens whose float32 bits differ, or where either is NaN.
+    mismatch/{mean,max}_abs_logprob_diff: of |d|, in nats.
+    mismatch/k3_kl: mean of exp(d) - d - 1, an estimate of KL(rollout || trainer) in nats.
+    mismatch/token_mult_prob_error: mean of exp|d|; 1 when nothing differs.
     """
     trainer, rollout = _float32(trainer_logprobs), _float32(rollout_logprobs)
     if trainer.shape != rollout.shape or trainer.ndim != 1 or not len(trainer):
@@ -119,7 +105,7 @@ def mismatch_metrics(
 
 
 def surprise_sums(logprobs: Tensor, moments: Tensor) -> dict[str, Tensor]:
-    """Return what a micro-batch adds to the sums of `surprise_z`, float64 scalars.
+    """Return a micro-batch's share of the sums of `surprise_z`, float64 scalars.
 
     Args:
         logprobs: float32 [N], of the drawn tokens.
@@ -130,37 +116,31 @@ def surprise_sums(logprobs: Tensor, moments: Tensor) -> dict[str, Tensor]:
 
 
 def surprise_z(sums: Mapping[str, float], vocab_size: int) -> dict[str, float]:
-    """Return sampling/surprise_z: whether tokens were drawn from the trainer's distribution.
+    """Return sampling/surprise_z, which tells if tokens were drawn from the trainer's distribution.
 
         d_t = -log p_t(x_t) - H_t,   S = sum_t d_t,   V = sum_t Var_t,   z = S / sqrt(V + b |S| / 3)
 
     p_t is the distribution of token t given all before it, at the sampling temperature, H_t its
     entropy, x_t the drawn token, Var_t = sum_v p_t(v) log^2 p_t(v) - H_t^2. If x_t is drawn from
-    p_t, its surprise -log p_t(x_t) has mean H_t and variance Var_t given the past. So the d_t are
-    martingale differences: for s < t, E[d_s d_t] = E[d_s E[d_t | past of t]] = 0. Variances add,
-    within a sequence and over sequences, and S / sqrt(V) tends to N(0, 1) in many tokens.
+    p_t, the d_t are martingale differences: variances add, and S / sqrt(V) tends to N(0, 1).
 
-    A sure policy has few tokens that chance decides, and one rare token among them is many standard
+    A confident policy has few random tokens, and one rare token among them is many standard
     deviations. So b |S| / 3 is added, the correction of Freedman (1975): if no d_t is beyond b, the
     chance of |z| > 5 is below 2 exp(-25 / 2) for any distributions. Below, b is log(vocab_size),
-    the largest entropy. Above, it is the sampler's: a token that it draws has at least 2^-41 of the
-    most probable one's probability, of which -log is at most H_t.
+    the largest entropy. Above, it is the sampler's bound: a token that it draws has at least 2^-41
+    of the probability of the most probable one, of which -log is at most H_t.
 
-    Where a sequence ends may depend on its tokens (an end token, a stop string, a limit): whether
-    there is a token t is known before it is drawn. The last token itself must count. What chooses
-    by later tokens breaks this: top_p and top_k, samples by reward (dynamic sampling, data.batch),
-    and partial rollouts, whose unfinished sequences are missing. `Trainer` measures nothing then.
-
-    Args:
-        sums: The sums of `surprise_sums` over all tokens.
-        vocab_size: How many tokens there are to draw.
+    The end of a sequence may depend on its tokens (an end token, a stop string, a limit). Selection
+    by later tokens breaks the test: top_p and top_k, samples by reward (dynamic sampling,
+    data.batch), and partial rollouts. `Trainer` measures nothing then.
 
     Returns:
-        {} if a sum is not finite, or chance decided no token.
+        {} if a sum is not finite, or no token was random.
     """
     excess, variance = sums.get(EXCESS, 0.0), sums.get(VARIANCE, 0.0)
     if not (math.isfinite(excess) and 0 < variance < math.inf):
         return {}
+    # The bound b of one token's excess, on the side of S.
     largest = 41 * math.log(2) if excess > 0 else math.log(vocab_size)
     return {"sampling/surprise_z": excess / math.sqrt(variance + largest * abs(excess) / 3)}
 
@@ -173,22 +153,22 @@ def compare_step(
     batches: Sequence[Batch],
     trainer_logprobs: Sequence[np.ndarray],
 ) -> dict[str, float]:
-    """Return the mismatch of all trained tokens of a step that the present policy has drawn.
+    """Return the mismatch of all trained tokens that the current policy has drawn.
+
+    Tokens that an earlier version drew are exempt; partial_rollout/earlier_tokens is their share.
+    If nothing is compared, mismatch/num_tokens is 0 and the other numbers are missing: all tokens
+    are exempt, or a log-prob is not finite, which the guard handles.
 
     Args:
-        version: The version of the present policy; tokens that an earlier one drew are exempt.
-        trainer_logprobs: The trainer's log-probs before the first update, float32 [N] a batch.
-
-    Returns:
-        The metrics of `mismatch_metrics`, and partial_rollout/earlier_tokens, the share of tokens
-        that are exempt, if there are any. If nothing is compared, mismatch/num_tokens = 0 in place
-        of them: all tokens are exempt, or a log-prob is not finite, which the guard deals with.
+        trainer_logprobs: The trainer's log-probs before the first update, float32 [N] per batch.
 
     Raises:
         StepMismatchError: A log-prob differs under an exact plan.
     """
+    # A NaN is the guard's to report: it names the operation.
     if not all(np.isfinite(logprobs).all() for logprobs in trainer_logprobs):
         return _NOTHING_COMPARED
+    # Partial rollouts hold tokens of earlier policies, whose log-probs differ rightly.
     present = [present_tokens(batch, samples, version) for batch in batches]
     compared = np.concatenate(present)
     earlier = {} if compared.all() else {"partial_rollout/earlier_tokens": 1 - compared.mean()}
@@ -209,15 +189,7 @@ def compare_step(
 
 
 def present_tokens(batch: Batch, samples: Sequence[Sample], version: int) -> np.ndarray:
-    """Return which trained tokens of a batch the present policy has drawn.
-
-    Args:
-        batch: A batch with N trained tokens.
-        version: The version of the present policy (`Completion.versions`).
-
-    Returns:
-        bool [N].
-    """
+    """Return which of a batch's trained tokens a policy's version has drawn, bool [N]."""
     masks = []
     for index, count in zip(batch.sample_ids, trained_lengths(batch), strict=True):
         versions = samples[index].completion.versions
@@ -238,8 +210,6 @@ def differences(
     """Return the trained tokens of a batch whose log-probs differ, in batch order.
 
     Args:
-        batch: A batch with N trained tokens.
-        trainer_logprobs: float32 [N].
         compared: bool [N], which tokens to look at; True for all.
     """
     target = targets(batch)
@@ -262,12 +232,11 @@ def differences(
 
 
 def _float32(values: np.ndarray) -> np.ndarray:
-    """Return log-probs in one piece of memory, and refuse another type than float32."""
+    """Return contiguous log-probs; refuse another type than float32."""
     if values.dtype != np.float32:
         raise ValueError(f"log-probs must be float32 to be compared as bits, not {values.dtype}")
     return np.ascontiguousarray(values)
 
 
 def _hex(value: float) -> str:
-    """Return the bits of a float32 value, as text."""
     return f"0x{int(np.float32(value).view(np.uint32)):08x}"

@@ -37,10 +37,10 @@ def gradient_norm(gradients: Mapping[str, Tensor], shards: Mapping[str, Shard]) 
     """Return the norm of all gradients together, a float32 scalar on their device.
 
     Args:
-        gradients: The gradients by name, of own rows where a master weight is divided; the same
-            names on every rank.
-        shards: The division of the rows of those that are divided, by name.
+        gradients: By name, own rows of a divided master weight; the same names on every rank.
+        shards: How the rows of divided weights are owned, by name.
     """
+    # One sum of squares per 128 rows, which no division among ranks cuts.
     squares = {name: block_squares(gradient) for name, gradient in gradients.items()}
     if not squares:
         return torch.zeros(())
@@ -52,6 +52,7 @@ def gradient_norm(gradients: Mapping[str, Tensor], shards: Mapping[str, Shard]) 
 
 def _gathered(own: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
     """Return the sums of all blocks of matrices, of which each rank has its own."""
+    # One padded gather for all matrices; then each rank's pieces are cut out again.
     counts = {name: shards[name].counts(BLOCK_ROWS) for name in own}
     of_rank = [sum(count) for count in zip(*counts.values(), strict=True)]
     mine = torch.cat(list(own.values()))
@@ -71,7 +72,7 @@ KEYS = {"ratio": torch.uint8, "root": torch.int16}
 
 @dataclass
 class _State:
-    """The moments of one master weight, and how many updates they have seen."""
+    """The moments of one master weight, and its number of updates."""
 
     ratio: torch.Tensor
     root: torch.Tensor
@@ -79,12 +80,7 @@ class _State:
 
 
 class CompactAdamW:
-    """AdamW over named matrices.
-
-    Args:
-        masters: The float32 matrices by name; gradients are read from `.grad`.
-        shards: The division of the rows of matrices among ranks, by name.
-    """
+    """AdamW over named float32 matrices with compact states (kernels/adamw.py)."""
 
     def __init__(
         self,
@@ -98,11 +94,7 @@ class CompactAdamW:
 
     @torch.no_grad()
     def step(self, clip: torch.Tensor, lr: Callable[[int], float]) -> None:
-        """Update the matrices by their gradients.
-
-        Args:
-            clip: float32 scalar on the device, which the gradients are multiplied by.
-        """
+        """Update the matrices by their gradients, multiplied by `clip` (a float32 scalar)."""
         settings = self._settings
         scalars: dict[int, AdamWScalars] = {}  # by step, as a rule the same one for all
         for name, master in self._masters.items():
@@ -118,6 +110,7 @@ class CompactAdamW:
                 scalars[state.step] = adamw_scalars(
                     state.step, lr, settings.betas, settings.eps, settings.weight_decay
                 )
+            # A rank rounds the rows that it owns as one rank would: random bits count elements.
             own = scalars[state.step]
             if name in self._shards:
                 own = from_element(own, self._shards[name].first_row * math.prod(master.shape[1:]))
@@ -125,11 +118,7 @@ class CompactAdamW:
             adamw_(master.detach(), gradient, state.ratio, state.root, clip, own)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the state of one matrix, the tensors themselves; {} before its first gradient.
-
-        Returns:
-            `ratio`, `root` and `step` (float32 scalar).
-        """
+        """Return a matrix's `ratio`, `root` and `step`; {} before its first gradient."""
         state = self._states.get(name)
         if state is None:
             return {}
@@ -137,7 +126,6 @@ class CompactAdamW:
         return {"step": step, "ratio": state.ratio, "root": state.root}
 
     def load(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take over what `state` returned for each name, without copying the tensors."""
         self._states = {
             name: _State(state["ratio"], state["root"], int(state["step"]))
             for name, state in states.items()
@@ -145,7 +133,7 @@ class CompactAdamW:
 
 
 ADVICE = (
-    "the weights, gradients and AdamW's moments take 16 bytes a parameter, or 11 with "
+    "the weights, gradients and AdamW's moments take 16 bytes per parameter, or 11 with "
     "train.optimizer_states=compact (jetrl train --dry-run has the memory plan): use that, a GPU "
     "with more memory, or a smaller model. The last checkpoint is good"
 )
@@ -156,14 +144,10 @@ _LAYOUTS = {
 
 
 def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> float:
-    """Return the learning rate of one update: linear warm-up, then the schedule.
+    """Return the learning rate of an update, counted from 0: linear warm-up, then the schedule.
 
-    Warm-up update u has lr * (u + 1) / warmup_steps. The first update after the warm-up has the
-    full lr, and with `linear` or `cosine` the last one (total_updates - 1) and any later has
-    lr * min_lr_ratio.
-
-    Args:
-        update: The number of the update, from 0.
+    Warm-up update u has lr * (u + 1) / warmup_steps. The first update after it has the full lr;
+    with `linear` or `cosine` update total_updates - 1 and any later have lr * min_lr_ratio.
     """
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
@@ -183,12 +167,8 @@ class Optimizer:
 
     Args:
         masters: The float32 parameters by name; gradients are read from `.grad`.
-        shards: The division of the rows of parameters among ranks, by name; moments have the shape
-            of the rows that this rank owns.
-
-    Attributes:
-        masters: The float32 parameters by name.
-        shards: The division of the rows of parameters among ranks, by name.
+        shards: How the rows of parameters are divided among ranks, by name; moments have the shape
+            of this rank's rows.
     """
 
     def __init__(
@@ -202,6 +182,7 @@ class Optimizer:
         self.settings = settings
         self.total_updates = total_updates
         self.num_updates = 0
+        # Vectors are few and sensitive: only matrices get compact states.
         kinds = {
             name: "compact" if is_compact(p.ndim, settings.optimizer_states) else "fp32"
             for name, p in self.masters.items()
@@ -231,11 +212,9 @@ class Optimizer:
         return self._lr(0)
 
     def _lr(self, later: int) -> float:
-        """Return the learning rate so many updates after the next one."""
         return learning_rate(self.num_updates + later, self.settings, self.total_updates)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
         for master in self.masters.values():
             master.grad = None
 
@@ -245,7 +224,7 @@ class Optimizer:
         return gradient_norm(gradients, self.shards)
 
     def nonfinite_gradients(self) -> list[str]:
-        """Return the names of the master weights whose gradient holds a NaN or an infinity."""
+        """Return the names of master weights whose gradient has a NaN or infinity."""
         own = [
             name
             for name, master in self.masters.items()
@@ -255,12 +234,13 @@ class Optimizer:
         return [name for name in self.masters if name in found]
 
     def apply(self, total_norm: torch.Tensor) -> None:
-        """Clip the gradients to `grad_clip`, update the master weights, forget the gradients.
+        """Clip the gradients to `grad_clip`, update the master weights, drop the gradients.
 
         Args:
-            total_norm: What `gradient_norm` returned, known to be finite.
+            total_norm: The result of `gradient_norm`, known to be finite.
         """
         torch.nn.utils.clip_grads_with_norm_(self._wide, self.settings.grad_clip, total_norm)
+        # Both optimizers use the schedule's rate; the compact one also clips in its own pass.
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
@@ -272,10 +252,8 @@ class Optimizer:
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return the moments by name: the optimizer's own tensors, not copies.
 
-        Returns:
-            float32 `exp_avg.NAME` and `exp_avg_sq.NAME`, or compact `ratio.NAME` and `root.NAME`
-            (kernels/adamw.py), and `step.NAME` (float32 scalar); nothing for a master weight that
-            never had a gradient.
+        float32 `exp_avg.NAME` and `exp_avg_sq.NAME`, or compact `ratio.NAME` and `root.NAME`, and
+        `step.NAME` (float32 scalar); nothing for a master weight that never had a gradient.
         """
         tensors = {}
         for name, master in self.masters.items():
@@ -289,23 +267,16 @@ class Optimizer:
         return tensors
 
     def shard_of(self, name: str) -> Shard | None:
-        """Return how the rows of a moment are divided among ranks.
-
-        Args:
-            name: A name as of `state_tensors`.
-
-        Returns:
-            None of a tensor that every rank has whole.
-        """
+        """Return how the rows of a state tensor are divided; None if every rank has it whole."""
         key, _, master = name.partition(".")
         return None if key == "step" else self.shards.get(master)
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], num_updates: int) -> None:
-        """Take over what `state_tensors` returned, bit for bit, and the number of updates so far.
+        """Load the result of `state_tensors`, bit for bit, and the number of updates so far.
 
         Raises:
-            UserError: States of the other kind, a tensor for a master weight that does not exist,
-                or of another shape. Nothing was changed then.
+            UserError: States of the other kind, of an unknown master weight, or of another shape.
+                Nothing was changed then.
         """
         states: dict[str, dict[str, torch.Tensor]] = {}
         for full_name, tensor in tensors.items():
@@ -315,6 +286,7 @@ class Optimizer:
         for name, state in states.items():
             if len(state) != 1 + len(_LAYOUTS[self._kinds[name]]):
                 raise UserError(f"optimizer state of {name!r} is incomplete: {sorted(state)}")
+        # Everything was checked before, so from here on nothing can fail half-way.
         self._adamw.state.clear()
         for name, state in states.items():
             if self._kinds[name] == "fp32":
@@ -323,7 +295,7 @@ class Optimizer:
         self.num_updates = num_updates
 
     def _check_state(self, full_name: str, tensor: torch.Tensor) -> None:
-        """Raise a `UserError` where a tensor is not one of this optimizer's states."""
+        """Raise a `UserError` if a tensor is not one of this optimizer's states."""
         key, _, name = full_name.partition(".")
         master = self.masters.get(name)
         saved = next((kind for kind, keys in _LAYOUTS.items() if key in keys), None)
@@ -346,7 +318,7 @@ class Optimizer:
 
 
 def supervised_optimizer(model: Model, settings: Settings) -> Optimizer:
-    """Return an optimizer with lr, warm-up and schedule of `settings.sft`, the rest of `train`."""
+    """Return an optimizer with lr, warm-up and schedule of `sft`, the rest of `train`."""
     sft = settings.sft
     train = settings.train.model_copy(
         update={"lr": sft.lr, "warmup_steps": sft.warmup_steps, "schedule": sft.schedule}

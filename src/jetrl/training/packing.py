@@ -30,18 +30,15 @@ def pack(
 ) -> list[Batch]:
     """Return samples as micro-batches of at most so many tokens (or one longer sequence).
 
-    Args:
-        sample_ids: The numbers of the samples to pack; by default all.
-        share_prompts: Whether samples of one prompt share its stem in a micro-batch.
+    The loss_mask is True at exactly the sampled tokens; advantages are 0 (`with_advantages` sets
+    them). Samples without a completion token are left out.
 
-    Returns:
-        Batches whose loss_mask is True at exactly the sampled tokens, with advantages of 0
-        (`with_advantages` sets them). A sample without a completion token is left out: there is
-        nothing to train on. May be empty.
+    Args:
+        sample_ids: The samples to pack; by default all.
 
     Raises:
-        UserError: A sample with an empty prompt: its first token would have no log-prob.
-        ValueError: Lengths that do not agree.
+        UserError: A sample has an empty prompt: its first token would have no log-prob.
+        ValueError: Lengths do not agree.
     """
     chosen = range(len(samples)) if sample_ids is None else sample_ids
     for i in chosen:
@@ -68,7 +65,7 @@ def pack_examples(examples: Sequence[Example], tokens_per_micro_batch: int) -> l
     """Return worked answers as micro-batches, as `pack` does, with rollout_logprobs of 0.
 
     Raises:
-        UserError: An example with an empty prompt or completion.
+        UserError: An example has an empty prompt or completion.
     """
     for i, example in enumerate(examples):
         for part, name in ((example.prompt, "prompt"), (example.completion, "completion")):
@@ -87,21 +84,14 @@ def targets(batch: Batch) -> np.ndarray:
 
 
 def trained_lengths(batch: Batch) -> np.ndarray:
-    """Return how many tokens of each sequence of a batch are trained on, int64 [S]."""
+    """Return the trained tokens of each sequence of a batch, int64 [S]."""
     return np.add.reduceat(batch.loss_mask, batch.cu_seqlens[:-1], dtype=np.int64)
 
 
 def by_sample(
     batches: Sequence[Batch], values: Sequence[np.ndarray], num_samples: int
 ) -> list[np.ndarray]:
-    """Return values at the trained tokens of batches as values of samples; `by_batch` undoes this.
-
-    Args:
-        values: [N] for each batch, a value for each of its trained tokens.
-
-    Returns:
-        [n] for each sample of the step; empty where a sample has no token.
-    """
+    """Return values [N] per batch as values [n] per sample of the step."""
     per_sample: list[np.ndarray] = [np.zeros(0, dtype=v.dtype) for v in values[:1]] * num_samples
     for batch, value in zip(batches, values, strict=True):
         ends = np.cumsum(trained_lengths(batch))
@@ -111,27 +101,19 @@ def by_sample(
 
 
 def by_batch(batch: Batch, values: Sequence[np.ndarray]) -> np.ndarray:
-    """Return values of samples as values [N] at the trained tokens of one batch.
-
-    Args:
-        values: [n] for each sample of the step, a value for each of its trained tokens.
-    """
+    """Return values [n] per sample of the step as values [N] at the trained tokens of a batch."""
     return np.concatenate([values[i] for i in batch.sample_ids])
 
 
 def with_advantages(batch: Batch, advantages: Sequence[np.ndarray]) -> Batch:
-    """Return a batch with the advantages of its trained tokens.
-
-    Args:
-        advantages: float32 [n] for each sample of the step.
-    """
+    """Return a batch with the advantages float32 [n] of each sample of the step."""
     advantage_T = np.zeros(batch.num_tokens, dtype=np.float32)
     advantage_T[targets(batch)] = by_batch(batch, advantages)
     return dataclasses.replace(batch, advantages=advantage_T)
 
 
 class _Sequence(NamedTuple):
-    """A prompt with its completion, and the spans of the completion that are not trained on."""
+    """A prompt, its completion, and the spans of the completion that are not trained on."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
@@ -144,19 +126,14 @@ class _Sequence(NamedTuple):
 
 
 class _Stem(NamedTuple):
-    """The first tokens of a sequence, which others may share.
-
-    Attributes:
-        id: The number of the first sequence that begins with these tokens.
-        length: How many tokens there are; 0 if the sequence shares none.
-    """
+    """The number of the first sequence with this stem, and its tokens; 0 if it is not shared."""
 
     id: int
     length: int
 
 
 def _stems(sequences: Mapping[int, _Sequence]) -> dict[int, _Stem]:
-    """Return the stem of each sequence, by sample number: the whole blocks of its prompt."""
+    """Return the stem of each sequence, by sample number."""
     first: dict[tuple[int, ...], int] = {}
     stems = {}
     for i, sequence in sequences.items():
@@ -180,12 +157,14 @@ def _pack(
         token_ids = np.empty(num_tokens, dtype=np.int64)
         loss_mask = np.zeros(num_tokens, dtype=np.bool_)
         rollout_logprobs = np.zeros(num_tokens, dtype=np.float32)
+        # Write each sequence at its place: prompt, completion, mask, the sampler's log-probs.
         for i, start, end in zip(ids, cu_seqlens, cu_seqlens[1:], strict=False):
             sequence = sequences[i]
             first = start + len(sequence.prompt)
             token_ids[start:first] = sequence.prompt
             token_ids[first:end] = sequence.completion
             loss_mask[first:end] = True
+            # An environment's tokens are context: nobody sampled them.
             for begin, stop in sequence.environment:
                 loss_mask[first + begin : first + stop] = False
             rollout_logprobs[first:end] = sequence.logprobs
@@ -205,15 +184,13 @@ def _pack(
 
 
 def _column(numbers: Iterable[int]) -> np.ndarray:
-    """Return integers as an array, int64 [S]."""
     return np.fromiter(numbers, dtype=np.int64)
 
 
 class _Rooms:
-    """The number of tokens that each batch still has room for, and a search over them.
+    """The tokens that each batch has room for.
 
-    A tree of the largest room below each node finds the first batch with room, so that the time of
-    packing grows with the number of sequences and not with its square.
+    A tree of the largest room below each node finds the first batch with room in logarithmic time.
     """
 
     def __init__(self, count: int, budget: int) -> None:
@@ -227,14 +204,13 @@ class _Rooms:
         return self._room[self._size + k]
 
     def first(self, length: int) -> int:
-        """Return the number of the first batch with room for some tokens, at most the budget."""
+        """Return the first batch with room for some tokens, at most the budget."""
         node = 1
         while node < self._size:
             node = 2 * node + (self._room[2 * node] < length)
         return node - self._size
 
     def take(self, k: int, length: int) -> None:
-        """Make the room of batch k smaller."""
         node = self._size + k
         self._room[node] -= length
         while node > 1:
@@ -245,19 +221,16 @@ class _Rooms:
 def _first_fit_decreasing(
     sequences: Mapping[int, _Sequence], stems: Mapping[int, _Stem], budget: int
 ) -> list[list[int]]:
-    """Return the numbers of the sequences of each batch, ascending.
-
-    Sequences with one stem come one after the other, the longest first. Each goes into the first
-    batch that has its stem and room for the rest, or else into the first with room for the whole;
-    one longer than the budget has a batch of its own.
-    """
+    """Return the sequence numbers of each batch, ascending."""
     longest: dict[int, int] = {}
     for i, sequence in sequences.items():
         id = stems[i].id
         longest[id] = max(longest.get(id, 0), sequence.length)
+    # Groups of one stem by their longest member, then longest first; ties by number.
     order = sorted(
         sequences, key=lambda i: (-longest[stems[i].id], stems[i].id, -sequences[i].length, i)
     )
+    # The sequences of each batch; `rooms` knows the tokens that each still takes.
     bins: list[list[int]] = []
     rooms = _Rooms(len(sequences), budget)
     holders: dict[int, list[int]] = {}  # of each stem the batches that have it
@@ -266,6 +239,7 @@ def _first_fit_decreasing(
         cost = sequences[i].length - stem.length
         k = next((k for k in holders.get(stem.id, ()) if cost <= rooms.of(k)), None)
         if k is None:
+            # The stem is new in this batch, so it counts; a longer sequence fills a batch.
             cost = min(sequences[i].length, budget)
             k = rooms.first(cost)
             holders.setdefault(stem.id, []).append(k)
@@ -290,7 +264,7 @@ def shares_prompts(
 
     Args:
         setting: `train.share_prompts`.
-        sample_ids: The numbers of the update's samples; by default all.
+        sample_ids: The update's samples; by default all.
     """
     if setting != "auto":
         return setting
@@ -299,12 +273,7 @@ def shares_prompts(
 
 
 def saved_share(samples: Iterable[Sample]) -> float:
-    """Return the share of the tokens that is not computed if every stem is computed once.
-
-    Args:
-        samples: The samples of an update. Those without a completion token are not trained on, and
-            count for nothing.
-    """
+    """Return the share of an update's tokens that is saved if every stem is computed once."""
     total = saved = 0
     stems: set[tuple[int, ...]] = set()
     for sample in samples:

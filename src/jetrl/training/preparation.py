@@ -53,11 +53,7 @@ class Preparation:
     """Prepares the samples of training steps for the updates of a policy.
 
     Attributes:
-        reference: The frozen policy of the KL; None without one.
-        critic: The value model; None without one.
-        choose: Returns the numbers of the samples that each update of a step is made on.
-        share_prompts: Whether samples of one prompt share its stem in a micro-batch; "auto": in
-            updates where that saves enough.
+        choose: Returns the sample numbers of each update of a step.
     """
 
     policy: Policy
@@ -78,9 +74,10 @@ class Preparation:
         return within_memory(lambda: self._prepare(samples), shrink)
 
     def _prepare(self, samples: Sequence[Sample]) -> tuple[list[Minibatch], dict[str, float]]:
-        """Do the work of `__call__`, with micro-batches of the present size."""
+        # Pack by update: minibatches stay apart, and each is divided into micro-batches.
         packed = self._pack(samples)
         forwarded = self._forward_all(packed)
+        # Rewards less penalties, then one advantage per trained token.
         rewards, metrics = self._rewards(samples, list(chain(*forwarded)))
         advantages = self.objective.advantages(rewards)
         if rewards.values is not None and advantages.returns is not None:
@@ -91,13 +88,14 @@ class Preparation:
         ], metrics
 
     def _forward_all(self, packed: Sequence[Sequence[Batch]]) -> list[list[MicroBatch]]:
-        """Return the batches of each update with what is known before the first update."""
+        """Return each update's batches with all numbers from before the first update."""
         batches = [(batch, k == 0) for k, batches in enumerate(packed) for batch in batches]
 
         def forward_share() -> list[MicroBatch]:
             with contextlib.nullcontext() if self.reference is None else self.reference.used():
                 return [self._forward(batch, first) for batch, first in world().share(batches)]
 
+        # Each rank forwards its share; log-probs and values then go to all ranks, in order.
         own = on_all_ranks(forward_share)
         micro_batches = iter(own)
         if world().size > 1:
@@ -126,10 +124,10 @@ class Preparation:
         return packed
 
     def _forward(self, batch: Batch, first: bool) -> MicroBatch:
-        """Return a batch with log-probs and values of its tokens from before the first update."""
         reference, critic = self.reference, self.critic
         return MicroBatch(
             batch,
+            # The first minibatch's training forward gives these log-probs; later ones need one now.
             before=None if first else self._logprobs(self.policy, batch),
             ref_logprobs=None if reference is None else self._logprobs(reference, batch),
             values=None if critic is None else critic.values(batch),
@@ -137,7 +135,6 @@ class Preparation:
 
     @torch.no_grad()
     def _logprobs(self, policy: Policy, batch: Batch) -> torch.Tensor:
-        """Return a policy's log-probs of the trained tokens, float32 [N]."""
         return batch_logprobs(policy, batch, self.temperature)[0]
 
     def _rewards(
@@ -145,6 +142,7 @@ class Preparation:
     ) -> tuple[StepRewards, dict[str, float]]:
         """Return the input of the advantage estimator, and the means of the penalties."""
         objective, metrics = self.objective, {}
+        # A reward that is not finite would spoil its whole group.
         reward_S, group_S = check_rewards(
             [sample.score.reward for sample in samples], [sample.group for sample in samples]
         )
@@ -158,12 +156,13 @@ class Preparation:
         penalties = by_sample(batches, [self._penalty(m) for m in micro_batches], len(samples))
         if objective.kl_in_reward:
             metrics["reward/kl_penalty"] = sum(float(p.sum()) for p in penalties) / len(samples)
+        # The estimator works by samples, micro-batches are packed: reorder.
         values = [m.values.cpu().numpy() for m in micro_batches if m.values is not None]
         by_token = by_sample(batches, values, len(samples)) if values else None
         return StepRewards(reward_S, group_S, penalties, by_token), metrics
 
     def _penalty(self, micro: MicroBatch) -> np.ndarray:
-        """Return what the KL takes from the reward of each trained token, float64 [N]."""
+        """Return the KL penalty on the reward of each trained token, float64 [N]."""
         batch, ref_logprobs = micro.batch, micro.ref_logprobs
         if ref_logprobs is None or not self.objective.kl_in_reward:
             return np.zeros(int(batch.loss_mask.sum()))
@@ -172,7 +171,6 @@ class Preparation:
 
 
 def _with_advantages(micro: MicroBatch, advantages: Advantages) -> MicroBatch:
-    """Return a micro-batch with advantages, and returns if there are any, at its tokens."""
     batch = with_advantages(micro.batch, advantages.advantages)
     if advantages.returns is None:
         return replace(micro, batch=batch)

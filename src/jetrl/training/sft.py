@@ -27,12 +27,10 @@ if TYPE_CHECKING:
 
 
 class SftTrainer:
-    """Updates a policy on worked answers, with an optimizer of its own.
+    """Updates a policy on worked answers, with its own optimizer.
 
     Args:
-        settings: Learning rate, warm-up and schedule are those of `sft`, the rest of the
-            optimizer and the size of micro-batches those of `train`.
-        guard: The run's guard for supervised updates; by default a new one.
+        settings: Learning rate, warm-up and schedule are those of `sft`, the rest those of `train`.
     """
 
     def __init__(
@@ -55,14 +53,13 @@ class SftTrainer:
         """Make one optimizer update on worked answers.
 
         Returns:
-            sft/loss (nats a completion token, before the update), sft/grad_norm, sft/lr, sft/tokens
-            (completion tokens). Of a skipped update sft/lr, sft/tokens and policy/skipped_updates.
-            Where memory ran out, memory/train_retries.
+            sft/loss (nats per completion token, before the update), sft/grad_norm, sft/lr,
+            sft/tokens (completion tokens). A skipped update has policy/skipped_updates instead of
+            loss and norm. If memory ran out, memory/train_retries.
 
         Raises:
-            UserError: An example with an empty prompt or completion, or no examples.
-            NonFiniteError: The loss or gradient is not finite, and train.on_nonfinite is "stop".
-            OutOfMemoryStop: Memory ran out with one example in a micro-batch.
+            UserError: No examples, or one with an empty prompt or completion.
+            NonFiniteError, OutOfMemoryStop: As `Update`.
         """
         if not examples:
             raise UserError("supervised training got no examples")
@@ -80,13 +77,11 @@ class SftTrainer:
 def _loss(
     policy: Policy, checkpoint_layers: bool, micro: MicroBatch, minibatch: Minibatch
 ) -> MicroBatchLoss:
-    """Return the cross entropy of a micro-batch, its share of the minibatch's."""
     logprobs, _ = batch_logprobs(policy, micro.batch, checkpoint_layers=checkpoint_layers)
     return MicroBatchLoss(cross_entropy(logprobs, minibatch.num_tokens))
 
 
 def _metrics(stats: UpdateStats) -> dict[str, float]:
-    """Return the metrics of a supervised update."""
     return {
         **stats.metrics,
         "sft/grad_norm": stats.grad_norm,
@@ -100,11 +95,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 
 class PairMinibatch:
-    """The pairs of one update, in micro-batches that get smaller when memory runs out.
-
-    Attributes:
-        micro_batches: As many neighbouring pairs as have the size's tokens, or one longer pair.
-    """
+    """The pairs of one update, in micro-batches that get smaller when memory runs out."""
 
     def __init__(self, pairs: Sequence[Pair], size: MicroBatchSize) -> None:
         self.pairs, self._size = pairs, size
@@ -113,7 +104,6 @@ class PairMinibatch:
 
     @staticmethod
     def tokens_of(micro_batch: Sequence[Pair]) -> int:
-        """Return how many tokens the forward of a micro-batch reads."""
         return sum(map(_num_tokens, micro_batch))
 
     def shrink(self, problem: str) -> None:
@@ -127,18 +117,15 @@ class PairMinibatch:
         self.micro_batches = self._packed()
 
     def _packed(self) -> list[Sequence[Pair]]:
-        """Return the pairs in micro-batches of the present size."""
         ranges = self._size.ranges([_num_tokens(pair) for pair in self.pairs])
         return [self.pairs[part.start : part.stop] for part in ranges]
 
 
 class RewardTrainer:
-    """Updates a scalar model on pairs of sequences, with an optimizer of its own.
+    """Updates a scalar model on pairs of sequences, with its own optimizer.
 
     Args:
-        settings: Learning rate, warm-up and schedule are those of `sft`, the rest of the
-            optimizer and the size of micro-batches those of `train`.
-        size: The size that the training has for micro-batches; by default a new one.
+        settings: Learning rate, warm-up and schedule are those of `sft`, the rest those of `train`.
     """
 
     def __init__(
@@ -155,21 +142,19 @@ class RewardTrainer:
         """Make one optimizer update on pairs of sequences.
 
         Returns:
-            sft/loss (Bradley-Terry, nats a pair), sft/grad_norm, sft/lr, sft/tokens;
-            reward_model/accuracy (pairs in which the better one scores higher) and
-            reward_model/margin (mean difference), all before the update. Of a skipped update
-            sft/lr, sft/tokens and reward_model/skipped_updates alone. Where it happened,
-            memory/train_retries.
+            sft/loss (Bradley-Terry, nats per pair), sft/grad_norm, sft/lr, sft/tokens;
+            reward_model/accuracy (pairs whose better one scores higher) and reward_model/margin
+            (mean difference), before the update. A skipped update has sft/lr, sft/tokens and
+            reward_model/skipped_updates only. If it happened, memory/train_retries.
 
         Raises:
             UserError: No pairs, or a sequence that the model cannot take.
-            NonFiniteError: The loss or gradient is not finite, and train.on_nonfinite is "stop" or
-                too many were refused in a row; the model was not changed.
-            OutOfMemoryStop: Memory ran out with one pair in a micro-batch.
+            NonFiniteError, OutOfMemoryStop: As `Update`.
         """
         if not pairs:
-            raise UserError("a reward model cannot be trained on no pairs")
+            raise UserError("reward model training got no pairs")
         self.model.check_sequences([sequence for pair in pairs for sequence in pair])
+        # Accuracy and margin are of all pairs, as scored before the weights change.
         accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
         margin = torch.cat(accumulated.all_outputs()).double()
         accumulated.metrics["reward_model/accuracy"] = (margin > 0).double().mean()
@@ -182,7 +167,6 @@ class RewardTrainer:
         return metrics | stats.metrics | {"sft/grad_norm": stats.grad_norm}
 
     def _loss(self, pairs: Sequence[Pair], minibatch: PairMinibatch) -> MicroBatchLoss:
-        """Return the loss of a micro-batch, its share of the update's, with score differences."""
         better, worse = self._scores(pairs)
         loss = preference_loss(better, worse, len(minibatch.pairs))
         return MicroBatchLoss(loss, outputs=(better - worse).detach())
@@ -190,6 +174,7 @@ class RewardTrainer:
     def _scores(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of the better and of the worse sequences, float32 [P] each."""
         device = self.model.device
+        # Better and worse sequences alternate in one packed batch.
         sequences = [sequence for pair in pairs for sequence in pair]
         lengths = torch.tensor([len(s) for s in sequences], device=device)
         token_ids = torch.tensor([t for s in sequences for t in s], device=device)
@@ -201,5 +186,4 @@ class RewardTrainer:
 
 
 def _num_tokens(pair: Pair) -> int:
-    """Return how many tokens the two sequences of a pair have together."""
     return len(pair[0]) + len(pair[1])

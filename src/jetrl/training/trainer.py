@@ -18,7 +18,7 @@ What is optimized is an `Objective` (objectives/), made of the pieces that the s
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -29,7 +29,8 @@ from jetrl.errors import UserError
 from jetrl.models.model import Model
 from jetrl.models.packed import upload
 from jetrl.settings.loading import Settings
-from jetrl.training.extras.calibration import ClipBounds, ClipCalibration
+from jetrl.training.extras import Extra
+from jetrl.training.extras.calibration import ClipCalibration
 from jetrl.training.extras.critic import Critic
 from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.guard import Guard
@@ -54,7 +55,7 @@ from jetrl.training.objectives import Objective, Tokens, UpdateSize
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import trained_lengths
 from jetrl.training.preparation import Preparation
-from jetrl.training.update import Update, UpdateStats
+from jetrl.training.update import Update, UpdateStats, mean_of_each
 from jetrl.types import Sample
 
 if TYPE_CHECKING:
@@ -63,12 +64,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """The report of one training step.
+    """Metrics as `Trainer.step` lists them, and seconds of one training step.
 
-    Attributes:
-        metrics: Metrics by name, as `Trainer.step` lists them.
-        timings: Seconds by phase: `update` (all but requantization), the part of it that is
-            `optimizer` (AdamW), and `requantize`.
+    `update` is all but requantization; `optimizer` (AdamW) is a part of it; `requantize`.
     """
 
     metrics: dict[str, float]
@@ -80,12 +78,11 @@ class Trainer:
 
     Args:
         settings: `algorithm`, `train`, and rollout.{temperature, max_tokens} and loop.steps.
-        guard: The run's guard, which refuses updates that are not finite; by default a new one.
-        draft_head: The draft head that learns from the policy's forwards, or None.
+        guard: The run's guard against updates that are not finite; by default a new one.
 
     Attributes:
-        draft_head: The draft head that learns from the policy's forwards, or None.
-        calibration: Moves the clips of the ratio, where the settings ask for that; else None.
+        extras: What else takes part in steps, in the order in which it is called.
+        calibration: Moves the clips of the ratio, if the settings ask for that; else None.
 
     Raises:
         UserError: algorithm.kl is positive without a reference; an algorithm that cannot be used.
@@ -108,13 +105,12 @@ class Trainer:
             )
         self.policy = policy
         self.settings = settings
-        self.critic = critic
-        self.draft_head = draft_head
         self.objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
         if self.objective.algorithm.needs_critic and critic is None:
             raise UserError(
                 f"algorithm.name = {settings.algorithm.name} needs a critic: set critic.path"
             )
+        # The schedule counts updates, of which a step makes several.
         self.optimizer = Optimizer(
             policy.master_weights(),
             settings.train,
@@ -126,7 +122,10 @@ class Trainer:
         # Greedy sampling reports the log-probs of temperature 1 (types.SamplingParams).
         self._temperature = settings.rollout.temperature or 1.0
         self._all_draws = _trains_on_all_draws(settings, self.objective)
-        self.calibration = self._calibration()
+        every = settings.algorithm.calibrate_clip_every
+        self.calibration = ClipCalibration.of(policy, self.objective, every, self._temperature)
+        parts: tuple[Extra | None, ...] = (self.calibration, draft_head, critic)
+        self.extras = [extra for extra in parts if extra is not None]
         self.preparation = Preparation(
             policy,
             self.objective,
@@ -149,66 +148,65 @@ class Trainer:
 
     @property
     def models(self) -> list[Model]:
-        """The models that are trained: the policy, and the critic's where there is one."""
-        return [self.policy, *([] if self.critic is None else [self.critic.model])]
+        """The models that are trained, the policy first."""
+        return [self.policy, *chain(*(extra.models() for extra in self.extras))]
 
     @property
     def tensors_beside(self) -> dict[str, torch.Tensor]:
-        """The tensors of the draft head by name, which every rank has alike; {} without one."""
-        return {} if self.draft_head is None else self.draft_head.state_tensors()
+        """Other tensors, by name, that are equal on every rank."""
+        return {n: t for extra in self.extras for n, t in extra.equal_tensors().items()}
 
     def step(self, samples: Sequence[Sample], version: int = 0) -> TrainedStep:
         """Make `train.updates_per_step` updates on the samples of one training step.
 
         Args:
-            version: The version of the policy; tokens of the samples that an earlier version drew
-                are exempt from the comparison of sampler and trainer.
+            version: The policy's version; tokens that an earlier version drew are exempt from the
+                comparison of sampler and trainer.
 
         Returns:
-            The metrics and timings of the step. Metrics: policy/loss, policy/entropy (nats),
-            policy/clip_fraction, policy/kl_ref (with a reference): means over the step's trained
-            tokens. policy/grad_norm: mean over updates, before the clip. policy/lr: of the last
-            update. policy/active_fraction: trained tokens whose advantage is not 0 (0: every group
-            had equal rewards, and the policy gradient is zero). correction/* with a correction.
-            And the `mismatch/*` of all trained tokens, sampling/surprise_z of those of the first
-            update (`surprise_z`), and draft_head/* with a draft head. Where it
-            happened, policy/skipped_updates and critic/skipped_updates (which are in none of the
-            means) and memory/train_retries.
+            policy/{loss, entropy (nats), clip_fraction, kl_ref (with a reference)}: means over the
+            step's trained tokens. policy/grad_norm: mean over updates, before the clip. policy/lr:
+            of the last update. policy/active_fraction: trained tokens whose advantage is not 0.
+            correction/* with a correction. `mismatch/*` of all trained tokens, sampling/surprise_z
+            of the first update's, and the extras' metrics. If it happened, policy/skipped_updates
+            (in none of the means) and memory/train_retries.
 
         Raises:
             StepMismatchError: Sampler and trainer differ under an exact plan; no weight changed.
             RunStopped: No sample has a token.
-            NonFiniteError: A loss or a gradient, of the policy or of the critic, is not finite, and
-                train.on_nonfinite is "stop" or too many were in a row; that update was not applied.
+            NonFiniteError: A loss or a gradient is not finite, and train.on_nonfinite is "stop" or
+                too many were in a row; that update was not applied.
             OutOfMemoryStop: Memory ran out with one sequence in a micro-batch.
             UserError: Fewer samples than updates, an empty prompt, a reward that is not finite.
         """
         start = time.perf_counter()
+        # What is known before the first update: packed samples, advantages, log-probs of others.
         minibatches, metrics = self.preparation(samples)
-        if self.calibration is not None:
-            self.calibration.before_updates(minibatches)
-        if self.draft_head is not None:
-            self.draft_head.begin(version, minibatches[0].micro_batches)
+        for extra in self.extras:
+            extra.begin(version, minibatches)
         updates: list[UpdateStats] = []
-        critic_updates: list[dict[str, float]] = []
         for k, minibatch in enumerate(minibatches):
             accumulated = self._update.accumulate(minibatch)
-            # No weight of the step has changed before the first `finish`.
             if k == 0:
-                outputs = accumulated.all_outputs()
-                metrics |= self._compare(samples, version, minibatches, outputs)
-                metrics |= {} if self.draft_head is None else self.draft_head.learn()
-            if k == len(minibatches) - 1 and self.calibration is not None:
-                outputs = accumulated.all_outputs()
-                metrics |= self.calibration.before_last_update(minibatch, outputs)
+                # No weight has changed yet, so sampler and trainer must agree on every token.
+                metrics |= self._compare(samples, version, minibatches, accumulated.all_outputs())
+                for extra in self.extras:
+                    metrics |= extra.after_forward()
+            if k == len(minibatches) - 1:
+                for extra in self.extras:
+                    metrics |= extra.before_last(accumulated)
+            # The guard reads all numbers at once; then AdamW and requantization.
             stats = self._update.finish(accumulated, k)
             metrics |= surprise_z(stats.metrics, self.policy.config.vocab_size)
             updates.append(stats)
-            if stats.applied and self.critic is not None:
-                critic_updates.append(self.critic.update(k, minibatch))
-        if self.draft_head is not None:
-            self.draft_head.round()
-        metrics |= _update_metrics(updates, critic_updates) | self.micro_batch_size.take_metrics()
+            if stats.applied:
+                for extra in self.extras:
+                    extra.after_update(k, minibatch)
+        metrics |= _update_metrics(updates)
+        for extra in self.extras:
+            metrics |= extra.after_updates()
+        metrics |= self.micro_batch_size.take_metrics()
+        # Requantization is its own phase; the rest of the step is the update.
         requantize_s = sum(update.requantize_s for update in updates)
         return TrainedStep(
             metrics,
@@ -223,23 +221,27 @@ class Trainer:
         """Run the forward of a micro-batch, and return its share of the minibatch's loss."""
         batch, device = micro.batch, self.policy.device
         recompute = self.settings.train.activation_checkpointing
-        seen = None if self.draft_head is None else self.draft_head.observer(batch)
-        logprobs, moments = batch_logprobs(self.policy, batch, self._temperature, recompute, seen)
+        observers = [seen for extra in self.extras if (seen := extra.observer(batch)) is not None]
+        logprobs, moments = batch_logprobs(
+            self.policy, batch, self._temperature, recompute, observers
+        )
+        # The policy that drew the tokens: the sampler's, or this one before the first update.
+        # Of the tokens that are trained on; the sampler reported these log-probs.
         rollout_logprobs = at_targets(batch.rollout_logprobs, batch, device)
         if self.policy.plan.exact:
             behavior = rollout_logprobs
         else:
             behavior = logprobs.detach() if micro.before is None else micro.before
         advantages = at_targets(batch.advantages, batch, device)
+        # Sequence lengths and update sizes weigh the tokens; they are those of the whole update.
         lengths = upload(torch.from_numpy(trained_lengths(batch)), device)
         tokens = Tokens(logprobs, behavior, advantages, lengths)
         size = UpdateSize(
             minibatch.num_tokens, minibatch.num_sequences, self.settings.rollout.max_tokens
         )
         objective = self.objective
-        if self.calibration is not None:
-            bounds = self.calibration.bounds
-            objective = objective.with_clips(1 - bounds.low, bounds.high - 1)
+        for extra in self.extras:
+            objective = extra.objective(objective)
         loss = objective(tokens, size, rollout_logprobs, micro.ref_logprobs)
         metrics = {
             "policy/entropy": moments[0].double().sum() / size.tokens,
@@ -258,6 +260,7 @@ class Trainer:
         first_logprobs: Sequence[torch.Tensor],
     ) -> dict[str, float]:
         """Compare sampler and trainer on all trained tokens of the step; see `compare_step`."""
+        # The first minibatch's training forward and the others' earlier one cover all tokens.
         micro_batches = list(chain(*(minibatch.micro_batches for minibatch in minibatches)))
         before = [micro.before for micro in micro_batches if micro.before is not None]
         plan = self.policy.plan
@@ -274,36 +277,21 @@ class Trainer:
             self.optimizer.zero_grad()
             raise
 
-    def _calibration(self) -> ClipCalibration | None:
-        """Return the calibration of the clips, if the settings ask for one."""
-        every = self.settings.algorithm.calibrate_clip_every
-        if not every:
-            return None
-        clip, clip_high = self.objective.clips
-        bounds = ClipBounds(1 - clip, 1 + clip_high)
-        return ClipCalibration(self.policy, bounds, every, self._temperature)
-
 
 def _trains_on_all_draws(settings: Settings, objective: Objective) -> bool:
-    """Return whether tokens are drawn from the policy's whole distribution, and all trained on."""
+    """Return whether tokens come from the policy's whole distribution, and all are trained on."""
     rollout = settings.rollout
     whole = rollout.temperature > 0 and rollout.top_p == 1 and rollout.top_k == 0
     chosen = objective.dynamic_sampling or settings.data.batch != "all" or rollout.oversample > 0
     return whole and not chosen
 
 
-def _update_metrics(
-    updates: Sequence[UpdateStats], critic_updates: Sequence[Mapping[str, float]]
-) -> dict[str, float]:
-    """Return the metrics of a step's updates."""
+def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     applied = [update for update in updates if update.applied]
     metrics = {"policy/lr": applied[-1].lr} if applied else {}
-    metrics |= _means(applied) | _mean([metrics for metrics in critic_updates if metrics])
-    skipped = {
-        "policy/skipped_updates": len(updates) - len(applied),
-        "critic/skipped_updates": sum(not metrics for metrics in critic_updates),
-    }
-    return metrics | {name: float(count) for name, count in skipped.items() if count}
+    metrics |= _means(applied)
+    skipped = len(updates) - len(applied)
+    return metrics | ({"policy/skipped_updates": float(skipped)} if skipped else {})
 
 
 def _means(updates: Sequence[UpdateStats]) -> dict[str, float]:
@@ -311,16 +299,11 @@ def _means(updates: Sequence[UpdateStats]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     total = sum(update.num_tokens for update in updates)
     for update in updates:
+        # Updates differ in size: a mean over all tokens weighs each by its own.
         for name, mean in update.metrics.items():
             if name in (EXCESS, VARIANCE):
                 continue
             metrics[name] = metrics.get(name, 0.0) + update.num_tokens / total * mean
         for name, peak in update.peaks.items():
             metrics[name] = max(metrics.get(name, 0.0), peak)
-    return metrics | _mean([{"policy/grad_norm": update.grad_norm} for update in updates])
-
-
-def _mean(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each number over records that all have it; {} for no record."""
-    names = records[0] if records else {}
-    return {name: sum(record[name] for record in records) / len(records) for name in names}
+    return metrics | mean_of_each([{"policy/grad_norm": update.grad_norm} for update in updates])

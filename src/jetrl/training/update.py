@@ -14,7 +14,7 @@ Between the two a trainer may look at what the forwards gave, before any weight 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -24,15 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.distributed.agreement import OUT_OF_MEMORY, agree
 from jetrl.distributed.world import world
-from jetrl.memory.out_of_memory import (
-    explained,
-    first_line,
-    is_out_of_memory,
-    raise_on_all_ranks,
-    release,
-    within_memory,
-)
+from jetrl.memory.out_of_memory import Attempt, explained, raise_on_all_ranks, release
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.losses import MicroBatchLoss
 from jetrl.training.optimizer import ADVICE, Optimizer
@@ -46,15 +40,15 @@ class Divisible(Protocol):
 
     @property
     def micro_batches(self) -> Sequence[Any]:
-        """Return the present micro-batches, in order."""
+        """The current micro-batches, in order."""
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens the metrics of the update are means over."""
+        """The tokens that the update's metrics are means over."""
 
     @staticmethod
     def tokens_of(micro_batch: Any) -> int:
-        """Return how many tokens the forward of a micro-batch reads."""
+        """Return the tokens that the forward of a micro-batch reads."""
 
     def shrink(self, problem: str) -> None:
         """Divide the micro-batches further."""
@@ -65,17 +59,16 @@ AnyMinibatch = TypeVar("AnyMinibatch", bound=Divisible)
 
 @dataclass
 class Accumulated(Generic[AnyMinibatch]):
-    """The forwards and backwards of one update; its numbers are still on the device.
+    """The forwards and backwards of one update; its numbers are float64 scalars on the device.
 
-    Of several processes each has forwarded its share of the micro-batches.
+    With several ranks each has those of its own micro-batches.
 
     Attributes:
-        shares: For each micro-batch of this process float64 scalars by name, to be added over all.
-        peaks: For each micro-batch of this process float64 scalars, of which the largest counts.
-        metrics: float64 scalars by name that are measured over the whole update at once.
-        outputs: What the model gave for each micro-batch of this process, without gradient: the
-            log-probs of a policy, float32 [N]; the score differences of a reward model, [P].
-        grad_norm: float32 scalar: the norm of all gradients together.
+        shares: By name per micro-batch, to be added over all.
+        peaks: By name per micro-batch, of which the largest counts.
+        metrics: By name, measured over the whole update.
+        outputs: Per micro-batch: log-probs [N] of a policy, score differences [P] of pairs.
+        grad_norm: float32, the norm of all gradients together.
     """
 
     minibatch: AnyMinibatch
@@ -86,14 +79,13 @@ class Accumulated(Generic[AnyMinibatch]):
     grad_norm: Tensor = field(init=False)
 
     def add(self, loss_name: str, loss: MicroBatchLoss) -> None:
-        """Add the numbers of one micro-batch."""
         self.shares.append({loss_name: loss.loss.detach().double(), **loss.metrics})
         self.peaks.append(loss.peaks)
         if loss.outputs is not None:
             self.outputs.append(loss.outputs)
 
     def all_outputs(self) -> list[Tensor]:
-        """Return the outputs of all micro-batches of the update, in order, on every process."""
+        """Return the outputs of all micro-batches, in order, on every rank."""
         if world().size == 1:
             return self.outputs
         own = [output.cpu() for output in self.outputs]
@@ -106,8 +98,7 @@ class UpdateStats:
 
     Attributes:
         weight_scales_norm: Norm of the scales of all FP8 weights together.
-        applied: Whether the update was applied; False where the guard refused it.
-        requantize_s: Seconds that rounding the master weights took.
+        applied: False if the guard refused the update.
     """
 
     num_tokens: int
@@ -123,14 +114,13 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class Update(Generic[AnyMinibatch]):
-    """The optimizer updates of one model, made one after the other.
+    """The optimizer updates of one model.
 
     Attributes:
         loss: Runs the forward of a micro-batch of a minibatch, and returns its share of the loss.
         prefix: The first part of the metric names: "policy", "sft" or "critic".
-        watched: Names, without prefix, of the metrics that the guard watches beside the norms.
-        synchronize: Whether to wait for the device after AdamW and after requantization, so that
-            their seconds are those of the device.
+        watched: Metrics, without prefix, that the guard watches in addition to the norms.
+        synchronize: Whether the seconds of AdamW and requantization are those of the device.
     """
 
     model: Model
@@ -143,25 +133,52 @@ class Update(Generic[AnyMinibatch]):
     synchronize: bool = False
 
     def run(self, minibatch: AnyMinibatch, index: int = 0) -> UpdateStats:
-        """Make one update, both halves; `accumulate` and `finish` list the errors.
-
-        Args:
-            index: The number of the update in its training step, from 0.
-        """
+        """Make update `index` of a step, both halves; `accumulate` and `finish` list the errors."""
         return self.finish(self.accumulate(minibatch), index)
 
-    def accumulate(self, minibatch: AnyMinibatch) -> Accumulated[AnyMinibatch]:
-        """Run forward and backward of all micro-batches, with smaller ones where memory runs out.
+    def accumulate(
+        self, minibatch: AnyMinibatch, retries: bool = True
+    ) -> Accumulated[AnyMinibatch]:
+        """Run forward and backward of all micro-batches, from gradients of zero.
 
-        Raises:
-            OutOfMemoryStop: Memory ran out and no micro-batch can be divided.
+        If memory runs out, begin again with smaller micro-batches (`retries`), until none can be
+        divided: OutOfMemoryStop.
         """
-
-        def shrink(problem: str) -> None:
+        gradients, rank, size = self.model.weights.gradients, world().rank, world().size
+        while True:
+            loss: MicroBatchLoss | None = None
+            accumulated, micro_batches = Accumulated(minibatch), minibatch.micro_batches
+            with Attempt(catches=retries) as attempt:
+                self.optimizer.zero_grad()
+                # Gradients are summed in the order of micro-batches, whichever rank makes them.
+                gradients.begin_update()
+                # Ranks work in rounds of one micro-batch each; in the last one some may have none.
+                for first in range(0, len(micro_batches), size):
+                    in_round = micro_batches[first : first + size]
+                    own = in_round[rank : rank + 1]
+                    tokens = [minibatch.tokens_of(micro_batch) for micro_batch in in_round]
+                    gradients.begin_micro_batch(tokens, bool(own))
+                    # A rank that runs out of memory still meets the others at the round's end.
+                    with Attempt(catches=size > 1) as forward:
+                        for micro_batch in own:
+                            loss = self.loss(micro_batch, minibatch)
+                            loss.loss.backward()
+                            accumulated.add(self._name("loss"), loss)
+                    loss = None  # it holds the graph
+                    if forward.problem:
+                        release()
+                    gradients.end_micro_batch(failed=bool(forward.problem))
+                    raise_on_all_ranks(forward.problem)
+                gradients.end_update()
+            loss = None
+            # Every rank retries if one ran out of memory: all need the same micro-batches.
+            problem = agree(OUT_OF_MEMORY, attempt.problem) if retries else ""
+            if not problem:
+                break
+            release()
             self.optimizer.zero_grad()
+            # Halves the limit for the rest of the run; raises if nothing can be divided.
             minibatch.shrink(problem)
-
-        accumulated = within_memory(lambda: self._forward_backward(minibatch), shrink)
         # Launched before the host waits for anything of the update.
         accumulated.grad_norm = self.optimizer.gradient_norm()
         return accumulated
@@ -169,70 +186,33 @@ class Update(Generic[AnyMinibatch]):
     def finish(self, accumulated: Accumulated[AnyMinibatch], index: int = 0) -> UpdateStats:
         """Apply the accumulated gradients, unless a number of the update is not finite.
 
-        Args:
-            accumulated: What `accumulate` returned.
-            index: The number of the update in its training step, from 0.
-
         Raises:
-            NonFiniteError: The update is not finite, and `train.on_nonfinite` is "stop" or too many
-                were refused in a row. No weight was changed.
+            NonFiniteError: That, and `train.on_nonfinite` is "stop" or too many updates were
+                refused in a row. No weight was changed.
             OutOfMemoryStop: The optimizer has no room for its states.
         """
+        # The only wait for the device in an update. All that can be wrong shows in these numbers.
         stats = self._read(accumulated)
         watched = {name: stats.metrics[name] for name in map(self._name, self.watched)}
         watched[self._name("grad_norm")] = stats.grad_norm
         watched["norm of the FP8 scales"] = stats.weight_scales_norm
         if not self.guard.passes(watched):
+            # Name the parameters, then drop the gradients: the guard may repeat the update.
             nonfinite = self.optimizer.nonfinite_gradients()
             self.optimizer.zero_grad()
             repeat = partial(self._repeat, accumulated.minibatch)
             self.guard.refuse(NonFiniteUpdate(index, self.model, watched, nonfinite, repeat))
             return stats
         with explained(self.optimizer_name, ADVICE):
+            # The master weights change here; forwards see that after requantization.
             optimizer_s = self._seconds(partial(self.optimizer.apply, accumulated.grad_norm))
             requantize_s = self._seconds(self.model.requantize)
         return replace(stats, applied=True, optimizer_s=optimizer_s, requantize_s=requantize_s)
 
-    def _forward_backward(self, minibatch: AnyMinibatch) -> Accumulated[AnyMinibatch]:
-        """Run forward and backward of all micro-batches, from gradients of zero."""
-        self.optimizer.zero_grad()
-        gradients = self.model.weights.gradients
-        gradients.begin_update()
-        accumulated = Accumulated(minibatch)
-        micro_batches, size = minibatch.micro_batches, world().size
-        for first in range(0, len(micro_batches), size):
-            self._round(micro_batches[first : first + size], accumulated)
-        gradients.end_update()
-        return accumulated
-
-    def _round(self, micro_batches: Sequence[Any], accumulated: Accumulated[AnyMinibatch]) -> None:
-        """Run forward and backward of this process's micro-batch of a round, if it has one."""
-        gradients, minibatch = self.model.weights.gradients, accumulated.minibatch
-        own = list(micro_batches[world().rank : world().rank + 1])
-        gradients.begin_micro_batch([minibatch.tokens_of(m) for m in micro_batches], bool(own))
-
-        def forward_backward() -> None:
-            for micro_batch in own:
-                loss = self.loss(micro_batch, minibatch)
-                loss.loss.backward()
-                accumulated.add(self._name("loss"), loss)
-
-        problem = ""
-        try:
-            forward_backward()
-        except Exception as error:
-            if world().size == 1 or not is_out_of_memory(error):
-                raise
-            problem = first_line(error)
-        if problem:
-            release()
-        gradients.end_micro_batch(failed=bool(problem))
-        raise_on_all_ranks(problem)
-
     def _repeat(self, minibatch: AnyMinibatch) -> None:
-        """Run forward and backward of all micro-batches again, and forget the gradients."""
+        """Run forward and backward again, and drop the gradients."""
         try:
-            self._forward_backward(minibatch)
+            self.accumulate(minibatch, retries=False)
         finally:
             self.optimizer.zero_grad()
 
@@ -240,12 +220,14 @@ class Update(Generic[AnyMinibatch]):
         """Return the numbers of an update, in one read from the device."""
         norm = accumulated.grad_norm
         scales = torch.nn.utils.get_total_norm(list(self.model.weight_scales().values()))
+        # Stack every number on the device, so that the host waits once, then take them apart.
         records = [*accumulated.shares, *accumulated.peaks, accumulated.metrics]
         on_device = [*chain(*(record.values() for record in records)), norm, scales]
         numbers = torch.stack([n.detach().double().to(norm.device) for n in on_device]).tolist()
         *numbers, grad_norm, weight_scales_norm = numbers
         values = iter(numbers)
         read = [{name: next(values) for name in record} for record in records]
+        # Shares and peaks of all ranks, in the order of micro-batches: the sums have the same bits.
         count = len(accumulated.shares)
         of_micro_batches = list(zip(read[:count], read[count : 2 * count], strict=True))
         metrics, peaks = _added(world().gather_in_order("metrics of the update", of_micro_batches))
@@ -262,7 +244,7 @@ class Update(Generic[AnyMinibatch]):
         return f"{self.prefix}/{metric}"
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds that some work took, on a device that had nothing else to do."""
+        """Return the seconds that work took on a device that was idle before."""
         start = time.perf_counter()
         work()
         if self.synchronize and self.model.device.type == "cuda":
@@ -282,3 +264,9 @@ def _added(
         for name, peak in highest.items():
             peaks[name] = float(np.maximum(peaks.get(name, peak), peak))  # a NaN stays
     return metrics, peaks
+
+
+def mean_of_each(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each number over records that all have it; {} for no record."""
+    names = records[0] if records else {}
+    return {name: sum(record[name] for record in records) / len(records) for name in names}

@@ -31,40 +31,38 @@ import torch
 from jetrl.distributed.world import world
 from jetrl.memory.out_of_memory import explained, within_memory
 from jetrl.precision.plan import PrecisionPlan
+from jetrl.training.extras import Extra
 from jetrl.training.micro_batches import MicroBatch, Minibatch, batch_logprobs
 from jetrl.training.packing import targets
 
 if TYPE_CHECKING:
     from jetrl.models.policy import Policy
+    from jetrl.training.objectives import Objective
+    from jetrl.training.update import Accumulated
 
 GRID_LOW = np.round(np.arange(0.5, 0.9 + 1e-9, 0.02), 2)
 GRID_HIGH = np.round(np.arange(1.2, 2.0 + 1e-9, 0.02), 2)
 MOST_LOW, MOST_HIGH = 0.05, 0.1  # how far a bound moves at once
 _ADVICE = (
-    "it holds a BF16 copy of the weights, 2 bytes a parameter, for a step: set "
+    "it holds a BF16 copy of the weights, 2 bytes per parameter, during a step: set "
     "algorithm.calibrate_clip_every=0, or use a GPU with more memory. The last checkpoint is good"
 )
 
 
 @dataclass(frozen=True)
 class ClipBounds:
-    """The interval that a ratio is clipped to.
-
-    Attributes:
-        low: The lower bound, below 1.
-        high: The upper bound, above 1.
-    """
+    """The interval, around 1, that a ratio is clipped to."""
 
     low: float
     high: float
 
 
-class ClipCalibration:
+class ClipCalibration(Extra):
     """The bounds of a run's ratios, which move every so many steps.
 
     Args:
         policy: The policy whose master weights the BF16 forwards read.
-        reference: The bounds that are meant, for ratios of BF16 probabilities.
+        reference: The intended bounds, for ratios of BF16 probabilities.
     """
 
     def __init__(
@@ -74,44 +72,46 @@ class ClipCalibration:
         self._reference, self._every = reference, every
         self.bounds = reference
         self._steps = 0
-        self._logprobs_before: list[np.ndarray] | None = None  # where a calibration is due
+        self._logprobs_before: list[np.ndarray] | None = None  # if a calibration is due
 
-    def before_updates(self, minibatches: Sequence[Minibatch]) -> None:
+    @classmethod
+    def of(
+        cls, policy: Policy, objective: Objective, every: int, temperature: float
+    ) -> ClipCalibration | None:
+        """Return the calibration of an objective's clips, None if `every` is 0."""
+        if not every:
+            return None
+        clip, clip_high = objective.clips
+        return cls(policy, ClipBounds(1 - clip, 1 + clip_high), every, temperature)
+
+    def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
         """Forward the last minibatch of a step in BF16, if a calibration is due.
 
-        With one update in the step every ratio is 1, and there is nothing to look at. Where memory
-        runs out the micro-batches of the last minibatch are divided.
-
-        Raises:
-            OutOfMemoryStop: No room for the BF16 weights, or for one sequence in a micro-batch.
+        With one update per step every ratio is 1, and there is nothing to calibrate. Without room
+        for the BF16 weights, or for one sequence, this raises OutOfMemoryStop.
         """
         self._steps += 1
         if self._steps % self._every == 0 and len(minibatches) > 1:
             self._logprobs_before = self._forward(minibatches[-1])
 
-    def before_last_update(
-        self, minibatch: Minibatch, logprobs: Sequence[torch.Tensor]
-    ) -> dict[str, float]:
-        """Move the bounds if a calibration is due; the last update was not applied yet.
+    def objective(self, objective: Objective) -> Objective:
+        return objective.with_clips(1 - self.bounds.low, self.bounds.high - 1)
 
-        Args:
-            minibatch: The last minibatch of the step, the one that `before_updates` forwarded.
-            logprobs: The trainer's log-probs of the minibatch, float32 [N] a micro-batch.
+    def before_last(self, accumulated: Accumulated[Minibatch]) -> dict[str, float]:
+        """Move the bounds if a calibration is due, unless a log-prob is not finite.
 
-        Returns:
-            policy/clip_low and policy/clip_high, the bounds from now on, and of a calibration
-            policy/over_clipped. Log-probs that are not finite calibrate nothing: the guard is
-            about to refuse that update.
-
-        Raises:
-            OutOfMemoryStop: As `before_updates`.
+        Returns policy/clip_low and policy/clip_high, the bounds from now on, and after a
+        calibration policy/over_clipped.
         """
         metrics = {}
+        # Due only if `begin` forwarded this minibatch, before the step's updates.
         before, self._logprobs_before = self._logprobs_before, None
         if before is not None:
-            trainer = np.concatenate([part.detach().cpu().numpy() for part in logprobs])
+            outputs = accumulated.all_outputs()
+            trainer = np.concatenate([part.detach().cpu().numpy() for part in outputs])
             if np.isfinite(trainer).all():
-                metrics["policy/over_clipped"] = self._calibrate(before, minibatch, trainer)
+                over = self._calibrate(before, accumulated.minibatch, trainer)
+                metrics["policy/over_clipped"] = over
         return metrics | {
             "policy/clip_low": self.bounds.low,
             "policy/clip_high": self.bounds.high,
@@ -120,7 +120,7 @@ class ClipCalibration:
     def _calibrate(
         self, before: Sequence[np.ndarray], minibatch: Minibatch, trainer: np.ndarray
     ) -> float:
-        """Move the bounds, and return the share of tokens that are cut off in FP8 alone."""
+        """Move the bounds, and return the share of tokens that only FP8 clips."""
         logprobs_after = self._forward(minibatch)
         batches = [micro.batch for micro in minibatch.micro_batches]
         rollout = np.concatenate([b.rollout_logprobs[targets(b)] for b in batches])
@@ -133,9 +133,10 @@ class ClipCalibration:
         return over_clipped(fp8_ratios, bf16_ratios, advantages, self._reference.low)
 
     def _forward(self, minibatch: Minibatch) -> list[np.ndarray]:
-        """Return the log-probs of a minibatch by BF16 weights, float32 [N] a micro-batch."""
+        """Return a minibatch's log-probs by BF16 weights, float32 [N] per micro-batch."""
         policy, plan = self._policy, PrecisionPlan.preset("bf16")
         with explained("calibrated clipping", _ADVICE):
+            # A frozen BF16 policy of the current masters, for this forward only.
             masters = policy.whole_masters()
             bf16 = type(policy)(policy.config, plan, masters, policy.device, frozen=True)
         own = within_memory(
@@ -146,15 +147,12 @@ class ClipCalibration:
 
     @torch.no_grad()
     def _logprobs(self, bf16: Policy, micro: MicroBatch) -> np.ndarray:
-        """Return the BF16 log-probs of a micro-batch, float32 [N]."""
         return batch_logprobs(bf16, micro.batch, self._temperature)[0].cpu().numpy()
 
     def state(self) -> Any:
-        """Return what a checkpoint keeps of the calibration."""
         return {"steps": self._steps, "low": self.bounds.low, "high": self.bounds.high}
 
     def load_state(self, state: Any) -> None:
-        """Take over what `state` returned in the run that is resumed."""
         self._steps = state["steps"]
         self.bounds = ClipBounds(state["low"], state["high"])
 
@@ -173,14 +171,14 @@ def calibrated(
         bf16: float32 [N], the ratios of BF16 probabilities.
         advantages: float32 [N].
         probabilities: float32 [N], of the sampled tokens.
-        reference: The bounds that are meant for the BF16 ratios.
 
     Returns:
-        The bounds; None where no token has a negative, or none a positive advantage.
+        None if no token has a negative, or none a positive advantage.
     """
     negative = advantages < 0
     if not negative.any() or not (advantages > 0).any():
         return None
+    # The share that the intended bound clips in BF16; find the FP8 bound of the same share.
     share = float((bf16[negative] <= reference.low).mean())
     cut = np.sort(fp8[negative])
     # The largest bound that cuts off no larger share: below the first token that must stay.
@@ -188,6 +186,7 @@ def calibrated(
     fitting = GRID_LOW[first_kept > GRID_LOW]
     low = float(fitting[-1]) if len(fitting) else float(GRID_LOW[0])
     weight = probabilities.astype(np.float64) * advantages
+    # Then the upper bound that keeps the balance of upward and downward push.
     target = _balance(bf16, weight, reference)
     gaps = [abs(_balance(fp8, weight, ClipBounds(low, float(h))) - target) for h in GRID_HIGH]
     return ClipBounds(low, float(GRID_HIGH[int(np.argmin(gaps))]))
@@ -201,13 +200,7 @@ def moved(bounds: ClipBounds, target: ClipBounds) -> ClipBounds:
 
 
 def over_clipped(fp8: np.ndarray, bf16: np.ndarray, advantages: np.ndarray, low: float) -> float:
-    """Return the share of negative-advantage tokens that a bound cuts off in FP8 and not in BF16.
-
-    Args:
-        fp8: float32 [N], the ratios of FP8 probabilities.
-        bf16: float32 [N], the ratios of BF16 probabilities.
-        advantages: float32 [N].
-    """
+    """Return the share of negative-advantage tokens that a bound clips in FP8 and not in BF16."""
     negative = advantages < 0
     if not negative.any():
         return 0.0
@@ -215,7 +208,7 @@ def over_clipped(fp8: np.ndarray, bf16: np.ndarray, advantages: np.ndarray, low:
 
 
 def _balance(ratios: np.ndarray, weight: np.ndarray, bounds: ClipBounds) -> float:
-    """Return what pushes tokens up over what pushes them down, of tokens that are not cut off."""
+    """Return the upward push over the downward push of tokens that are not clipped."""
     terms = ratios * weight
     up = float(terms[(weight > 0) & (ratios < bounds.high)].sum())
     down = float(terms[(weight < 0) & (ratios > bounds.low)].sum())

@@ -14,26 +14,27 @@ import torch
 
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
+from jetrl.models.model import Model
 from jetrl.models.packed import Stems
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
+from jetrl.training.extras import Extra
 from jetrl.training.guard import Guard
 from jetrl.training.losses import MicroBatchLoss, value_loss
 from jetrl.training.micro_batches import MicroBatch, Minibatch
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import targets
-from jetrl.training.update import Update
+from jetrl.training.update import Update, mean_of_each
 from jetrl.types import Batch
 
 LR = "critic.lr"
 
 
-class Critic:
+class Critic(Extra):
     """A value model with its optimizer.
 
     Args:
         settings: `critic`, `train` and loop.steps.
-        guard: The run's guard for the critic's updates; by default a new one.
     """
 
     def __init__(self, model: ScalarModel, settings: Settings, guard: Guard | None = None) -> None:
@@ -55,29 +56,34 @@ class Critic:
             "critic",
             optimizer_name="the critic's optimizer",
         )
+        self._of_step: list[dict[str, float]] = []
+
+    def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
+        self._of_step.clear()
+
+    def after_update(self, index: int, minibatch: Minibatch) -> None:
+        # The policy's update stays: it depends only on the values of before the step.
+        self._of_step.append(self.update(index, minibatch))
+
+    def after_updates(self) -> dict[str, float]:
+        applied = [metrics for metrics in self._of_step if metrics]
+        skipped = len(self._of_step) - len(applied)
+        metrics = mean_of_each(applied)
+        return metrics | ({"critic/skipped_updates": float(skipped)} if skipped else {})
+
+    def models(self) -> list[Model]:
+        return [self.model]
 
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return the return expected before each of the N trained tokens: float32 [N]."""
+        """Return the expected return before each of the N trained tokens: float32 [N]."""
         return self._forward(batch)
 
     def update(self, index: int, minibatch: Minibatch) -> dict[str, float]:
-        """Make one optimizer update on a minibatch of the policy, by its values and returns.
+        """Make update `index` of a step on a minibatch of the policy, by its values and returns.
 
-        The policy's update is made by then, and stays: it depends on the values of before the step
-        alone, and was finite itself.
-
-        Args:
-            index: The number of the update in its training step, from 0.
-
-        Returns:
-            critic/loss (before the update), critic/clip_fraction: means over tokens;
-            critic/grad_norm, critic/lr. Nothing of an update that was skipped.
-
-        Raises:
-            NonFiniteError: The loss or gradient is not finite, and train.on_nonfinite is "stop" or
-                too many were in a row; the critic was not changed.
-            OutOfMemoryStop: The optimizer has no room, or one sequence in a micro-batch has none.
+        Returns critic/loss (before the update) and critic/clip_fraction, means over tokens, and
+        critic/grad_norm, critic/lr; {} for a skipped update. Raises as `Update`.
         """
         stats = self._update.run(minibatch, index)
         if not stats.applied:
@@ -85,10 +91,10 @@ class Critic:
         return {**stats.metrics, "critic/lr": stats.lr, "critic/grad_norm": stats.grad_norm}
 
     def _loss(self, micro: MicroBatch, minibatch: Minibatch) -> MicroBatchLoss:
-        """Return the value loss of a micro-batch, its share of the update's."""
         assert micro.values is not None
         assert micro.returns is not None, "the algorithm gives a critic no returns"
         device = self.model.device
+        # Values of before the step, so that several updates clip against the same ones.
         loss, clip_fraction = value_loss(
             self._forward(micro.batch),
             micro.values.to(device),
@@ -105,18 +111,14 @@ class Critic:
         return masters | moments | {"updates": torch.tensor(self.optimizer.num_updates)}
 
     def shard_of(self, name: str) -> Shard | None:
-        """Return how the rows of a tensor of `state_tensors` are divided among ranks.
-
-        Returns:
-            None of a tensor that every rank has whole.
-        """
+        """Return how the rows of a state tensor are divided; None if every rank has it whole."""
         kind, _, own_name = name.partition(".")
         if kind == "master":
             return self.optimizer.shards.get(own_name)
         return self.optimizer.shard_of(own_name)
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state_tensors` returned, bit for bit.
+        """Load the result of `state_tensors`, bit for bit.
 
         Raises:
             UserError: The tensors are those of another model; nothing was changed then.
@@ -152,12 +154,7 @@ class Critic:
 
 
 def value_metrics(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return critic/{value_mean, return_mean, explained_variance} of a step's trained tokens.
-
-    Args:
-        values: The critic's values before the step, float32 [n] for each sample.
-        returns: The returns that the critic learns, float32 [n] for each sample.
-    """
+    """Return critic/{value_mean, return_mean, explained_variance} of float32 [n] per sample."""
     value_N, return_N = np.concatenate(values), np.concatenate(returns)
     return {
         "critic/value_mean": float(value_N.mean(dtype=np.float64)),
@@ -167,9 +164,9 @@ def value_metrics(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
-    """Return 1 - var(returns - values) / var(returns), or 0 where all returns are equal.
+    """Return 1 - var(returns - values) / var(returns), or 0 if all returns are equal.
 
-    A perfect critic has 1, and one that gives every token the same value has 0.
+    A perfect critic has 1; one that gives every token the same value has 0.
     """
     variance = float(np.var(returns, dtype=np.float64))
     if variance == 0:

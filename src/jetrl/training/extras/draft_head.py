@@ -6,10 +6,10 @@ and the token the head guesses the next tokens, fed with the true ones in betwee
 by their cross entropy over the tokens that it knows. Its updates have an optimizer of their own,
 and nothing of them reaches the policy: states, embedding and output head are values here.
 
-    begin       choose the tokens to learn from, of a step's first update
-    observer    copy hidden states out of the forward of a micro-batch
-    learn       make the updates; from here on nothing is copied
-    round       after the step's last update: let the sampler read what was learned
+    begin           choose the tokens to learn from, of a step's first update
+    observer        copy hidden states out of the forward of a micro-batch
+    after_forward   make the updates; from here on nothing is copied
+    after_updates   let the sampler read what was learned
 
 Of several ranks each copies states from its own micro-batches; they are gathered, and every rank
 makes the same updates.
@@ -38,7 +38,8 @@ from jetrl.models.draft_head import DraftHead
 from jetrl.models.packed import upload
 from jetrl.randomness import derive_seed
 from jetrl.settings.loading import Settings
-from jetrl.training.micro_batches import MicroBatch
+from jetrl.training.extras import Extra
+from jetrl.training.micro_batches import MicroBatch, Minibatch
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import targets, trained_lengths
 from jetrl.types import Batch
@@ -54,12 +55,12 @@ _NOT_KNOWN = -100  # the target that a cross entropy leaves out
 
 @dataclass
 class _Lessons:
-    """The tokens of one step that the head learns from.
+    """The P tokens of one step that the head learns from.
 
     Attributes:
         places: By sample number, which of its trained tokens, ascending, and where among the P.
-        tokens: int64 [P, 1 + K], each token and those behind it.
-        follows: bool [P, K], whether such a token exists and was sampled.
+        tokens: int64 [P, 1 + K], each token and the following ones.
+        follows: bool [P, K], whether that following token exists and was sampled.
         hidden: [P, D] on the device, the hidden states from which the tokens were drawn.
         copied: bool [P], which of these have been copied on this rank.
     """
@@ -72,7 +73,7 @@ class _Lessons:
     seed: int
 
 
-class DraftHeadTraining:
+class DraftHeadTraining(Extra):
     """A draft head with its optimizer.
 
     Args:
@@ -95,7 +96,10 @@ class DraftHeadTraining:
         self._lessons: _Lessons | None = None
         head.round()
 
-    def begin(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+    def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
+        self.choose(version, minibatches[0].micro_batches)
+
+    def choose(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Choose the tokens to learn from."""
         batches = {int(i): micro.batch for micro in micro_batches for i in micro.batch.sample_ids}
         # A sample's last token has nothing behind it.
@@ -107,6 +111,7 @@ class DraftHeadTraining:
         samples = sorted(lengths)
         ends = np.cumsum([lengths[i] for i in samples])
         total = int(ends[-1]) if samples else 0
+        # Draw P of all tokens that have a follower, counted in sample order on every rank.
         count = min(math.ceil(total * self._settings.share), self._settings.most_tokens)
         seed = derive_seed(self._seed, "draft head", step)
         chance = np.random.Generator(np.random.Philox(key=seed))
@@ -135,7 +140,7 @@ class DraftHeadTraining:
         self._lessons = lessons
 
     def _read(self, lessons: _Lessons, batch: Batch, sample: int) -> None:
-        """Read the chosen tokens of a sample, and those behind them, from a batch that has it."""
+        """Read the chosen tokens of a sample, and the following ones, from its batch."""
         ordinals, slots = lessons.places[sample]
         which = int(np.flatnonzero(batch.sample_ids == sample)[0])
         start, end = batch.cu_seqlens[which : which + 2]
@@ -147,11 +152,7 @@ class DraftHeadTraining:
         lessons.follows[slots] = sampled[:, 1:].cumprod(1).astype(bool)
 
     def observer(self, batch: Batch) -> Callable[[Tensor], None] | None:
-        """Return what copies the chosen hidden states of a batch, None where there are none.
-
-        Args:
-            batch: The batch, whose forward gives [R, D], the state before each trained token.
-        """
+        """Return what copies the chosen hidden states of a batch [R, D], None without any."""
         lessons = self._lessons
         if lessons is None:
             return None
@@ -173,31 +174,31 @@ class DraftHeadTraining:
 
         return copy
 
-    def learn(self) -> dict[str, float]:
+    def after_forward(self) -> dict[str, float]:
         """Make the updates of a step, each on some of the chosen tokens.
 
         Returns:
             draft_head/loss and draft_head/accuracy before each update, means over the tokens;
-            timing/draft_head_s; where it happened draft_head/skipped_updates. {} where no token was
-            chosen.
+            timing/draft_head_s; if any, draft_head/skipped_updates. {} if no token was chosen.
 
         Raises:
             OutOfMemoryStop: The device has no room for one of them.
         """
         lessons, self._lessons = self._lessons, None
-        assert lessons is not None, "begin comes first"
+        assert lessons is not None, "choose comes first"
         with explained("the training of the draft head", _ADVICE):
             return self._learn(lessons)
 
     def _learn(self, lessons: _Lessons) -> dict[str, float]:
-        """Do the work of `learn`."""
         began = self._now()
+        # States of all ranks, and the most frequent tokens as the vocabulary of the head.
         self._gather(lessons)
         self.head.know(self._counts)
         self.head.round()  # the output head of the forward that the states came from
         places = torch.full((len(self._counts),), _NOT_KNOWN, device=self.head.known.device)
         places[self.head.known] = torch.arange(len(self.head.known), device=places.device)
         finite = torch.isfinite(lessons.hidden).all(1).cpu().numpy()
+        # Leave out states that were not copied or not finite, and tokens without a follower.
         usable = np.flatnonzero(lessons.copied & finite & lessons.follows[:, 0])
         order = np.random.Generator(np.random.Philox(key=lessons.seed + 1)).permutation(usable)
         numbers: list[Tensor] = []
@@ -205,6 +206,7 @@ class DraftHeadTraining:
         for first in range(0, len(order), self._settings.tokens_per_update):
             which = order[first : first + self._settings.tokens_per_update]
             sums = self._forward_backward(lessons, which, places)
+            # A loss that is not finite costs this update only: the head is an aid, not the policy.
             norm = self.optimizer.gradient_norm()
             if bool(torch.isfinite(norm)):
                 self.optimizer.apply(norm)
@@ -224,7 +226,6 @@ class DraftHeadTraining:
         return metrics | ({"draft_head/skipped_updates": float(skipped)} if skipped else {})
 
     def _forward_backward(self, lessons: _Lessons, which: np.ndarray, places: Tensor) -> Tensor:
-        """Run forward and backward of one update."""
         head, device = self.head, places.device
         weights = {n: m.to(head.weights[n].dtype) for n, m in head.masters.items()}
         tokens = upload(torch.from_numpy(lessons.tokens[which]), device)
@@ -233,6 +234,7 @@ class DraftHeadTraining:
         wanted = torch.where(follows, places[tokens[:, 1:]], _NOT_KNOWN)
         losses = []
         right = torch.zeros((), device=device)
+        # Each token is guessed from the head's own state, fed with the true token before it.
         for i in range(head.tokens):
             hidden = head.next_hidden(weights, hidden, tokens[:, i])
             logits = linear(hidden, head.rows).float()
@@ -260,12 +262,16 @@ class DraftHeadTraining:
             )
             lessons.copied[slots] = True
 
-    def round(self) -> None:
-        """Let the sampler read what was learned, beside the policy's present output head."""
+    def after_updates(self) -> dict[str, float]:
+        """Let the sampler read what was learned, and the policy's new output head."""
         self.head.round()
+        return {}
+
+    def equal_tensors(self) -> dict[str, Tensor]:
+        return self.state_tensors()
 
     def _now(self) -> float:
-        """Return the time at which the device has nothing left to do."""
+        """Return the time at which the device is idle."""
         if self.head.policy.device.type == "cuda":
             torch.cuda.synchronize(self.head.policy.device)
         return time.perf_counter()
@@ -281,11 +287,10 @@ class DraftHeadTraining:
         return masters | moments | numbers
 
     def shard_of(self, name: str) -> Shard | None:
-        """Return None: every rank has the whole head."""
         return None
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state_tensors` returned, bit for bit.
+        """Load the result of `state_tensors`, bit for bit.
 
         Raises:
             UserError: The tensors are those of another head; nothing was changed then.

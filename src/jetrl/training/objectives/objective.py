@@ -43,8 +43,7 @@ class Objective:
 
     Attributes:
         settings: The section `[algorithm]`.
-        aggregation: How the tokens of an update are weighted.
-        correction: Weighs tokens against the mismatch between sampler and trainer; None for none.
+        correction: Weighs tokens against the mismatch between sampler and trainer, if any.
     """
 
     algorithm: Algorithm
@@ -57,19 +56,17 @@ class Objective:
 
     @classmethod
     def from_settings(cls, settings: AlgorithmSettings, max_tokens: int) -> Objective:
-        """Return the objective that the settings ask for.
-
-        Args:
-            settings: The section `[algorithm]`.
+        """Return the objective that the section `[algorithm]` asks for.
 
         Raises:
-            UserError: A user's file that does not import, or options that its function lacks.
+            UserError: A user's file does not import, or its function lacks given options.
         """
         name = settings.name
         algorithm = load_algorithm(name) if settings.from_file else ALGORITHMS[name]
         problems = list(settings.problems(algorithm))
         if problems:
             raise UserError("; ".join(problems))
+        # A set option, else the algorithm's own default.
         values = {key: settings.value(key, algorithm) for key in algorithm.options}
         loss, estimator = algorithm.loss, algorithm.advantages
         own = settings.options
@@ -96,13 +93,12 @@ class Objective:
         return self.token_loss.clip, self.token_loss.clip_high
 
     def with_clips(self, clip: float, clip_high: float) -> Objective:
-        """Return the same objective with other clips of token ratios."""
         assert isinstance(self.token_loss, ClippedRatio)
         return replace(self, token_loss=replace(self.token_loss, clip=clip, clip_high=clip_high))
 
     @property
     def overlong_buffer(self) -> int:
-        """Return how many tokens before the limit the reward begins to fall; 0 for off."""
+        """Return the tokens before the limit over which the reward falls; 0 for off."""
         buffer = self.settings.value("overlong_buffer", self.algorithm)
         return self.max_tokens // 5 if buffer is None else int(buffer)
 
@@ -113,7 +109,7 @@ class Objective:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Return whether a KL to the reference is taken from the rewards."""
+        """Return whether a KL to the reference is subtracted from the rewards."""
         return self.settings.kl > 0 and self.settings.kl_term(self.algorithm)[1] == "reward"
 
     def penalty(self, logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -130,6 +126,7 @@ class Objective:
     ) -> MicroBatchLoss:
         """Return the loss of a micro-batch of N trained tokens: its share of the update's."""
         share = 1.0 / size.tokens
+        # The algorithm's loss of each token, then the correction's weight.
         token_loss = self.token_loss(tokens)
         loss = token_loss.loss
         metrics = {"policy/clip_fraction": token_loss.clipped.double().sum() * share}
@@ -143,16 +140,18 @@ class Objective:
             peaks["correction/ratio_max"] = bounded.ratio.double().max()
         if ref_logprobs is not None:
             with torch.no_grad():
+                # Measured with a reference, also if it is not in the loss.
                 measured = k3(tokens.trainer_logprobs, ref_logprobs)
             metrics["policy/kl_ref"] = measured.double().sum() * share
             if self.settings.kl and not self.kl_in_reward:
                 loss = loss + self.penalty(tokens.trainer_logprobs, ref_logprobs)
+        # Weighed by the whole update's size: shares of micro-batches add up.
         weights = token_weights(tokens.lengths, size, self.aggregation, len(loss))
         return MicroBatchLoss((loss * weights).sum(), metrics, peaks)
 
 
 def _check_own_options(name: str, own: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Check that each of algorithm.options is an argument of the loss or of a user's estimator."""
+    """Check that each of algorithm.options is an argument of the loss or a user's estimator."""
     loss, estimator = algorithm.loss, algorithm.advantages
     taking = [LOSSES[loss] if isinstance(loss, str) else loss]
     taking += [] if isinstance(estimator, str) else [estimator]
@@ -166,7 +165,6 @@ def _check_own_options(name: str, own: Mapping[str, Any], algorithm: Algorithm) 
 
 
 def _arguments(piece: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the options of one piece of an algorithm."""
     is_record = isinstance(piece, type)
     return list(inspect.signature(piece).parameters.values())[0 if is_record else 1 :]
 
@@ -195,8 +193,7 @@ def load_algorithm(name: str) -> Algorithm:
     group advantages, mean over the update's tokens.
 
     Raises:
-        UserError: No such file, a file that does not run (with its line), no member of that name,
-            or one that is something else.
+        UserError: There is no such file, it does not run (with its line), or it has no such member.
     """
     path, _, member = name.rpartition(":")
     file = Path(path)
@@ -226,7 +223,7 @@ def load_algorithm(name: str) -> Algorithm:
         return algorithm
     if not callable(algorithm):
         raise UserError(
-            f"algorithm file {file}: {member!r} is no function and no Algorithm; it has "
+            f"algorithm file {file}: {member!r} is not a function or an Algorithm; the file has "
             f"{', '.join(key for key, value in vars(module).items() if callable(value)) or 'none'}"
         )
     return replace(USERS, title=member, loss=algorithm)
@@ -234,12 +231,10 @@ def load_algorithm(name: str) -> Algorithm:
 
 @dataclass(frozen=True)
 class UsersFunction:
-    """A function of a user's file with its options.
+    """A user's function with its options, which are passed as keyword arguments.
 
     Attributes:
         name: The algorithm's name in the settings, for messages.
-        function: The function, which takes one argument and the options.
-        options: The keyword arguments that the function gets.
     """
 
     name: str
@@ -247,7 +242,7 @@ class UsersFunction:
     options: Mapping[str, Any]
 
     def _call(self, argument: object, subject: str) -> Any:
-        """Return what the function returns; an error in the function becomes a `UserError`."""
+        """Return the function's result; an error in the function becomes a `UserError`."""
         try:
             return self.function(argument, **self.options)
         except USERS_ERRORS as error:
@@ -262,15 +257,13 @@ class UsersFunction:
             ) from error
 
     def _error(self, problem: str) -> UserError:
-        """Return the error that names the algorithm."""
         return UserError(f"algorithm.name = {self.name}: {problem}")
 
 
 class UsersLoss(UsersFunction):
-    """A loss function of a user's file: a function of (Tokens, **options)."""
+    """A user's loss: a function of (Tokens, **options)."""
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        """Return the losses of the tokens."""
         loss = self._call(tokens, "it")
         if isinstance(loss, torch.Tensor):
             loss = TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
@@ -289,10 +282,9 @@ class UsersLoss(UsersFunction):
 
 
 class UsersEstimator(UsersFunction):
-    """An advantage estimator of a user's file: a function of (StepRewards, **options)."""
+    """A user's advantage estimator: a function of (StepRewards, **options)."""
 
     def __call__(self, step: StepRewards) -> Advantages:
-        """Return the advantages of a step."""
         returned = self._call(step, "its advantages")
         lengths = [len(penalty) for penalty in step.penalties]
         whole = returned if isinstance(returned, Advantages) else Advantages(returned)
@@ -321,7 +313,7 @@ def _described(value: object) -> str:
 
 
 def _problem(per_sample: object, lengths: Sequence[int]) -> str:
-    """Return what is wrong with the advantages or returns of a user's estimator, or ""."""
+    """Return what is wrong with a user's advantages or returns, or an empty text."""
     arrays = []
     if isinstance(per_sample, Sequence | np.ndarray):
         try:
@@ -330,12 +322,12 @@ def _problem(per_sample: object, lengths: Sequence[int]) -> str:
             return f"cannot be made NumPy arrays ({type(error).__name__}: {error})"
     if len(arrays) != len(lengths) or any(array.ndim != 1 for array in arrays):
         return (
-            f"must be one array for each of the {len(lengths)} samples, of a number a token; "
-            "step.at_tokens(values) makes these of one number a sample"
+            f"must be one array for each of the {len(lengths)} samples, with a number per token; "
+            "step.at_tokens(values) makes these from one number per sample"
         )
     for i, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
         if len(array) != length:
-            return f"of sample {i} are {len(array)}, and must be as many as its {length} tokens"
+            return f"of sample {i} are {len(array)} numbers for its {length} tokens"
         if array.dtype.kind not in "fiub":
             return f"of sample {i} are {array.dtype}, and must be real numbers"
         if not np.isfinite(array).all():

@@ -40,11 +40,8 @@ MAX_LOG_RATIO = 88.72283172607422
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     """Return exp(log_ratio), float32, at most the largest finite number.
 
-    A ratio that overflowed would be infinite, and its gradient NaN also where the loss ignores it,
-    as behind a clip. No finite result changes, and no gradient of one.
-
-    Args:
-        log_ratio: float32, of any shape.
+    An overflowing ratio would be infinite, and its gradient NaN even if the loss ignores it, as
+    behind a clip. No finite result changes, and no gradient of one.
     """
     return torch.exp(torch.clamp(log_ratio, max=MAX_LOG_RATIO))
 
@@ -84,7 +81,6 @@ class Tokens:
         return self._spread(sums / self.lengths)
 
     def _spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
-        """Return the number of each sequence [S] at all of its tokens [N]."""
         return per_sequence.repeat_interleave(self.lengths, output_size=len(self.trainer_logprobs))
 
 
@@ -106,16 +102,11 @@ class ClippedRatio:
     """Loss = -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A) of each token.
 
     The ratio is exp(trainer_logprobs - behavior_logprobs). Schulman et al. 2017, "PPO", eq. 7; two
-    clips: Yu et al. 2025, "DAPO", eq. 10. Also GRPO, Dr. GRPO and REINFORCE++. With
-    clip = clip_high = 0.2 the ratio is kept in [0.8, 1.2].
-
-    With a dual clip c the loss of a token with a negative advantage is at most -c A, however large
-    its ratio (Ye et al. 2020, arXiv 1912.09729, eq. 5).
+    clips: Yu et al. 2025, "DAPO", eq. 10.
 
     Attributes:
-        clip: How far below 1 a ratio may be.
-        clip_high: How far above 1 a ratio may be.
-        dual_clip: The ratio c up to which a token with a negative advantage counts; None for none.
+        dual_clip: With a value c, the loss of a token with a negative advantage is at most -c A,
+            however large its ratio (Ye et al. 2020, arXiv 1912.09729, eq. 5).
     """
 
     clip: float
@@ -137,13 +128,7 @@ class SequenceRatio:
     """Loss = -min(s A, clip(s, 1 - clip, 1 + clip_high) A) of each token.
 
     s = exp(mean log-ratio of the sequence) is the same at all tokens of a sequence (Zheng et al.
-    2025, "GSPO", eq. 5 to 7). Where the tokens of a sequence share one advantage, the mean over
-    them is GSPO, value and gradient. The clips are of another order than a
-    token ratio's: 3e-4 and 4e-4 in the paper.
-
-    Attributes:
-        clip: How far below 1 a ratio may be.
-        clip_high: How far above 1 a ratio may be.
+    2025, "GSPO", eq. 5 to 7). Clips are much smaller than a token ratio's: 3e-4 and 4e-4 there.
     """
 
     clip: float
@@ -158,12 +143,8 @@ class SequenceRatio:
 class DetachedRatio:
     """Loss = -sg(min(ratio, 1 + clip_high)) A log p of each token.
 
-    MiniMax 2025, "MiniMax-M1", eq. 4 and 5. The ratio only weighs, so that no token loses its
-    gradient. There is no lower bound, as in the paper's experiments. `TokenLoss.clipped` are the
-    tokens whose weight was cut.
-
-    Attributes:
-        clip_high: How far above 1 a ratio may be.
+    MiniMax 2025, "MiniMax-M1", eq. 4 and 5. The ratio is only a weight, so every token keeps its
+    gradient; there is no lower bound, as in the paper's experiments.
     """
 
     clip_high: float
@@ -178,9 +159,8 @@ class DetachedRatio:
 class Ratio:
     """Loss = -ratio A of each token, with the plain probability ratio.
 
-    At the first update of a step the ratio is 1 and the gradient is REINFORCE's, -A grad log p
-    (Williams 1992; Ahmadian et al. 2024, "RLOO"); at later ones the ratio corrects for the updates
-    before, token by token.
+    At the first update of a step the gradient is REINFORCE's, -A grad log p (Williams 1992;
+    Ahmadian et al. 2024, "RLOO"); at later ones the ratio corrects for the updates before.
     """
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
@@ -226,7 +206,6 @@ def token_weights(
 
     Args:
         lengths: int64 [S], trained tokens of each sequence of a micro-batch.
-        aggregation: How the tokens are weighted.
         num_tokens: N, the sum of the lengths; without it the host waits for a GPU to add them.
     """
     if aggregation == "sequence_mean":
@@ -258,11 +237,10 @@ class CorrectionWeights:
 
 @dataclass(frozen=True)
 class Correction:
-    """A correction with its level and bounds.
+    """A correction of `jetrl.settings.algorithms.CORRECTIONS` with its level and bounds.
 
     Attributes:
-        name: One of `jetrl.settings.algorithms.CORRECTIONS`.
-        level: Whether a ratio is that of a token, of a sequence or a sequence's geometric mean.
+        level: Whether a ratio is a token's, a sequence's, or a sequence's geometric mean.
         low: The lower bound; 0 for a correction that has none.
     """
 
@@ -273,7 +251,6 @@ class Correction:
 
     @classmethod
     def from_settings(cls, settings: AlgorithmSettings) -> Correction | None:
-        """Return the correction that the settings ask for; None for none."""
         if settings.correction == "none":
             return None
         bounds = CORRECTIONS[settings.correction]
@@ -308,12 +285,12 @@ def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return (log p - log ref)^2 / 2, which is biased; its expected gradient is that of the KL."""
+    """Return (log p - log ref)^2 / 2: biased, but its expected gradient is that of the KL."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return exp(d) - d - 1 with d = log ref - log p, which is never negative, and unbiased."""
+    """Return exp(d) - d - 1 with d = log ref - log p: unbiased and never negative."""
     difference = ref_logprobs - logprobs
     return torch.expm1(torch.clamp(difference, max=MAX_LOG_RATIO)) - difference
 
