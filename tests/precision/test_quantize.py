@@ -42,8 +42,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("format", MAXIMUM)
 @pytest.mark.parametrize("block", [*BLOCKS, (1, 64)], ids=str)
-@pytest.mark.parametrize("std", [1e-30, 1e-10, 1e-3, 1.0, 1e3])
-@pytest.mark.parametrize("rows", [1, 63, 129])
+@pytest.mark.parametrize("std", [1e-30, 1e-3, 1e3])
+@pytest.mark.parametrize("rows", [1, 129])
 def test_matches_the_rule(block: tuple[int, int], std: float, rows: int, format: str) -> None:
     generator = torch.Generator().manual_seed(rows)
     x = (torch.randn(rows, 256, generator=generator) * std).bfloat16()

@@ -1,11 +1,18 @@
-"""A program has as many stages of copies as fit in shared memory to the last byte, at least 2."""
+"""Stages of copies, and the cuts of few-row products, fit in the shared memory of an SM.
+
+That what is counted is what Triton allocates: tests/kernels/compile_kernels.py.
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from jetrl.models.families import SHAPES, linear_shapes
+from jetrl.precision.nvfp4 import FEW_ROWS, parts_of
+
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
+from jetrl.precision.hopper.adapter import MOST_RANKS
 from jetrl.precision.hopper.launch import (
     SHARED_MEMORY,
     TRITONS_OWN,
@@ -13,6 +20,27 @@ from jetrl.precision.hopper.launch import (
     program_bytes,
     room_beside,
 )
+from jetrl.precision.hopper.nvfp4_rows import Tiles, shared_bytes, tiles_beside, tiles_for
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_cut_fits_in_shared_memory(shape: str) -> None:
+    for linear, (n, k) in linear_shapes(shape).items():
+        parts, _ = parts_of(n, k)
+        for rows in range(1, FEW_ROWS + 1):
+            for rank in (0, *range(16, MOST_RANKS + 1, 16)):
+                tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
+                size = shared_bytes(tiles, rows, parts, rank)
+                assert size <= SHARED_MEMORY, (linear, rows, rank, tiles, size)
+                assert tiles.rounds >= 2
+
+
+def test_what_did_not_fit_is_seen() -> None:
+    """Triton counted 244,192 bytes for this cut of `down` of Qwen3-32B on a GPU, of 232,448."""
+    size = shared_bytes(Tiles(2, 2, 9, 80, together=True), 8, 4, 0)
+    assert 244_192 <= size <= 244_192 + 512
+    assert SHARED_MEMORY == 232_448
+    assert tiles_for(8, 5120, 4).rounds == 8
 
 
 @pytest.mark.parametrize(
