@@ -129,7 +129,7 @@ def test_commands_take_a_run_with_an_adapter(
         (
             "adapter",
             [],
-            "base of random weights.*add --base DIR to write that base too, or --merge",
+            "random base.*add --base DIR to write the base too, or --merge",
         ),
         ("adapter", ["--merge", "--base", "OUT"], "--merge writes a whole model"),
         ("whole", ["--base", "OUT"], "--base is for .* it has no adapter"),
@@ -174,11 +174,11 @@ def test_a_reward_model_is_trained_by_an_adapter_and_merged(
     words += ["model.config.num_hidden_layers=1", "adapter.kind=lora", "adapter.rank=2"]
     run = [f"run.dir={tmp_path}", "run.name=judge", "report.enabled=false"]
     assert main(["sft", "demo", "--task", "reward", *words, *run]) == 0
-    assert "--merge, then as a whole model" in capsys.readouterr().out
+    assert "--merge\nuse it" in capsys.readouterr().out
     adapter, whole = tmp_path / "judge" / "model", tmp_path / "whole"
     command = ["export", str(adapter), str(whole), "--merge", "--dtype", "float32"]
     assert main(command) == 0
-    assert "measured: merged into FP8" in capsys.readouterr().out
+    assert "after rounding to FP8" in capsys.readouterr().out
     judge = ScalarModel.from_pretrained(whole, PrecisionPlan.preset("unified"), frozen=True)
     assert judge.scores([[1, 2, 3]], 9).abs().item() > 0
     with pytest.raises(UserError, match="an adapter, not a whole model"):

@@ -256,7 +256,7 @@ def test_preflight_shows_pairs_and_what_is_odd_and_writes_nothing(
     assert "the better completion is the longer one in 0.0%" in out
     assert "warning: 1 of 9 pairs are the same completion twice" in out
     assert main([*words[:-2], "--preflight"]) == 2
-    assert "it goes with --task reward" in capsys.readouterr().err
+    assert "goes with --task reward" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 

@@ -404,12 +404,14 @@ def small_operations() -> None:
     from jetrl.kernels.norm import rms_norm
     from jetrl.kernels.swiglu import swiglu
     from jetrl.precision import quantize
+    from jetrl.precision.hopper.quantize import quantize_weight
 
     x = torch.empty(70, 256, dtype=torch.bfloat16, device=META)
     rms_norm(x, x[0], 1e-6)
     swiglu(x)
     for scales in ("fp32", "pow2"):
         quantize(x, scales=scales)
+        quantize_weight(torch.empty(256, 384, device=META), scales=scales)
     logits = torch.empty(70, 999, device=META).requires_grad_()
     with torch.enable_grad():
         chosen = torch.zeros(70, dtype=torch.int64, device=META)

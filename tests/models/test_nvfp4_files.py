@@ -388,7 +388,7 @@ def test_export_writes_the_values_of_the_codes(
     widened = to_nvfp4(path, "modelopt", apart=True)
     command = ["export", str(path), str(tmp_path / "wide"), "--dtype", "float32", "--device", "cpu"]
     assert main(command) == 0
-    assert "the values of" in capsys.readouterr().out
+    assert "dequantized from the NVFP4" in capsys.readouterr().out
     written = load_file(tmp_path / "wide" / "model.safetensors")
     assert all(torch.equal(written[name], values) for name, values in widened.items())
     assert "quantization_config" not in hf.read_config(tmp_path / "wide")

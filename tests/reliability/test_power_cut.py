@@ -130,6 +130,9 @@ class Disk:
 class Sizes:
     hidden_size: int = 3
 
+    def flat(self) -> dict[str, int]:
+        return {"hidden_size": self.hidden_size}
+
 
 def parts() -> tuple[Any, Optimizer, nn.Parameter]:
     """Return as much of a model as a checkpoint asks for, its optimizer, and its weight."""

@@ -183,6 +183,7 @@ NEED_MORE = {
     "models.hf_weights._StoredWeights._read",
     "models.hf_weights._StoredWeights._tensor",
     "models.hf_weights._StoredWeights.codes",
+    "rollout.engine.Generation.add",
     "rollout.engine.RolloutEngine.__init__",
     "rollout.inputs._check_ids",
     "rollout.inputs._integers",

@@ -59,6 +59,9 @@ def sample() -> Callable[..., Sample]:
 class BigramConfig:
     vocab_size: int
 
+    def flat(self) -> dict[str, int]:
+        return {"vocab_size": self.vocab_size}
+
 
 class Bigram:
     """A policy whose logits of the next token are a row of a table.
