@@ -6,7 +6,7 @@ a traceback.
 Exit codes: 0 done; 1 a run that stopped itself for another reason than these, or a check that
 failed; 2 bad input; 3 sampler and trainer differ; 4 numbers that are not finite; 5 a phase hung, or
 another rank is gone; 6 a file could not be written; 7 memory ran out and nothing can be made
-smaller; 75 run.max_hours reached (go on with --resume); 130 Ctrl-C; 143 SIGTERM.
+smaller; 75 run.max_hours reached (continue with --resume); 130 Ctrl-C; 143 SIGTERM.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Run directories, checkpoints and model directories are copied from machine to machine. Whatever is
 in one of their files, a reader gets the values that jetrl writes there or a `UserError` that names
 the file and the field. Each file has one schema, a pydantic model or type
-adapter beside the code that writes the file: strict (a text is no number, `true` is no 1) and with
+adapter next to the code that writes the file: strict (a text is no number, `true` is no 1) and with
 bounds for every number that something is sized or counted by.
 """
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 Format = Literal["fp32", "bf16", "fp8"]
-# Of a linear layer: FP8 weights beside BF16 activations, and the other way round, are for studies.
+# Of a linear layer: FP8 weights next to BF16 activations, and the other way round, are for studies.
 # NVFP4 weights are those of a base that is not trained.
 LinearFormat = Literal[Format, "fp8_weights", "fp8_activations", "nvfp4"]
 BaseFormat = Literal["fp8", "nvfp4"]

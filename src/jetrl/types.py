@@ -224,7 +224,7 @@ class Sample:
         completion: The sampled answer.
         score: The task's verdict.
         failure: The reason why the scorer gave no verdict of its own; "" when it did.
-        readable: The prompt and the completion as a person would write them, to be shown beside
+        readable: The prompt and the completion as a person would write them, to be shown next to
             them; "" where they are written so already.
     """
 

@@ -46,7 +46,7 @@ ENDING_S = 6.0  # for the main thread to end, once it has noticed
 LEAVE_S = 3.0  # for last words, with a store or a disk that may not answer
 
 RECORD = "board.json"
-UNKNOWN = -1  # in place of a rank that is lost
+UNKNOWN = -1  # instead of a rank that is lost
 _TROUBLE = "trouble"
 
 

@@ -5,7 +5,7 @@ ids and each sequence's last position. `rollout.stopping` has the whole rule.
 
 A draft guesses a sequence's next tokens: an n-gram table leads from its last tokens to a place in
 earlier text with the same tokens, and the draft is what followed there. A draft can only change how
-many tokens a forward brings. A stale table, a race of two writers or another prompt's text costs
+many tokens per forward brings. A stale table, a race of two writers or another prompt's text costs
 speed and no bit. The text is one line of token ids: a row of `width` tokens per slot, then the
 archive, completions one after the other, each followed by UNKNOWN.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 NOT_DRAWN = -1  # in `Drawn.tokens`: the sequence had ended before this forward
 BROKEN = -2  # in `Drawn.tokens`: the logits have no finite softmax
 MAX_STOP_IDS = 256
-MAX_ROWS = 4096  # of a forward on a GPU, where a single program takes in the draws of all rows
+MAX_ROWS = 4096  # of a forward on a GPU, where a single program reads the draws of all rows
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _MASS_GRID = 2.0**30  # exp(z - m) is at most 1: this grid adds 2**23 of them ex
 
 
 def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts that a log-prob and a draw are made of, all float32.
+    """Return the parts that a log-prob and a draw are built from, all float32.
 
     Args:
         logits: float32 [R, V].
@@ -50,7 +50,7 @@ def chosen_logprobs_ref(
     weighted, total = mass * finite, lse.exp()
     mean = weighted.sum(-1, keepdim=True) / total
     square = (weighted * finite).sum(-1, keepdim=True) / total
-    # Of z - m in place of -logp: lse, their difference, varies with no token.
+    # Of z - m instead of -logp: lse, their difference, varies with no token.
     variance = (square - mean.square()).clamp(min=0.0)
     return logprobs, torch.stack(((lse - mean).squeeze(-1), variance.squeeze(-1)))
 

@@ -330,7 +330,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 )  # fmt: skip
                 del logits
             # `gradient` is per unit of each row's log-prob: the incoming gradient scales rows of
-            # the small matrices in place of it, after the product or before.
+            # the small matrices instead of it, after the product or before.
             scale = grad[rows, None]
             if dhidden is not None:
                 torch.mul(torch.mm(gradient, weight), scale, out=dhidden[rows])

@@ -1,4 +1,4 @@
-"""RMSNorm, and the sums of squares that a gradient norm is made of.
+"""RMSNorm, and the sums of squares that a gradient norm is built from.
 
     y = x / sqrt(mean(x**2) + eps) * weight      row by row, rounded once to x's dtype
 

@@ -47,7 +47,7 @@ from jetrl.precision.quantize import FORMATS, QTensor
 _BF16 = (torch.bfloat16,)
 _MAX_WIDTH = 16384
 _FEW_ROWS = 256  # up to a decode step's: a program is launched for its latency
-_BACKWARD_PROGRAMS = 512  # fixed, so that dW has the same bits on every card
+_BACKWARD_PROGRAMS = 512  # fixed, so that dW has the same bits on every GPU
 
 
 @triton.jit

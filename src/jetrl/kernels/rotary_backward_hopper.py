@@ -2,7 +2,7 @@
 
 A program takes eight heads of some tokens, one token after the other, in the layout of
 `rotary_hopper`. The gradients of the norms' weights are summed over its tokens and heads in
-registers, and over programs by a second kernel, in an order that is the same on every card.
+registers, and over programs by a second kernel, in an order that is the same on every GPU.
 
 Gradients need no exact sums, and products may be fused here.
 Legend: T tokens, H query heads, G key-value heads, D head size.
@@ -32,7 +32,7 @@ from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.launch import check_tensor
 from jetrl.precision.layout import cdiv
 
-# Tokens of a program: fixed, so that the weights' gradients have the same bits on every card.
+# Tokens of a program: fixed, so that the weights' gradients have the same bits on every GPU.
 _TOKENS = 16
 _NUM_WARPS = 4
 _SUM_COLUMNS, _SUM_ROWS = 8, 1024  # 32 bytes of a row of partial sums: a sector

@@ -54,7 +54,7 @@ class CacheSlots:
 
     Attributes:
         k_codes: float8_e4m3fn or int8, or bfloat16 without scales, [pages, page_size, G, D].
-        v_codes: like k_codes; FP8 beside INT8 is fine.
+        v_codes: like k_codes; FP8 next to INT8 is fine.
         k_scales: float32 [pages, page_size, G], or None with bfloat16.
     """
 

@@ -257,7 +257,7 @@ def _largest_bound(
     bound = tl.zeros([], tl.int64)
     shift = tl.zeros([], tl.int64) + _TOP_BIT
     # Two bits of the bound at a time, from the highest: one reading of the row tries the three
-    # values that they may have beside 0, and the largest that still leaves enough is kept.
+    # values that they may have next to 0, and the largest that still leaves enough is kept.
     while enabled & (shift >= 0):
         step = tl.zeros([], tl.int64) + 1 << shift
         first, second, third = bound + step, bound + 2 * step, bound + 3 * step

@@ -243,7 +243,7 @@ def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constex
     gluon_names.tma_load(x_desc, [row, up_column], bar, staged.index(first + 2), pred=more)
 
 
-# The number of tokens is not specialized on: a batch of another number would compile anew.
+# The number of tokens is not specialized on: a batch of another number would compile again.
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride", "y_scale_stride", "tiles"])
 def _backward_tiles_kernel(
     dy_desc, x_desc, row_codes_ptr, row_scales_ptr, token_codes_ptr, token_scales_ptr,

@@ -46,7 +46,7 @@ class ProductBytes:
     Attributes:
         in_layer: While the last layer's MLP makes the product of its first linear, which itself is
             counted with the layer.
-        at_end: While the embedding's rows are added, on several GPUs beside the products of the
+        at_end: While the embedding's rows are added, on several GPUs next to the products of the
             first layer.
     """
 
@@ -305,7 +305,7 @@ def sums_bytes(num_rows: int, num_columns: int, tokens: int, own_scales: bool) -
     """
     rows, fprop = min(tokens, ROWS_AT_ONCE), 0
     if tokens > FEW_ROWS:
-        # Beside the sums, the product of the next part, or the sums of the piece of X before.
+        # Next to the sums, the product of the next part, or the sums of the piece of X before.
         in_parts = parts_of(num_rows, num_columns)[0] > 1
         scaled = 4 * min(tokens, 2 * SCALED_ROWS_AT_ONCE) * num_rows if own_scales else 0
         fprop = 8 * rows * num_rows if in_parts else scaled

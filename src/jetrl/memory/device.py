@@ -1,4 +1,4 @@
-"""The memory of a device: how much is free, and what a GPU holds in and beside torch's tensors.
+"""The memory of a device: how much is free, and what a GPU holds in and next to torch's tensors.
 
 torch counts the tensors of its own allocator. It does not count mapped pages
 (`rollout.mapped_memory`), nor the memory that a CUDA graph's forward works in: those tensors count

@@ -1,7 +1,7 @@
 """The adapter of a model: which linear layers have a low-rank adapter, and how it begins.
 
 Checkpoints keep Q, K and V apart, and so do the adapters that people have: each stored linear layer
-has an A and a B. Ours are stacked like the weights beside them (`precision.adapter`). The master
+has an A and a B. Ours are stacked like the weights next to them (`precision.adapter`). The master
 weights of the adapter of `layers.0.qkv` are `layers.0.qkv.lora_A` and `layers.0.qkv.lora_B`.
 
 Targets are written as PEFT has them: `all-linear`; names, which stand for every stored linear layer
@@ -172,7 +172,7 @@ class Adapter:
     """An adapter with the values that it begins with.
 
     Attributes:
-        shapes: The shape beside each linear layer that has one, by the layer's name.
+        shapes: The shape next to each linear layer that has one, by the layer's name.
         tensors: A and B of each of these, by the names of `adapter_names`; each may be made or read
             when it is asked for.
         origin: The directory that the adapter was read from; None of a new one.

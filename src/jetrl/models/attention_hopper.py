@@ -70,7 +70,7 @@ def _heads(qkv: Tensor, rope: Rotary, plan: PrecisionPlan) -> tuple[Tensor, KeyV
 class _PackedAttention(torch.autograd.Function):
     """Attention from qkv on, by the exact kernels or, where `length` is given, by cuDNN.
 
-    The norms' master weights are inputs for their gradients alone.
+    The norms' master weights are inputs for only their gradients.
     """
 
     @staticmethod

@@ -16,7 +16,7 @@ take as long as a tenth of the policy's forward.
 
 The head has FP32 master weights of its own and a rounding of these, in the dtype of the policy's
 activations, which keeps its address: captured CUDA graphs read it. What it guesses may change how
-many tokens a forward brings, and never a token (`kernels.decode`).
+many tokens per forward brings, and never a token (`kernels.decode`).
 
 Legend: B rows, D hidden size, V tokens of the vocabulary, W tokens that the head knows.
 """

@@ -391,7 +391,7 @@ def _check_positions(model: ModelConfig) -> None:
 
 FP8_BLOCK = (128, 128)  # of weights, in checkpoints as in the policy
 SCALE_SUFFIX = (
-    "_scale_inv"  # of the tensor of scales beside an FP8 weight; a scale, not its inverse
+    "_scale_inv"  # of the tensor of scales next to an FP8 weight; a scale, not its inverse
 )
 
 _WHOLE = {

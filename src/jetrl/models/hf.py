@@ -92,7 +92,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a local directory.
 
     tokenizer.json describes a tokenizer completely. transformers' AutoTokenizer nevertheless puts a
-    class of its own in place of the one a directory declares for some model types (of `qwen2` it
+    class of its own instead of the one a directory declares for some model types (of `qwen2` it
     makes a Qwen2Tokenizer, which splits text in Qwen's way whatever tokenizer.json says); where it
     does that, tokenizer.json alone is read.
     """

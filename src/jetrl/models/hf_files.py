@@ -51,7 +51,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(?:@[\w./-]{
 def is_hub_name(path: str | Path) -> bool:
     """Return whether a path that is not on this disk can be a name of the hub.
 
-    A path into a folder that exists (`models/NAME` beside a folder `models`) is a mistyped path.
+    A path into a folder that exists (`models/NAME` next to a folder `models`) is a mistyped path.
     """
     name = str(path)
     if not _NAME.fullmatch(name) or ".." in name or Path(name).exists():

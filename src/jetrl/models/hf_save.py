@@ -1,6 +1,6 @@
 """Writing a Hugging Face model directory that transformers, vLLM and jetrl read.
 
-A directory appears whole or not at all: it is written beside its place under a hidden name and
+A directory appears whole or not at all: it is written next to its place under a hidden name and
 moved there at the end. FP8 directories hold the weights of the decoder layers' linears as
 float8_e4m3fn with one float32 scale for each 128 x 128 block (`weight_scale_inv`, the factor a code
 is multiplied by: what our quantizer stores as `scales`), all else in BF16, and say so in
@@ -291,7 +291,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 def publish_directory(scratch: Path, target: Path) -> None:
     """Move the finished directory into place; an earlier one goes only after that.
 
-    Whoever may read a new file may read these: safetensors makes its files for their owner alone.
+    Whoever may read a new file may read these: safetensors makes its files for only their owner.
     """
     scratch.chmod(0o777 & ~_umask())
     for file in scratch.rglob("*"):  # several chat templates are in a folder

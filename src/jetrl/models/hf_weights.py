@@ -250,7 +250,7 @@ class _StoredWeights(CodedWeights):
                     f"{file}: tensor {name} has shape {list(stored)}, config.json expects "
                     f"{expected}"
                 )
-            # Opened for this tensor alone: a mapping keeps every page that was read through it, and
+            # Opened for only this tensor: a mapping keeps every page that was read through it, and
             # one for the whole load would end with the directory's size in this process's memory.
             with open_tensors(file) as handle:
                 tensor: Tensor = handle.get_tensor(name)

@@ -47,7 +47,7 @@ from jetrl.precision.linear import (
 )
 from jetrl.precision.plan import PrecisionPlan, Side
 
-NONE = torch.empty(0)  # in place of a tensor that a layer without an adapter does not have
+NONE = torch.empty(0)  # instead of a tensor that a layer without an adapter does not have
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Model:
         trains: Says by name which parameters are trained; None: all, or with an adapter those that
             it says. The others keep no master weights, and are read by both sides as they were
             rounded at first.
-        adapter: The adapter beside the linear layers, or None.
+        adapter: The adapter next to the linear layers, or None.
 
     Attributes:
         plain_text: In which texts of a task special tokens are encoded as text.

@@ -6,7 +6,7 @@ What is left of a sequence after its stem is a branch. Stems have whole blocks o
 that the blocks of keys that attention reads begin at the positions at which they would begin in
 the whole sequence; the rest of a prompt belongs to each branch.
 
-A batch itself keeps its sequences whole (`types.Batch`). `Stems` says which of its rows a forward
+A batch itself keeps its sequences whole (`types.Batch`). `Stems` says which of its rows per forward
 computes, and where the results of the others are.
 """
 

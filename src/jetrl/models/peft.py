@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "base_model_name_or_path"
 _NEEDED = "write the directory of the model that this adapter was trained on there"
-# Beside PEFT's files, since the order of two entries in a safetensors head is left to chance.
+# Next to PEFT's files, since the order of two entries in a safetensors head is left to chance.
 _OWN, _DIGEST, _TIED = "jetrl_adapter.json", "base_digest", "tied"
 _EMBEDDINGS = "embed.weight"
 # Keys of adapter_config.json that change no number here, whatever they say.
@@ -227,7 +227,7 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
     """Return the adapter of a directory, for a model.
 
     Args:
-        trains: What is trained whole beside the adapter is as in this one; None: nothing.
+        trains: What is trained whole next to the adapter is as in this one; None: nothing.
     """
     directory = Path(path)
     lora = read_lora(directory, config)

@@ -89,7 +89,7 @@ class Policy(Model):
             temperature: What logits are divided by.
             checkpoint_layers: Compute layers again in backward.
             stems: The rows that are computed, where sequences share their first tokens; None: all.
-            seen: Called with the hidden states [R, D] that the log-probs are made of.
+            seen: Called with the hidden states [R, D] that the log-probs are built from.
 
         Returns:
             The log-prob of each target given what precedes it, float32 [R], differentiable, and the

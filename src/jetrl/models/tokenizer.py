@@ -153,7 +153,7 @@ def has_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 def hide_special_tokens(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
 ) -> HiddenNames:
-    """Return messages whose values have placeholders in place of special tokens' names.
+    """Return messages whose values have placeholders instead of special tokens' names.
 
     Args:
         tokenizer: The tokenizer, whose special tokens are looked for.
@@ -170,7 +170,7 @@ def hide_special_tokens(
     pattern = _any_of(present)
 
     def hide(text: str) -> str:
-        is_text = isinstance(text, str)  # a task may put anything beside role and content
+        is_text = isinstance(text, str)  # a task may put anything next to role and content
         return pattern.sub(lambda name: placeholders[name[0]], text) if is_text else text
 
     hidden = [{key: hide(text) for key, text in message.items()} for message in messages]

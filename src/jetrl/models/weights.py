@@ -44,14 +44,14 @@ from jetrl.precision.quantized_weight import QuantizedWeight
 class Weights:
     """The master weights and quantized weights of one model.
 
-    An adapter (`models.adapter`) adds master weights of its own beside linear layers. They are
+    An adapter (`models.adapter`) adds master weights of its own next to linear layers. They are
     small, and whole on every rank, like norms.
 
     Args:
         tensors: Every parameter by name, as in `families.parameter_shapes`; any floating dtype.
         trains: Says by name which parameters are trained, and so have master weights; None: all,
             or with `frozen` none.
-        adapter: The adapter beside linear layers, or None.
+        adapter: The adapter next to linear layers, or None.
 
     Attributes:
         masters: The FP32 master weights by name, the very parameters that the optimizer changes;
@@ -131,7 +131,7 @@ class Weights:
         codes = codes_of(self._tensors, name) if "nvfp4" in formats.values() else None
         if codes is None:
             master = self.master(name)
-        else:  # which are not rounded: of the master weight there is the shape alone
+        else:  # which are not rounded: of the master weight there is only the shape
             self._asked_for.add(name)
             empty = torch.empty((), device=self.device).expand(codes.shape)
             master = nn.Parameter(empty, requires_grad=False)

@@ -81,7 +81,7 @@ class Backend:
     Attributes:
         arithmetic: The kernels of this package; None: the references are computed.
         fused: The dtypes of activations for which a decoder layer's operations are fused.
-        stable_row_sums: Whether torch sums a row in the same order at any number of rows.
+        stable_row_sums: Whether torch sums per row in the same order at any number of rows.
         logits_at_once: The float32 logits that are held for one chunk of rows in training.
     """
 

@@ -10,7 +10,7 @@ few elements of an array with other code. Two devices give it by construction:
   bits. FP8 codes lie on such a grid as they are (18 bits); BF16 values are put on one with 18 or
   more bits below the row's maximum, ten more than BF16 itself has.
 * **Elementwise functions.** Only IEEE operations, each rounded once: + - * / sqrt, and exp and log
-  made of them. The same bits on every machine, at every position of an array.
+  built from them. The same bits on every machine, at every position of an array.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def exp_nonpositive(x: Tensor) -> Tensor:
     It is 0 below -87 and exactly 1 at 0; NaN stays NaN.
     """
     # x = n * ln 2 + r, with ln 2 in two parts so that r keeps its low bits; exp(r) by polynomial,
-    # times 2**n, which is made of its exponent bits.
+    # times 2**n, which is built from its exponent bits.
     clamped = x.clamp(min=_EXP_UNDERFLOW - 1)
     n = (clamped * LOG2_E).round_()
     r = (clamped - n * _LN2_HIGH).sub_(n * _LN2_LOW)

@@ -122,7 +122,7 @@ class Gradients:
     def buffer(self, master: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a float32 tensor like the master weight to add to in place, and autograd's part.
 
-        The tensor is the sum itself, made of zeros if there is none, or with a hook a tensor of
+        The tensor is the sum itself, built from zeros if there is none, or with a hook a tensor of
         zeros, which is autograd's part as well.
         """
         total = self._sum(master)
@@ -212,7 +212,7 @@ class _Stage:
         dtype: The dtype of the products; None of the embedding's rows.
         before: The stage of the products of the same master weight, after which the rows of each
             micro-batch are added, as of a tied head.
-        made: What backward has made of this rank's micro-batch: a product, or rows and values.
+        made: What backward has built from this rank's micro-batch: a product, or rows and values.
         received: The own rows of all ranks' products, which wait for the embedding's rows.
     """
 

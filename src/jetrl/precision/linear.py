@@ -281,7 +281,7 @@ def wgrad(dy: OutputGradient, x: GEMMInput, master: Tensor, gradients: Gradients
     """Add dW = dY^T @ X to the gradient of the master weight, and return what autograd is handed.
 
     Args:
-        x: X [T, K] in 128 x 128 groups next to an FP8 weight, BF16 values beside another.
+        x: X [T, K] in 128 x 128 groups next to an FP8 weight, BF16 values next to another.
         master: The master weight [N, K].
         gradients: The sink, whose methods say when autograd is handed more than None.
     """
@@ -330,7 +330,7 @@ class _LinearFunction(torch.autograd.Function):
         # Both forms of dY come from the same BF16 values, as both of X do.
         dy = quantize_output_gradient(grads[0].bfloat16().contiguous(), weight, plan)
         dx = dgrad(dy.rows, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
-        # X is quantized here rather than kept: forward's groups of 1 x 128 are FProp's alone.
+        # X is quantized here rather than kept: forward's groups of 1 x 128 are only FProp's.
         entered = quantize_for_wgrad(x, plan) if isinstance(weight, FP8Weight) else x
         dw = wgrad(dy, entered, ctx.master, ctx.gradients)
         return dx, dw, None, None, None, None
@@ -356,7 +356,7 @@ def _adapted_linear(
 class _AdaptedFunction(torch.autograd.Function):
     """A frozen linear layer and its adapter on a GPU, so that nothing is copied between the two.
 
-    The adapter's master weights are inputs for their gradients alone.
+    The adapter's master weights are inputs for only their gradients.
     """
 
     @staticmethod

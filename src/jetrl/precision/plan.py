@@ -112,7 +112,7 @@ class Rounding(NamedTuple):
     Attributes:
         format: "fp8_weights" are the values of FP8 codes, as BF16.
         scales: The rule of the scales of codes; "fp32" if there are none.
-        through_bf16: Whether codes are made of the master weight rounded to BF16.
+        through_bf16: Whether codes are built from the master weight rounded to BF16.
     """
 
     format: Literal["fp32", "bf16", "fp8", "fp8_weights", "nvfp4"]
@@ -125,7 +125,7 @@ class PrecisionPlan:
     """The formats of a run, by the role of an operand.
 
     Attributes:
-        name: The preset that the plan was made of.
+        name: The preset that the plan was built from.
         rollout_linear: The decoder layers' linears, sampling side.
         train_linear: The decoder layers' linears, training side.
         kv: Keys and values, on both sides: one format for both, or the keys' + the values'.

@@ -55,7 +55,7 @@ class FP8Weight:
 
 @dataclass(frozen=True)
 class WeightOfCodedInputs:
-    """A BF16 weight [N, K] that multiplies X as FP8 codes would say X: for comparisons alone.
+    """A BF16 weight [N, K] that multiplies X as FP8 codes would say X: for only comparisons.
 
     Attributes:
         values: bfloat16 [N, K].

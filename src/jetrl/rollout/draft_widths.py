@@ -25,7 +25,7 @@ from jetrl.memory.pages import ALWAYS_ROWS, MOST_ROWS
 from jetrl.rollout.sizes import padded_batch
 
 _KEPT = 0.8  # The share of a mean that a new step of decode leaves.
-_LEAST, _MOST = 0.5, 2.0  # Bounds of what drafts bring beside what they are expected to.
+_LEAST, _MOST = 0.5, 2.0  # Bounds of what drafts bring next to what they are expected to.
 
 
 class _Source:
@@ -77,7 +77,7 @@ class DraftWorth:
 
     def __init__(self) -> None:
         self._text, self._head = _Source(), _Source()
-        self._brought = 1.0  # Beside what was expected.
+        self._brought = 1.0  # Next to what was expected.
         self.head_tokens = 0
 
     def observe(

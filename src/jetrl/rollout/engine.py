@@ -4,7 +4,7 @@
 `Generation` until they have ended. `add`, `step`, `cancel` and `finish` are the same for callers
 whose prompts come one by one. The KV cache lives from call to call.
 
-    schedule ─▶ prefill: forward, draw ─▶ ... the next steps ... ─▶ take in
+    schedule ─▶ prefill: forward, draw ─▶ ... the next steps ... ─▶ read
              └▶ decode: forwards       ─▶
 
 On a GPU a step is launched while the one before still runs, and a decode step has several forwards,

@@ -190,7 +190,7 @@ class GenerateOptions:
     Attributes:
         environment: Replies when a sequence stops; replies are part of the completion and count
             toward max_tokens.
-        max_tokens: A limit per completion, in their order, in place of params.max_tokens.
+        max_tokens: A limit per completion, in their order, instead of params.max_tokens.
         partial: Completions to continue, and the complete prompts that end the call. Completions
             that are cut off have finish_reason "cancelled" and stand in `engine.unfinished`.
         keys: The random keys of the completions, n per prompt; None: `sequence.sequence_keys`.

@@ -4,7 +4,7 @@ session           the verbs of the loop
 step              a step's record, sampling parameters and dynamic sampling
 open, building    checks before the start; models and data
 training_run      run directory, console, phases, memory peaks
-prompt_order      which prompts a step draws
+prompt_order      which prompts per step draws
 partial_rollouts  completions that take several steps
 supervised        supervised updates, and the training of a reward model
 examples          worked answers and pairs

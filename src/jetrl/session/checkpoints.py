@@ -11,7 +11,7 @@ before, and writes the lines since then again with the same bits, so nothing wai
 
 In a run of several processes each rank copies and writes the rows that it owns. Every rank calls
 the methods of this module at the same points; what is on the disk is looked at by rank 0, and so is
-what parts keep but for their tensors, which is alike on all ranks.
+what parts keep except for their tensors, which is alike on all ranks.
 
     checkpoints/step_000050     after 50 RL steps; step_000000 is the end of the warm-up
     checkpoints/sft/step_000050 after 50 updates of the warm-up; removed when it has ended
@@ -51,7 +51,7 @@ Positive = Annotated[int, Field(ge=1, lt=2**53)]
 Ratio = Annotated[float, Field(gt=0, lt=2**53, allow_inf_nan=False)]
 Tried = Annotated[float, Field(ge=0, lt=2**53, allow_inf_nan=False)]
 PassRate = Annotated[list[Tried], Field(min_length=2, max_length=2)]
-# JSON has lists in place of tuples, so a tuple is not strict; what is in it is.
+# JSON has lists instead of tuples, so a tuple is not strict; what is in it is.
 Member = Annotated[
     tuple[RandomKey, list[Count], list[Finite], FinishReason, str, list[Step]], Field(strict=False)
 ]

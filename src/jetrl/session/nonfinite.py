@@ -2,7 +2,7 @@
 
 An update or a sample that is not finite is repeated once under observation, which names the first
 operation. The rollouts of its step are kept: with the last checkpoint they are the reproduction,
-which `jetrl replay` runs again. Whether the run goes on, its guards decide (training/guard.py).
+which `jetrl replay` runs again. Whether the run continues, its guards decide (training/guard.py).
 """
 
 from __future__ import annotations

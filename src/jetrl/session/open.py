@@ -1,4 +1,4 @@
-"""Opening a run: everything it is made of, before anything is written.
+"""Opening a run: everything it is built from, before anything is written.
 
 A mistake in settings, data or models is found here, while no run directory exists yet.
 """
@@ -208,7 +208,7 @@ def check_run(
             f"tokens, the model's context has room for {room}, and a completion ends there"
         )
 
-    # What is made of all that later: tried here, before anything slow.
+    # What is built from all that later: tried here, before anything slow.
     PromptOrder(settings, prompts, task.weights)
     PartialRollouts(settings, policy, prompts, max_turns, objective.dynamic_sampling, cards)
     read_reference(settings, policy)
@@ -376,7 +376,7 @@ def _check_contexts(
             )
 
 
-_SHORT = 7  # tokens: completions of the trial have 1 to so many, but for the first
+_SHORT = 7  # tokens: completions of the trial have 1 to so many, except for the first
 
 
 def try_advantages(objective: Objective, settings: Settings) -> None:

@@ -89,7 +89,7 @@ class PartialRollouts:
         )
 
     def start_step(self) -> int:
-        """Return how many prompts the step draws beside its own, so that enough groups wait.
+        """Return how many prompts the step draws next to its own, so that enough groups wait.
 
         In the first step these are all of the groups that are to wait. Where more groups wait than
         should, the number is negative: the step begins so many prompts fewer.
@@ -153,7 +153,7 @@ class PartialRollouts:
                 partial=Partial(enough, resume, version), keys=[keys[number] for number in own]
             ),
         )
-        # Completions that were cut off keep their tokens and go on in the next step.
+        # Completions that were cut off keep their tokens and continue in the next step.
         cut_off = engine.unfinished
         indices = iter(range(len(completions)))
 

@@ -137,7 +137,7 @@ def goes_on(settings: Settings) -> bool:
     """Return whether torchrun starts the ranks again of a run that it has begun (--max-restarts).
 
     Raises:
-        Terminated, TimeLimitReached: The run was not lost, but asked to stop: it does not go on.
+        Terminated, TimeLimitReached: The run was not lost, but asked to stop: it does not continue.
     """
     # Not by the number of restarts, which machines may count differently.
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:

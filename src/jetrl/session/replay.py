@@ -48,8 +48,8 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
 
     Args:
         path: A run directory, or a folder in its `nonfinite`, which earlier versions wrote.
-        preset: A precision preset in place of the run's plan.
-        device: A device in place of the run's.
+        preset: A precision preset instead of the run's plan.
+        device: A device instead of the run's.
 
     Returns:
         The last step that was begun, and in words what was not finite, "" if everything is.
@@ -79,7 +79,7 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
     """Copy into a folder what a resume reads of a run; return the settings to resume it with."""
     where = [f"run.dir={folder.parent}", f"run.name={folder.name}"]
     where += [f"run.device={device}"] * (device is not None)
-    # The config is read anew: what a resume may not change is changed in the copy.
+    # The config is read again: what a resume may not change is changed in the copy.
     settings = load_config(run.path / "config.toml", [*_OVERRIDES, *where])
     plan = run.plan()
     if preset is not None:

@@ -1,6 +1,6 @@
 """A training step: its record, its sampling parameters, and dynamic sampling.
 
-Dynamic sampling draws more prompts in place of groups that teach nothing: a group whose completions
+Dynamic sampling draws more prompts instead of groups that teach nothing: a group whose completions
 all have the same reward has no advantage and no gradient (Yu et al. 2025, "DAPO", eq. 11).
 """
 

@@ -268,7 +268,7 @@ _NOTHING = (0, 0, 0)  # sequences done, all sequences, tokens
 class RankProgress(PhaseObserver):
     """The progress of a rollout over all ranks, for the console of rank 0.
 
-    Each rank writes its own progress to the store about once a second, and rank 0 adds up what it
+    Each rank writes its own progress to the store about once per second, and rank 0 adds up what it
     finds there. Nobody waits: a rank counts once it has written in this phase.
     """
 
@@ -337,7 +337,7 @@ class TrainingRun:
         self.settings, self.context = settings, context
         model = context.model
 
-        # The run directory, with the record of this attempt, and trackers beside it.
+        # The run directory, with the record of this attempt, and trackers next to it.
         first = world().is_first
         self.directory = open_run_directory(settings, model.plan.to_dict(), resume)
         self.directory.notes += context.notes

@@ -2,7 +2,7 @@
 
 `sections.py` has the sections and `Settings`, the whole; `algorithm_section.py`,
 `precision_section.py` and `model_sections.py` the sections of the algorithm, of the formats and of
-the models beside the policy; `section.py` their base class; `loading.py` reads and writes them. No
+the models next to the policy; `section.py` their base class; `loading.py` reads and writes them. No
 torch.
 """
 

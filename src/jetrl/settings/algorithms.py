@@ -1,10 +1,10 @@
 """The algorithms by name: each is a record of an advantage estimator, a loss and an aggregation.
 
-    advantages   what is made of the rewards of a step           training/advantages.py
+    advantages   what is built from the rewards of a step           training/advantages.py
     loss         what a token contributes, given its advantage   training/objectives/
     aggregation  how the tokens of an update are weighted        training/objectives/aggregation.py
 
-Beside them a record holds the settings of `[algorithm]` that the algorithm reads, with its own
+Next to them a record holds the settings of `[algorithm]` that the algorithm reads, with its own
 defaults: a setting that is not among them means nothing to it, and giving it is an error. The
 formulas are in docs/algorithms.md. No torch here: the settings are checked against this table.
 

@@ -472,7 +472,7 @@ def same_value(gold: str, answer: str) -> bool:
 
 
 def without_doubled_brackets(text: str) -> str:
-    """Return a deeply nested answer with one bracket in place of brackets right around brackets.
+    """Return a deeply nested answer with one bracket instead of brackets right around brackets.
 
     The time that LaTeX takes to be read grows several times over with each bracket in a bracket.
     Answers of up to MAX_DEPTH are returned as they are.

@@ -46,9 +46,9 @@ class Task:
         splits: The names that `prompts` accepts; the first is trained on by default.
         stop: Strings that end a completion; the text handed to `score` is cut before them.
         alphabet: Every character of prompts and answers, for a tokenizer with one token a
-            character; None where the task is made of free text.
+            character; None where the task is built from free text.
         max_turns: Largest number of turns of a completion; above 1 where `step` replies.
-        weights: Share of the prompts by `Prompt.task`, for a task made of several; {} else.
+        weights: Share of the prompts by `Prompt.task`, for a task built from several; {} else.
         reading: A sentence for people who see the completions, where they are not written as a
             person would write them; shown at a run's start and in its report.
     """
@@ -123,7 +123,7 @@ class Task:
     def readable(self, prompt: Prompt, completion: str) -> str:
         """Return a prompt and its completion as a person would write them, on one line.
 
-        It is shown beside both where people look at samples. The default, "", shows nothing: they
+        It is shown next to both where people look at samples. The default, "", shows nothing: they
         are written as a person would write them.
 
         Args:

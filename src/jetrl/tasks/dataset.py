@@ -38,7 +38,7 @@ _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{(?=.*['"]role['"]\s*:)(?=.*['"]content
 
 
 class Dataset(Task):
-    """The rows of a file, a folder or a data set's name, each one a prompt.
+    """The rows of a file, a folder or a data set's name, each one per prompt.
 
     A field is named by its key, or by a dotted path to a part of it (reward_model.ground_truth).
 

@@ -12,7 +12,7 @@ Every step compares sampler and trainer on all trained tokens, before any weight
 several updates the later minibatches are therefore forwarded once without gradient under an exact
 plan too.) Under an exact plan one different bit ends the step with `StepMismatchError`.
 
-What is optimized is an `Objective` (objectives/), made of the pieces that the settings name.
+What is optimized is an `Objective` (objectives/), built from the pieces that the settings name.
 """
 
 from __future__ import annotations

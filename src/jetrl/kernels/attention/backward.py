@@ -190,7 +190,7 @@ def _dkdv_step(
     if SCALED:
         dp = dp * vs[:, None]
     ds = (p * (dp - tl.load(delta_ptr + line)[None, :])).to(tl.bfloat16)
-    # dQ will multiply the very BF16 numbers that dK is made of here.
+    # dQ will multiply the very BF16 numbers that dK is built from here.
     if STORE:
         ds_desc.store([ds_row, 0], ds)
     dk = tl.dot(ds, q, dk)

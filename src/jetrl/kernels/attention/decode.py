@@ -178,7 +178,7 @@ def decode_kernel(
     Args:
         q_ptr: bfloat16 [R, H, D].
         k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D].
-        v_ptr: like k_ptr; FP8 beside int8 is fine.
+        v_ptr: like k_ptr; FP8 next to int8 is fine.
         ks_ptr: float32 [P, BLOCK_N, G], read with SCALED.
         pages_ptr: int32 [B, table_width], the pages of each sequence.
         lengths_ptr: int32 [B], keys of each context, those of all its queries included.

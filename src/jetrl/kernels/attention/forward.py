@@ -347,7 +347,7 @@ def _attend_rows(
                 release_block(ring, wait_for_block(ring, b))
             base += all_blocks
 
-            # Outputs, rounded to BF16; codes are made of the rounded row, as the quantizer would
+            # Outputs, rounded to BF16; codes are built from the rounded row, as the quantizer would
             # make them of the one in memory. A head of 128 channels is one 1 x 128 group.
             inv = gl.convert_layout(inverse(total), output_row, assert_trivial=True)
             o = normalize(acc, inv[:, None], SCALED).to(gl.bfloat16)

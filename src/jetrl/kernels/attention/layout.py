@@ -41,7 +41,7 @@ class KeyValueCodes:
     Attributes:
         k: float8_e4m3fn or int8, or bfloat16 without scales, [..., G, D].
         k_scales: float32 [..., G], one scale for each token and head, or None with bfloat16.
-        v: like k; FP8 beside INT8 is fine.
+        v: like k; FP8 next to INT8 is fine.
     """
 
     k: Tensor

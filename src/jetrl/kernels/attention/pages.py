@@ -122,7 +122,7 @@ def _store_heads(
     row, head = row_and_head(column, first_row, group, GROUP, SEVERAL)
     places = o_ptr + row.to(gl.int64)[None, :] * (H * D) + head[None, :] * D + channel[:, None]
     o = tile.to_bfloat16(o)
-    # A head of 128 channels is one 1 x 128 group. Codes are made of the rounded row, as the
+    # A head of 128 channels is one 1 x 128 group. Codes are built from the rounded row, as the
     # quantizer would make them of the one in memory.
     if QUANTIZE:
         wide = tile.widen(o)
@@ -171,7 +171,7 @@ def store_split(
         part_ptr: where a split's outputs go, as of `_store_state`.
     """
     # Folding the only split into the empty state would change no bit, so it is finished here; and
-    # so a query that sees one split beside one that sees two may leave its state as that one does.
+    # so a query that sees one split next to one that sees two may leave its state as that one does.
     if (all_blocks <= SPLIT) | (all_blocks > max_splits * SPLIT):
         # A context of more splits than the launch has is NaN, not a truncated answer.
         total = gl.where(all_blocks > max_splits * SPLIT, float("nan"), total)

@@ -1,6 +1,6 @@
 """A linear layer in FP8 or NVFP4 with an adapter on Hopper: the product with A, then its own.
 
-Few rows: the layer's kernel starts beside the product with A and adds the product with B before it
+Few rows: the layer's kernel starts next to the product with A and adds the product with B before it
 writes y. The libraries' kernels know no adapters: behind them a pass reads and writes y once more.
 All give the same bits.
 """

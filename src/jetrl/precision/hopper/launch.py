@@ -53,7 +53,7 @@ def _short(dtype: torch.dtype) -> str:
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 TRITONS_OWN = 512  # bytes, at most, of what Triton keeps there itself: arguments of warps, padding
 BARRIER = 8  # bytes
-_OF_SYSTEM = 1024  # bytes that the system has beside each program's
+_OF_SYSTEM = 1024  # bytes that the system has next to each program's
 _FEWEST = 2
 
 
@@ -62,7 +62,7 @@ def program_bytes(stages: int, stage: int, beside: int) -> int:
 
     Args:
         stage: Bytes of a stage of all rings, its barriers among them.
-        beside: Bytes of all else, such as the tiles of an adapter.
+        next to: Bytes of all else, such as the tiles of an adapter.
     """
     return stages * stage + beside + TRITONS_OWN
 
@@ -72,7 +72,7 @@ def fitting_stages(fastest: int, stage: int, beside: int, room: int) -> int:
 
     Args:
         stage: As of `program_bytes`.
-        beside: As of `program_bytes`.
+        next to: As of `program_bytes`.
         room: Bytes of shared memory that the program may take.
     """
     stages = fastest

@@ -141,7 +141,7 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
 
     Where there is no more than one program for each SM, its stages take more than half
     of the shared memory: or else two programs were put on one, and others had none (26 microseconds
-    in place of 20, with an adapter, for 8 rows and a weight of 4,096 x 12,288).
+    instead of 20, with an adapter, for 8 rows and a weight of 4,096 x 12,288).
     """
     narrow, wide = n <= 32 * MULTIPROCESSORS, n > 64 * MULTIPROCESSORS
     if rows <= 16 and parts > 1:

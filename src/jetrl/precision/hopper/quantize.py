@@ -133,7 +133,7 @@ def load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride):
 
 
 # In the kernels below block and column number a program's tile in blocks of 128 (rows kernel: of
-# ROWS rows). num_rows is not specialized on: another number of tokens would compile anew.
+# ROWS rows). num_rows is not specialized on: another number of tokens would compile again.
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])

@@ -1,6 +1,6 @@
 """A scoring process, from the side that starts it.
 
-This side hands out items, takes in replies, and finds out the cause when the process dies.
+This side hands out items, reads replies, and finds out the cause when the process dies.
 
 The process is a fresh interpreter with a session of its own, so that Ctrl-C does not reach it and
 whatever its task started ends with it. What it prints comes over a pipe, and the last of it is kept
@@ -290,7 +290,7 @@ class WorkerProcess:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             return "score closed the worker's connection"
-        for _ in range(4):  # a pipe's whole content; what escaped the process may go on writing
+        for _ in range(4):  # a pipe's whole content; what escaped the process may continue writing
             if not self._read_output():
                 break
         text = self._printed.decode("utf-8", "replace")

@@ -4,7 +4,7 @@ A task's score is other people's code on a model's text: a symbolic comparison t
 regular expression that explodes, a segmentation fault in a parser. None of it may stop a run. So
 each worker is a fresh interpreter (no fork, no torch, no re-import of the main program); an item
 that hangs or kills its worker scores 0 with a text that says why, its worker is replaced, and the
-other items go on. Items go out in chunks and replies come back one by one, so the parent knows
+other items continue. Items go out in chunks and replies come back one by one, so the parent knows
 which item a dead worker was at.
 
 Results come in the order of the items and depend on the task alone, not on the number of workers.
