@@ -425,11 +425,13 @@ CASES = (
         "an adapter on a base in NVFP4, noise on norms, evaluation between",
         (
             jetrl(
-                f"train recipes/demo.toml {SUMS} run.name=nvfp4 adapter.kind=lora adapter.rank=3",
+                f"train recipes/demo.toml {SUMS} {LENGTHS} run.name=nvfp4 sft.steps=0",
+                "adapter.kind=lora adapter.rank=3",
                 "precision.base=nvfp4 adapter.noise_start=0.05 adapter.noise_end=0.01",
                 "adapter.noise_stages=2 sft.lr=1e-2 train.lr=1e-2 eval.every=2",
             ),
         ),
+        files={"lengths.py": TASK_OF_A_USER},
         measures=("noise/sigma",),
     ),
     Case(
