@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.study.command import opened
 from benchmarks.study.report import markdown, report_charts, report_tables
+from benchmarks.study.running import opened
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console

@@ -108,7 +108,7 @@ def tiny_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "tiny.toml"
     file.write_text(TINY.replace("OUT", str(folder / "out")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.study.command.Pool", PoolInThisProcess)
+        patch.setattr("benchmarks.study.running.Pool", PoolInThisProcess)
         patch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
         assert main(["study", str(file)]) == 0
     return file

@@ -20,7 +20,7 @@ def left(tiny_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
     No command may be started.
     """
-    monkeypatch.setattr("benchmarks.study.command.Pool", NoPool)
+    monkeypatch.setattr("benchmarks.study.running.Pool", NoPool)
     monkeypatch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
     shutil.copytree(
         tiny_study.parent,

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from benchmarks.study.command import kind_warning, room_warning
 from benchmarks.study.definition import definition_of
 from benchmarks.study.plan import PlannedRun, planned_runs
 from benchmarks.study.results import Results
+from benchmarks.study.running import kind_warning, room_warning
 from tests.study.test_analysis import run
 
 from jetrl.memory.plan import GIB

@@ -62,7 +62,7 @@ def test_places_go_to_the_first_of_the_queue_that_has_a_command(
 ) -> None:
     """While the first study's start is trained the second gets places, and its runs come first."""
     ThreePlaces.begun = []
-    monkeypatch.setattr("benchmarks.study.command.Pool", ThreePlaces)
+    monkeypatch.setattr("benchmarks.study.running.Pool", ThreePlaces)
     (files / "queue.toml").write_text(QUEUE)
     assert main(["study", "queue.toml", "--no-report"]) == 1
     assert [names for names in ThreePlaces.begun if names] == [
@@ -97,7 +97,7 @@ def test_a_start_with_other_weights_leaves_the_other_studies_going(
         run["start_sha256"] = "0" * 64
     (files / "out-one" / "results.json").write_text(json.dumps(results))
     ThreePlaces.begun = []
-    monkeypatch.setattr("benchmarks.study.command.Pool", ThreePlaces)
+    monkeypatch.setattr("benchmarks.study.running.Pool", ThreePlaces)
     assert main(["study", "one.toml", "two.toml", "--no-report"]) == 1
     assert {name[:3] for names in ThreePlaces.begun for name in names} == {"two"}
     printed = capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_runs_that_are_trained_are_evaluated_before_others_begin(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ThreePlaces.begun = []
-    monkeypatch.setattr("benchmarks.study.command.Pool", ALongStart)
+    monkeypatch.setattr("benchmarks.study.running.Pool", ALongStart)
     queue = '[[study]]\nfile = "one.toml"\n[[study]]\nfile = "two.toml"\nonly = ["seed=0"]\n'
     (files / "queue.toml").write_text(queue)
     assert main(["study", "queue.toml", "--no-report"]) == 1
@@ -152,7 +152,7 @@ def test_each_study_has_its_own_results_and_report(
     for name in ("one", "two"):
         (files / f"out-{name}").mkdir()
         (files / f"out-{name}" / "results.json").write_text(done)
-    monkeypatch.setattr("benchmarks.study.command.Pool", PoolInThisProcess)
+    monkeypatch.setattr("benchmarks.study.running.Pool", PoolInThisProcess)
     assert main(["study", "one.toml", "two.toml"]) == 0
     assert all((files / f"out-{name}" / "report.html").is_file() for name in ("one", "two"))
     assert main(["study", "one.toml", "two.toml", "--report-only"]) == 0

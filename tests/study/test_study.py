@@ -76,7 +76,7 @@ def test_what_is_done_is_not_run_again(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The results file alone says what is done: runs, weights and logs may be elsewhere."""
-    monkeypatch.setattr("benchmarks.study.command.Pool", NoPool)
+    monkeypatch.setattr("benchmarks.study.running.Pool", NoPool)
     assert main(["study", str(copy)]) == 0
     assert main(["study", str(copy), "--dry-run"]) == 0
     assert "4 runs, 4 done" in capsys.readouterr().out
@@ -108,7 +108,7 @@ def test_twins_that_differ_fail_loudly(copy: Path, capsys: pytest.CaptureFixture
 def test_results_of_other_settings_are_refused(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.study.command.Pool", NoPool)
+    monkeypatch.setattr("benchmarks.study.running.Pool", NoPool)
     copy.write_text(copy.read_text().replace("page_size = 8", "page_size = 4"))
     assert main(["study", str(copy), "--only", "unified"]) == 0
     assert main(["study", str(copy)]) == 2
@@ -138,7 +138,7 @@ def test_what_fails_is_tried_once_more_and_then_reported(
     file = tmp_path / "fails.toml"
     file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
     FailingPool.calls = []
-    monkeypatch.setattr("benchmarks.study.command.Pool", FailingPool)
+    monkeypatch.setattr("benchmarks.study.running.Pool", FailingPool)
     monkeypatch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
     assert main(["study", str(file), "--only", "pages"]) == 1
     start, *calls = FailingPool.calls
@@ -195,7 +195,7 @@ def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
     file.write_text(text.replace("\n[eval]", wild))
     monkeypatch.setattr("benchmarks.study.report.to_png", lambda *_: None)
     monkeypatch.setattr("jetrl.runs.report.to_svg", lambda _: "")
-    monkeypatch.setattr("benchmarks.study.command.Pool", PoolInThisProcess)
+    monkeypatch.setattr("benchmarks.study.running.Pool", PoolInThisProcess)
     monkeypatch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
     assert main(["study", str(file), "--only", "wild"]) == 0
     (run,) = read_results(tmp_path / "wild.json").runs.values()
@@ -229,7 +229,7 @@ def test_after_the_minutes_what_runs_is_stopped_and_what_is_left_is_said(
     file = tmp_path / "cut.toml"
     file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
     EndlessPool.stopped = []
-    monkeypatch.setattr("benchmarks.study.command.Pool", EndlessPool)
+    monkeypatch.setattr("benchmarks.study.running.Pool", EndlessPool)
     monkeypatch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
     assert main(["study", str(file), "--minutes", "1e-9"]) == 75
     assert [name[:6] for name in EndlessPool.stopped] == ["start-"]

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study.analysis import common_accuracy, own_accuracy, point_name
-from benchmarks.study.command import opened
 from benchmarks.study.report import report_tables
+from benchmarks.study.running import opened
 
 ROOT = Path(__file__).parents[2]
 CHECKED_PROSE = ("README.md", "benchmarks.md", "study.md")
