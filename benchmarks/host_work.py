@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from jetrl.rewards.sampling import _packed, _unpacked
 from jetrl.session.ranks import samples_digest
+from jetrl.session.sampling import _packed, _unpacked
 from jetrl.training import pack
 from jetrl.types import Completion, Prompt, Sample, Score
 

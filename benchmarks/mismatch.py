@@ -34,10 +34,10 @@ from benchmarks.parity import make_policy, prompts_of
 
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
-from jetrl.parity import measure
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.plan import SamplerDeviation
-from jetrl.presets import LinearFormat
+from jetrl.session.parity import measure
+from jetrl.settings.presets import LinearFormat
 
 _TEMPERATURE = 0.6
 _SPLIT = 256  # Keys after which the other attention begins a new sum.

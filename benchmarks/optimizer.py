@@ -38,7 +38,7 @@ from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
 from jetrl.precision.linear import Linear
 from jetrl.precision.quantized_weight import operand_tensors
-from jetrl.settings import TrainSettings
+from jetrl.settings.sections import TrainSettings
 from jetrl.training.optimizer import Optimizer
 
 STATES = ("compact", "fp32")

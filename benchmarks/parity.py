@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from benchmarks.harness import add_shape_arguments, begins, bench_parser, command_typed, versions
 
-from jetrl.compiling import compiled_ahead
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import SHAPES, ModelConfig
 from jetrl.models.policy import Policy
-from jetrl.parity import check_policy, failures, located, measure
 from jetrl.precision import PrecisionPlan
+from jetrl.session.compiling import compiled_ahead
+from jetrl.session.parity import check_policy, failures, located, measure
 
 _TEMPERATURE = 0.6
 ALPHA = 32.0  # of adapters

@@ -32,9 +32,9 @@ from benchmarks.harness import (
 from benchmarks.parity import make_policy
 
 from jetrl.models.policy import Policy
-from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.session.partial_rollouts import PartialRollouts
+from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import load_config
 from jetrl.types import Completion, Prompt, SamplingParams
 

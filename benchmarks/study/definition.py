@@ -26,8 +26,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from jetrl.errors import UserError
 from jetrl.files import read_text, shown_value
-from jetrl.presets import KVSetting, Preset
 from jetrl.runs.metrics import check_metrics
+from jetrl.settings.presets import KVSetting, Preset
 from jetrl.settings.section import Mass, NonNegative, NonNegativeFloat, Positive, Section, Share
 
 S = TypeVar("S", bound=Section)

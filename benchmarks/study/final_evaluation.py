@@ -27,8 +27,8 @@ from jetrl.models.peft import is_adapter
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.randomness import derive_seed
-from jetrl.rewards.evaluate import evaluate_model
 from jetrl.runs.directory import RunDirectory
+from jetrl.session.evaluate import evaluate_model
 from jetrl.settings.loading import Settings, load_config
 from jetrl.tasks import Scorer, build_task
 from jetrl.training import Checkpoints

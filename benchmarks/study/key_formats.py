@@ -24,7 +24,7 @@ from torch import Tensor
 
 import jetrl
 from jetrl.precision import PrecisionPlan
-from jetrl.rewards.sampling import encode_prompts
+from jetrl.session.sampling import encode_prompts
 from jetrl.tasks import build_task
 from jetrl.types import SamplingParams
 

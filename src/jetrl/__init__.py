@@ -56,7 +56,7 @@ _RENAMED = {
     "jetrl.algorithms": "jetrl.settings.algorithms",
     "jetrl.config": "jetrl.settings.loading",
     "jetrl.cpu_memory": "jetrl.memory.cpu",
-    "jetrl.evaluate": "jetrl.rewards.evaluate",
+    "jetrl.evaluate": "jetrl.session.evaluate",
     "jetrl.policy": "jetrl.models.policy",
     "jetrl.scalar_model": "jetrl.models.scalar_model",
     "jetrl.tasks.arithmetic": "jetrl.tasks.toys",

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import parity
 from jetrl.models.families import SHAPES
-from jetrl.parity import Check
+from jetrl.session.parity import Check
 
 
 def test_loads_and_the_proof_are_rows_of_the_file(

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetrl import loop, parity, precision, train
+from jetrl import loop, precision, train
 from jetrl.cli import doctor, init
 from jetrl.cli import eval as eval_command
 from jetrl.cli.opening import find_model, open_policy
@@ -27,6 +27,7 @@ from jetrl.models import families
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
+from jetrl.session import parity
 from jetrl.session.building import build_policy
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.tasks import get_task

@@ -15,13 +15,13 @@ from jetrl.memory.plan import adapter_bytes, quantized_bytes
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import random_weights
-from jetrl.parity import check_policy, failures, locate, measure, random_prompts
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.adapter import (
     add_adapter,
     project_down,
     project_up,
 )
+from jetrl.session.parity import check_policy, failures, locate, measure, random_prompts
 from jetrl.settings.loading import load_config
 from jetrl.training import SftTrainer
 from jetrl.types import Example

@@ -14,7 +14,7 @@ from jetrl.kernels.rotary import rotary_table
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.layer import Rotary
 from jetrl.precision import PrecisionPlan
-from jetrl.presets import key_and_value_formats
+from jetrl.settings.presets import key_and_value_formats
 
 pytestmark = pytest.mark.gpu
 

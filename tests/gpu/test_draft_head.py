@@ -13,8 +13,8 @@ from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.kernels.decode_state import HEAD, DecodeState, DraftText
 from jetrl.kernels.draft import propose, remember
 from jetrl.models.draft_head import DraftHead
-from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
+from jetrl.session.parity import random_prompts
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
 from jetrl.training.extras.draft_head import DraftHeadTraining

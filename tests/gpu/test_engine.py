@@ -17,9 +17,9 @@ from jetrl.errors import RunStopped
 from jetrl.kernels import decode as reference
 from jetrl.kernels.decode_state import DecodeState, Drawn
 from jetrl.kernels.sampling import random_bits
-from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.decode_forward import GraphForwards
+from jetrl.session.parity import random_prompts
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import UserError
 from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.models.attention import PackedKeyValues
-from jetrl.parity import locate, measure, random_prompts, self_check
 from jetrl.precision import PrecisionPlan
+from jetrl.session.parity import locate, measure, random_prompts, self_check
 from jetrl.settings.loading import load_config
 from jetrl.training import SftTrainer
 from jetrl.types import Example

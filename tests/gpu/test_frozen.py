@@ -12,8 +12,8 @@ from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import random_weights
-from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
+from jetrl.session.parity import random_prompts
 
 pytestmark = pytest.mark.gpu
 

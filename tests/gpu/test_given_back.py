@@ -10,8 +10,8 @@ from small_models import config, scored
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.memory.device import beside_tensors
-from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
+from jetrl.session.parity import random_prompts
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
 from jetrl.types import Completion

@@ -10,8 +10,8 @@ from small_models import config
 from torch import Tensor
 
 from jetrl import Policy
-from jetrl.parity import locate, measure, random_prompts
 from jetrl.precision import PrecisionPlan
+from jetrl.session.parity import locate, measure, random_prompts
 
 pytestmark = pytest.mark.gpu
 

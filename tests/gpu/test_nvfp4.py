@@ -20,7 +20,6 @@ from jetrl.models.families import ModelConfig
 from jetrl.models.hf import model_config, save_model
 from jetrl.models.norm_noise import NormNoise
 from jetrl.models.tiny import random_weights
-from jetrl.parity import check_policy, failures, measure, random_prompts
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import (
     WIDENED_FACTOR,
@@ -34,7 +33,8 @@ from jetrl.precision.nvfp4 import (
     widened,
 )
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
-from jetrl.settings import Settings
+from jetrl.session.parity import check_policy, failures, measure, random_prompts
+from jetrl.settings.sections import Settings
 
 pytestmark = pytest.mark.gpu
 

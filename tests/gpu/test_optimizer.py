@@ -8,7 +8,7 @@ from torch import nn
 
 from jetrl.kernels.adamw import adamw_, adamw_ref_
 from jetrl.kernels.adamw_scalars import adamw_scalars
-from jetrl.settings import TrainSettings
+from jetrl.settings.sections import TrainSettings
 from jetrl.training.optimizer import Optimizer
 
 pytestmark = pytest.mark.gpu

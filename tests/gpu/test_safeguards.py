@@ -18,8 +18,8 @@ from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import NonFiniteError, OutOfMemoryStop
 from jetrl.models.families import ModelConfig
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
+from jetrl.session.parity import random_prompts
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
 from jetrl.training.guard import Watch

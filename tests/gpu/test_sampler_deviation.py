@@ -10,10 +10,10 @@ from small_models import config
 
 from jetrl import Policy
 from jetrl.kernels.sampling import normal_noise, with_noise
-from jetrl.parity import check_policy, failures, measure
 from jetrl.precision import PrecisionPlan, dequantize, quantize
 from jetrl.precision.linear import quantize_for_wgrad, quantize_output_gradient
 from jetrl.precision.plan import SamplerDeviation
+from jetrl.session.parity import check_policy, failures, measure
 
 pytestmark = pytest.mark.gpu
 

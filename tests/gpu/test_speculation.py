@@ -27,9 +27,9 @@ from jetrl.kernels.decode_state import (
 )
 from jetrl.kernels.draft import ngram_entry, propose, remember
 from jetrl.models.draft_head import DraftHead
-from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.draft_widths import DraftWidths, choices
+from jetrl.session.parity import random_prompts
 
 pytestmark = pytest.mark.gpu
 

@@ -21,8 +21,8 @@ from jetrl.models.peft import adapted_config, adapter_of, lora_of, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny, random_weights
-from jetrl.parity import measure
 from jetrl.precision import PrecisionPlan
+from jetrl.session.parity import measure
 from jetrl.settings.model_sections import AdapterSettings
 
 CONFIG = ModelConfig.from_hf(

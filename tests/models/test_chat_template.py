@@ -7,12 +7,12 @@ import json
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.limited import LimitedProcess, LimitError
 from jetrl.models import chat_template
 from jetrl.models.chat import encode_prompt
 from jetrl.models.chat_template import render_messages
 from jetrl.models.tiny import character_tokenizer
 from jetrl.types import Prompt
+from jetrl.untrusted import LimitedProcess, LimitError
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if not loop.first %}\n{% endif %}<{{ m.role }}>"

@@ -8,9 +8,9 @@ import torch
 from jetrl import Policy
 from jetrl.models.families import SHAPES
 from jetrl.models.norm_noise import NoiseSchedule, NormNoise
-from jetrl.parity import measure
 from jetrl.precision import PrecisionPlan
-from jetrl.settings import Settings
+from jetrl.session.parity import measure
+from jetrl.settings.sections import Settings
 
 CONFIG = {**SHAPES["tiny"], "hidden_size": 128, "intermediate_size": 128, "vocab_size": 96}
 SCHEDULE = NoiseSchedule(0.1, 0.01, 3, 8)  # parts of two steps

@@ -23,10 +23,10 @@ from jetrl.models.nvfp4_files import left_in_16_bits
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import random_weights
-from jetrl.parity import measure
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.precision.nvfp4_weight import NVFP4Weight
+from jetrl.session.parity import measure
 
 WIDE = SIZES | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "vocab_size": 128}
 PLAN = PrecisionPlan.preset("unified").replace(base="nvfp4")

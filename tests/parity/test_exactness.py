@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from jetrl import Policy, RolloutEngine, SamplingParams
-from jetrl import parity as parity_checks
 from jetrl.models.dense import DenseBlock
 from jetrl.models.tiny import random_weights
-from jetrl.parity import (
+from jetrl.precision import PrecisionPlan
+from jetrl.precision.nvfp4_weight import NVFP4Weight
+from jetrl.rollout.paged_attention import PagedKeyValues
+from jetrl.session import parity as parity_checks
+from jetrl.session.parity import (
     check_policy,
     locate,
     measure,
@@ -23,9 +26,6 @@ from jetrl.parity import (
     said_when_slow,
     self_check,
 )
-from jetrl.precision import PrecisionPlan
-from jetrl.precision.nvfp4_weight import NVFP4Weight
-from jetrl.rollout.paged_attention import PagedKeyValues
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},

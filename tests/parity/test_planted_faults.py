@@ -17,9 +17,9 @@ import jetrl.rollout.paged_attention as key_values
 import jetrl.rollout.prefill as runner
 import jetrl.rollout.sampler as sampler
 from jetrl import Policy
-from jetrl.parity import locate, measure
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.paged_attention import KVStore
+from jetrl.session.parity import locate, measure
 
 PROMPTS = [[7] * 70, [3, 1, 4, 1, 5], [9]]
 Patch = pytest.MonkeyPatch

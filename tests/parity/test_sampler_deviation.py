@@ -13,13 +13,13 @@ from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import UserError
 from jetrl.kernels.attention.reference import attend_dense, quantize_kv
 from jetrl.kernels.sampling import normal_noise, random_bits
-from jetrl.parity import measure
 from jetrl.precision import PrecisionPlan, dequantize, quantize
 from jetrl.precision.plan import SamplerDeviation
 from jetrl.precision.quantized_weight import FP8Weight
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.runs.schemas import PLAN
-from jetrl.settings import PrecisionSettings, SamplerDeviationSettings
+from jetrl.session.parity import measure
+from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

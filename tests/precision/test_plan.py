@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from jetrl.cli import arguments
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
-from jetrl.presets import DEFAULT_PRESET, PRESETS, key_and_value_formats
-from jetrl.settings import PrecisionSettings
+from jetrl.settings.precision_section import PrecisionSettings
+from jetrl.settings.presets import DEFAULT_PRESET, PRESETS, key_and_value_formats
 
 TABLE = {  # docs/precision.md: rollout linears, training linears, keys and values, rest, lm_head
     "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),

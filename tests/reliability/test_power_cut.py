@@ -27,7 +27,7 @@ from torch import nn
 from jetrl import train
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
-from jetrl.settings import TrainSettings
+from jetrl.settings.sections import TrainSettings
 from jetrl.training import Checkpoints, Optimizer
 
 KINDS = ["ordered", "strict"]

@@ -17,10 +17,10 @@ import pytest
 from jetrl import train
 from jetrl.cli.main import main as jetrl
 from jetrl.errors import Terminated, TimeLimitReached
-from jetrl.rewards.sampling import Scoring
 from jetrl.runs import RunDirectory
 from jetrl.session import session as verbs
 from jetrl.session import stop_signals as module
+from jetrl.session.sampling import Scoring
 from jetrl.session.stop_signals import StopSignals
 from jetrl.training import Checkpoints, SftTrainer, Trainer
 from jetrl.training.checkpoint import Snapshot

@@ -17,7 +17,7 @@ from jetrl import train
 from jetrl.runs import RunDirectory
 from jetrl.runs.attempts import StatusFile, read_status
 from jetrl.session.watchdog import ExitTimer, Watchdog
-from jetrl.settings import WatchdogSettings
+from jetrl.settings.sections import WatchdogSettings
 
 TASK = """
 import ctypes
@@ -120,7 +120,7 @@ def test_a_hang_that_keeps_the_interpreter_to_itself(tmp_path: Path) -> None:
 LAST_WORDS = """
 import os
 from pathlib import Path
-from jetrl.settings import WatchdogSettings
+from jetrl.settings.sections import WatchdogSettings
 
 def say_it(why):
     if timers[-1] != 600.0:

@@ -13,13 +13,13 @@ from jetrl.cli.train import recipe_settings
 from jetrl.errors import UserError
 from jetrl.loop import sft, train
 from jetrl.models.tiny import make_tiny
-from jetrl.presets import PRESETS
-from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.runs import RunDirectory
 from jetrl.session import open as opening
 from jetrl.session.prompt_order import PromptOrder
+from jetrl.session.sampling import EncodedPrompt
 from jetrl.session.session import Session
 from jetrl.settings.loading import load_config
+from jetrl.settings.presets import PRESETS
 from jetrl.tasks import get_task
 from jetrl.types import Prompt
 

@@ -10,8 +10,8 @@ import pytest
 from jetrl import load_config
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
-from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.session.partial_rollouts import PartialRollouts
+from jetrl.session.sampling import EncodedPrompt
 from jetrl.types import Prompt
 
 STATE = [["b", [[5, [1, 2], [-0.5, -0.25], "cancelled", "", [1, 1]]]]]

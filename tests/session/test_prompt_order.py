@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jetrl.randomness import draw_range, shares, weighted_draw
-from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.session.prompt_order import PassRates, PromptDigest, PromptOrder, ShuffledPrompts
+from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import load_config
 from jetrl.types import Completion, Prompt, Sample, Score
 

@@ -8,7 +8,6 @@ import pytest
 from tools.documents.settings import with_tables
 
 from jetrl.errors import UserError
-from jetrl.settings import ModelSettings, RolloutSettings, TaskSettings
 from jetrl.settings.loading import (
     NAMES_ELSEWHERE,
     Settings,
@@ -18,6 +17,7 @@ from jetrl.settings.loading import (
     packaged_recipes,
     to_toml,
 )
+from jetrl.settings.sections import ModelSettings, RolloutSettings, TaskSettings
 
 ROOT = Path(__file__).parents[2]
 

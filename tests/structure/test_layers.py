@@ -1,11 +1,10 @@
 """Imports go down the layers: a failure names file, line and import.
 
-    cli -> loop -> session -> {rewards, parity, compiling}
-        -> {rollout, training, tasks, runs} -> memory -> models -> kernels -> precision
+    cli -> loop -> session -> {rollout, training, tasks, runs} -> memory -> models -> kernels
+        -> precision
 
-and everyone may use types, presets, settings, errors, files, limited, randomness, distributed and
-users_code. rollout and training never import each other; tasks and runs know neither the model nor
-torch.
+and everyone may use types, settings, errors, files, randomness, distributed and untrusted.
+rollout and training never import each other; tasks and runs know neither the model nor torch.
 """
 
 from __future__ import annotations
@@ -25,27 +24,23 @@ BASE = {
     "types",
     "errors",
     "files",
-    "limited",
-    "presets",
     "randomness",
     "settings",
     "distributed",
-    "users_code",
+    "untrusted",
 }
 BELOW_ROLLOUT = {"precision", "kernels", "models", "memory"}
 PARTS = {"rollout", "training", "tasks", "runs"}
-EVERYTHING = BASE | BELOW_ROLLOUT | PARTS | {"rewards", "parity", "compiling", "session", "loop"}
+EVERYTHING = BASE | BELOW_ROLLOUT | PARTS | {"session", "loop"}
 
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
     "files": {"errors"},
-    "limited": set(),
-    "presets": set(),
     "randomness": set(),
-    "settings": {"errors", "presets"},
+    "settings": {"errors"},
     "distributed": {"errors", "files"},
-    "users_code": {"errors"},
+    "untrusted": {"errors"},
     "precision": BASE,
     "kernels": BASE | {"precision"},
     "models": BASE | {"kernels", "precision"},
@@ -54,9 +49,6 @@ ALLOWED: dict[str, set[str]] = {
     "training": BASE | BELOW_ROLLOUT,
     "tasks": BASE,
     "runs": BASE,
-    "rewards": BASE | BELOW_ROLLOUT | {"rollout", "tasks"},
-    "parity": BASE | BELOW_ROLLOUT | {"rollout", "training"},
-    "compiling": BASE | BELOW_ROLLOUT | {"rollout"},
     "session": EVERYTHING - {"loop"},
     "loop": BASE | {"session"},
     "cli": EVERYTHING,
@@ -97,7 +89,7 @@ WITHOUT_TORCH = [
     "jetrl.types",
     "jetrl.errors",
     "jetrl.files",
-    "jetrl.limited",
+    "jetrl.untrusted",
     "jetrl.settings.loading",
     "jetrl.cli.main",
     "jetrl.rollout.scheduler",

@@ -14,14 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from jetrl.cli import main
-from jetrl.users_code import check_trusted
+from jetrl.untrusted import check_trusted
 
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # The one place that unpickles: a scoring worker, what the scorer that started it sent.
 MAY_UNPICKLE = {
-    "compiling.py": {"pickle.load"},  # what the parent process wrote into a pipe
+    "session/compiling.py": {"pickle.load"},  # what the parent process wrote into a pipe
     "tasks/sandbox/wire.py": {"pickle.loads"},
     "tasks/sandbox/worker.py": {"pickle.loads"},
 }
@@ -94,7 +94,7 @@ def test_a_sockets_recv_is_not_a_connections() -> None:
 def test_no_command_but_those_that_train_may_import_a_users_file_unasked(
     command: str, trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gate of `jetrl.users_code` is closed while a command runs, and open after it."""
+    """The gate of `jetrl.untrusted` is closed while a command runs, and open after it."""
 
     def run(words: argparse.Namespace) -> int:
         check_trusted(Path("evil.py"))

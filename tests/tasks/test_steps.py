@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.rewards.sampling import TaskEnvironment, turns_of
+from jetrl.session.sampling import TaskEnvironment, turns_of
 from jetrl.tasks import Scorer, get_task
 from jetrl.types import Prompt, Turn
 

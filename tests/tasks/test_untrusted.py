@@ -126,7 +126,7 @@ def test_too_many_parts_are_a_failure(scorer):
 
 
 def test_built_in_checkers_work_under_the_default_limit():
-    from jetrl.settings import TaskSettings
+    from jetrl.settings.sections import TaskSettings
 
     with Scorer("gsm8k", path="openai/gsm8k", workers=1, memory_mib=TaskSettings().memory_mib) as s:
         prompt = Prompt(id="x", text="?", answer="18")

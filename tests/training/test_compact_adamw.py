@@ -15,8 +15,8 @@ from jetrl.kernels.adamw import adamw_
 from jetrl.kernels.adamw_scalars import adamw_scalars
 from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.settings import TrainSettings
 from jetrl.settings.loading import load_config
+from jetrl.settings.sections import TrainSettings
 from jetrl.training import Checkpoints, SftTrainer, Trainer
 from jetrl.training.optimizer import Optimizer
 from jetrl.types import Example

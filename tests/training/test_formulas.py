@@ -14,8 +14,7 @@ import pytest
 import torch
 from tools.documents.algorithms import with_table
 
-from jetrl.settings import AlgorithmSettings
-from jetrl.settings.algorithms import ALGORITHMS, CORRECTIONS
+from jetrl.settings.algorithms import ALGORITHMS, CORRECTIONS, AlgorithmSettings
 from jetrl.training.advantages import ESTIMATORS, StepRewards, overlong_penalties
 from jetrl.training.losses import preference_loss, value_loss
 from jetrl.training.objectives import Tokens, UpdateSize

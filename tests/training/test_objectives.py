@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from jetrl.errors import UserError
-from jetrl.settings import AlgorithmSettings
-from jetrl.settings.algorithms import ALGORITHMS
+from jetrl.settings.algorithms import ALGORITHMS, AlgorithmSettings
 from jetrl.training.advantages import StepRewards
 from jetrl.training.objectives import Objective, TokenLoss, Tokens, UpdateSize
 from jetrl.training.objectives.pieces import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from jetrl.errors import UserError
-from jetrl.settings import Settings
 from jetrl.settings.loading import describe
+from jetrl.settings.sections import Settings
 
 HEAD = "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jetrl.distributed.console import tell as tell
 from jetrl.errors import UserError
-from jetrl.presets import PRESETS
+from jetrl.settings.presets import PRESETS
 
 if TYPE_CHECKING:
     from jetrl.types import SamplingParams

@@ -227,7 +227,7 @@ def _check_exactness() -> list[Finding]:
     """Check that no operation's result for a row depends on the rest of the batch."""
     import torch
 
-    from jetrl.parity import check_policy, said_when_slow, self_check
+    from jetrl.session.parity import check_policy, said_when_slow, self_check
 
     properties = [("exact", checked) for checked in self_check()]
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):

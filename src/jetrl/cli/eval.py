@@ -36,12 +36,12 @@ from jetrl.cli.arguments import (
 )
 from jetrl.errors import UserError
 from jetrl.randomness import derive_seed
-from jetrl.users_code import files_named, trust_only
+from jetrl.untrusted import files_named, trust_only
 
 if TYPE_CHECKING:
     from jetrl.models.policy import Policy
-    from jetrl.rewards.evaluate import Evaluation
-    from jetrl.settings import Settings, TaskSettings
+    from jetrl.session.evaluate import Evaluation
+    from jetrl.settings.sections import Settings, TaskSettings
     from jetrl.tasks import Scorer, Task
     from jetrl.types import SamplingParams
 
@@ -154,7 +154,7 @@ def _build_scored(one: OneSet) -> tuple[Task, Scorer]:
 
 
 def _evaluated(one: OneSet, policy: Policy, task: Task, scorer: Scorer) -> Evaluation:
-    from jetrl.rewards.evaluate import evaluate_model
+    from jetrl.session.evaluate import evaluate_model
 
     return evaluate_model(
         policy,
@@ -235,7 +235,7 @@ def _usual_tokens(task: str | None) -> int:
 
 def _task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSettings:
     """Return the settings of the task, with --path, --option, --split and --system applied."""
-    from jetrl.settings import TaskSettings
+    from jetrl.settings.sections import TaskSettings
 
     task = TaskSettings(name=args.task) if settings is None else settings.task
     changes: dict[str, Any] = {"options": {**task.options, **task_options(args.option)}}

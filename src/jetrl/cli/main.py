@@ -24,7 +24,7 @@ from jetrl.distributed.console import be_silent, exit_now
 from jetrl.distributed.world import launched_rank, launched_size
 from jetrl.errors import RunStopped, Terminated, UserError, ending, is_of_disk
 from jetrl.memory.cpu import keep_freed
-from jetrl.users_code import trust_only
+from jetrl.untrusted import trust_only
 
 COMMANDS = {
     "train": "train with reinforcement learning from a recipe (default: the demo)",

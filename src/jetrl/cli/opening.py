@@ -6,7 +6,6 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from jetrl.compiling import compiled_ahead
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models import hf
@@ -15,10 +14,11 @@ from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.models.peft import base_of, is_adapter, read_adapter, without_base
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
-from jetrl.presets import DEFAULT_PRESET
 from jetrl.runs import RunDirectory
 from jetrl.session.building import build_policy, choose_device, limit_threads, policy_of_masters
+from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import load_config
+from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.training import Checkpoints
 
 

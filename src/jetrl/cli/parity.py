@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(str(error)) from None
 
     from jetrl.cli.opening import open_policy
-    from jetrl.parity import located, measure
+    from jetrl.session.parity import located, measure
 
     policy = open_policy(args.model, args.plan, args.device)
     room = policy.config.max_position_embeddings

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from jetrl.cli.arguments import table, tell
 from jetrl.distributed.world import launched_rank, launched_size, started_by_torchrun
 from jetrl.errors import Terminated, TimeLimitReached, UserError
-from jetrl.users_code import files_named, trust_only
+from jetrl.untrusted import files_named, trust_only
 
 if TYPE_CHECKING:
     from jetrl.session import RunResult

@@ -40,7 +40,7 @@ from jetrl.precision.hopper.launch import (
 )
 from jetrl.precision.layout import cdiv
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS
-from jetrl.presets import key_and_value_formats
+from jetrl.settings.presets import key_and_value_formats
 
 HEADS = 8  # heads of a program; no bit depends on it
 _FEW_TOKENS = 256  # up to a decode step's: a program is launched for its latency

@@ -25,7 +25,7 @@ from jetrl.models.layer import Rotary, tell
 from jetrl.models.packed import Stems
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
-from jetrl.presets import key_and_value_formats
+from jetrl.settings.presets import key_and_value_formats
 
 
 def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:

@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
-from jetrl.limited import LimitError
 from jetrl.models.chat_template import render_messages
 from jetrl.models.tokenizer import encode, encode_hidden, has_special_tokens, hide_special_tokens
 from jetrl.types import Example, PlainText, Prompt, Turn
+from jetrl.untrusted import LimitError
 
 _MARK = "jetrl-marks-the-assistant"  # what a template writes around it is cut at this text
 

@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jetrl.limited import LimitedProcess, LimitError
 from jetrl.models.tokenizer import MOST_TEMPLATE
+from jetrl.untrusted import LimitedProcess, LimitError
 
 LIMIT_S = 5.0
 MEMORY_MIB = 512

@@ -13,7 +13,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.files import printable, shown_value
-from jetrl.limited import LimitedProcess, LimitError
+from jetrl.untrusted import LimitedProcess, LimitError
 
 LIMIT_S = 2  # CPU seconds for all patterns of a call
 _MEMORY_MIB = 512

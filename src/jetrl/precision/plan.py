@@ -3,7 +3,7 @@
 A format is chosen by the role of an operand (a linear layer of the rollout, a key, a gradient),
 never by a module's name. The sampler and the trainer get the same plan. If it gives both the same
 formats it promises that they agree bit for bit (`exact`), and a run that does not is stopped. The
-presets are data (`jetrl.presets`), and a plan's name is for people.
+presets are data (`jetrl.settings.presets`), and a plan's name is for people.
 
 Other systems sample with one engine and train with another, and the two differ a little. A plan
 whose `SamplerDeviation` is not empty does so by a known amount, for comparisons, and promises no
@@ -21,7 +21,8 @@ from pydantic import TypeAdapter
 
 from jetrl.errors import UserError
 from jetrl.files import checked, shown_value
-from jetrl.presets import (
+from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
+from jetrl.settings.presets import (
     PRESET_DEVIATIONS,
     PRESETS,
     BaseFormat,
@@ -32,7 +33,6 @@ from jetrl.presets import (
     is_fp8,
     key_and_value_formats,
 )
-from jetrl.settings import PrecisionSettings, SamplerDeviationSettings
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class PrecisionPlan:
 
     @staticmethod
     def preset(name: str) -> PrecisionPlan:
-        """Return the plan of a preset (`jetrl.presets`); UserError for any other name."""
+        """Return the plan of a preset (`jetrl.settings.presets`); UserError for any other name."""
         if name not in PRESETS:
             raise UserError(f"precision preset {name!r}: use one of {', '.join(PRESETS)}")
         deviation = SamplerDeviation(**PRESET_DEVIATIONS.get(name, {}))

@@ -35,8 +35,8 @@ from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_va
 from jetrl.models.layer import Rotary
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
-from jetrl.presets import key_and_value_formats
 from jetrl.rollout.launched_step import to_device
+from jetrl.settings.presets import key_and_value_formats
 
 
 class KVStore:

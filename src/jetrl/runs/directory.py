@@ -31,7 +31,6 @@ from typing import Any, Self
 
 from jetrl.errors import StorageError, UserError, is_of_disk
 from jetrl.files import checked, read_stored, read_text
-from jetrl.presets import PRESETS
 from jetrl.runs.attempts import Attempt, RunLock, attempt_logged, read_attempts, run_state
 from jetrl.runs.history import RunHistory, history_of, in_phase, phase_of
 from jetrl.runs.metrics import check_metrics
@@ -54,6 +53,7 @@ from jetrl.runs.storage import (
     write_jsonl,
 )
 from jetrl.settings.loading import Settings, to_toml
+from jetrl.settings.presets import PRESETS
 from jetrl.types import Sample, StepStats
 
 PHASE_ORDER: dict[str, int] = {"sft": 0, "rl": 1}

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from jetrl.compiling import compiled_ahead
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.files import read_json
@@ -26,8 +25,9 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
 from jetrl.models.tiny import RandomWeights, character_tokenizer
 from jetrl.precision import PrecisionPlan
-from jetrl.rewards.reward import Reward
 from jetrl.session.checkpoints import RunCheckpoints
+from jetrl.session.compiling import compiled_ahead
+from jetrl.session.reward import Reward
 from jetrl.settings.loading import Settings
 from jetrl.settings.model_sections import AdapterSettings
 from jetrl.settings.sections import ModelSettings, verified_drafts

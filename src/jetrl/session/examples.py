@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from jetrl.errors import UserError
 from jetrl.models.chat import encode_turns
 from jetrl.models.model import Model
-from jetrl.rewards.sampling import EncodedPrompt
+from jetrl.session.sampling import EncodedPrompt
 from jetrl.tasks import Task
 from jetrl.training.sft import Pair
 from jetrl.types import Example, Turn

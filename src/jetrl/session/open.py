@@ -27,11 +27,8 @@ from jetrl.models.model import Model, check_device
 from jetrl.models.norm_noise import NormNoise
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.parity import check_correction, require_exact
 from jetrl.precision import PrecisionPlan
 from jetrl.randomness import derive_seed
-from jetrl.rewards.reward import Reward
-from jetrl.rewards.sampling import EncodedPrompt, encode_prompts, turns_of
 from jetrl.rollout.engine import RolloutEngine, check_gpu_sizes
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.kv_pool import check_room, too_small
@@ -47,9 +44,12 @@ from jetrl.session.building import (
     value_model,
 )
 from jetrl.session.examples import PairFacts, preference_pair, trained_examples, worked_answer
+from jetrl.session.parity import check_correction, require_exact
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import problem_of
+from jetrl.session.reward import Reward
+from jetrl.session.sampling import EncodedPrompt, encode_prompts, turns_of
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task

@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
-from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.rollout.options import GenerateOptions, Partial
 from jetrl.rollout.sequence import sequence_keys
+from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import Settings
 from jetrl.types import Completion, SamplingParams, Unfinished
 

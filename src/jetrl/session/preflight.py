@@ -9,11 +9,11 @@ import contextlib
 from dataclasses import dataclass, replace
 
 from jetrl.models.chat import decode
-from jetrl.rewards.sampling import Scoring, sample_prompts
 from jetrl.runs import problems
 from jetrl.session.examples import PairFacts, preference_pair
 from jetrl.session.open import open_context, open_reward_context
 from jetrl.session.prompt_order import PromptOrder
+from jetrl.session.sampling import Scoring, sample_prompts
 from jetrl.session.step import rollout_params
 from jetrl.session.step_metrics import sample_metrics
 from jetrl.settings.loading import Settings

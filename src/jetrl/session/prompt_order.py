@@ -21,7 +21,7 @@ import numpy as np
 
 from jetrl.errors import UserError
 from jetrl.randomness import derive_seed, draw_range, shares, weighted_draw
-from jetrl.rewards.sampling import EncodedPrompt
+from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import Settings
 from jetrl.types import Sample
 

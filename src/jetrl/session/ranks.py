@@ -47,10 +47,10 @@ from jetrl.errors import (
     ending,
 )
 from jetrl.models.model import Model
-from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.runs.attempts import read_attempts, versions
 from jetrl.runs.format import visible
 from jetrl.session.building import choose_device
+from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import Settings
 from jetrl.types import Sample
 

@@ -22,8 +22,8 @@ from jetrl.runs import RunDirectory
 from jetrl.runs.storage import write_atomically
 from jetrl.session.nonfinite import REPLAY
 from jetrl.session.session import Session
-from jetrl.settings import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.loading import Settings, load_config, to_toml
+from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.training.checkpoint_files import fingerprint
 from jetrl.training.checkpoint_folder import (
     MANIFEST_FILE,

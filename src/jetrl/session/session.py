@@ -22,18 +22,18 @@ from typing import Any, Literal, Self
 from jetrl.distributed.agreement import ending_together
 from jetrl.distributed.world import world
 from jetrl.errors import MismatchError, RunStopped
-from jetrl.parity import located
-from jetrl.rewards.evaluate import Evaluation, evaluate
-from jetrl.rewards.sampling import Scoring, sample_prompts
 from jetrl.rollout.options import Progress
 from jetrl.runs import RunDirectory
 from jetrl.session.building import build_critic, build_draft_head, build_reference
+from jetrl.session.evaluate import Evaluation, evaluate
 from jetrl.session.examples import worked_answer
 from jetrl.session.nonfinite import NonFiniteReports
 from jetrl.session.open import open_context
+from jetrl.session.parity import located
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import compare_prompts, compare_samples, compare_weights
+from jetrl.session.sampling import Scoring, sample_prompts
 from jetrl.session.step import Step, eval_params, refill, rollout_params
 from jetrl.session.step_metrics import (
     StepNotes,

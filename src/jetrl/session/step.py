@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jetrl.randomness import derive_seed
-from jetrl.rewards.sampling import EncodedPrompt, Scoring
+from jetrl.session.sampling import EncodedPrompt, Scoring
 from jetrl.settings.loading import Settings
 from jetrl.types import Completion, Sample, SamplingParams
 

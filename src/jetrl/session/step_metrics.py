@@ -13,12 +13,12 @@ import numpy as np
 
 from jetrl.distributed.world import world
 from jetrl.kernels.decode_state import SOURCES
-from jetrl.rewards.evaluate import Evaluation
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import SpeculationStats
 from jetrl.runs import Learning, RunDirectory
 from jetrl.runs.anomalies import Anomalies
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric
+from jetrl.session.evaluate import Evaluation
 from jetrl.training.micro_batches import MicroBatchSize
 from jetrl.types import Sample
 

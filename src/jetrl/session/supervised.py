@@ -20,12 +20,12 @@ from typing import Any
 from jetrl.distributed.world import world
 from jetrl.errors import TimeLimitReached
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.runs import RunDirectory
 from jetrl.session.examples import preference_pair
 from jetrl.session.open import open_reward_context
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import joined_in_script
+from jetrl.session.sampling import EncodedPrompt
 from jetrl.session.training_run import TrainingRun
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task

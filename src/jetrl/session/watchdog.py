@@ -41,7 +41,7 @@ from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.runs.storage import storing
-from jetrl.settings import WatchdogSettings
+from jetrl.settings.sections import WatchdogSettings
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from jetrl.presets import DEFAULT_PRESET, BaseFormat, KVSetting, Preset
+from jetrl.settings.presets import DEFAULT_PRESET, BaseFormat, KVSetting, Preset
 from jetrl.settings.section import NonNegative, NonNegativeFloat, Positive, Section
 
 _KEYS_OF_A_BLOCK = 64  # The GPU's attention reads so many keys at a time.

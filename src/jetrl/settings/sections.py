@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jetrl.presets import PRESETS, is_fp8
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm, AlgorithmSettings
 from jetrl.settings.model_sections import (
     AdapterSettings,
@@ -23,6 +22,7 @@ from jetrl.settings.model_sections import (
     RewardSettings,
 )
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
+from jetrl.settings.presets import PRESETS, is_fp8
 from jetrl.settings.section import (
     Beta,
     Mass,

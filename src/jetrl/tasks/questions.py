@@ -19,7 +19,7 @@ INSTRUCTION = (
     "Think step by step. End with the answer on a line of its own, written as #### NUMBER."
 )
 FIELDS = ("question", "answer")
-OWN_DATA = str(Path(__file__).parents[1] / "data" / "gsm8k")  # OpenAI's GSM8K, MIT licence
+OWN_DATA = str(Path(__file__).parent / "gsm8k")  # OpenAI's GSM8K, MIT licence
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 

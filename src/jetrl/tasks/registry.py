@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.settings import TaskSettings
+from jetrl.settings.sections import TaskSettings
 from jetrl.tasks.base import Task, check_options, describe_error, nearest
 from jetrl.tasks.dataset import Dataset
 from jetrl.tasks.questions import SOURCES, Benchmark, Gsm8k, benchmark_name
@@ -24,7 +24,7 @@ from jetrl.tasks.reasoning import ReasoningGym
 from jetrl.tasks.toys import Arithmetic, Multiplication, Program
 from jetrl.tasks.user_files import load_task_class
 from jetrl.types import Prompt, Reply, Score, Turn
-from jetrl.users_code import USERS_ERRORS
+from jetrl.untrusted import USERS_ERRORS
 
 GSM8K_ON_THE_HUB = "openai/gsm8k"
 BUILT_IN: dict[str, type[Task]] = {

@@ -20,7 +20,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task, nearest
-from jetrl.users_code import USERS_ERRORS, check_trusted
+from jetrl.untrusted import USERS_ERRORS, check_trusted
 
 _MODULES = "jetrl_user_task_"  # start of the names of users' modules in sys.modules
 _FIXED_SOURCES: dict[str, bytes] = {}

@@ -21,7 +21,7 @@ import torch
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.errors import OutOfMemoryStop
 from jetrl.models.packed import Stems, upload
-from jetrl.settings import TrainSettings
+from jetrl.settings.sections import TrainSettings
 from jetrl.training.packing import targets, trained_lengths
 from jetrl.types import Batch
 

@@ -26,8 +26,8 @@ from jetrl.errors import UserError
 from jetrl.kernels.adamw import adamw_, is_compact
 from jetrl.kernels.adamw_scalars import AdamWScalars, adamw_scalars, from_element
 from jetrl.kernels.norm import block_squares
-from jetrl.settings import TrainSettings
 from jetrl.settings.loading import Settings
+from jetrl.settings.sections import TrainSettings
 
 if TYPE_CHECKING:
     from jetrl.models.model import Model

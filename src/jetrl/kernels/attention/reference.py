@@ -23,7 +23,7 @@ from torch import Tensor
 from jetrl.kernels.attention.layout import CODES
 from jetrl.precision.exact import align, exp_nonpositive
 from jetrl.precision.quantize import QTensor, codes_as_float64, dequantize, quantize
-from jetrl.presets import key_and_value_formats
+from jetrl.settings.presets import key_and_value_formats
 
 # Bits on the grids: query 24 + code 18 + 8 (D up to 256), and weight 18 + code 18 + 17 (2**17
 # keys), both at most 53: float64 sums are exact. An E4M3 code is an integer below 2**18 over 2**9,

@@ -23,7 +23,6 @@ from collections import deque
 from multiprocessing.connection import wait
 
 from jetrl.errors import RunStopped, UserError
-from jetrl.limited import start
 from jetrl.tasks.sandbox.wire import (
     LineBuffer,
     WireError,
@@ -33,6 +32,7 @@ from jetrl.tasks.sandbox.wire import (
     parse_started,
 )
 from jetrl.tasks.sandbox.worker import WorkerSetup
+from jetrl.untrusted import start
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.settings import TaskSettings
+from jetrl.settings.sections import TaskSettings
 from jetrl.tasks.base import describe_error
 from jetrl.tasks.registry import get_task
 from jetrl.tasks.sandbox.process import WorkerProcess
@@ -36,7 +36,7 @@ from jetrl.tasks.sandbox.wire import WorkerReply
 from jetrl.tasks.sandbox.worker import Item, WorkerSetup, score_safely
 from jetrl.tasks.user_files import loaded_sources
 from jetrl.types import Prompt, Reply, Score, Turn
-from jetrl.users_code import USERS_ERRORS
+from jetrl.untrusted import USERS_ERRORS
 
 logger = logging.getLogger(__name__)
 

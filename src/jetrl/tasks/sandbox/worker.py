@@ -35,7 +35,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.limited import limit_cpu, limit_memory
 from jetrl.tasks.base import ScoreError, Task, describe_error, to_reply, to_score
 from jetrl.tasks.registry import get_task
 from jetrl.tasks.sandbox.wire import (
@@ -48,7 +47,7 @@ from jetrl.tasks.sandbox.wire import (
 )
 from jetrl.tasks.user_files import use_sources
 from jetrl.types import Prompt, Turn
-from jetrl.users_code import USERS_ERRORS
+from jetrl.untrusted import USERS_ERRORS, limit_cpu, limit_memory
 
 STDERR = 2
 CLOCK_FACTOR = 10  # seconds by the clock, for each second of processor time that a score may take

@@ -19,8 +19,7 @@ import torch
 
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import is_out_of_memory
-from jetrl.settings import AlgorithmSettings
-from jetrl.settings.algorithms import ALGORITHMS, USERS, Aggregation, Algorithm
+from jetrl.settings.algorithms import ALGORITHMS, USERS, Aggregation, Algorithm, AlgorithmSettings
 from jetrl.training.advantages import ESTIMATORS, Advantages, Estimator, StepRewards
 from jetrl.training.losses import MicroBatchLoss
 from jetrl.training.objectives.pieces import (
@@ -34,7 +33,7 @@ from jetrl.training.objectives.pieces import (
     k3,
     token_weights,
 )
-from jetrl.users_code import USERS_ERRORS, check_trusted
+from jetrl.untrusted import USERS_ERRORS, check_trusted
 
 
 @dataclass(frozen=True)

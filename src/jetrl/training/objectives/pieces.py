@@ -30,8 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl.settings import AlgorithmSettings
-from jetrl.settings.algorithms import CORRECTIONS, Aggregation, Level
+from jetrl.settings.algorithms import CORRECTIONS, Aggregation, AlgorithmSettings, Level
 
 MAX_LOG_RATIO = 88.72283172607422
 """The largest float32 number whose exponential is finite in float32."""

@@ -15,11 +15,11 @@ import torch
 
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
-from jetrl import compiling
-from jetrl.compiling import Work, compiled_ahead
 from jetrl.models.adapter import LoRA
 from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
 from jetrl.precision import PrecisionPlan
+from jetrl.session import compiling
+from jetrl.session.compiling import Work, compiled_ahead
 
 UNIFIED = PrecisionPlan.preset("unified")
 WORK = Work(ModelConfig.from_hf(SHAPES["tiny"]), UNIFIED, None, 8)
@@ -81,7 +81,7 @@ def test_a_child_ends_with_its_parent_and_a_cpu_needs_no_triton(
 ) -> None:
     program = (
         "import sys, time\nsys.modules['triton'] = None\nimport jetrl.session.building\n"
-        "from jetrl import compiling\nimport subprocess\n"
+        "from jetrl.session import compiling\nimport subprocess\n"
         "sys.executable = sys.argv[1]\nprint(compiling._started(None, 'cpu', 0, 1).pid)"
     )
     sleeper = tmp_path / "sleeper"

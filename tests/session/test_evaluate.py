@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.rewards.evaluate import _majorities
-from jetrl.rewards.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts
 from jetrl.rollout.options import Progress
+from jetrl.session.evaluate import _majorities
+from jetrl.session.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts
 from jetrl.tasks import Scorer, get_task
 from jetrl.types import Completion, Prompt, SamplingParams, Score
 
@@ -114,7 +114,7 @@ def test_the_majority_is_the_most_frequent_answer_and_of_several_the_first():
 
 @pytest.mark.parametrize("stop", ["\n", ("\n", ""), (5,), None])
 def test_a_task_with_bad_stop_strings_is_refused_before_sampling(stop, monkeypatch):
-    monkeypatch.setattr("jetrl.rewards.sampling.encode_prompt", lambda *_: [1])
+    monkeypatch.setattr("jetrl.session.sampling.encode_prompt", lambda *_: [1])
     task = get_task("arithmetic")
     task.stop = stop
     model = SimpleNamespace(tokenizer=None, plain_text=None)

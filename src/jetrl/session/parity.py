@@ -33,7 +33,6 @@ from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.adapter import AdapterShape, AdapterWeight, add_adapter
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.linear import Linear
-from jetrl.presets import PRESETS
 from jetrl.randomness import derive_seed
 from jetrl.rollout.decode import DecodeBatch
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
@@ -43,7 +42,8 @@ from jetrl.rollout.prefill import Prefill
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.stopping import StopRules
-from jetrl.settings import AlgorithmSettings
+from jetrl.settings.algorithms import AlgorithmSettings
+from jetrl.settings.presets import PRESETS
 from jetrl.training.mismatch import different, mismatch_metrics
 from jetrl.types import SamplingParams
 

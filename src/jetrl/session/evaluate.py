@@ -12,8 +12,8 @@ import numpy as np
 
 from jetrl.distributed.agreement import ending_together
 from jetrl.models.policy import Policy
-from jetrl.rewards.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts, turns_of
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
+from jetrl.session.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts, turns_of
 from jetrl.tasks import Scorer, Task
 from jetrl.types import Sample, SamplingParams
 

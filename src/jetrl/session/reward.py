@@ -9,7 +9,7 @@ from jetrl.errors import UserError
 from jetrl.models.model import Model
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.settings import RewardSettings
+from jetrl.settings.model_sections import RewardSettings
 from jetrl.types import Sample, Score
 
 

@@ -1,4 +1,10 @@
-"""Child processes for code that may never end: limits on their CPU time and memory.
+"""Code that jetrl did not write: which files may be imported, and limited child processes.
+
+A recipe may name Python files: a task, a checker, an algorithm. `jetrl train` and `jetrl sft` run
+what their recipe names. Every other command may be pointed at a run or a model that came from
+elsewhere: it imports no file that was not typed on the command line or trusted with --trust-task.
+Each place that imports a user's file calls `check_trusted` first. A program that uses jetrl as a
+library trusts every file.
 
 A score, a chat template or a regular expression from elsewhere can run for years or fill the
 memory, and Python cannot interrupt it. Such code runs in a fresh interpreter (no fork, nothing of
@@ -13,6 +19,7 @@ Scoring workers (tasks/sandbox) use the start and the limits with a protocol of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -20,15 +27,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from jetrl.errors import UserError
 
 _MOST_ERROR = 1000  # characters
 _START = "import json, sys\nsys.path[:] = json.loads(sys.argv[1])\n"
 _SERVE = """\
 sys.modules["torch"] = None  # nothing here needs it, and transformers starts faster without
-from jetrl.limited import serve
+from jetrl.untrusted import serve
 from {module} import {function}
 serve({function}, {limit_s}, {memory_mib})
 """
@@ -160,3 +169,48 @@ def _reply(function: Callable[[Any], Any], line: bytes) -> bytes:
     except Exception as error:  # code from elsewhere may raise anything
         text = str(error)[:_MOST_ERROR] or type(error).__name__
         return json.dumps({"error": text}).encode()
+
+
+USERS_ERRORS = (Exception, SystemExit)
+"""What a user's code may raise: its `sys.exit()` would end a run without a word."""
+
+_trusted: frozenset[Path] | None = None  # None: every file
+
+
+@contextlib.contextmanager
+def trust_only(files: Iterable[str | Path] = ()) -> Iterator[None]:
+    """Let the commands inside the context import no users' files but these."""
+    global _trusted
+    before = _trusted
+    _trusted = (before or frozenset()) | {Path(file).resolve() for file in files}
+    try:
+        yield
+    finally:
+        _trusted = before
+
+
+def check_trusted(file: Path) -> None:
+    """Check that a user's file may be imported; call it before the file is run.
+
+    Raises:
+        UserError: The file is named by settings that were read from a run, and the command was not
+            told to trust it.
+    """
+    if _trusted is not None and file.resolve() not in _trusted:
+        raise UserError(
+            f"{file} is a Python file that the run's settings name, and this command runs no "
+            "file that you did not name yourself: it may come with a run from elsewhere; read "
+            "it, then add --trust-task to run it"
+        )
+
+
+def files_named(words: object) -> set[str]:
+    """Return the Python files named as `file.py:Name` in a text, or in the texts of a container."""
+    if isinstance(words, str):
+        file, colon, _ = words.rpartition(":")
+        return {file} if colon and file.endswith(".py") else set()
+    if isinstance(words, dict):
+        words = list(words.values())
+    if isinstance(words, list | tuple):
+        return set().union(*(files_named(word) for word in words))
+    return set()

@@ -185,7 +185,7 @@ def _started(work: Work, device: str, index: int, count: int) -> subprocess.Pope
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     library = ctypes.CDLL(None)
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "jetrl.compiling"],
+        [sys.executable, "-P", "-m", "jetrl.session.compiling"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

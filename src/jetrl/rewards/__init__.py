@@ -1,1 +1,0 @@
-"""From a task's prompts to scored completions: sampling, rewards, environments, evaluation."""
