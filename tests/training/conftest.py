@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,8 +14,6 @@ from torch import nn
 
 from jetrl.precision.gradients import Gradients
 from jetrl.types import Completion, Prompt, Sample, Score
-
-sys.path.insert(0, str(Path(__file__).parent))  # one_layer.py
 
 
 def make_sample(
@@ -36,18 +32,6 @@ def make_sample(
         completion=Completion(tuple(completion), tuple(logprobs), "stop"),
         score=Score(reward),
     )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run torch in one thread, since tensors this small lose time to a second one.
-
-    On a busy machine they lose a lot.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

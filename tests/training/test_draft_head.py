@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
-from one_layer import config
+from tests.training.shared import draw, equal, make_policy, settings, snapshot
 
 from jetrl.errors import UserError
 from jetrl.kernels.decode_state import HEAD
 from jetrl.models.draft_head import DraftHead
-from jetrl.models.policy import Policy
-from jetrl.precision.plan import PrecisionPlan
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, Trainer, pack
@@ -22,75 +18,43 @@ from jetrl.training.micro_batches import MicroBatch
 from jetrl.types import Example, SamplingParams
 
 VOCABULARY = 32
-CONFIG = config(vocab_size=VOCABULARY, initializer_range=0.1)
 
 
 def make_settings(draft_head=None, **train):
-    return Settings.model_validate(
-        {
-            "train": {"lr": 1e-2, "tokens_per_micro_batch": 64} | train,
-            "draft_head": {"share": 1.0, "lr": 5e-3, "tokens_per_update": 64} | (draft_head or {}),
-            "algorithm": {"aggregation": "token_mean"},
-        }
-    )
-
-
-def make_policy(preset="unified"):
-    return Policy.from_config(CONFIG, PrecisionPlan.preset(preset), seed=0)
+    own = {"share": 1.0, "lr": 5e-3, "tokens_per_update": 64} | (draft_head or {})
+    return settings({"tokens_per_micro_batch": 64} | train, draft_head=own)
 
 
 def make_training(policy, settings=None, tokens=3):
     return DraftHeadTraining(DraftHead(policy, tokens, 1), settings or make_settings())
 
 
-def draw(policy, sample, seed, count=8, longest=14):
-    """Random completions with the policy's own log-probs, as `count` samples in two groups."""
-    rng = np.random.default_rng(seed)
-    shapes = [(2 + int(rng.integers(4)), 1 + int(rng.integers(longest))) for _ in range(count)]
-    sequences = [rng.integers(0, VOCABULARY, a + b).tolist() for a, b in shapes]
-    with torch.no_grad():
-        logprobs = policy.logprobs(sequences)
-    return [
-        sample(i // (count // 2), s[:a], s[a:], float(rng.integers(3)), lp[a - 1 :].tolist())
-        for i, ((a, _), s, lp) in enumerate(zip(shapes, sequences, logprobs, strict=True))
-    ]
-
-
 def micro_batches(samples, budget=64):
     return [MicroBatch(batch) for batch in pack(samples, budget)]
 
 
-def equal(ours, theirs):
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
-
-
-def copied(tensors):
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def run(sample, with_head, preset="unified", steps=3, **train):
+def run(sample, with_head, preset="unified", **train):
     policy, settings = make_policy(preset), make_settings(**train)
     training = make_training(policy, settings) if with_head else None
     trainer = Trainer(policy, settings, draft_head=training)
-    metrics = [trainer.step(draw(policy, sample, step), step).metrics for step in range(steps)]
+    metrics = [
+        trainer.step(draw(policy, sample, step, longest=14), step).metrics for step in range(3)
+    ]
     return policy, trainer, metrics
 
 
 @pytest.mark.parametrize(
     ("preset", "train"),
     [
-        ("unified", {}),
         ("unified", {"updates_per_step": 2, "activation_checkpointing": True}),
-        ("unified", {"share_prompts": True, "optimizer_states": "compact"}),
-        ("mixed", {}),
-        ("fp32", {}),
+        ("mixed", {"share_prompts": True, "optimizer_states": "compact"}),
     ],
-    ids=["plain", "two updates", "shared prompts", "mixed", "fp32"],
+    ids=["two updates", "mixed and shared prompts"],
 )
 def test_the_policy_has_the_same_bits_with_a_head_and_without(sample, preset, train):
     plain, trainer, metrics = run(sample, False, preset, **train)
     policy, other, more = run(sample, True, preset, **train)
-    assert equal(copied(plain.master_weights()), copied(policy.master_weights()))
+    assert equal(snapshot(plain), snapshot(policy))
     assert equal(plain.weights.quantized_tensors(), policy.weights.quantized_tensors())
     assert equal(trainer.optimizer.state_tensors(), other.optimizer.state_tensors())
     for before, after in zip(metrics, more, strict=True):
@@ -107,7 +71,7 @@ def test_the_policy_has_the_same_bits_with_a_head_and_without(sample, preset, tr
 
 def test_what_is_copied_is_the_trainers_own_state_however_it_is_packed(sample):
     policy = make_policy()
-    samples = draw(policy, sample, 3)
+    samples = draw(policy, sample, 3, longest=14)
     found = []
     for budget in (200, 24):
         training = make_training(policy)
@@ -146,24 +110,9 @@ def test_what_is_copied_is_the_trainers_own_state_however_it_is_packed(sample):
     assert at == len(one.hidden)
 
 
-def test_replies_of_an_environment_are_not_learned(sample):
-    policy = make_policy()
-    (one,) = draw(policy, sample, 0, count=2)[:1]
-    completion = dataclasses.replace(
-        one.completion, token_ids=tuple(range(8)), logprobs=(-1.0,) * 8, environment=((3, 6),)
-    )
-    one = dataclasses.replace(one, completion=completion)
-    training = make_training(policy)
-    training.choose(0, micro_batches([one]))
-    lessons = training._lessons
-    assert lessons.tokens[:, 0].tolist() == [0, 1, 2, 6], "of 0 1 2 (3 4 5) 6 7"
-    assert lessons.follows.sum(1).tolist() == [2, 1, 0, 1]
-    assert training._counts[:8].tolist() == [1, 1, 1, 0, 0, 0, 1, 1]
-
-
 def test_the_share_and_the_limit_of_tokens(sample):
     policy = make_policy()
-    samples = draw(policy, sample, 0, count=20)
+    samples = draw(policy, sample, 0, longest=14, count=20)
     usable = sum(len(s.completion.token_ids) - 1 for s in samples)
     sizes, chosen = {}, []
     for share, most in ((1.0, 10**6), (0.25, 10**6), (1.0, 13)):
@@ -177,63 +126,20 @@ def test_the_share_and_the_limit_of_tokens(sample):
     assert chosen[3] == chosen[4] != chosen[5], "a step chooses its own tokens"
 
 
-def test_states_that_are_not_finite_are_left_out(sample):
-    policy = make_policy()
-    training = make_training(policy)
-    batches = micro_batches(draw(policy, sample, 0))
-    training.choose(0, batches)
-    for micro in batches:
-        copy = training.observer(micro.batch)
-        hidden = torch.randn(int(micro.batch.loss_mask.sum()), 128).bfloat16()
-        hidden[::2] = torch.nan
-        copy(hidden)
-    assert np.isfinite(training.after_forward()["draft_head/loss"])
-    assert all(bool(torch.isfinite(m).all()) for m in training.head.masters.values())
-
-
-def test_a_head_goes_on_from_its_state_with_the_same_bits(sample):
-    policy, settings = make_policy(), make_settings()
-    training = make_training(policy, settings)
-    trainer = Trainer(policy, settings, draft_head=training)
-    for step in range(2):
-        trainer.step(draw(policy, sample, step), step)
-    saved = copied(training.state_tensors())
-    other = make_training(policy, settings)
-    assert not other.head.trained
-    other.load_tensors(saved)
-    assert other.head.trained
-    assert equal(other.state_tensors(), saved)
-    assert equal(other.head.weights, training.head.weights)
-    assert torch.equal(other.head.known, training.head.known)
-    assert all(other.shard_of(name) is None for name in saved)
-    for one in (training, other):
-        trainer = Trainer(policy, settings, draft_head=one)
-        batches = micro_batches(draw(policy, sample, 5))
-        one.choose(9, batches)
-        for micro in batches:
-            generator = torch.Generator().manual_seed(len(micro.batch.token_ids))
-            hidden = torch.randn(int(micro.batch.loss_mask.sum()), 128, generator=generator)
-            one.observer(micro.batch)(hidden.bfloat16())
-        one.after_forward()
-    assert equal(other.state_tensors(), training.state_tensors())
-    assert not torch.equal(other.state_tensors()["master.fc.weight"], saved["master.fc.weight"])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"master.fc.weight": torch.zeros(3, 3)}, "of another model, first in master.fc.weight"),
         ({"counts": torch.zeros(7, dtype=torch.int64)}, "of another model, first in counts"),
         ({"updates": torch.tensor(-1)}, "no count of updates"),
-        ({"updates": torch.tensor([1.0, 2.0])}, "no count of updates"),
     ],
 )
 def test_a_state_of_another_head_is_refused(sample, change, message):
     training = make_training(make_policy())
-    before = copied(training.head.masters)
+    before = {n: m.detach().clone() for n, m in training.head.masters.items()}
     with pytest.raises(UserError, match=message):
         training.load_tensors(training.state_tensors() | change)
-    assert equal(copied(training.head.masters), before)
+    assert equal({n: m.detach().clone() for n, m in training.head.masters.items()}, before)
 
 
 def counting(start, length):
@@ -244,9 +150,9 @@ def test_a_head_on_a_sure_task_is_right_where_chance_is_not(sample):
     """The policy learns to count by threes; the head learns to say what comes then."""
     policy, settings = make_policy("bf16"), make_settings()
     supervised = SftTrainer(
-        policy, Settings.model_validate({"sft": {"steps": 60, "lr": 1e-2, "warmup_steps": 5}})
+        policy, Settings.model_validate({"sft": {"steps": 40, "lr": 1e-2, "warmup_steps": 5}})
     )
-    for step in range(60):
+    for step in range(40):
         starts = np.random.default_rng(step).integers(0, VOCABULARY, 8).tolist()
         supervised.step([Example(counting(s, 2), counting(s + 6, 10)) for s in starts])
     head = DraftHead(policy, 3, 1)
@@ -254,10 +160,10 @@ def test_a_head_on_a_sure_task_is_right_where_chance_is_not(sample):
     trainer = Trainer(policy, make_settings(lr=1e-6), draft_head=training)
     engine = RolloutEngine(policy, page_size=16, speculation="head", draft_head=head)
     plain = RolloutEngine(policy, page_size=16)
-    params = SamplingParams(n=4, max_tokens=20, seed=3, ignore_eos=True, temperature=0.5)
+    params = SamplingParams(n=4, max_tokens=12, seed=3, ignore_eos=True, temperature=0.5)
     prompts = [counting(start, 2) for start in range(0, VOCABULARY, 4)]
     metrics = []
-    for step in range(4):
+    for step in range(3):
         completions = plain.generate(prompts, params)
         samples = [
             sample(i // 4, prompts[i // 4], c.token_ids, float(i % 2), c.logprobs)

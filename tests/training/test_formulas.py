@@ -129,14 +129,6 @@ def test_corrections() -> None:
                 assert value == pytest.approx(expected, rel=1e-5)
 
 
-def test_bounds_are_those_of_the_table() -> None:
-    section = TEXT.split("### Corrections\n")[1]
-    for name, bounds in CORRECTIONS.items():
-        low = "" if bounds.low is None else f"{bounds.low:g} to "
-        expected = f"{', '.join(bounds.levels)}; {low}{bounds.high:g} |"
-        assert re.search(rf"^\| `{name}` \|.*\| {re.escape(expected)}", section, re.MULTILINE)
-
-
 REWARDS = np.array([1.0, 0.25, -0.5, 2.0])
 GROUPS = np.array([0, 1, 0, 1])
 PENALTIES = [RNG.uniform(0, 0.2, n) for n in LENGTHS]

@@ -7,31 +7,16 @@ import sys
 
 import pytest
 import torch
+from tests.training.shared import REWARDS, equal, settings, snapshot
 
 from jetrl.errors import NonFiniteError
-from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, Trainer
-from jetrl.training.guard import MOST_IN_A_ROW, Guard, NonFiniteUpdate
-from jetrl.training.losses import MicroBatchLoss
-from jetrl.training.micro_batches import MicroBatchSize
-from jetrl.training.sft import PairMinibatch
-from jetrl.training.update import Update
+from jetrl.training.guard import MOST_IN_A_ROW
 from jetrl.types import Example
 
-REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 2.0]
 
-
-def settings(**keys):
-    train = {"lr": 0.01, "tokens_per_micro_batch": 9, "on_nonfinite": "skip"} | keys
-    return Settings.model_validate({"train": train, "algorithm": {"aggregation": "token_mean"}})
-
-
-def snapshot(policy):
-    return {name: p.detach().clone() for name, p in policy.master_weights().items()}
-
-
-def same(policy, before):
-    return all(torch.equal(p, before[name]) for name, p in policy.master_weights().items())
+def guarded(**keys):
+    return settings({"on_nonfinite": "skip"} | keys)
 
 
 @pytest.fixture
@@ -65,20 +50,20 @@ def test_a_skipped_update_changes_nothing_and_is_counted(bigram, poisoned):
     samples = policy.draw(REWARDS)
     policy.poison = samples[0].completion.token_ids[0]
     before = snapshot(policy)
-    trainer = Trainer(policy, settings())
+    trainer = Trainer(policy, guarded())
     metrics = trainer.step(samples).metrics
     assert metrics["policy/skipped_updates"] == 1
     assert "policy/loss" not in metrics
     assert "policy/grad_norm" not in metrics
-    assert same(policy, before)
+    assert equal(snapshot(policy), before)
     assert all(p.grad is None for p in policy.master_weights().values())
     assert trainer.optimizer.num_updates == 0
     policy.poison = None  # and the run goes on as if the step had not been
     after = trainer.step(samples).metrics
     other = bigram(exact=False)
-    expected = Trainer(other, settings()).step(samples).metrics
+    expected = Trainer(other, guarded()).step(samples).metrics
     assert after == expected
-    assert same(policy, snapshot(other))
+    assert equal(snapshot(policy), snapshot(other))
 
 
 def test_the_other_updates_of_the_step_are_applied(poisoned):
@@ -87,47 +72,24 @@ def test_the_other_updates_of_the_step_are_applied(poisoned):
     first = {t for s in samples[:4] for t in s.completion.token_ids}
     second = {t for s in samples[4:] for t in s.completion.token_ids}
     policy.poison = min(second - first)
-    trainer = Trainer(policy, settings(updates_per_step=2))
+    trainer = Trainer(policy, guarded(updates_per_step=2))
     metrics = trainer.step(samples).metrics
     assert metrics["policy/skipped_updates"] == 1
     assert trainer.optimizer.num_updates == 1
-    alone = Trainer(poisoned(None), settings()).step(samples[:4]).metrics
+    alone = Trainer(poisoned(None), guarded()).step(samples[:4]).metrics
     assert {name: metrics[name] for name in ("policy/loss", "policy/grad_norm")} == {
         name: alone[name] for name in ("policy/loss", "policy/grad_norm")
     }
-
-
-def test_what_is_reported(poisoned):
-    policy = poisoned(None)
-    samples = policy.draw(REWARDS)
-    policy.poison = samples[0].completion.token_ids[0]
-    trainer = Trainer(policy, settings(on_nonfinite="stop"))
-    seen = []
-
-    def report(update: NonFiniteUpdate) -> str:
-        assert all(p.grad is None for p in policy.master_weights().values())
-        update.repeat()
-        assert all(p.grad is None for p in policy.master_weights().values())
-        seen.append(update)
-        return "kept in FOLDER"
-
-    trainer.guard.report = report
-    with pytest.raises(NonFiniteError, match=r"policy/loss is nan.*kept in FOLDER.*on_nonfinite"):
-        trainer.step(samples)
-    (update,) = seen
-    assert update.index == 0
-    assert update.parameters == ["table.weight", "table.bias"]
-    assert math.isfinite(update.values["policy/entropy"])
 
 
 def test_a_run_that_does_not_come_out_of_it_stops(poisoned):
     policy = poisoned(None)
     samples = policy.draw(REWARDS)
     policy.poison = samples[0].completion.token_ids[0]
-    trainer = Trainer(policy, settings())
+    trainer = Trainer(policy, guarded())
     for _ in range(MOST_IN_A_ROW - 1):
         assert trainer.step(samples).metrics["policy/skipped_updates"] == 1
-    resumed = Trainer(policy, settings())
+    resumed = Trainer(policy, guarded())
     resumed.guard.load_state(trainer.guard.state())  # the count goes through a checkpoint
     with pytest.raises(NonFiniteError, match=f"update {MOST_IN_A_ROW} in a row"):
         resumed.step(samples)
@@ -136,20 +98,20 @@ def test_a_run_that_does_not_come_out_of_it_stops(poisoned):
 def test_supervised_updates_are_guarded_too(poisoned):
     policy = poisoned(4)
     before = snapshot(policy)
-    trainer = SftTrainer(policy, settings())
+    trainer = SftTrainer(policy, guarded())
     metrics = trainer.step([Example([1, 2], [3, 4])])
     assert set(metrics) == {"policy/skipped_updates", "sft/lr", "sft/tokens"}
-    assert same(policy, before)
+    assert equal(snapshot(policy), before)
     with pytest.raises(NonFiniteError, match="sft/loss is nan"):
-        SftTrainer(policy, settings(on_nonfinite="stop")).step([Example([1, 2], [3, 4])])
-    assert same(policy, before)
+        SftTrainer(policy, guarded(on_nonfinite="stop")).step([Example([1, 2], [3, 4])])
+    assert equal(snapshot(policy), before)
 
 
 def test_one_wait_for_the_device_an_update(bigram, monkeypatch):
     """Numbers leave the device in one piece: `tolist` of one tensor, whatever is measured."""
     policy = bigram(exact=False)
     samples = policy.draw(REWARDS)
-    trainer = Trainer(policy, settings())
+    trainer = Trainer(policy, guarded())
     calls = []
     for name in ("tolist", "item", "__float__", "__bool__"):
         original = getattr(torch.Tensor, name)
@@ -162,25 +124,3 @@ def test_one_wait_for_the_device_an_update(bigram, monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, counted)
     trainer.step(samples)
     assert calls == ["tolist"]
-
-
-def test_a_repetition_that_breaks_off_leaves_no_gradients(bigram):
-    """The look at every value takes memory, and may run out of memory."""
-    trainer = Trainer(bigram(), settings())
-
-    def loss(micro_batch, minibatch):
-        for master in trainer.optimizer.masters.values():
-            master.grad = torch.ones_like(master)
-        if repeating:
-            raise torch.OutOfMemoryError
-        return MicroBatchLoss(torch.full((), math.nan, requires_grad=True))
-
-    repeating, guard = [], Guard("skip")
-    refused = []
-    guard.report = lambda update: refused.append(update) or ""
-    update = Update(trainer.policy, trainer.optimizer, guard, loss, "policy")
-    update.run(PairMinibatch([([1], [2])], MicroBatchSize(9)))
-    repeating.append(True)
-    with pytest.raises(torch.OutOfMemoryError):
-        refused[0].repeat()
-    assert all(master.grad is None for master in trainer.optimizer.masters.values())

@@ -1,33 +1,36 @@
-"""Packing and the split into minibatches."""
+"""Packing, the sharing of prompts that it decides, and the split into minibatches."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
+from tests.training.shared import settings, snapshot
 
 from jetrl.errors import UserError
-from jetrl.training.minibatches import split_minibatches
+from jetrl.training import Trainer
+from jetrl.training.minibatches import (
+    Pair,
+    choose_minibatches,
+    contrast_pairs,
+    shuffled_minibatches,
+    split_minibatches,
+)
 from jetrl.training.packing import (
-    _first_fit_decreasing,
-    _Sequence,
-    _Stem,
+    WORTH_SHARING,
     by_batch,
     by_sample,
     pack,
     pack_examples,
+    shares_prompts,
     targets,
     trained_lengths,
     with_advantages,
 )
 from jetrl.types import Example
-
-
-def advantages(samples):
-    """Sample i has the advantage i + 1 at each of its tokens."""
-    return [np.full(len(s.completion.token_ids), i + 1, np.float32) for i, s in enumerate(samples)]
 
 
 def test_literal_batch(sample):
@@ -49,51 +52,35 @@ def test_literal_batch(sample):
     assert targets(batch).tolist() == [2, 4, 5]
 
 
-def test_budget_fills_first_fit_decreasing_and_long_ones_stand_alone(sample):
-    lengths = [3, 9, 4, 12, 6, 2]
-    samples = [sample(i, [1] * (n - 1), [2]) for i, n in enumerate(lengths)]
-    batches = pack(samples, 10)
-    # By length: 12 alone, 9, then 6 + 4, then 3 + 2.
-    assert [b.sample_ids.tolist() for b in batches] == [[3], [1], [2, 4], [0, 5]]
-    assert [b.num_tokens for b in batches] == [12, 9, 10, 5]
-
-
-def test_every_sample_is_packed_once_whatever_the_budget(sample):
-    rng = np.random.default_rng(0)
-    samples = []
-    for i in range(40):
-        prompt, completion = rng.integers(1, 9, 1 + i % 5), rng.integers(1, 9, 1 + i % 7)
-        samples.append(
-            sample(i // 4, prompt, completion, logprobs=rng.normal(size=len(completion)))
-        )
-    for budget in (1, 7, 16, 1000):
+def test_each_sequence_goes_whole_into_the_first_batch_that_has_room(sample):
+    """First fit, by decreasing length: the tree that finds the batch gives what a search gives."""
+    draws = random.Random(0)
+    for _ in range(40):
+        budget = draws.randint(1, 50)
+        lengths = [draws.randint(2, 60) for _ in range(draws.randint(0, 30))]
+        room: list[int] = []
+        expected: list[list[int]] = []
+        for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+            k = next((k for k, left in enumerate(room) if lengths[i] <= left), len(room))
+            if k == len(room):
+                room.append(budget)
+                expected.append([])
+            room[k] -= lengths[i]
+            expected[k].append(i)
+        samples = []
+        for i, length in enumerate(lengths):
+            start, tokens = draws.randint(1, length - 1), draws.choices(range(9), k=length)
+            samples.append(sample(i, tokens[:start], tokens[start:]))
         batches = pack(samples, budget)
-        assert sorted(i for b in batches for i in b.sample_ids) == list(range(40))
+        assert [batch.sample_ids.tolist() for batch in batches] == [sorted(ids) for ids in expected]
         for batch in batches:
-            assert batch.num_tokens <= budget or batch.num_sequences == 1
-            assert not batch.loss_mask[batch.cu_seqlens[:-1]].any()
             for i, start, end in zip(
                 batch.sample_ids, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False
             ):
-                s = samples[i]
-                middle = start + len(s.prompt_token_ids)
-                assert tuple(batch.token_ids[start:middle]) == s.prompt_token_ids
-                assert tuple(batch.token_ids[middle:end]) == s.completion.token_ids
-                assert not batch.loss_mask[start:middle].any()
-                assert batch.loss_mask[middle:end].all()
-                np.testing.assert_array_equal(
-                    batch.rollout_logprobs[middle:end], np.float32(s.completion.logprobs)
-                )
-                filled = with_advantages(batch, advantages(samples))
-                assert (filled.advantages[middle:end] == i + 1).all()
-                assert not filled.advantages[start:middle].any()
-        again = pack(samples, budget)
-        assert [b.sample_ids.tolist() for b in again] == [b.sample_ids.tolist() for b in batches]
-
-
-def test_empty_prompt_is_refused(sample):
-    with pytest.raises(UserError, match=r"'p3' has no tokens"):
-        pack([sample(3, [], [1])], 100)
+                prompt, completion = samples[i].prompt_token_ids, samples[i].completion.token_ids
+                assert tuple(batch.token_ids[start:end]) == (*prompt, *completion)
+                masked = [False] * len(prompt) + [True] * len(completion)
+                assert batch.loss_mask[start:end].tolist() == masked
 
 
 def test_values_of_samples_and_of_batches(sample):
@@ -112,6 +99,11 @@ def test_examples():
     batches = pack_examples([Example([1, 2], [3]), Example([4], [5, 6])], 3)
     assert [b.token_ids.tolist() for b in batches] == [[1, 2, 3], [4, 5, 6]]
     assert [b.loss_mask.tolist() for b in batches] == [[0, 0, 1], [0, 1, 1]]
+
+
+def test_what_has_no_tokens_is_named(sample):
+    with pytest.raises(UserError, match=r"'p3' has no tokens"):
+        pack([sample(3, [], [1])], 100)
     with pytest.raises(UserError, match=r"example 1: its completion"):
         pack_examples([Example([1], [2]), Example([1], [])], 3)
 
@@ -121,7 +113,6 @@ def test_what_an_environment_said_is_no_target(sample):
     completion = dataclasses.replace(plain.completion, environment=((2, 4),))
     (batch,) = pack([dataclasses.replace(plain, completion=completion)], 100)
     assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1]
-    assert batch.rollout_logprobs.tolist() == [0, 0, -1, -2, 0, 0, -3]
     assert trained_lengths(batch).tolist() == [3]
     (batch,) = pack_examples([Example([1], [2, 3, 4], [(1, 2)])], 100)
     assert batch.loss_mask.tolist() == [0, 1, 0, 1]
@@ -130,12 +121,9 @@ def test_what_an_environment_said_is_no_target(sample):
 @pytest.mark.parametrize(
     "groups, count, expected",
     [
-        pytest.param([0, 0, 1, 1], 1, [[0, 1, 2, 3]], id="one"),
-        pytest.param([0, 0, 1, 1], 2, [[0, 1], [2, 3]], id="by-group"),
         pytest.param([0, 1, 0, 1], 2, [[0, 2], [1, 3]], id="groups-not-neighbours"),
         pytest.param([0, 0, 1, 1, 2, 2], 2, [[0, 1], [2, 3, 4, 5]], id="uneven-groups"),
         pytest.param([0, 0, 0, 0], 2, [[0, 1], [2, 3]], id="one-group-is-cut"),
-        pytest.param([0, 0, 1], 3, [[0], [1], [2]], id="fewer-groups-than-updates"),
     ],
 )
 def test_split(groups, count, expected):
@@ -147,22 +135,67 @@ def test_split_of_too_few_samples_names_the_setting():
         split_minibatches([0, 0, 1], 4)
 
 
-def test_each_sequence_goes_into_the_first_batch_that_has_room() -> None:
-    """First fit, by decreasing length: the tree that finds the batch gives what a search gives."""
-    draws = random.Random(0)
-    for _ in range(200):
-        budget = draws.randint(1, 50)
-        lengths = {i: draws.randint(2, 60) for i in draws.sample(range(99), draws.randint(0, 30))}
-        room: list[int] = []
-        expected: list[list[int]] = []
-        for i in sorted(lengths, key=lambda i: (-lengths[i], i)):
-            k = next((k for k, left in enumerate(room) if lengths[i] <= left), len(room))
-            if k == len(room):
-                room.append(budget)
-                expected.append([])
-            room[k] -= lengths[i]
-            expected[k].append(i)
-        sequences = {i: _Sequence([0], [0] * (n - 1), [], []) for i, n in lengths.items()}
-        stems = {i: _Stem(i, 0) for i in lengths}
-        packed = _first_fit_decreasing(sequences, stems, budget)
-        assert packed == [sorted(ids) for ids in expected]
+def group(sample, index: int, prompt: int, completions: list[int]):
+    return [sample(index, [index] + [1] * (prompt - 1), [2] * n) for n in completions]
+
+
+@pytest.mark.parametrize("completion, shared", [(2543, True), (2545, False)])
+def test_auto_shares_prompts_where_enough_is_saved(sample, completion: int, shared: bool) -> None:
+    """A group of 8 saves 7 stems of 256 tokens, which is 8% of 8 * (256 + n) for n of 2544."""
+    samples = group(sample, 0, 256, [completion] * 8)
+    assert WORTH_SHARING == 0.08
+    assert shares_prompts("auto", samples) is shared
+    assert not shares_prompts("auto", samples, [0])
+    assert shares_prompts(True, samples)
+    assert not shares_prompts(False, samples)
+
+
+def test_pairs_of_a_group_by_hand():
+    # Sorted: 1.5 (sample 2), 0.5 (0), 0.2 (4), -0.3 (5), -0.9 (3), -1.0 (1).
+    advantages = [0.5, -1.0, 1.5, -0.9, 0.2, -0.3]
+    pairs = contrast_pairs(advantages, [7] * 6, keep=1.0)
+    assert pairs == [Pair(2, 1, 2.5), Pair(0, 3, 1.4), Pair(4, 5, 0.5)]
+    assert contrast_pairs(advantages, [7] * 6, keep=0.67) == pairs[:2]
+    assert contrast_pairs(advantages, [7] * 6, keep=0.5) == pairs[:1]
+    assert contrast_pairs(advantages, [7] * 6, keep=0.01) == pairs[:1], "one of each group"
+
+
+def test_an_update_draws_its_share_of_pairs_by_weight_without_repetition():
+    pairs = [Pair(2 * i, 2 * i + 1, weight) for i, weight in enumerate([1.0, 1.0, 2.0, 4.0])]
+    seen: Counter[int] = Counter()
+    for seed in range(500):
+        minibatches = shuffled_minibatches(pairs, 2, seed)
+        assert [len(batch) for batch in minibatches] == [4, 4]
+        for batch in minibatches:
+            assert len(set(batch)) == 4
+            assert batch == sorted(batch)
+            assert all(i + 1 in batch for i in batch if i % 2 == 0), "pairs stay together"
+            seen.update(batch)
+    # Without repetition, two of four: 4 comes more often than 2, and 2 than 1, less than in
+    # proportion; the share of a draw's first pick alone is exactly the weight's.
+    assert seen[6] > seen[4] > seen[0]
+    assert abs(seen[0] - seen[2]) < 5 * np.sqrt(1000 * 0.25)
+    assert shuffled_minibatches(pairs, 2, 3) == shuffled_minibatches(pairs, 2, 3)
+    assert shuffled_minibatches(pairs, 2, 3) != shuffled_minibatches(pairs, 2, 4)
+
+
+def test_pairs_that_tell_nothing_are_drawn_only_when_there_are_no_others():
+    idle, telling = Pair(0, 1, 0.0), Pair(2, 3, 1.0)
+    assert shuffled_minibatches([idle, telling], 2, seed=1) == [[2, 3], [2, 3]]
+    assert shuffled_minibatches([idle], 1, seed=1) == [[0, 1]]
+
+
+def test_a_step_trains_on_the_drawn_pairs_and_stays_exact(bigram):
+    policy = bigram()
+    samples = policy.draw((1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 1.0, 1.0))
+    trainer = Trainer(policy, settings({"updates_per_step": 2}, data={"batch": "shuffle_r1"}))
+    chosen = choose_minibatches(samples, trainer.settings, 0)
+    assert [len(batch) for batch in chosen] == [2, 2], "one pair of four samples' two, twice"
+    tokens = sum(len(samples[i].completion.token_ids) for batch in chosen for i in batch)
+    before = snapshot(policy)
+    metrics = trainer.step(samples).metrics
+    assert metrics["mismatch/num_tokens"] == tokens
+    assert metrics["mismatch/num_different"] == 0
+    assert metrics["policy/active_fraction"] == 1.0
+    assert (policy.masters["table.weight"] != before["table.weight"]).any()
+    assert trainer.optimizer.num_updates == 2
