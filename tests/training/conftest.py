@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -32,6 +33,13 @@ def make_sample(
         completion=Completion(tuple(completion), tuple(logprobs), "stop"),
         score=Score(reward),
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_heap() -> None:
+    """Keep modules out of the collections that out of memory asks for: they take a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
