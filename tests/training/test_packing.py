@@ -130,11 +130,6 @@ def test_split(groups, count, expected):
     assert split_minibatches(groups, count) == expected
 
 
-def test_split_of_too_few_samples_names_the_setting():
-    with pytest.raises(UserError, match=r"train\.updates_per_step = 4 .* 3 samples"):
-        split_minibatches([0, 0, 1], 4)
-
-
 def group(sample, index: int, prompt: int, completions: list[int]):
     return [sample(index, [index] + [1] * (prompt - 1), [2] * n) for n in completions]
 

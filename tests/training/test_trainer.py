@@ -13,13 +13,7 @@ from tests.training.shared import REWARDS, draw, equal, make_policy, settings, s
 
 from jetrl.errors import MismatchError, RunStopped
 from jetrl.settings.algorithms import ALGORITHMS
-from jetrl.training import (
-    Checkpoints,
-    SftTrainer,
-    StepMismatchError,
-    Trainer,
-    group_advantages,
-)
+from jetrl.training import Checkpoints, SftTrainer, StepMismatchError, Trainer, group_advantages
 from jetrl.training.micro_batches import batch_logprobs
 from jetrl.training.mismatch import compare_step, mismatch_metrics
 from jetrl.training.packing import pack
