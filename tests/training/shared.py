@@ -1,4 +1,4 @@
-"""What the training tests share: a decoder of one layer, settings, samples, and measurements."""
+"""A decoder of one layer, settings, samples and measurements that the training tests share."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ REFERENCE = ClipBounds(0.8, 1.2)
 
 
 def test_noise_lowers_the_lower_bound_to_cut_off_as_much_as_bf16() -> None:
-    """The upper bound then keeps the balance of what is pushed up and down."""
+    """Only then is the upper bound set, which keeps the balance of the two pushes."""
     rng = np.random.default_rng(0)
     log_ratio = rng.normal(0, 0.1, 4000)
     advantages = np.where(rng.random(4000) < 0.5, 1.0, -1.0)

@@ -156,7 +156,7 @@ def forge(path, **files):
     ],
 )
 def test_a_state_that_cannot_be_read_is_refused(made, tmp_path, change, message):
-    """Of another format: no older checkpoint takes its place. Of odd types: it is damaged."""
+    """No older checkpoint takes the place of one with another format."""
     path = save(Checkpoints(tmp_path), made, 1, 2)
     if "format" not in change:
         shutil.rmtree(tmp_path / "step_000001")

@@ -69,7 +69,7 @@ def test_lost_end_tokens_show_where_the_end_is_what_chance_decides() -> None:
 def test_a_sampler_that_draws_at_half_the_temperature_is_seen(
     factor: float, seen: bool, sample: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reports the log-probs that were asked for, so that no token's log-prob is different."""
+    """The sampler reports the log-probs that were asked for, so none is different."""
     true = sampler.sample
 
     def planted(logits: Tensor, bits: Tensor, temperature: Tensor, *rest: Any) -> Any:
