@@ -8,27 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from tests.models.stored_weights import change_config, change_tensors
 from torch import Tensor
 
 LAYOUTS = ("modelopt", "modelopt-sidecar", "compressed-tensors")
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _PROJECTIONS = ("o_proj", "down_proj", "qkv_proj", "gate_up_proj", *_FUSED[0], *_FUSED[1])
-
-
-def change_tensors(path: Path, change: Any) -> None:
-    """Write the tensors of a directory again after a function has changed the dictionary."""
-    file = path / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
-    change(tensors)
-    save_file(tensors, str(file), metadata={"format": "pt"})
-
-
-def change_config(path: Path, **changes: Any) -> None:
-    """Set keys of a directory's config.json."""
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def quantization(layout: str, ignore: Collection[str] = ("lm_head",)) -> dict[str, Any]:
@@ -71,11 +57,8 @@ def to_nvfp4(
     """Put random codes in place of a directory's linear layers, and return the widened values.
 
     Args:
-        path: A directory with float32 or bfloat16 weights in one file.
-        layout: One of `LAYOUTS`.
-        apart: Whether Q, K and V have scales of their own, and gate and up; shared otherwise.
+        apart: Give Q, K and V scales of their own, and gate and up.
         left: Endings of the names of layers that stay as they are.
-        head: Whether lm_head has codes too.
     """
     generator = torch.Generator().manual_seed(len(layout))
     widened: dict[str, Tensor] = {}
@@ -109,10 +92,7 @@ def to_nvfp4(
 def _random(
     layer: str, shape: torch.Size, layout: str, place: int, generator: torch.Generator
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the stored tensors of a layer, and the values that they stand for.
-
-    The values are made number by number, by none of the functions under test.
-    """
+    """Return the stored tensors of a layer, and the values made number by number."""
     rows, columns = shape
     low, high = (
         torch.randint(16, (rows, columns // 2), generator=generator, dtype=torch.uint8)

@@ -1,9 +1,14 @@
-"""Sizes of a small model, and all weights of a model directory at once, which only tests want."""
+"""A small model's sizes and config, and the tensors and JSON of a model directory, for tests."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jetrl.models.families import ModelConfig
@@ -21,11 +26,33 @@ SIZES = {
 }
 
 
-def load_weights(path: str | Path, config: ModelConfig) -> dict[str, Tensor]:
-    with open_weights(path, config) as weights:
-        return dict(weights)
+def our_config(family: str = "qwen3", tied: bool = False, **sizes: Any) -> ModelConfig:
+    raw = {"model_type": family, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied}
+    return ModelConfig.from_hf(SIZES | raw | sizes)
 
 
 def read_model(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     config = ModelConfig.from_hf(read_config(path))
-    return config, load_weights(path, config)
+    with open_weights(path, config) as weights:
+        return config, dict(weights)
+
+
+def change_tensors(
+    path: Path, change: Callable[[dict[str, Tensor]], object], file: str = "model.safetensors"
+) -> None:
+    """Write the tensors of a directory again after a function has changed the dictionary."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(path / file).items()}
+    change(tensors)
+    save_file(tensors, str(path / file), metadata={"format": "pt"})
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def assert_same_tensors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert set(ours) == set(theirs)
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name

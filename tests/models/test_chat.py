@@ -53,13 +53,6 @@ def says(*turns: tuple[str, str]) -> Prompt:
     return Prompt("p1", messages=tuple({"role": role, "content": text} for role, text in turns))
 
 
-def test_text_is_given_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
-    text = "  12 + 7 = \n"
-    token_ids = encode_prompt(tokenizer, Prompt("p1", text=text))
-    assert token_ids == [tokenizer.get_vocab()[character] for character in text]
-    assert decode(tokenizer, token_ids) == text
-
-
 @pytest.mark.parametrize(
     "single, begins",
     [("<pad> $A", True), ("<pad> $A <eos>", True), ("$A <eos>", False), ("$A", False)],
@@ -75,23 +68,6 @@ def test_only_the_beginning_token_is_added(
     assert encode_text(tokenizer, "12", begin=False) == plain
 
 
-def test_messages_go_through_the_template_which_writes_all_special_tokens(
-    chat: PreTrainedTokenizerFast,
-) -> None:
-    wrapping(chat, "<pad> $A <eos>")
-    token_ids = encode_prompt(chat, says(("user", "2+2?")))
-    assert chat.decode(token_ids) == "[user:2+2?][assistant:"
-
-
-def test_system_prompt_comes_first(chat: PreTrainedTokenizerFast) -> None:
-    token_ids = encode_prompt(chat, says(("user", "2+2?")), system_prompt="Be brief.")
-    assert decode(chat, token_ids) == "[system:Be brief.][user:2+2?][assistant:"
-
-
-def test_decode_leaves_special_tokens_out(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert decode(tokenizer, [*tokenizer.encode("1 ,2"), 1, 0]) == "1 ,2"
-
-
 @pytest.mark.parametrize(
     "which, prompt, system, words",
     [
@@ -101,12 +77,8 @@ def test_decode_leaves_special_tokens_out(tokenizer: PreTrainedTokenizerFast) ->
         ("chat", Prompt("p1", text="1"), "x", "plain text, which a system prompt"),
         ("chat", says(("system", "a"), ("user", "b")), "x", "system message of its own"),
         ("chat", Prompt("p1", messages=({"role": "user"},)), None, "needs a role and a content"),
-        (
-            "none",
-            Prompt("p1", text="1"),
-            None,
-            r"'p1': .* no tokenizer.*model\.tokenizer",
-        ),
+        ("none", Prompt("p1", text="1"), None, r"'p1': .* no tokenizer.*model\.tokenizer"),
+        ("chat", says(("tool", "x")), None, "'p1': the tokenizer's chat template.*no tools"),
     ],
 )
 def test_prompts_that_cannot_be_encoded(
@@ -115,17 +87,6 @@ def test_prompts_that_cannot_be_encoded(
     tokenizer = None if which == "none" else request.getfixturevalue(which)
     with pytest.raises(UserError, match=words):
         encode_prompt(tokenizer, prompt, system_prompt=system)
-
-
-@pytest.mark.parametrize(
-    "template, message",
-    [(TEMPLATE, "no tools"), ("{% if %}", "Expected"), ("{{ 1 / 0 }}", "division")],
-    ids=["raises", "syntax", "crashes"],
-)
-def test_failing_template(chat: PreTrainedTokenizerFast, template: str, message: str) -> None:
-    chat.chat_template = template
-    with pytest.raises(UserError, match=f"'p1': the tokenizer's chat template.*{message}"):
-        encode_prompt(chat, says(("tool", "x")))
 
 
 KNOWN_ROLES = (
@@ -154,9 +115,10 @@ PREFILL = "Let me think.\n<think>"
 EMPTY_THOUGHT = "{{ '<think>\n\n</think>\n\n' if loop.last and message['role'] == 'assistant' }}"
 
 
-@pytest.mark.parametrize("thought", ["", EMPTY_THOUGHT], ids=["chatml", "qwen3"])
-@pytest.mark.parametrize("system", [None, "Be brief."])
-@pytest.mark.parametrize("plain_text", ["replies", "all"])
+@pytest.mark.parametrize(
+    "thought, system, plain_text",
+    [("", None, "replies"), (EMPTY_THOUGHT, "Be brief.", "replies"), (EMPTY_THOUGHT, None, "all")],
+)
 def test_a_last_message_of_the_assistant_is_continued(
     chatml: PreTrainedTokenizerBase, thought: str, system: str | None, plain_text: PlainText
 ) -> None:
@@ -181,28 +143,18 @@ def test_a_last_message_of_the_assistant_is_continued(
     assert token_ids == opened + encode_text(chatml, PREFILL, begin=False)
 
 
-def test_a_begun_turn_does_not_open_the_thought_again(chat: PreTrainedTokenizerFast) -> None:
-    chat.chat_template = TEMPLATE.replace("'[assistant:'", "'[assistant:\\n<think>\\n'")
-    begun = encode_prompt(chat, says(("user", "2+2?"), ("assistant", "4, ")))
-    assert decode(chat, begun) == "[user:2+2?][assistant:\n<think>\n4, "
-    with pytest.raises(UserError, match=r"'p1': its last .*begins with '<think>', with which"):
-        encode_prompt(chat, says(("user", "2+2?"), ("assistant", "<think>4, ")))
-
-
 QWEN = (
     "{% for m in messages %}{{ '<im>' + m['role'] + '|' + m['content'] + '<eos>.' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<im>assistant|' }}{% endif %}"
 )
 
 
-def test_a_text_reply_is_what_follows(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert decode(tokenizer, encode_reply(tokenizer, "=72", completion=[5, 1])) == "=72"
-
-
-def test_a_message_continues_the_conversation_as_the_template_writes_it(
+def test_a_template_may_write_an_assistant_otherwise_once_it_is_answered(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    tokenizer.chat_template = QWEN
+    """The template of Qwen3 opens a block of thought only in the last message."""
+    thinks = "{{ '(think)' if loop.last and m['role'] == 'assistant' else '' }}"
+    tokenizer.chat_template = QWEN.replace("+ m['content']", "}}" + thinks + "{{ m['content']")
     prompt = encode_prompt(tokenizer, says(("user", "2+3?")))
     said = [*encode_text(tokenizer, "call(2+3)", begin=False), tokenizer.eos_token_id]
     reply = encode_reply(tokenizer, {"role": "tool", "content": "5"}, said)
@@ -211,23 +163,6 @@ def test_a_message_continues_the_conversation_as_the_template_writes_it(
     cut = said[:-1]  # a stop string ended the turn: the template's end token is not there yet
     longer = encode_reply(tokenizer, {"role": "tool", "content": "5"}, cut)
     assert prompt + cut + longer == encode_prompt(tokenizer, whole)
-
-
-def test_a_template_may_write_an_assistant_otherwise_once_it_is_answered(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    """The template of Qwen3 opens a block of thought in the last message alone.
-
-    What stands before the assistant's words is in the sequence already; what follows them is what
-    matters.
-    """
-    thinks = "{{ '(think)' if loop.last and m['role'] == 'assistant' else '' }}"
-    tokenizer.chat_template = QWEN.replace("+ m['content']", "}}" + thinks + "{{ m['content']")
-    prompt = encode_prompt(tokenizer, says(("user", "2+3?")))
-    said = [*encode_text(tokenizer, "call(2+3)", begin=False), tokenizer.eos_token_id]
-    reply = encode_reply(tokenizer, {"role": "tool", "content": "5"}, said)
-    whole = says(("user", "2+3?"), ("assistant", "call(2+3)"), ("tool", "5"))
-    assert prompt + said + reply == encode_prompt(tokenizer, whole)
 
 
 def test_a_worked_answer_of_turns_is_the_sequence_that_sampling_gives(
@@ -251,24 +186,6 @@ def test_a_worked_answer_of_turns_is_the_sequence_that_sampling_gives(
     assert decode(tokenizer, example.completion[end:]) == "it is 5"
 
 
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        (None, "the tool's answer is made of messages, but the tokenizer has no chat template"),
-        (TEMPLATE, "the tool's answer: the tokenizer's chat template refuses it: no tools"),
-        ("{{ messages[1].content }}{{ 3 - messages|length }}", "does not write an assistant's"),
-        ("{{ messages[-1].content }}", "does not write an assistant's message"),
-        ("{{ messages|length }}{{ messages[1].content }}", "leaves out the message of role 'tool'"),
-    ],
-)
-def test_replies_that_cannot_be_written(
-    tokenizer: PreTrainedTokenizerFast, template: str | None, message: str
-) -> None:
-    tokenizer.chat_template = template
-    with pytest.raises(UserError, match=message):
-        encode_reply(tokenizer, {"role": "tool", "content": "5"}, [7], "the tool's answer")
-
-
 PICKY = (
     "{% for m in messages %}"
     "{% if 'bad' in m['content'] %}{{ raise_exception('a bad word') }}{% endif %}"
@@ -288,7 +205,6 @@ PICKY = (
 def test_a_reply_that_cannot_be_given_to_the_model_is_an_error_of_its_own(
     tokenizer: PreTrainedTokenizerFast, content: str, message: str
 ) -> None:
-    """An error of the template for every reply is none: `test_replies_that_cannot_be_written`."""
     tokenizer.chat_template = PICKY
     with pytest.raises(ReplyError, match=message):
         encode_reply(tokenizer, {"role": "tool", "content": content}, [7], "the reply")
@@ -299,15 +215,6 @@ def test_a_reply_that_cannot_be_given_to_the_model_is_an_error_of_its_own(
     with pytest.raises(UserError) as raised:
         encode_reply(tokenizer, {"role": "tool", "content": content}, [7], "the reply")
     assert not isinstance(raised.value, ReplyError)
-
-
-def test_a_reply_may_hold_the_text_that_a_template_is_cut_at(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    tokenizer.chat_template = QWEN
-    reply = {"role": "tool", "content": "jetrl-marks-the-assistant jetrl-marks-the-assistant-x"}
-    told = decode(tokenizer, encode_reply(tokenizer, reply, [7]))
-    assert told == f".<im>tool|{reply['content']}.<im>assistant|"
 
 
 @pytest.fixture(scope="module")
@@ -342,16 +249,6 @@ def test_special_tokens_in_a_reply_are_text(chatml: PreTrainedTokenizerBase, con
     assert control_tokens(chatml, encode_reply(chatml, content, [], as_text=False)) != []
 
 
-def test_a_reply_without_special_tokens_has_the_tokens_that_it_always_had(
-    chatml: PreTrainedTokenizerBase,
-) -> None:
-    """Pairs that are merged across the template's words and the reply's are merged still."""
-    for content in ("5", "\n\nthe cat", "<|im_end", "jetrlplaceholder0end", " \n"):
-        reply = {"role": "tool", "content": content}
-        plain = encode_reply(chatml, reply, [], as_text=False)
-        assert encode_reply(chatml, reply, []) == plain
-
-
 def test_special_tokens_in_prompts_and_answers_are_text_on_request(
     chatml: PreTrainedTokenizerBase,
 ) -> None:
@@ -375,12 +272,3 @@ def test_special_tokens_in_prompts_and_answers_are_text_on_request(
     }
     # The ends of two turns, and of the reply the end, and the start of it and of the next turn.
     assert counts == {"all": 5, "replies": 5 + 2, "none": 5 + 2 + 3}
-
-
-def test_the_text_after_a_beginning_token_is_text_as_well(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    begun = wrapping(tokenizer, "<pad> $A")
-    plain = encode_text(begun, "<pad>12", as_text=True)
-    assert plain == [0, *encode_text(begun, "<pad>12", begin=False, as_text=True)]
-    assert len(plain) == 8

@@ -8,14 +8,11 @@ import time
 import tracemalloc
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from tokenizers import normalizers
 
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.chat import encode_text
-from jetrl.models.hf_files import load_tensors
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import character_tokenizer, make_tiny
 from jetrl.models.tokenizer import encode
@@ -47,24 +44,20 @@ def change(file, **changes):
 
 
 SIZES = [
-    pytest.param({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000", id="layers"),
-    pytest.param({"max_position_embeddings": 10**8}, "max_position_embeddings = 1000", id="rope"),
-    pytest.param({"hidden_size": 10**12}, "hidden_size = 1000000000000", id="width"),
-    pytest.param({"vocab_size": 10**300}, "vocab_size = 1000", id="vocabulary"),
-    pytest.param({"num_attention_heads": -1}, "num_attention_heads = -1", id="heads"),
-    pytest.param({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf", id="infinity"),
-    pytest.param({"rope_theta": float("nan")}, "rope_theta = nan", id="nan"),
-    pytest.param({"architectures": {"a": 1}}, r"architectures = \{", id="architectures"),
-    pytest.param({"layer_types": [["full_attention"]]}, "layer_types.0 = ", id="layer-types"),
-    pytest.param({"layer_types": 3}, "layer_types = 3", id="number-of-types"),
-    pytest.param({"model_type": "\x1b]0;x\x07"}, r"model_type .*x1b", id="control"),
-    pytest.param({"eos_token_id": 2**70}, "eos_token_id = 1180", id="token"),
-    pytest.param({"rope_scaling": {"factor": []}}, r"rope_scaling.factor = \[\]", id="rope-type"),
-    pytest.param({"quantization_config": [1]}, r"quantization_config = \[1\]", id="quantization"),
-    pytest.param(
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000"),
+    ({"max_position_embeddings": 10**8}, "max_position_embeddings = 1000"),
+    ({"vocab_size": 10**300}, "vocab_size = 1000"),
+    ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf"),
+    ({"rope_theta": float("nan")}, "rope_theta = nan"),
+    ({"architectures": {"a": 1}}, r"architectures = \{"),
+    ({"layer_types": [["full_attention"]]}, "layer_types.0 = "),
+    ({"model_type": "\x1b]0;x\x07"}, r"model_type .*x1b"),
+    ({"eos_token_id": 2**70}, "eos_token_id = 1180"),
+    ({"rope_scaling": {"factor": []}}, r"rope_scaling.factor = \[\]"),
+    ({"quantization_config": [1]}, r"quantization_config = \[1\]"),
+    (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
         "quantization_config.weight_block_size = 128",
-        id="block",
     ),
 ]
 
@@ -80,13 +73,6 @@ def test_a_config_out_of_bounds_names_file_and_key(copy, changes, message):
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
     assert str(caught.value).isprintable()
-
-
-@pytest.mark.parametrize("contents", ["[]", "3", "{", "[" * 5000, '{"a": ' + "9" * 5000 + "}"])
-def test_what_is_no_config_names_the_file(copy, contents):
-    (copy / "config.json").write_text(contents)
-    with pytest.raises(UserError, match=r"config\.json: "):
-        hf.model_config(copy)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -118,29 +104,15 @@ TWICE = {
     "pair": [],
     "special_tokens": {},
 }
-IDS = {"<s>": {"id": "<s>", "ids": [0] * 5000, "tokens": ["<s>"] * 5000}}
-one_for_one = {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}
 LONGER = [
-    pytest.param({"normalizer": doubled(30)}, "4096 times as long", id="doubled"),
-    pytest.param({"normalizer": sequence("normalizers", doubled(7), 2)}, "4096", id="nested"),
-    pytest.param({"normalizer": between("a" * 5000)}, "4096", id="between"),
-    pytest.param({"normalizer": sequence("normalizers", BYTES, 20)}, "4096", id="bytes"),
-    pytest.param(
-        {"normalizer": sequence("normalizers", {"type": "NFC"}, 10**5)}, "4096", id="many"
-    ),
-    pytest.param(
-        {"normalizer": {"type": "Sequence", "a": [], "normalizers": [one_for_one | BYTES] * 20}},
-        "4096",
-        id="keys-of-others",
-    ),
-    pytest.param({"normalizer": sequence("normalizers", one_for_one, 999)}, "4096", id="equal"),
-    pytest.param({"pre_tokenizer": sequence("pretokenizers", BYTES, 20)}, "4096", id="pre-bytes"),
-    pytest.param({"pre_tokenizer": sequence("pretokenizers", SPACES, 20)}, "4096", id="spaces"),
-    pytest.param({"post_processor": sequence("processors", TWICE, 40)}, "4096", id="template"),
-    pytest.param({"post_processor": TWICE | {"special_tokens": IDS}}, "4096", id="ids"),
-    pytest.param({"decoder": sequence("decoders", between("ab"), 9)}, "4096", id="decoder"),
-    pytest.param({"normalizer": [1]}, "not a tokenizer's", id="list"),
-    pytest.param({"normalizer": {"type": "Replace"}}, "not a tokenizer's", id="no-fields"),
+    ({"normalizer": sequence("normalizers", doubled(7), 2)}, "4096 times as long"),
+    ({"normalizer": between("a" * 5000)}, "4096"),
+    ({"normalizer": sequence("normalizers", BYTES, 20)}, "4096"),
+    ({"normalizer": sequence("normalizers", {"type": "NFC"}, 10**5)}, "4096"),
+    ({"pre_tokenizer": sequence("pretokenizers", SPACES, 20)}, "4096"),
+    ({"post_processor": sequence("processors", TWICE, 40)}, "4096"),
+    ({"decoder": sequence("decoders", between("ab"), 9)}, "4096"),
+    ({"normalizer": {"type": "Replace"}}, "not a tokenizer's"),
 ]
 
 
@@ -152,21 +124,10 @@ def test_a_tokenizer_that_multiplies_is_refused(copy, parts, message):
         hf.load_tokenizer(copy)
 
 
-def test_parts_of_a_tokenizer_multiply_together(copy):
-    growing = {"normalizer": doubled(8), "pre_tokenizer": sequence("pretokenizers", BYTES, 8)}
-    change(copy / "tokenizer.json", **growing)
-    with pytest.raises(UserError, match="pre_tokenizer: it could make a text more than 4096"):
-        hf.load_tokenizer(copy)
-
-
 FILES = [
     ("tokenizer_config.json", 2**24),
-    ("special_tokens_map.json", 2**24),
-    ("added_tokens.json", 2**24),
-    ("chat_template.jinja", 2**20),
     ("additional_chat_templates/tools.jinja", 2**20),
     ("vocab.txt", 2**28),
-    ("tokenizer.model", 2**28),
 ]
 
 
@@ -176,14 +137,6 @@ def test_a_file_that_is_too_large_is_not_read(copy, name, most):
     with (copy / name).open("wb") as file:
         file.truncate(most + 1)
     with pytest.raises(UserError, match=rf"{name}: larger than {most / 2**20:g} MiB"):
-        hf.load_tokenizer(copy)
-
-
-def test_a_token_of_excessive_length_is_refused(copy):
-    added = json.loads((copy / "tokenizer.json").read_text())["added_tokens"]
-    added.append(added[0] | {"id": 9000, "content": "a" * 2**15})
-    change(copy / "tokenizer.json", added_tokens=added)
-    with pytest.raises(UserError, match=r"a token of 32,768 characters"):
         hf.load_tokenizer(copy)
 
 
@@ -213,11 +166,3 @@ def test_normalizers_of_real_tokenizers_are_taken(copy):
         post_processor=post,
     )
     hf.load_tokenizer(copy)
-
-
-def test_masters_of_another_kind_are_named(tmp_path):
-    save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
-    assert set(load_tensors(tmp_path / "x.safetensors")) == {"x"}
-    (tmp_path / "x.safetensors").write_bytes(b"[]")
-    with pytest.raises(UserError, match=r"x\.safetensors: truncated or not a safetensors file"):
-        load_tensors(tmp_path / "x.safetensors")

@@ -99,15 +99,6 @@ def test_half_of_the_shards_is_not_the_model(cache: Path, monkeypatch: pytest.Mo
     assert asked == [f"{NAME}@None"]
 
 
-def test_a_cached_model_without_a_tokenizer_needs_no_network(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for file in (cache / "snapshots" / COMMIT).glob("tokenizer*"):
-        file.unlink()
-    downloads(monkeypatch, errors.LocalEntryNotFoundError("no network"))
-    assert Policy.from_pretrained(NAME, FP32).tokenizer is None
-
-
 def http_error(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
     response = SimpleNamespace(headers={}, request=None)  # what the errors read of a response
     return kind("refused", response=response)  # type: ignore[arg-type]
@@ -135,14 +126,6 @@ def test_what_cannot_be_downloaded_says_why(
         Policy.from_pretrained("some/model@v2", FP32)
 
 
-def test_offline_mode_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        UserError, match=r"does not hold it, and HF_HUB_OFFLINE is set.*hf download"
-    ):
-        Policy.from_pretrained("some/model", FP32)
-
-
 @pytest.mark.parametrize(
     "path",
     ["models/none", "./some/model", "/some/model", "model", "a/b/c", "../some", "some/", "~/m"],
@@ -154,8 +137,3 @@ def test_paths_are_no_names(path: str, cache: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="no such directory"):
         Policy.from_pretrained(path, FP32)
     assert asked == []
-
-
-def test_a_directory_of_that_name_goes_first(cache: Path) -> None:
-    make_tiny(Path(NAME), hidden_size=64)
-    assert Policy.from_pretrained(NAME, FP32).config.hidden_size == 64

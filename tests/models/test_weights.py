@@ -1,43 +1,33 @@
-"""Quantized weights stay where they are, and no weight is left out of the register."""
+"""Quantized weights stay where they are; what is not trained is read and kept once."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from tests.models.stored_weights import our_config
+from torch import nn
 
 from jetrl.errors import UserError
-from jetrl.models.attention import PackedKeyValues
-from jetrl.models.families import ModelConfig
+from jetrl.models import hf
+from jetrl.models.decoder import embed
 from jetrl.models.policy import Policy
-from jetrl.models.tiny import random_weights
-from jetrl.precision import PrecisionPlan, quantize
-from jetrl.precision.linear import Linear
-from jetrl.precision.plan import Rounding
-from jetrl.precision.quantized_weight import FP8Weight, QuantizedWeight
+from jetrl.models.scalar_model import ScalarModel
+from jetrl.models.tiny import make_tiny, random_weights
+from jetrl.precision import PrecisionPlan
+from jetrl.precision.gradients import Gradients
+from jetrl.precision.quantized_weight import QuantizedWeight
 
-CONFIG = ModelConfig.from_hf(
-    {
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-    }
+CONFIG = our_config(
+    "qwen2", tied=True, vocab_size=128, hidden_size=128, intermediate_size=256, head_dim=64
 )
 PRESETS = ["unified", "jet", "mixed", "bf16", "fp32"]
 
 
-def policy(preset: str = "unified", **more: torch.Tensor) -> Policy:
-    return Policy(CONFIG, PrecisionPlan.preset(preset), random_weights(CONFIG, 0) | more)
+def policy(preset: str = "unified") -> Policy:
+    return Policy(CONFIG, PrecisionPlan.preset(preset), random_weights(CONFIG, 0))
 
 
 def quantized(p: Policy) -> list[QuantizedWeight]:
@@ -59,50 +49,6 @@ def test_requantize_overwrites_in_place(preset: str) -> None:
     fresh = Policy(CONFIG, p.plan, p.master_weights())
     expected = [tensor for weight in quantized(fresh) for tensor in weight.tensors()]
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(tensors, expected, strict=True))
-
-
-def test_a_layer_that_moves_its_weight_is_an_error() -> None:
-    p = policy()
-    weight = p.decoder.layers[1].o.quantized
-
-    def made_again() -> None:
-        codes = quantize(weight.master.detach(), (128, 128))
-        weight._stored[Rounding("fp8")] = FP8Weight(codes)
-
-    p.requantize()
-    weight.requantize = made_again
-    with pytest.raises(RuntimeError, match=r"quantized weight of layers\.1\.o has moved"):
-        p.requantize()
-
-
-def test_a_weight_that_no_layer_reads_is_an_error() -> None:
-    with pytest.raises(AssertionError, match=r"no layer reads .*layers\.1\.router\.weight"):
-        policy(**{"layers.1.router.weight": torch.zeros(8, 128)})
-
-
-def test_two_layers_of_one_name_are_an_error() -> None:
-    p = policy()
-    formats = p.plan.linear_formats(0, 2)
-    with pytest.raises(AssertionError, match="two layers are called embed"):
-        p.weights.quantized("embed", "embed.weight", formats)
-
-
-@pytest.mark.parametrize("side", ["rollout", "train"])
-def test_every_product_has_one_place_where_more_is_added(
-    side: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, seen = policy(), []
-    add_to = Linear.add_to
-    monkeypatch.setattr(
-        Linear, "add_to", lambda layer, y, x: seen.append(layer.name) or add_to(layer, y, x)
-    )
-    if side == "train":
-        p.logprobs([[1, 2, 3]])
-    else:
-        kv = PackedKeyValues(torch.tensor([0, 3]), p.plan)
-        p.rollout_logits(p.rollout_forward(torch.tensor([1, 2, 3]), torch.arange(3), kv))
-    layers = [f"layers.{i}.{name}" for i in range(2) for name in ("qkv", "o", "gate_up", "down")]
-    assert seen == [*layers, "lm_head"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -152,30 +98,40 @@ def test_a_base_is_read_one_tensor_at_a_time() -> None:
     assert len(alive) >= len(weights)
 
 
-def nvfp4_policy(trains: Callable[[str], bool] | None, **changes: torch.Tensor) -> Policy:
-    plan = PrecisionPlan.preset("unified").replace(base="nvfp4")
-    return Policy(CONFIG, plan, {**random_weights(CONFIG, 0), **changes}, trains=trains)
+def embed_of(token_ids: torch.Tensor, master: nn.Parameter) -> torch.Tensor:
+    """Return BF16 rows of a master weight."""
+    plan = PrecisionPlan.preset("bf16")
+    weight = QuantizedWeight("embed", master, {"rollout": "bf16", "train": "bf16"}, plan)
+    return embed(token_ids, weight, Gradients())
 
 
-def test_a_base_in_nvfp4_takes_at_most_57_hundredths_of_one_in_fp8() -> None:
-    def linear_bytes(p: Policy) -> int:
-        tensors = p.weights.quantized_tensors().items()
-        return sum(t.nbytes for name, t in tensors if "layers" in name and "norm" not in name)
+def test_embedded_rows_and_gradients_are_those_of_torch() -> None:
+    g = torch.Generator().manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.randn(50, 8, generator=g)) for _ in "ab")
+    theirs.data.copy_(ours.data)
+    for _ in range(2):  # the second time there is a gradient to add to
+        token_ids = torch.randint(0, 20, (64,), generator=g)
+        upstream = torch.randn(64, 8, generator=g).bfloat16()
+        rows = embed_of(token_ids, ours)
+        expected = nn.functional.embedding(token_ids, theirs).bfloat16()
+        assert torch.equal(rows, expected)
+        rows.backward(upstream)
+        expected.backward(upstream)
+    assert ours.grad is not None
+    # At most 2 * 64 terms of a token are added in another order: 128 roundings of 2**-24 each.
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=128 * 2**-24, atol=128 * 2**-24 * 8)
 
-    nvfp4 = nvfp4_policy(lambda name: False)
-    fp8 = Policy(
-        CONFIG,
-        PrecisionPlan.preset("unified"),
-        random_weights(CONFIG, 0),
-        trains=lambda name: False,
-    )
-    assert linear_bytes(nvfp4) <= 0.57 * linear_bytes(fp8)
 
-
-def test_what_nvfp4_cannot_keep_is_refused_by_the_layers_name() -> None:
-    with pytest.raises(UserError, match=r"layers\.0\.qkv: precision.base=nvfp4.*adapter\.kind"):
-        nvfp4_policy(None)
-    bad = random_weights(CONFIG, 0)["layers.1.o.weight"].clone()
-    bad[3, 4] = torch.inf
-    with pytest.raises(UserError, match=r"layers\.1\.o: the weight has values that are NaN or Inf"):
-        nvfp4_policy(lambda name: False, **{"layers.1.o.weight": bad})
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "model")
+    plan = PrecisionPlan.preset("unified")
+    config = hf.read_config(path)
+    for make in (
+        lambda: Policy.from_config(config, plan, device="cuda"),
+        lambda: Policy.from_pretrained(path, plan, "cuda"),
+        lambda: Policy.from_pretrained(path, plan, "cuda", frozen=True),
+        lambda: ScalarModel.from_language_model(path, plan, "cuda"),
+    ):
+        with pytest.raises(UserError, match=r"device cuda: not there; use run\.device=cpu"):
+            make()
