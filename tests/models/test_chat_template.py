@@ -41,7 +41,7 @@ def test_the_text_is_that_of_transformers(open_turn):
 
 
 BOMBS = [
-    ("{% for a in range(9**9) %}{% for b in range(9**9) %}{% endfor %}{% endfor %}", "0.5 s"),
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.5 s"),
     ("{{ 'a' * 2**30 }}", "memory"),
     ("{{ 9 ** (9 ** 9) }}", "more than 0.5 s"),
     ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),

@@ -77,8 +77,8 @@ def test_random_weights_are_made_one_at_a_time_and_in_any_order_the_same() -> No
 
 
 def test_bpe_spells_any_text(jsonl: Path) -> None:
-    tokenizer = train_bpe_tokenizer([jsonl], vocab_size=320)
-    assert len(tokenizer) == 320
+    tokenizer = train_bpe_tokenizer([jsonl], vocab_size=280)
+    assert len(tokenizer) == 280
     for text in AWKWARD:
         assert decode(tokenizer, tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
     assert len(tokenizer.encode("How many apples are")) < 10
@@ -113,7 +113,7 @@ def test_bad_text_files(name: str, contents: bytes, message: str, tmp_path: Path
 def test_transformers_and_jetrl_load_a_tiny_model(
     family: str, kind: str, jsonl: Path, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"text_files": [jsonl], "vocab_size": 320} if kind == "bpe" else {}
+    options: dict[str, Any] = {"text_files": [jsonl], "vocab_size": 280} if kind == "bpe" else {}
     path = make_tiny(tmp_path / "m", family, **SMALL, tokenizer=kind, seed=4, **options)
     config = ModelConfig.from_hf(read_config(path))
     weights = read_model(path)[1]
