@@ -17,13 +17,16 @@
 #   make clean      remove the environment and the caches
 #
 # PYTHON chooses the interpreter of the environment (3.11 to 3.13): make test PYTHON=python3.12
+# uv installs if it is on the PATH; it reads no pip.conf, and make UV= installs with pip.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+UV ?= $(shell command -v uv 2>/dev/null)
+INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,\
+  $(BIN)/python -m pip install --quiet --disable-pip-version-check) -c constraints.txt
 
 # The GPU targets run from the sources, so a machine that has torch and pytest needs no .venv.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -46,7 +49,7 @@ help:
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "error: $(PYTHON) is not Python 3.11 to 3.13; name one: make PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	$(if $(UV),$(UV) venv --quiet --python $(PYTHON),$(PYTHON) -m venv) $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing jetrl and what it needs into $(VENV) (once, a few minutes)"
