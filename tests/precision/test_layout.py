@@ -11,7 +11,6 @@ from jetrl.precision.layout import (
     empty_token_groups,
     empty_turned_squares,
     empty_weight,
-    first_rows,
     padded_rows,
 )
 
@@ -22,8 +21,8 @@ def storage_elements(x: torch.Tensor) -> int:
     return x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
 
 
-@pytest.mark.parametrize("columns", [128, 896, 1024])
-@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 129, 1000, 1001])
+@pytest.mark.parametrize("columns", [128, 896])
+@pytest.mark.parametrize("rows", [0, 1, 65, 1000])
 def test_row_groups_have_storage_for_the_padded_rows(rows: int, columns: int) -> None:
     q, padded = empty_row_groups(rows, columns, CODES, "cpu"), padded_rows(rows)
     assert q.shape == (rows, columns)
@@ -34,7 +33,7 @@ def test_row_groups_have_storage_for_the_padded_rows(rows: int, columns: int) ->
     assert storage_elements(q.scales) >= padded * (columns // 128)
 
 
-@pytest.mark.parametrize("tokens", [1, 128, 129, 2304, 16128])
+@pytest.mark.parametrize("tokens", [1, 129, 16128])
 def test_operands_of_wgrad_are_contiguous_along_tokens(tokens: int) -> None:
     blocks = cdiv(tokens, 128)
     dy, x = (make(tokens, 384, CODES, "cpu") for make in (empty_token_groups, empty_turned_squares))
@@ -54,15 +53,3 @@ def test_scales_of_a_weight_are_padded_with_zeros(columns: int) -> None:
     assert q.scales.stride() == (padded, 1)
     whole = q.scales.as_strided((2, padded), (padded, 1))
     assert not whole[:, columns // 128 :].any()
-
-
-@pytest.mark.parametrize("make", [empty_turned_squares, empty_weight])
-def test_a_group_that_is_cut_is_refused(make) -> None:
-    with pytest.raises(ValueError, match="128"):
-        make(256, 200, CODES, "cpu")
-
-
-def test_first_rows() -> None:
-    x = torch.arange(6).view(3, 2)
-    assert first_rows(x, 3) is x
-    assert first_rows(x, 2).equal(x[:2])

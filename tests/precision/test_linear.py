@@ -12,7 +12,7 @@ from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import Linear
-from jetrl.precision.quantized_weight import FP8Weight, QuantizedWeight
+from jetrl.precision.quantized_weight import QuantizedWeight
 
 
 def make(plan: PrecisionPlan, n: int = 256, k: int = 384, bias: bool = False) -> Linear:
@@ -101,14 +101,6 @@ def test_gradients_add_up_in_the_master(preset: str) -> None:
     layer.weight.requires_grad_(False)
     layer(x, "train").backward(dy)
     assert layer.weight.grad is None
-
-
-def test_both_sides_multiply_by_the_same_bytes() -> None:
-    layer = make(PrecisionPlan.preset("unified"))
-    assert layer.operand("rollout") is layer.operand("train")
-    mixed = make(PrecisionPlan.preset("mixed"))
-    assert isinstance(mixed.operand("rollout"), FP8Weight)
-    assert mixed.operand("train").dtype == torch.bfloat16
 
 
 def test_quantized_weight_changes_only_with_requantize() -> None:

@@ -84,19 +84,6 @@ def test_every_product_of_a_code_and_a_scale_is_exact_in_bfloat16() -> None:
     assert torch.equal(dequantize_nvfp4(q), (signed * E4M3[:, None]).float() * torch.tensor(0.3))
 
 
-def test_zeros_and_groups_of_zeros() -> None:
-    q = quantize_nvfp4(torch.zeros(3, 32))
-    assert 0 < q.scale < math.inf
-    assert not q.codes.any()
-    assert (q.scales.float() == 2.0**-9).all()
-    x = matrix(2, 64)
-    x[0, 16:32] = 0
-    q = quantize_nvfp4(x)
-    assert not unpacked_codes(q)[0, 16:32].any()
-    assert not dequantize_nvfp4(q)[0, 16:32].any()
-    assert quantize_nvfp4(torch.zeros(0, 32)).shape == (0, 32)
-
-
 def test_groups_far_below_the_matrix_keep_what_the_smallest_scale_can_say() -> None:
     x = torch.full((1, 32), 2.0**-140)  # subnormal in float32
     x[0, 16:] = 6 * 448 * 2.0**-10
@@ -127,94 +114,7 @@ def test_the_error_is_that_of_the_formats() -> None:
     assert error.max() > 0
 
 
-@pytest.mark.parametrize("shape", [(3, 30), (2, 8), (16,)], ids=str)
-def test_shapes_without_whole_groups_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"multiples of 16|takes"):
-        quantize_nvfp4(torch.zeros(shape))
-    with pytest.raises(ValueError, match="takes"):
-        quantize_nvfp4(torch.zeros(4, 32, dtype=torch.int32))
-
-
-# The kernels' order, unpacked by the kernels' own instructions.
-
-
-def run(ptx: str, registers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Run the instructions of an inline assembly on arrays of 32-bit registers."""
-
-    def value(name: str) -> np.ndarray:
-        if name.isidentifier() or name.startswith("$"):
-            return registers[name]
-        return np.array(int(name, 0), dtype=np.uint32)
-
-    def pairs(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).view(torch.bfloat16)
-
-    body = ptx.strip().removeprefix("{").removesuffix("}")
-    for line in filter(None, (line.strip() for line in body.split(";"))):
-        name, _, rest = line.partition(" ")
-        if name == ".reg":
-            continue
-        target, *names = (part.strip() for part in rest.split(","))
-        a, *others = map(value, names)
-        if name == "mov.b32":
-            result = a
-        elif name == "and.b32":
-            result = a & others[0]
-        elif name == "or.b32":
-            result = a | others[0]
-        elif name == "shl.b32":
-            result = a << others[0]
-        elif name == "shr.u32":
-            result = a >> others[0]
-        elif name == "mad.lo.s32":
-            result = a * others[0] + others[1]
-        elif name == "mul.rn.bf16x2":
-            product = pairs(a) * pairs(others[0])
-            result = product.view(torch.int16).numpy().view(np.uint32)
-        else:
-            assert name == "prmt.b32", name
-            both = a.astype(np.uint64) | others[0].astype(np.uint64) << np.uint64(32)
-            result = sum(
-                (both >> np.uint64(8 * (int(others[1]) >> 4 * i & 7)) & np.uint64(255))
-                << np.uint64(8 * i)
-                for i in range(4)
-            )
-        registers[target] = np.asarray(result).astype(np.uint32)
-    return registers
-
-
-@pytest.mark.parametrize("shape", [(32, 128), (96, 384)], ids=str)
-def test_the_kernels_instructions_unpack_the_kernels_order(shape: tuple[int, int]) -> None:
-    unpack = pytest.importorskip("jetrl.precision.hopper.nvfp4_unpack")
-    n, k = shape
-    g = torch.Generator().manual_seed(2)
-    codes = torch.randint(256, (n, k // 2), generator=g, dtype=torch.uint8)
-    scales = torch.randint(127, (n, k // 16), generator=g, dtype=torch.uint8)
-    scales[0, :3] = torch.tensor([0, 1, 126])  # zero, the smallest and the largest
-    q = NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.tensor(0.25))
-    ordered = hopper_order(q)
-    assert ordered.factor == 0.25 / WIDENED_FACTOR
-    stored = ordered.codes.numel() * 32 + ordered.scales.numel() * 32
-    assert stored == 4.5 * n * k
-    words = ordered.codes.numpy().view(np.uint32).reshape(n // 32, k // 128, 4, 8, 4, 4)
-    packed = ordered.scales.numpy().view(np.uint32).reshape(n // 32, k // 128, 4, 8, 2)
-    found = torch.empty(n // 32, 4, 8, k // 128, 8, 2, 4, 2, dtype=torch.bfloat16)
-    for q2 in range(2):
-        four = run(str(unpack.UNPACK_SCALES.value), {"$4": packed[..., q2]})
-        for q1 in range(2):
-            inputs = {"$4": words[..., q2 * 2 + q1]}
-            inputs |= {f"${12 + 4 * q0}": four[f"${q1 * 2 + q0}"][..., None] for q0 in range(2)}
-            inputs = {key: np.broadcast_to(x, words.shape[:-1]) for key, x in inputs.items()}
-            outputs = run(str(unpack.UNPACK_WORD.value), dict(inputs))
-            for place in range(4):  # [unit, block, w, g, t] to [unit, w, g, block, q, h, t, p]
-                halves = np.ascontiguousarray(outputs[f"${place}"]).view(np.int16)
-                values = torch.from_numpy(halves).view(torch.bfloat16).unflatten(-1, (4, 2))
-                group = q2 * 4 + q1 * 2 + place // 2
-                found[:, :, :, :, group, place % 2] = values.permute(0, 2, 3, 1, 4, 5)
-    assert torch.equal(found.view(n, k), widened(q) * WIDENED_FACTOR)
-
-
-@pytest.mark.parametrize("k", [128, 256, 384, 896, 4096, 8192, 8320, 12288, 18944, 25600])
+@pytest.mark.parametrize("k", [256, 384, 8192, 8320, 25600])
 def test_sums_of_narrow_weights_have_equal_parts(k: int) -> None:
     """The kernels have one, two or four, each of whole stages of 256 columns but the last."""
     parts, columns = parts_of(4096, k)
@@ -225,14 +125,6 @@ def test_sums_of_narrow_weights_have_equal_parts(k: int) -> None:
     assert (parts - 1) * columns < k <= parts * columns
     assert parts * columns - k < 256 * parts, "as equal as whole stages can be"
     assert parts_of(24576, k) == (1, k)
-
-
-def test_the_kernels_refuse_other_dimensions() -> None:
-    with pytest.raises(ValueError, match=r"multiples of 32 and columns of 128, not \[32, 64\]"):
-        hopper_order(quantize_nvfp4(torch.zeros(32, 64)))
-
-
-# Products.
 
 
 def test_rows_have_the_same_bits_in_any_batch_and_are_the_products_of_the_values() -> None:
@@ -253,14 +145,6 @@ def test_rows_have_the_same_bits_in_any_batch_and_are_the_products_of_the_values
     dx = nvfp4_dgrad(dy, weight)
     true, terms = dy.double() @ values, dy.double().abs() @ values.abs()
     assert ((dx.double() - true).abs() <= 2.0**-8 * true.abs() + 2.0**-17 * terms).all()
-
-
-def test_products_refuse_other_operands() -> None:
-    weight = NVFP4Weight.of(torch.zeros(32, 64))
-    with pytest.raises(ValueError, match=r"bfloat16 \[M, K\] and \[N, K\]"):
-        nvfp4_matmul(torch.zeros(2, 64), weight)
-    with pytest.raises(ValueError, match=r"\[2, 32\] and \[32, 64\]"):
-        nvfp4_matmul(torch.zeros(2, 32).bfloat16(), weight)
 
 
 def test_matrices_with_scales_of_their_own_are_stacked_as_they_are() -> None:
@@ -284,14 +168,3 @@ def test_matrices_with_scales_of_their_own_are_stacked_as_they_are() -> None:
     scales = torch.cat([p.scale.expand(len(p.codes)) for p in parts])
     assert torch.equal(factor.of_rows * WIDENED_FACTOR, scales)
     assert all((factor.of_rows[s:e] == own).all() for s, e, own in factor.ranges)
-
-
-def test_matrices_of_one_scale_are_stacked_to_a_matrix_of_that_scale() -> None:
-    q = quantize_nvfp4(matrix(64, 128))
-    halves = [NVFP4Tensor(q.codes[s], q.scales[s], q.scale) for s in (slice(0, 24), slice(24, 64))]
-    whole = stacked_nvfp4(halves)
-    assert whole.rows == ()
-    assert torch.equal(whole.codes, q.codes)
-    assert torch.equal(whole.scales.view(torch.uint8), q.scales.view(torch.uint8))
-    assert whole.scale.shape == ()
-    assert whole.scale == q.scale

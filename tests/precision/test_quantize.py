@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from jetrl.precision import QTensor, dequantize, quantize
-from jetrl.precision.quantize import codes_as_float64
 
 MAXIMUM = {"e4m3": 448.0, "int8": 127.0}
 BLOCKS = [(1, 128), (128, 128), (128, 1)]
@@ -42,30 +41,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("format", MAXIMUM)
 @pytest.mark.parametrize("block", [*BLOCKS, (1, 64)], ids=str)
-@pytest.mark.parametrize("std", [1e-30, 1e-3, 1e3])
+@pytest.mark.parametrize("std", [1e-30, 1e3])
 @pytest.mark.parametrize("rows", [1, 129])
 def test_matches_the_rule(block: tuple[int, int], std: float, rows: int, format: str) -> None:
     generator = torch.Generator().manual_seed(rows)
-    x = (torch.randn(rows, 256, generator=generator) * std).bfloat16()
+    x = (torch.randn(rows, 200, generator=generator) * std).bfloat16()  # cut groups too
     x[0, :128] = 0
     q, expected = quantize(x, block, format), by_hand(x, block, format)
     assert same_bits(q.codes, expected.codes)
     assert same_bits(q.scales, expected.scales)
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_ragged_sizes(block: tuple[int, int]) -> None:
-    x = torch.randn(1000 % 133, 200, generator=torch.Generator().manual_seed(0))
-    q, expected = quantize(x, block), by_hand(x, block)
-    assert q.scales.shape == expected.scales.shape
-    assert same_bits(q.codes, expected.codes)
-    assert same_bits(q.scales, expected.scales)
-
-
-def test_zero_group_has_zero_codes_and_a_finite_scale() -> None:
-    q = quantize(torch.zeros(2, 128))
-    assert q.codes.float().abs().max() == 0
-    assert torch.all(q.scales == torch.tensor(2.0**-100) / 448)
 
 
 def test_nan_and_inf_give_nan_codes_never_a_clamped_value() -> None:
@@ -104,22 +88,6 @@ def test_a_bad_value_shows_in_its_whole_int8_group(bad: float, scales: str) -> N
     assert back[1, :128].isfinite().all(), "the other groups are untouched"
 
 
-def test_int8_is_within_half_a_step_everywhere() -> None:
-    # Half a scale; 2**-14 of a scale covers the roundings of s, of x * r (up to 127, so 2**-17 of a
-    # step) and of the product that brings it back.
-    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
-    q = quantize(x, format="int8")
-    step = q.scales.repeat_interleave(128, dim=1)
-    assert torch.all((dequantize(q) - x).abs() <= step * (0.5 + 2.0**-14))
-
-
-@pytest.mark.parametrize("format", MAXIMUM)
-def test_codes_in_float64_are_the_codes(format: str) -> None:
-    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(6))
-    codes = quantize(x, format=format).codes
-    assert torch.equal(codes_as_float64(codes), codes.double())
-
-
 def test_dequantize_is_within_half_a_step() -> None:
     # E4M3 has 4 significant bits: a relative error of at most 2**-4, or half the smallest step
     # (2**-10 codes) of the group's scale; 2**-20 covers the roundings of s and of x * r.
@@ -130,13 +98,6 @@ def test_dequantize_is_within_half_a_step() -> None:
     assert torch.all((dequantize(q) - x).abs() <= bound)
 
 
-def test_largest_value_of_a_group_comes_back() -> None:
-    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(2))
-    largest = x.abs().amax(1)
-    back = dequantize(quantize(x)).abs().amax(1)
-    assert torch.all((back - largest).abs() <= largest * 2.0**-23)
-
-
 @pytest.mark.parametrize("format", MAXIMUM)
 def test_pow2_scales_are_powers_of_two_and_not_smaller(format: str) -> None:
     x = torch.randn(32, 256, generator=torch.Generator().manual_seed(3))
@@ -145,12 +106,6 @@ def test_pow2_scales_are_powers_of_two_and_not_smaller(format: str) -> None:
     assert torch.all(mantissa == 0.5)
     assert torch.all(rounded.scales >= plain.scales)
     assert torch.all(rounded.scales < 2 * plain.scales)
-
-
-def test_e5m2_uses_its_own_maximum() -> None:
-    q = quantize(torch.full((1, 128), 3.0), format="e5m2")
-    assert q.codes.dtype == torch.float8_e5m2
-    assert q.codes.float().max() == 57344
 
 
 def test_transpose_is_the_same_bytes() -> None:

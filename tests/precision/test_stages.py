@@ -18,7 +18,6 @@ from jetrl.precision.hopper.launch import (
     TRITONS_OWN,
     fitting_stages,
     program_bytes,
-    room_beside,
 )
 from jetrl.precision.hopper.nvfp4_rows import Tiles, shared_bytes, tiles_beside, tiles_for
 
@@ -51,10 +50,3 @@ def test_stages_fit(room: float, stages: int) -> None:
     found = fitting_stages(5, 1024, beside, int(room * 1024) + beside + TRITONS_OWN)
     assert found == stages
     assert program_bytes(found, 1024, beside) == stages * 1024 + beside + TRITONS_OWN
-
-
-def test_programs_share_a_multiprocessor() -> None:
-    """A multiprocessor has 228 KiB, of which the system takes one for each program."""
-    assert SHARED_MEMORY == 227 * 1024
-    assert room_beside(48 * 1024) == (228 - 1 - 48 - 1) * 1024
-    assert 2 * (room_beside(48 * 1024, programs=2) + 1024) == (228 - 1 - 48) * 1024

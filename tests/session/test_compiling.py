@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -11,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
 from jetrl.models.adapter import LoRA
-from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
+from jetrl.models.families import SHAPES, ModelConfig
 from jetrl.precision import PrecisionPlan
 from jetrl.session import compiling
-from jetrl.session.compiling import Work, compiled_ahead
+from jetrl.session.compiling import Work
 
 UNIFIED = PrecisionPlan.preset("unified")
 WORK = Work(ModelConfig.from_hf(SHAPES["tiny"]), UNIFIED, None, 8)
@@ -47,19 +45,14 @@ def test_a_run_starts_them_once_and_waits(children: list[subprocess.Popen[bytes]
     assert [child.poll() for child in children] == [1, 1, 1, 1]  # two plans, two children each
 
 
-@pytest.mark.parametrize("left", [KeyError, None])
 def test_none_is_left_after_an_error_or_too_long_a_time(
-    left: type[Exception] | None,
-    children: list[subprocess.Popen[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
+    children: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CHILD", "import time; time.sleep(1000)")
+    with pytest.raises(KeyError), compiling._compiled(WORK, "cuda:0", 1):
+        raise KeyError
     monkeypatch.setattr(compiling, "_LIMIT_S", 0.2)
-    try:
-        with compiling._compiled(WORK, "cuda:0", 2):
-            if left is not None:
-                raise left
-    except KeyError:
+    with compiling._compiled(WORK, "cuda:0", 1):
         pass
     assert [child.poll() for child in children] == [-9, -9]
 
@@ -76,22 +69,20 @@ def test_one_of_two_processes_has_them_and_the_other_waits(
     assert children == []
 
 
-def test_a_child_ends_with_its_parent_and_a_cpu_needs_no_triton(
-    tmp_path: Path, wait_until: Any
+def test_a_child_ends_with_its_parent(
+    tmp_path: Path, wait_until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = (
-        "import sys, time\nsys.modules['triton'] = None\nimport jetrl.session.building\n"
-        "from jetrl.session import compiling\nimport subprocess\n"
-        "sys.executable = sys.argv[1]\nprint(compiling._started(None, 'cpu', 0, 1).pid)"
-    )
     sleeper = tmp_path / "sleeper"
     sleeper.write_text("#!/bin/sh\nexec sleep 1000\n")
     sleeper.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(sleeper)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    status = Path("/proc", done.stdout.strip(), "status")
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    said = tmp_path / "pid"
+    parent = os.fork()
+    if parent == 0:
+        said.write_text(str(compiling._started(WORK, "cpu", 0, 1).pid))
+        os._exit(0)
+    os.waitpid(parent, 0)
+    status = Path("/proc", said.read_text(), "status")
     # The init process reaps it, which not every container has.
     wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text())
 
@@ -109,7 +100,7 @@ def test_the_launches_are_those_of_a_run(
     assert policy.config.num_layers == 2
 
 
-@pytest.mark.parametrize("room, most", [(-1, 0), (0.9, 0), (2, 2), (2.9, 2), (40, 8)])
+@pytest.mark.parametrize("room, most", [(-1, 0), (2.9, 2), (40, 8)])
 def test_there_are_as_many_children_as_the_weights_leave_room_for(
     room: float, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,20 +114,3 @@ def test_there_are_as_many_children_as_the_weights_leave_room_for(
     free = weights + small + 6 * vocabulary + int(room * compiling.child_bytes(work))
     assert compiling.affordable(work, free, gpus=1) == most
     assert compiling.affordable(work, free, gpus=2) >= most
-
-
-def test_the_small_model_has_the_widths_of_the_large_one() -> None:
-    config = ModelConfig.from_hf(SHAPES["qwen3-8b"])
-    small = compiling._small(replace(WORK, config=config)).config
-    assert (small.num_layers, small.vocab_size % 128) == (2, config.vocab_size % 128)
-    layers = [name for name in parameter_shapes(small) if ".layers." in name]
-    assert all(parameter_shapes(small)[name] == parameter_shapes(config)[name] for name in layers)
-    assert sum(map(math.prod, parameter_shapes(small).values())) < 0.5e9
-
-
-def test_on_a_cpu_nothing_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with compiled_ahead(WORK.config, WORK.plan, "cpu"):
-        pass
-    assert list(tmp_path.iterdir()) == []
-    assert not torch.cuda.is_initialized()
