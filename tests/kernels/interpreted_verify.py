@@ -2,8 +2,7 @@
 
     TRITON_INTERPRET=1 python tests/kernels/interpreted_verify.py
 
-It is a program of its own, since the interpreter is chosen when Triton is imported. The tables of
-n-grams are not compared: of two n-grams with one entry either may be there.
+It is a program of its own, since the interpreter is chosen when Triton is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from unittest import mock
 import torch
 
 from jetrl.kernels import decode, decode_hopper, decode_state, draft
-from jetrl.kernels.decode_state import LAG, MAX_DRAFT, QUALITY_ONE, DecodeState, DraftText
+from jetrl.kernels.decode_state import LAG, MAX_DRAFT, ORDERS, QUALITY_ONE, DecodeState, DraftText
 
 CPU = torch.device("cpu")
 LENGTH, VOCABULARY = 60, 6
@@ -56,30 +55,32 @@ def records(slots: int, random: torch.Generator) -> tuple[DecodeState, DraftText
     return state, text
 
 
-def differences(case: tuple[int, int, int]) -> tuple[list[str], int]:
+def differences(case: tuple[int, int, int], device: torch.device) -> tuple[list[str], int]:
     """The fields in which kernels and references differ, and the drafts' tokens that were drawn."""
     count, width, size = case
     random = torch.Generator().manual_seed(count)
     state, text = records(count + 3, random)
     rows = torch.randperm(count + 3, generator=random)[:count]
+    ours, their_text, their_rows = cloned(state, device), cloned(text, device), rows.to(device)
     found: list[str] = []
 
-    def compare(ours: Any, theirs: Any, leave_out: tuple[str, ...] = ()) -> None:
-        for field in dataclasses.fields(ours):
-            one, other = getattr(ours, field.name), getattr(theirs, field.name)
-            tensors = isinstance(one, torch.Tensor) and field.name not in leave_out
-            if tensors and not torch.equal(one, other):
-                found.append(f"{case} {type(ours).__name__}.{field.name}")
+    def compare(one: Any, other: Any, leave_out: tuple[str, ...] = ()) -> None:
+        for field in dataclasses.fields(one):
+            a, b = getattr(one, field.name), getattr(other, field.name)
+            tensors = isinstance(a, torch.Tensor) and field.name not in leave_out
+            if tensors and not torch.equal(a, b.cpu()):
+                found.append(f"{case} {type(one).__name__}.{field.name}")
 
-    expected = draft.propose(text, state, rows)
-    drafts = decode_hopper.propose(text, state, rows)
-    used = torch.arange(MAX_DRAFT) < expected.counts[:, None]
-    drafts.tokens[~used] = expected.tokens.int()[~used]  # What lies past an end is not used.
-    compare(dataclasses.replace(expected, tokens=expected.tokens.int()), drafts)
-    sizes = (rows, 64, width, size)
-    inputs = decode.verify_inputs(state, text, drafts, *sizes)
-    theirs = decode_hopper.verify_inputs(state, text, drafts, *sizes)
-    theirs.first[inputs.queries == 0] = inputs.first[inputs.queries == 0]  # Of no row.
+    for longest_only in (True, False):
+        expected = draft.propose(text, state, rows, longest_only)
+        drafts = decode_hopper.propose(their_text, ours, their_rows, longest_only)
+        used = torch.arange(MAX_DRAFT) < expected.counts[:, None]
+        expected = dataclasses.replace(expected, tokens=expected.tokens.int())
+        expected.tokens[~used] = drafts.tokens.cpu()[~used]  # What lies past an end is not used.
+        compare(expected, drafts)
+    inputs = decode.verify_inputs(state, text, expected, rows, 64, width, size)
+    theirs = decode_hopper.verify_inputs(ours, their_text, drafts, their_rows, 64, width, size)
+    inputs.first[inputs.queries == 0] = theirs.first.cpu()[inputs.queries == 0]  # Of no row.
     compare(inputs, theirs)
     # Draws that are often what the draft says, and some without a finite softmax.
     tokens = torch.randint(0, VOCABULARY, (size,), generator=random)
@@ -87,29 +88,31 @@ def differences(case: tuple[int, int, int]) -> tuple[list[str], int]:
     tokens = torch.where(as_drafted, inputs.token_ids.roll(-1), tokens)
     logprobs, lse = torch.randn(2, size, generator=random)
     lse[torch.rand(size, generator=random) < 0.05] = float("nan")
-    results = []
-    for take in (decode.take_verified, decode_hopper.take_verified):
-        own = cloned(state), cloned(text)
-        out = decode_state.Verified(
-            torch.full((3, count * width + 5), 9, dtype=torch.int32),
-            torch.full((3, count * width + 5), 9.0),
-            torch.full((3, count + 2), 9, dtype=torch.int32),
-            torch.ones(1, dtype=torch.int32),
-        )
-        take(*own, drafts, inputs, rows, tokens, logprobs, lse, out, width)
-        results.append((*own, out))
-    for ours, theirs in zip(*results, strict=True):
-        compare(ours, theirs, ("tables",))
-    drawn = (results[0][2].tokens[1, : count * width] >= 0).sum() - (inputs.queries > 0).sum()
+    lines = torch.full((3, count * width + 5), 9.0)
+    offers, taken = torch.full((3, count + 2), 9, dtype=torch.int32), torch.ones(1).int()
+    out = decode_state.Verified(lines.int(), lines, offers, taken)
+    their_out = cloned(out, device)
+    draws = (tokens, logprobs, lse)
+    decode.take_verified(state, text, expected, inputs, rows, *draws, out, width)
+    draws = (x.to(device) for x in draws)
+    decode_hopper.take_verified(
+        ours, their_text, drafts, theirs, their_rows, *draws, their_out, width
+    )
+    for one, other in ((state, ours), (text, their_text), (out, their_out)):
+        compare(one, other, ("tables",))
+    # Of two n-grams that went to one entry of a table, either may have come last.
+    for order, table, other in zip(ORDERS, text.tables, their_text.tables.cpu(), strict=True):
+        entries = (table != other).nonzero().flatten()
+        for places in (table[entries].long(), other[entries].long()):
+            groups = text.group[places // text.width]
+            if not torch.equal(draft.ngram_entry(text, groups, places, order), entries):
+                found.append(f"{case} the table of {order}")
+    drawn = (out.tokens[1, : count * width] >= 0).sum() - (inputs.queries > 0).sum()
     return found, int(drawn)
 
 
 def overruns(device: torch.device) -> list[str]:
-    """Run the kernels with too few rows and lines, and return what is not as it should be.
-
-    Sequences beyond the rows draw nothing, a forward beyond the lines writes none, and the canaries
-    behind each buffer stay.
-    """
+    """Run the kernels with too few rows and lines, and return what is not as it should be."""
     found, guarded = [], []
 
     def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -135,13 +138,10 @@ def overruns(device: torch.device) -> list[str]:
             beyond = field.name == "queries" and bool(ours[size:].any())
             if beyond or not torch.equal(ours[:size], theirs):
                 found.append(f"{case} VerifyInputs.{field.name}")
+        ints, floats = torch.int32, torch.float32
         lines = [
             empty(3 * columns, dtype=dtype, device=device).view(3, columns)
-            for columns, dtype in (
-                (count * width, torch.int32),
-                (count * width, torch.float32),
-                (count, torch.int32),
-            )
+            for columns, dtype in ((count * width, ints), (count * width, floats), (count, ints))
         ]
         out = decode_state.Verified(*lines, torch.full((1,), 3, dtype=torch.int32, device=device))
         drawn = torch.zeros(size, device=device)
@@ -156,6 +156,6 @@ def overruns(device: torch.device) -> list[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    compared = [differences(case) for case in CASES]
+    compared = [differences(case, CPU) for case in CASES]
     found = [found for one, _ in compared for found in one] + overruns(CPU)
     print(json.dumps([found, sum(n for _, n in compared)]))

@@ -28,21 +28,13 @@ Fences = frozenset[tuple[int, str]]  # a fence's scoreboard, and a load in front
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction of machine code, with what the assembler says about waiting.
+    """An instruction of machine code; scoreboards that it frees and awaits (NONE: frees none)."""
 
-    Attributes:
-        address: where it is, in hexadecimal digits.
-        text: the instruction.
-        writes: the scoreboard that is free when its result is there, or `NONE`.
-        reads: the scoreboard that is free when its operands have been read, or `NONE`.
-        waits: a bit for each scoreboard that it waits for.
-    """
-
-    address: str
+    address: str  # in hexadecimal digits
     text: str
-    writes: int
-    reads: int
-    waits: int
+    writes: int  # the scoreboard that is free when its result is there
+    reads: int  # the scoreboard that is free when its operands have been read
+    waits: int  # a bit for each scoreboard that it waits for
 
 
 def disassembled(cubin: bytes, nvdisasm: str) -> str:
@@ -113,11 +105,7 @@ def _arrives(item: Instruction) -> bool:
 
 
 def reads_under_way(text: str) -> list[str]:
-    """Return each arrival that gives back a stage while loads are under way, with these loads.
-
-    Args:
-        text: what `disassembled` returns.
-    """
+    """Return each arrival that gives back a stage while loads are under way, with these loads."""
     blocks, following = _blocks(text)
     entries: dict[int, tuple[Reads, Fences]] = {0: (frozenset(), frozenset())}
     changed = [0] if blocks else []
@@ -147,22 +135,12 @@ def reads_under_way(text: str) -> list[str]:
 
 
 def barrier_of(arrival: str) -> int:
-    """Return the bytes from the address in an arrival's registers to its barrier.
-
-    Barriers that a loop takes in turn have the offset of the first.
-
-    Args:
-        arrival: the text of the instruction, or what `reads_under_way` returns of it.
-    """
+    """Return the bytes from the address in an arrival's registers to its barrier."""
     offset = OFFSET.search(arrival)
     return int(offset[1], 16) if offset else 0
 
 
 def last_barrier(text: str) -> int:
-    """Return the largest offset of a barrier at which threads arrive.
-
-    Args:
-        text: what `disassembled` returns.
-    """
+    """Return the largest offset of a barrier at which threads arrive."""
     items = [item for item in instructions(text) if isinstance(item, Instruction)]
     return max(barrier_of(item.text) for item in items if _arrives(item))

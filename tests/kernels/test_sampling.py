@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,8 @@ from jetrl.kernels.sampling import (
 )
 
 
-def draw(
-    logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    tokens, logprobs, lse = sample_rows(logits, temperature, top_p, top_k, seed)
+def draw(logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    tokens, logprobs, lse = sample_rows(logits, **options)
     assert lse.isfinite().all()
     return tokens, logprobs
 
@@ -29,12 +28,9 @@ def sample_rows(
     logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     count = len(logits)
-    counters = np.arange(count)
-    bits = torch.from_numpy(random_bits(np.full(count, seed), counters, np.zeros(count, np.int64)))
-    full = torch.full((count,), 1.0)
-    filtered = top_p < 1 or top_k > 0
-    top = full * top_p, torch.full((count,), top_k)
-    return sample(logits, bits, full * temperature, *top, filtered)
+    bits = random_bits(np.full(count, seed), np.arange(count), np.zeros(count, np.int64))
+    options = (torch.full((count,), x) for x in (temperature, top_p, top_k))
+    return sample(logits, torch.from_numpy(bits), *options, top_p < 1 or top_k > 0)
 
 
 def test_philox_known_answer() -> None:
@@ -59,25 +55,12 @@ def test_a_draw_depends_on_its_own_counter_only() -> None:
     assert len(set(together.tolist())) == 50
 
 
-def test_frequencies_follow_the_distribution() -> None:
-    p = torch.tensor([0.5, 0.25, 0.125, 0.125])
-    count = 20_000
-    tokens, logprobs = draw(p.log().repeat(count, 1))
-    share = torch.bincount(tokens, minlength=4) / count
-    # five standard deviations of a binomial share
-    assert torch.all((share - p).abs() <= 5 * (p * (1 - p) / count).sqrt())
-    assert torch.allclose(logprobs, p.log()[tokens], atol=2.0**-22)
-
-
 FILTERS = [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.5, 1.0, 7), (1.0, 0.5, 20), (2.0, 0.95, 98)]
 
 
 @pytest.mark.parametrize("temperature, top_p, top_k", FILTERS)
 def test_draws_follow_what_the_filters_leave(temperature: float, top_p: float, top_k: int) -> None:
-    """Draws stay within 6 standard deviations of chi-square against a dense float64 reference.
-
-    The seed is fixed, so the draws either do or do not. Three tokens are equally probable.
-    """
+    """Draws stay within 6 standard deviations of chi-square against a dense float64 reference."""
     logits = torch.randn(98, generator=torch.Generator().manual_seed(5)) * 2
     logits[5] = logits[9] = logits[3]
     full = (logits.double() / temperature).softmax(-1)
@@ -88,7 +71,8 @@ def test_draws_follow_what_the_filters_leave(temperature: float, top_p: float, t
             kept[i] = full[i]
         before += full[i].item()
     count = 60_000
-    tokens, logprobs = draw(logits.repeat(count, 1), temperature, top_p, top_k, seed=11)
+    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": 11}
+    tokens, logprobs = draw(logits.repeat(count, 1), **options)
     drawn, expected = torch.bincount(tokens, minlength=98), count * kept / kept.sum()
     assert not drawn[kept == 0].any()
     seen = expected >= 5
@@ -98,32 +82,11 @@ def test_draws_follow_what_the_filters_leave(temperature: float, top_p: float, t
     assert torch.allclose(logprobs.double(), full.log()[tokens], atol=2.0**-20), "of all tokens"
 
 
-def test_temperature_changes_the_distribution_and_the_logprobs() -> None:
-    logits = torch.tensor([[2.0, 0.0]]).repeat(10_000, 1)
-    tokens, logprobs = draw(logits, temperature=2.0)
-    p = torch.softmax(logits[0] / 2, -1)
-    assert abs((tokens == 0).float().mean() - p[0]) <= 5 * (p[0] * p[1] / 10_000).sqrt()
-    assert torch.allclose(logprobs, p.log()[tokens], atol=2.0**-22)
-
-
 def test_temperature_zero_is_greedy_with_plain_logprobs() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]])
     tokens, logprobs = draw(logits, temperature=0.0)
     assert tokens.tolist() == [1, 0], "the lowest id among equals"
     assert torch.allclose(logprobs, logits.log_softmax(-1)[[0, 1], tokens], atol=2.0**-22)
-
-
-@pytest.mark.parametrize("top_k,top_p,allowed", [(2, 1.0, {0, 1}), (0, 0.7, {0, 1}), (3, 0.5, {0})])
-def test_truncation_keeps_the_most_probable(top_k: int, top_p: float, allowed: set[int]) -> None:
-    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    tokens, logprobs = draw(p.log().repeat(3000, 1), top_p=top_p, top_k=top_k)
-    assert set(tokens.tolist()) == allowed
-    assert torch.allclose(logprobs, p.log()[tokens], atol=2.0**-22), "of the full distribution"
-
-
-def test_equal_probabilities_keep_the_lower_id() -> None:
-    tokens, _ = draw(torch.zeros(500, 6), top_k=2)
-    assert set(tokens.tolist()) == {0, 1}
 
 
 def test_rows_may_differ_in_their_settings() -> None:
@@ -165,14 +128,6 @@ def test_noise_is_standard_normal_and_independent_of_the_row() -> None:
     assert noise.isfinite().all()
 
 
-def test_noise_is_box_and_mullers() -> None:
-    first, second = (word.numpy() for word in _philox_words(KEYS, torch.arange(500)))
-    u0, u1 = (((word >> 8) + 0.5) / 2.0**24 for word in (first, second))
-    expected = np.sqrt(-2 * np.log(u0)) * np.cos(2 * np.pi * u1)
-    # The reference's float64 is good to some 1e-15, and its result is rounded to float32.
-    assert np.allclose(normal_noise(KEYS, 500).numpy(), expected, rtol=2.0**-24, atol=1e-13)
-
-
 def test_noise_depends_on_the_rows_bits_and_the_token_alone() -> None:
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
     noisy = with_noise(logits.clone(), KEYS, 0.3)
@@ -180,8 +135,3 @@ def test_noise_depends_on_the_rows_bits_and_the_token_alone() -> None:
     assert torch.equal(with_noise(logits[order], KEYS[order], 0.3), noisy[order])
     assert torch.equal(with_noise(logits[:, :60].clone(), KEYS, 0.3), noisy[:, :60])
     assert torch.equal(noisy, logits + 0.3 * normal_noise(KEYS, 100))
-
-
-def test_no_noise_leaves_the_logits() -> None:
-    logits = torch.randn(4, 100)
-    assert with_noise(logits, KEYS, 0.0) is logits

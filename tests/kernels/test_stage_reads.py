@@ -31,28 +31,21 @@ OTHER = line(0x30, PRODUCT, 0x00000018043C723C, 0x000FE2000004183C)
 AGAIN = line(0x70, "@P1 BRA `(.L_x_1)", 0x0000000000007947, 0x000FEA000383FFFF)
 
 
-@pytest.mark.parametrize(
-    ("code", "early"),
-    [
-        ((LOAD, BARRIER, LEAVE), True),
-        ((LOAD, OTHER, BARRIER, LEAVE), True),
-        ((LOAD, BARRIER, USE, LEAVE), True),  # other warps may be behind
-        ((FENCE, LOAD, BARRIER, LEAVE), True),
-        ((LOAD, FENCE, BARRIER, LEAVE), False),
-        ((LOAD, USE, BARRIER, LEAVE), False),
-        ((BARRIER, LEAVE, LOAD, USE), False),
-    ],
-    ids=["unread", "other", "behind", "fence before", "fence", "read", "later"],
-)
-def test_reads_under_way_are_found(code: tuple[str, ...], early: bool) -> None:
+EARLY = [
+    (LOAD, BARRIER, LEAVE),
+    (LOAD, OTHER, BARRIER, LEAVE),
+    (LOAD, BARRIER, USE, LEAVE),  # other warps may be behind
+    (FENCE, LOAD, BARRIER, LEAVE),
+    (".L_x_1:", BARRIER, LEAVE, LOAD, AGAIN),  # in the turn before
+]
+LATE = [(LOAD, FENCE, BARRIER, LEAVE), (LOAD, USE, BARRIER, LEAVE), (BARRIER, LEAVE, LOAD, USE)]
+LATE += [(".L_x_1:", BARRIER, LEAVE, LOAD, USE, AGAIN)]
+
+
+@pytest.mark.parametrize("code", [*EARLY, *LATE], ids=range(9))
+def test_reads_under_way_are_found(code: tuple[str, ...]) -> None:
     found = reads_under_way("\n".join(code))
-    assert bool(found) is early
-    assert all(x.endswith(": 0000") for x in found)
-
-
-def test_reads_of_the_turn_before_are_found() -> None:
-    assert reads_under_way("\n".join((".L_x_1:", BARRIER, LEAVE, LOAD, AGAIN)))
-    assert not reads_under_way("\n".join((".L_x_1:", BARRIER, LEAVE, LOAD, USE, AGAIN)))
+    assert [x.endswith(": 0000") for x in found] == [True] * (code in EARLY)
 
 
 def test_the_last_barrier_is_told_from_others() -> None:

@@ -70,21 +70,18 @@ def test_every_kernel_is_in_a_piece(compiler: Compiler) -> None:
     assert launched - {name.rpartition(".")[2] for name in compiled} == set()
 
 
-@pytest.mark.parametrize(
-    ("home", "said"), [("/none", "there is no /none/bin/nvcc"), (None, "there is no CUDA toolkit")]
-)
+@pytest.mark.parametrize("home", ["/none", None])
 def test_deep_gemm_without_a_toolkit_says_so(
-    home: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+    home: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from jetrl.precision.hopper import gemm
 
-    def imported(name: str) -> SimpleNamespace:
-        assert name == "deep_gemm"
-        if home is None:
-            raise AssertionError  # as the package does, without a word
+    def imported(_: str) -> SimpleNamespace:
+        assert home is not None  # as the package does, without a word
         return SimpleNamespace(find_cuda_home=lambda: home)
 
     monkeypatch.setattr(gemm, "deep_gemm_installed", lambda: True)
     monkeypatch.setattr(gemm.importlib, "import_module", imported)
-    with pytest.raises(UserError, match=f"{said}.*set CUDA_HOME.*pip uninstall sgl-deep-gemm"):
+    said = "there is no (/none/bin/nvcc|CUDA toolkit).*set CUDA_HOME.*pip uninstall sgl-deep-gemm"
+    with pytest.raises(UserError, match=said):
         gemm._load_deep_gemm()
