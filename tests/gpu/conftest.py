@@ -1,4 +1,4 @@
-"""Fixtures that share the memory of the card among processes, and the record of a run."""
+"""Fixtures that share the memory of the GPU among processes, and the record of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CACHED = pytest.StashKey[int]()
 
 @pytest.fixture(autouse=True)
 def give_memory_back() -> Iterator[None]:
-    """Return to the card what a test leaves in torch's pools: other processes share the card."""
+    """Return to the GPU what a test leaves in torch's pools: other processes share it."""
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         gc.collect()
@@ -36,8 +36,14 @@ def give_memory_back() -> Iterator[None]:
 
 
 @pytest.fixture
+def kernels(request: pytest.FixtureRequest) -> Any:
+    """The module of kernels that a test module names: only a GPU's installation can import it."""
+    return pytest.importorskip(request.module.KERNELS)
+
+
+@pytest.fixture
 def one_large_test_at_a_time() -> Iterator[None]:
-    """Wait until no other process runs a test that needs several GiB of the card."""
+    """Wait until no other process runs a test that needs several GiB of the GPU."""
     lock = Path(tempfile.gettempdir()) / f"jetrl-large-gpu-tests-{os.getuid()}.lock"
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -58,6 +64,8 @@ def cached_kernels() -> int:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the record of a run of GPU tests, and write it to `RESULTS`, ready to be committed."""
+    from benchmarks.harness import versions
+
     outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
     reports = {outcome: terminalreporter.stats.get(outcome, []) for outcome in outcomes}
     counts = {outcome: len(found) for outcome, found in reports.items() if found}
@@ -68,10 +76,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     workers = getattr(config.option, "numprocesses", None) or 1
     result = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     cached = f"{config.stash[CACHED]} before, {cached_kernels()} after"
+    found, described = versions(), output("git", "-C", str(ROOT), "describe", "--always", "--dirty")
+    packages = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "sgl-deep-gemm"))
+    commit = os.environ.get("COMMIT") or described or "unknown"
     lines = [
         f"PYTHONPATH=src python3 -m pytest {' '.join(config.invocation_params.args)}",
-        f"{device()}, {versions()}",
-        f"{datetime.date.today()}, commit {commit()}, {workers} processes",
+        f"{device()}, {packages}",
+        f"{datetime.date.today()}, commit {commit}, {workers} processes",
         f"{result} in {seconds:.0f} s; kernels in Triton's cache on disk: {cached}",
         *(f"{what}: {report.nodeid}" for what in ("failed", "error") for report in reports[what]),
     ]
@@ -85,31 +96,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def device() -> str:
-    """Return how many cards of which name there are, and their driver."""
+    """Return how many GPUs of which name there are, and their driver."""
     listing = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    if not listing:
-        return "no GPU"
-    cards = listing.splitlines()
-    name, driver = cards[0].rsplit(", ", 1)
-    return f"{'one' if len(cards) == 1 else len(cards)} {name}, driver {driver}"
-
-
-def versions() -> str:
-    """Return the versions of the packages that the kernels stand on."""
-    from benchmarks.harness import versions as packages
-
-    found = packages()
-    return ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "sgl-deep-gemm"))
-
-
-def commit() -> str:
-    """Return the commit that is tested: the COMMIT of the environment, or else git's."""
-    described = output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*")
-    return os.environ.get("COMMIT") or described or "unknown"
+    gpus = listing.splitlines() or ["no GPU, none"]
+    name, driver = gpus[0].rsplit(", ", 1)
+    return f"{'one' if len(gpus) == 1 else len(gpus)} {name}, driver {driver}"
 
 
 def output(*command: str) -> str:
-    """Return what a command prints; nothing where it fails or is not there."""
+    """Return what a command prints, nothing if it fails or does not exist."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

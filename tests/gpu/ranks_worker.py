@@ -8,31 +8,18 @@ import sys
 from typing import Any
 
 import torch
+from benchmarks.harness import make_samples
+from small_models import config, make_policy
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.process_group import open_world
 from jetrl.distributed.world import world
-from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
-from jetrl.types import Prompt, Sample, Score
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 1100,  # eight whole blocks of rows, and a ragged one
-    "hidden_size": 512,
-    "intermediate_size": 1280,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "hidden_act": "silu",
-}
+# A vocabulary of eight whole blocks of rows, and a ragged one.
+SIZES = {"vocab_size": 1100, "intermediate_size": 1280, "head_dim": 64, "initializer_range": 0.02}
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -57,8 +44,7 @@ def whole(policy: Policy, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def train(preset: str, tied: bool) -> dict[str, Any]:
     """Return digests and metrics of two steps of two updates each."""
-    config = {**CONFIG, "tie_word_embeddings": tied}
-    policy = Policy.from_config(config, PrecisionPlan.preset(preset), seed=1, device="cuda")
+    policy = make_policy(config(**SIZES, tie_word_embeddings=tied), preset)
     settings = Settings.model_validate(
         {
             "precision": {"preset": preset},
@@ -68,22 +54,17 @@ def train(preset: str, tied: bool) -> dict[str, Any]:
     )
     trainer, engine = Trainer(policy, settings), RolloutEngine(policy)
     prompts = [[(7 * i + k) % 1100 for k in range(5 + i)] for i in range(8)]
-    different, norms = 0.0, []
+    metrics = []
     for step in range(2):
         drawn = engine.generate(prompts, SamplingParams(n=4, max_tokens=150, seed=step))
-        samples = [
-            Sample(Prompt(str(i // 4), text=""), i // 4, tuple(prompts[i // 4]), c, Score(i % 3))
-            for i, c in enumerate(drawn)
-        ]
-        metrics = trainer.step(samples).metrics
-        different += metrics["mismatch/num_different"]
-        norms.append(metrics["policy/grad_norm"].hex())
+        samples = make_samples(prompts, drawn, [float(i % 3) for i in range(len(drawn))])
+        metrics.append(trainer.step(samples).metrics)
     masters = {n: whole(policy, n, p) for n, p in policy.master_weights().items()}
     moments = {n: whole(policy, n, t) for n, t in trainer.optimizer.state_tensors().items()}
     tensors = policy.weights.quantized_tensors()
     return {
-        "different": different,
-        "norms": norms,
+        "different": sum(m["mismatch/num_different"] for m in metrics),
+        "norms": [m["policy/grad_norm"].hex() for m in metrics],
         "masters": digest(masters),
         "moments": digest(moments),
         "quantized": digest(tensors),

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from benchmarks.harness import make_samples
 
+from jetrl import Policy
+from jetrl.precision import PrecisionPlan
 from jetrl.types import Completion, Sample
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -41,6 +44,27 @@ def config(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
     }
 
 
+def make_policy(
+    contents: dict[str, Any],
+    plan: PrecisionPlan | str = "unified",
+    device: str = "cuda",
+    **options: Any,
+) -> Policy:
+    """A policy of a config.json under a plan, or a preset's, with some options of the plan."""
+    plan = PrecisionPlan.preset(plan) if isinstance(plan, str) else plan
+    return Policy.from_config(contents, plan.replace(**options), seed=0, device=device)
+
+
 def scored(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[Sample]:
     """Completions of the prompts, as many of each, every second one right."""
     return make_samples(prompts, completions, [float(i % 2) for i in range(len(completions))])
+
+
+def outcome(completions: Sequence[Completion]) -> list[Any]:
+    return [(c.token_ids, c.logprobs, c.finish_reason) for c in completions]
+
+
+def requested(when: str = "current") -> int:
+    """Return the bytes of the tensors that are alive, or ("peak") of the most that were."""
+    found: int = torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
+    return found

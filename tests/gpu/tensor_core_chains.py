@@ -14,14 +14,8 @@ from jetrl.precision.hopper.gluon_names import barrier
 
 @gluon.jit
 def chain_kernel(
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    out_ptr,
-    K: gl.constexpr,
-    N: gl.constexpr,
-    WGMMA: gl.constexpr,
-):
+    a_ptr, b_ptr, c_ptr, out_ptr, K: gl.constexpr, N: gl.constexpr, WGMMA: gl.constexpr
+):  # fmt: skip
     """out [64, N] = c + a [64, K] @ b [N, K]^T, one problem a program."""
     M: gl.constexpr = 64
     loads: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])

@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from adapted_linears import LINEARS, activations_of, poison, weight
-from small_models import FAMILIES, config
-
-from jetrl import Policy, RolloutEngine, SamplingParams
-from jetrl.memory import activations
-from jetrl.memory.plan import adapter_bytes, quantized_bytes
-from jetrl.models.adapter import Adapter, LoRA
-from jetrl.models.families import ModelConfig
-from jetrl.models.tiny import random_weights
-from jetrl.precision import PrecisionPlan
-from jetrl.precision.adapter import (
-    add_adapter,
-    project_down,
-    project_up,
+from linears import (
+    LINEARS,
+    adapted_policy,
+    assert_gradients_are_near,
+    assert_replays,
+    assert_same,
+    poison,
+    random,
+    weight,
 )
+from small_models import FAMILIES
+
+from jetrl import RolloutEngine, SamplingParams
+from jetrl.precision.adapter import add_adapter, project_down, project_up
 from jetrl.session.parity import check_policy, failures, locate, measure, random_prompts
 from jetrl.settings.loading import load_config
 from jetrl.training import SftTrainer
 from jetrl.types import Example
 
 pytestmark = pytest.mark.gpu
-
-
-def policy(
-    preset: str, family: str = "qwen3", device: str = "cuda", rank: int = 12, **options: Any
-) -> Policy:
-    """A policy whose adapter has become something."""
-    shape = ModelConfig.from_hf(config(family))
-    adapter = Adapter.new(shape, LoRA(rank, 2.0 * rank, **options), 0)
-    plan, weights = PrecisionPlan.preset(preset), random_weights(shape, 0)
-    p = Policy(shape, plan, weights, device, adapter=adapter)
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, master in p.master_weights().items():
-            if name.endswith("lora_B"):
-                master.add_(torch.randn(master.shape, generator=g).to(device) * 0.05)
-    p.requantize()
-    return p
 
 
 PARTS = [
@@ -58,9 +38,7 @@ def test_a_row_has_the_same_bits_in_any_batch(
     rank: int, columns: int, parts: tuple[tuple[int, int], ...], rows: int
 ) -> None:
     w = weight(rank, columns, parts, rows)
-    g = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(4500, columns, device="cuda", generator=g).bfloat16()
-    y = torch.randn(4500, rows, device="cuda", generator=g).bfloat16()
+    x, y = random(4500, columns, 0), random(4500, rows, 1)
     with torch.no_grad():
         whole = add_adapter(y.clone(), x, w)
         for part in (slice(0, 1), slice(3, 10), slice(5, 21), slice(5, 22), slice(70, 1200)):
@@ -100,7 +78,7 @@ def test_few_rows_have_the_sums_of_many(rank: int, columns: int) -> None:
     from jetrl.precision.hopper.quantize import quantize_rows
 
     w = weight(rank, columns, ((0, 64), (64, 64)), 128)
-    x = activations_of(4100, columns)
+    x = random(4100, columns, 2)
     whole = project_down_whole(x, w.down)
     for rows in ROWS:
         poison(torch.empty(64, rows, len(w.down), device="cuda"), whole[:rows])
@@ -113,17 +91,12 @@ def test_few_rows_have_the_sums_of_many(rank: int, columns: int) -> None:
             poison(torch.empty(max(rows, 64), columns // 4, device="cuda"))
             u, codes = project_down_quantize(x[:rows], w.down, w.arrived, scales)
             assert torch.equal(u, whole[:rows])
-            assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-            assert torch.equal(codes.scales, expected.scales)
+            assert_same(codes, expected)
     assert not w.arrived[:-1].any()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = [project_down_rows(x[i : i + 33] * 1, w.down, w.arrived) for i in range(4)]
-    for _ in range(3):
-        for u in out:
-            u.fill_(float("nan"))
-        graph.replay()
-        assert all(torch.equal(u, whole[i : i + 33]) for i, u in enumerate(out))
+    assert_replays(
+        lambda: [project_down_rows(x[i : i + 33] * 1, w.down, w.arrived) for i in range(4)],
+        [whole[i : i + 33] for i in range(4)],
+    )
 
 
 @pytest.mark.parametrize("rank", [8, 32, 64])
@@ -141,9 +114,7 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(linear: str, rank: int) 
 
     n, columns, parts = LINEARS[linear]
     w = weight(rank, columns, parts, n)
-    g = torch.Generator("cuda").manual_seed(7)
-    base = quantize_weight((torch.randn(n, columns, device="cuda", generator=g) / 50).bfloat16())
-    x = activations_of(1000, columns)
+    base, x = quantize_weight(random(n, columns, 7, 0.02)), random(1000, columns, 3)
     u = project_down_whole(x, w.down)
     product = fp8_matmul_hopper(quantize_rows(x), base, backend="cublas")
     whole = project_up_hopper(product.clone(), u, w.up, w.columns)
@@ -163,22 +134,6 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(linear: str, rank: int) 
     assert not bad, f"(rows, different elements): {bad}"
     assert rank > 64 or form_for(64, n, 16) == "fused"
 
-    def call(i: int, quantized: bool) -> torch.Tensor:
-        part = x[i : i + 33] * 1
-        if quantized:
-            return adapted_matmul(quantize_rows(part), part, base, w)[0]
-        return quantized_adapted_matmul(part, base, w, "fp32")[0]
-
-    for quantized in (False, True):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = [call(i, quantized) for i in range(4)]
-        for _ in range(3):
-            for out in outs:
-                out.fill_(float("nan"))
-            graph.replay()
-            assert all(torch.equal(out, whole[i : i + 33]) for i, out in enumerate(outs)), quantized
-
 
 @pytest.mark.parametrize("scales", ["fp32", "pow2"])
 @pytest.mark.parametrize("width", [1536, 12288])
@@ -188,22 +143,21 @@ def test_swiglus_backward_in_one_pass_has_the_bits_of_three(width: int, scales: 
     from jetrl.precision.hopper.quantize import quantize_rows
 
     for rows in ROWS:
-        dy, gate_up = activations_of(rows, width), activations_of(rows, 2 * width)
+        dy, gate_up = random(rows, width, rows), random(rows, 2 * width, rows)
         dx = swiglu_backward(dy, gate_up)
         expected = quantize_rows(dx, scales=scales)
         poison(dy, gate_up)
         codes, made = swiglu_backward_values_(dy, gate_up, scales)
         assert torch.equal(made, dx), rows
         assert torch.equal(dy, swiglu_forward(gate_up)), rows
-        assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8)), rows
-        assert torch.equal(codes.scales, expected.scales), rows
+        assert_same(codes, expected, str(rows))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("preset", ["unified", "jet"])
 @pytest.mark.parametrize("batch", [3, 64])
 def test_sampled_logprobs_are_the_trainers(preset: str, family: str, batch: int) -> None:
-    p = policy(preset, family)
+    p = adapted_policy(preset, family)
     prompts = random_prompts(p, 12, 80, seed=2)
     result = measure(
         p, prompts=prompts, samples=3, max_tokens=60, max_batch_size=batch, gradients=True
@@ -214,7 +168,7 @@ def test_sampled_logprobs_are_the_trainers(preset: str, family: str, batch: int)
 
 
 def test_some_layers_have_adapters_and_others_none() -> None:
-    p = policy("unified", targets=("q_proj", "down_proj"))
+    p = adapted_policy(targets=("q_proj", "down_proj"))
     assert measure(p, num_prompts=6, samples=2, max_tokens=40).different == 0
     assert failures(check_policy(p)) == []
 
@@ -222,19 +176,12 @@ def test_some_layers_have_adapters_and_others_none() -> None:
 @pytest.mark.parametrize("preset", ["unified", "mixed", "bf16"])
 def test_gradients_follow_the_reference(preset: str) -> None:
     """Gradients of the GPU and of the CPU agree to the noise of quantized and BF16 activations."""
-    on_cpu, on_gpu = policy(preset, device="cpu"), policy(preset)
-    g = torch.Generator().manual_seed(4)
-    sequences = [torch.randint(0, 1024, (n,), generator=g).tolist() for n in (130, 7, 65)]
-    for p in (on_cpu, on_gpu):
-        torch.cat(p.logprobs(sequences)).mean().backward()
-    for name, master in on_cpu.master_weights().items():
-        ours, true = on_gpu.master_weights()[name].grad.cpu(), master.grad
-        assert (ours - true).norm() <= 0.25 * true.norm(), name
+    assert_gradients_are_near(adapted_policy(preset), adapted_policy(preset, device="cpu"), 0.25)
 
 
 def test_updates_move_the_adapter_alone_and_graphs_read_it() -> None:
     """The base has the bits that it had; graphs captured before an update read the new A and B."""
-    p = policy("unified")
+    p = adapted_policy()
     before = {name: t.clone() for name, t in p.weights.quantized_tensors().items()}
     engine, prompts = RolloutEngine(p), random_prompts(p, 5, 30, seed=3)
 
@@ -259,32 +206,3 @@ def test_updates_move_the_adapter_alone_and_graphs_read_it() -> None:
     assert changed
     assert all(".lora." in name for name in changed)
     assert different() == 0
-
-
-def test_the_bytes_of_a_model_with_adapters_are_planned() -> None:
-    sizes = {"hidden_size": 1024, "intermediate_size": 2048}
-    shape = ModelConfig.from_hf(config(**sizes))
-    lora = LoRA(32, 32.0)
-
-    def requested(which: str) -> int:
-        return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
-
-    before = requested("current")
-    adapter = Adapter.new(shape, lora, 0)
-    plan = PrecisionPlan.preset("unified")
-    p = Policy(shape, plan, random_weights(shape, 0), "cuda", adapter=adapter)
-    held = requested("current") - before
-    masters = sum(master.nbytes for master in p.master_weights().values())
-    planned = masters + quantized_bytes(shape, plan) + adapter_bytes(shape, plan, lora)
-    assert held == pytest.approx(planned, rel=0.01)
-    tokens = 8192
-    ids = torch.randint(0, 1024, (tokens,), device="cuda")
-    ends, targets = torch.tensor([0, 5000, tokens]), torch.arange(1, 4000, device="cuda")
-    for _ in range(2):  # the first time compiles, and leaves gradients
-        before = requested("current")
-        logprobs, _ = p.train_logprobs(ids, ends, targets)
-        kept = requested("current") - before
-        logprobs.sum().backward()
-        del logprobs
-    planned = activations.kept_bytes(shape, plan, tokens, lora=lora)
-    assert kept - 2 * len(targets) * shape.vocab_size == pytest.approx(planned, rel=0.05)

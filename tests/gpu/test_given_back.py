@@ -6,25 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import config, scored
+from small_models import config, make_policy, outcome, scored
 
-from jetrl import Policy, RolloutEngine, SamplingParams
+from jetrl import RolloutEngine, SamplingParams
 from jetrl.memory.device import beside_tensors
-from jetrl.precision import PrecisionPlan
 from jetrl.session.parity import random_prompts
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
-from jetrl.types import Completion
 
 pytestmark = pytest.mark.gpu
 
 CONFIG = config(vocab_size=5000, max_position_embeddings=8192)
 PAGES = 512
-
-
-def make_policy(**options: Any) -> Policy:
-    plan = PrecisionPlan.preset("unified").replace(**options)
-    return Policy.from_config(CONFIG, plan, seed=0, device="cuda")
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +26,6 @@ def mapped() -> Any:
     from jetrl.rollout.mapped_memory import MappedMemory
 
     return MappedMemory
-
-
-def outcome(completions: list[Completion]) -> list[Any]:
-    return [(c.token_ids, c.logprobs, c.finish_reason) for c in completions]
 
 
 def test_memory_comes_again_at_its_addresses(mapped: Any) -> None:
@@ -85,7 +74,7 @@ def test_too_much_is_out_of_memory(mapped: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8}], ids=str)
 def test_after_an_update_the_graphs_are_the_same(kv: str, options: dict[str, Any]) -> None:
     """Two updates of the masters; in between a trainer's forward and backward use the memory."""
-    policy = make_policy(kv=kv)
+    policy = make_policy(CONFIG, kv=kv)
     prompts = [*random_prompts(policy, 10, 100, seed=3), [5] * 1500]
     params = SamplingParams(n=3, max_tokens=60, seed=1, **options)
     settings = {"train": {"lr": 1e-3}, "algorithm": {"aggregation": "token_mean"}}
@@ -111,7 +100,7 @@ def test_after_an_update_the_graphs_are_the_same(kv: str, options: dict[str, Any
 def test_no_memory_for_the_pages_halves_the_sizes(
     mapped: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = make_policy()
+    policy = make_policy(CONFIG)
     prompts = random_prompts(policy, 10, 100, seed=3)
     params = SamplingParams(n=2, max_tokens=40, seed=1)
     engine = RolloutEngine(policy, max_batch_size=16)
@@ -135,7 +124,7 @@ def test_no_memory_for_the_pages_halves_the_sizes(
 
 
 def test_an_engine_that_goes_leaves_nothing() -> None:
-    policy = make_policy()
+    policy = make_policy(CONFIG)
     before = beside_tensors()
     engine = RolloutEngine(policy, num_pages=PAGES)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))

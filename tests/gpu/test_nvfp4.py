@@ -7,15 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapted_linears import LINEARS, activations_of, poison
-from adapted_linears import weight as adapter_weight
+from linears import (
+    LINEARS,
+    adapted_policy,
+    assert_gradients_are_near,
+    assert_replays,
+    layers,
+    poison,
+    random,
+)
+from linears import weight as adapter_weight
 from small_models import config
 from tests.models.nvfp4_directories import to_nvfp4
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.memory.plan import quantized_bytes
 from jetrl.models.adapter import Adapter, LoRA
-from jetrl.models.families import SHAPES as MODELS
 from jetrl.models.families import ModelConfig
 from jetrl.models.hf import model_config, save_model
 from jetrl.models.norm_noise import NormNoise
@@ -32,22 +39,18 @@ from jetrl.precision.nvfp4 import (
     stacked_nvfp4,
     widened,
 )
-from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
+from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_matmul
 from jetrl.session.parity import check_policy, failures, measure, random_prompts
 from jetrl.settings.sections import Settings
 
 pytestmark = pytest.mark.gpu
 
+LAYERS = layers("qwen3-8b", "qwen3-32b", "qwen3-0.6b")
+
 
 @pytest.fixture(scope="module")
 def hopper():
     return pytest.importorskip("jetrl.precision.hopper.nvfp4")
-
-
-def random(rows: int, columns: int, seed: int, std: float = 1.0) -> torch.Tensor:
-    g = torch.Generator("cuda").manual_seed(seed)
-    x = torch.randn(rows, columns, generator=g, device="cuda").mul_(std)
-    return x.mul_(1 + 9 * (torch.rand(rows, 1, generator=g, device="cuda") > 0.9)).bfloat16()
 
 
 def any_codes(rows: int, columns: int, seed: int) -> NVFP4Tensor:
@@ -61,41 +64,21 @@ def any_codes(rows: int, columns: int, seed: int) -> NVFP4Tensor:
     return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.tensor(0.3, device="cuda"))
 
 
-def layers() -> list[tuple[int, int]]:
-    """Return (N, K) of each linear of some models."""
-    shapes = set()
-    for name in ("qwen3-8b", "qwen3-32b", "qwen3-0.6b"):
-        m = MODELS[name]
-        hidden, inner, size = m["hidden_size"], m["intermediate_size"], m["head_dim"]
-        heads, groups = m["num_attention_heads"], m["num_key_value_heads"]
-        shapes |= {((heads + 2 * groups) * size, hidden), (hidden, heads * size)}
-        shapes |= {(2 * inner, hidden), (hidden, inner)}
-    return sorted(shapes)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_quantizer_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
     x = random(96, 1152, 0, 0.02).to(dtype)
     x[3, 16:48] = 0
     x[5] *= 1e-6
     ours, true = quantize_nvfp4(x), quantize_nvfp4(x.cpu())
-    assert torch.equal(ours.codes.cpu(), true.codes)
-    assert torch.equal(ours.scales.cpu().view(torch.uint8), true.scales.view(torch.uint8))
     assert ours.scale.item() == true.scale.item()
     ordered, expected = hopper_order(ours), hopper_order(true)
-    assert torch.equal(ordered.codes.cpu(), expected.codes)
-    assert torch.equal(ordered.scales.cpu(), expected.scales)
     assert ordered.factor == expected.factor
+    for a, b in ((ours, true), (ordered, expected)):
+        assert torch.equal(a.codes.cpu(), b.codes)
+        assert torch.equal(a.scales.cpu().view(torch.uint8), b.scales.view(torch.uint8))
 
 
-@pytest.mark.parametrize("shape", [(32, 128), (96, 384), (1152, 896)], ids=str)
-def test_widening_is_exact(hopper, shape: tuple[int, int]) -> None:
-    q = any_codes(*shape, 1)
-    out = hopper.widened_hopper(hopper_order(q))
-    assert torch.equal(out, widened(q) * WIDENED_FACTOR)
-
-
-@pytest.mark.parametrize("shape", [*layers(), (1152, 896), (896, 4864), (128, 128)], ids=str)
+@pytest.mark.parametrize("shape", [*LAYERS, (1152, 896), (896, 4864), (128, 128)], ids=str)
 def test_a_row_has_the_same_bits_at_every_number_of_rows(hopper, shape: tuple[int, int]) -> None:
     """The kernel that unpacks against cuBLAS on widened values, eagerly and replayed."""
     n, k = shape
@@ -111,14 +94,9 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(hopper, shape: tuple[in
             out = hopper.nvfp4_matmul_hopper(x[:rows], weight, widen=widen)
             different[rows, widen] = int((out != whole[:rows]).sum())
     assert not any(different.values()), f"different elements by (rows, widened): {different}"
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [hopper.nvfp4_matmul_hopper(x[:33], weight) for _ in range(4)]
-    for _ in range(3):
-        for out in outs:
-            out.fill_(float("nan"))
-        graph.replay()
-        assert all(torch.equal(out, whole[:33]) for out in outs)
+    assert_replays(
+        lambda: [hopper.nvfp4_matmul_hopper(x[:33], weight) for _ in range(4)], [whole[:33]] * 4
+    )
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -130,15 +108,9 @@ def test_any_codes_and_scales_and_tiles(hopper, shape, out_dtype: torch.dtype) -
     x = random(128, shape[1], 5)
     expected = hopper.nvfp4_matmul_hopper(x, weight, out_dtype, widen=True)
     for rows, units, group, sides in (
-        (5, 1, 1, 1),
-        (5, 2, 1, 1),
-        (5, 1, 2, 1),
-        (5, 2, 2, 3),
-        (40, 2, 1, 3),
-        (64, 1, 2, 2),
-        (128, 1, 2, 1),
-        (128, 2, 1, 1),
-    ):
+        (5, 1, 1, 1), (5, 2, 1, 1), (5, 1, 2, 1), (5, 2, 2, 3),
+        (40, 2, 1, 3), (64, 1, 2, 2), (128, 1, 2, 1), (128, 2, 1, 1),
+    ):  # fmt: skip
         tiles = Tiles(units, group, 2, 128 if sides < 3 else 112, sides=sides)
         out = nvfp4_rows_matmul(x[:rows], weight, out_dtype, tiles)
         assert torch.equal(out, expected[:rows]), (rows, tiles)
@@ -175,25 +147,18 @@ def test_the_parts_of_a_long_sum_are_added_in_order(hopper, shape: tuple[int, in
 def test_a_product_with_an_adapter_has_the_bits_of_both(
     hopper, linear: str, rank: int, form: str
 ) -> None:
-    """The adapter added before the product is written, and behind it, against a pass over cuBLAS's.
-
-    At every number of rows that may be fused, eagerly, and replayed behind a kernel that writes X.
-    """
-    from jetrl.precision.hopper.adapter import (
-        AdapterOperands,
-        project_down_whole,
-        project_up_hopper,
-    )
+    """The adapter added before the product is written, and behind it, against a later pass."""
+    from jetrl.precision.hopper import adapter as kernels
     from jetrl.precision.hopper.adapter_linear import nvfp4_adapted_matmul
     from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
 
     n, k, parts = LINEARS[linear]
     adapter = adapter_weight(rank, k, parts, n)
     base = NVFP4Weight.of(random(n, k, 13, 0.02)).stored
-    x = activations_of(168, k)
-    u = project_down_whole(x, adapter.down)
+    x = random(168, k, 14)
+    u = kernels.project_down_whole(x, adapter.down)
     product = hopper.nvfp4_matmul_hopper(x, base, widen=True)
-    whole = project_up_hopper(product.clone(), u, adapter.up, adapter.columns)
+    whole = kernels.project_up_hopper(product.clone(), u, adapter.up, adapter.columns)
     assert not torch.equal(whole, product)
     different = {}
     for rows in range(1, 168, 1 if linear in ("odd", "o") else 7):
@@ -205,52 +170,21 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(
     # Sides that lie past the last row of the weight, too.
     tiles = Tiles(2, 1, 2, 112, sides=3)
     for rows in (5, 40) if form == "fused" else ():
-        operands = AdapterOperands(u[:rows].clone(), adapter.up, adapter.columns)
+        operands = kernels.AdapterOperands(u[:rows].clone(), adapter.up, adapter.columns)
         y = nvfp4_rows_matmul(x[:rows], base, tiles=tiles, adapter=operands)
         assert torch.equal(y, whole[:rows]), rows
-    for rows in (1, 8, 16, 17, 33, 64, 128):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = [
-                nvfp4_adapted_matmul(x[i : i + rows] * 1, base, adapter, form)[0] for i in range(4)
-            ]
-        for _ in range(3):
-            for out in outs:
-                out.fill_(float("nan"))
-            graph.replay()
-            assert all(torch.equal(out, whole[i : i + rows]) for i, out in enumerate(outs)), rows
 
 
-@pytest.mark.parametrize("rows", [1, 63, 129, 300])
-def test_close_to_the_exact_reference(rows: int) -> None:
-    """Within BF16's rounding, and that of sums in which tensor cores cut values off.
-
-    Each of K / 16 additions cuts 17 values off at 2**-23 of the largest, which is below the sum of
-    all terms' magnitudes.
-    """
-    n, k = 384, 896
-    x, w = random(rows, k, 6), random(n, k, 7, 0.02)
-    ours, reference = NVFP4Weight.of(w), NVFP4Weight.of(w.cpu())
-    values = (widened(reference.stored).double() * reference.stored.scale).cuda()
-    y = nvfp4_matmul(x, ours).double()
-    true, terms = x.double() @ values.mT, x.double().abs() @ values.abs().mT
-    bound = 2.0**-8 * true.abs() + 17 * k / 16 * 2.0**-23 * terms
-    assert ((y - true).abs() <= bound).all()
-    expected = nvfp4_matmul(x.cpu(), reference).double().cuda()
-    assert ((y - expected).abs() <= 2 * bound).all()
-    dy = random(rows, n, 8)
-    dx = nvfp4_dgrad(dy, ours).double()
-    true, terms = dy.double() @ values, dy.double().abs() @ values.abs()
-    assert ((dx - true).abs() <= 2.0**-8 * true.abs() + 17 * n / 16 * 2.0**-23 * terms).all()
+def product_and_bound(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a @ b^T in float64, and a bound of errors."""
+    # BF16's rounding; each of K / 16 additions cuts 17 values at 2**-23 of the largest.
+    true, terms = a.double() @ b.mT, a.double().abs() @ b.abs().mT
+    return true, 2.0**-8 * true.abs() + 17 * a.shape[1] / 16 * 2.0**-23 * terms
 
 
 @pytest.mark.parametrize("rows", [(4096, 1024, 1024), (12288, 12288), (40, 24, 64)], ids=str)
 def test_rows_with_scales_of_their_own(hopper, rows: tuple[int, ...]) -> None:
-    """Each row's bits are those of the same sums under one scale, at every number of rows of X.
-
-    A scale's power of two changes no bit of a product's rounding, so such scales are compared
-    exactly; the others within BF16's rounding of float64.
-    """
+    """Each row's bits are those of the same sums under one scale, at every number of rows of X."""
     k = 896
     parts = [quantize_nvfp4(random(n, k, 20 + i, 0.02)) for i, n in enumerate(rows)]
     one = parts[0].scale
@@ -269,49 +203,22 @@ def test_rows_with_scales_of_their_own(hopper, rows: tuple[int, ...]) -> None:
             assert torch.equal(out, expected[:count].to(out_dtype)), (count, widen)
     weight = stacked_nvfp4(parts)
     values, ordered = dequantize_nvfp4(weight).double(), hopper_order(weight)
-    y, true = hopper.nvfp4_matmul_hopper(x, ordered).double(), x.double() @ values.mT
-    terms = x.double().abs() @ values.abs().mT
-    assert ((y - true).abs() <= 2.0**-8 * true.abs() + 17 * k / 16 * 2.0**-23 * terms).all()
+    y, (true, bound) = hopper.nvfp4_matmul_hopper(x, ordered).double(), product_and_bound(x, values)
+    assert ((y - true).abs() <= bound).all()
     for count in (5, 33, 200):
         assert torch.equal(hopper.nvfp4_matmul_hopper(x[:count], ordered), y[:count].bfloat16())
     dy = random(300, sum(rows), 31)
-    dx, true = hopper.nvfp4_dgrad_hopper(dy, ordered).double(), dy.double() @ values
-    terms = dy.double().abs() @ values.abs()
-    bound = 2.0**-8 * true.abs() + 17 * sum(rows) / 16 * 2.0**-23 * terms
+    dx, (true, bound) = hopper.nvfp4_dgrad_hopper(dy, ordered), product_and_bound(dy, values.mT)
     assert ((dx - true).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("rows", [70, 300])
-def test_nan_reaches_the_output_row_alone(rows: int) -> None:
-    x, weight = random(rows, 512, 9), NVFP4Weight.of(random(256, 512, 10, 0.02))
-    x[3, 5] = float("nan")
-    out = nvfp4_matmul(x, weight)
-    assert out[3].isnan().all()
-    assert int(out.isnan().any(1).sum()) == 1
 
 
 # Whole policies: an adapter on a base in NVFP4.
 
 
-def policy(family: str = "qwen3", preset: str = "unified", device: str = "cuda") -> Policy:
-    """A policy whose adapter has become something."""
-    shape = ModelConfig.from_hf(config(family))
-    adapter = Adapter.new(shape, LoRA(12, 24.0), 0)
-    plan = PrecisionPlan.preset(preset).replace(base="nvfp4")
-    p = Policy(shape, plan, random_weights(shape, 0), device, adapter=adapter)
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, master in p.master_weights().items():
-            if name.endswith("lora_B"):
-                master.add_(torch.randn(master.shape, generator=g).to(device) * 0.05)
-    p.requantize()
-    return p
-
-
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_the_sampler_is_the_trainer(family: str) -> None:
     """Captured decode of 1, 24 and 96 sequences, long prompts, noise on norms, with gradients."""
-    p = policy(family)
+    p = adapted_policy(family=family, base="nvfp4")
     assert failures(check_policy(p)) == []
     noise = NormNoise(p, noisy_settings())
     for step, samples, sequences in ((1, 1, 1), (3, 3, 24), (4, 12, 96)):
@@ -362,7 +269,7 @@ def noisy_settings() -> Settings:
 
 
 def test_captured_graphs_read_the_noise_of_the_step() -> None:
-    p = policy()
+    p = adapted_policy(base="nvfp4")
     noise, prompts = NormNoise(p, noisy_settings()), [[1, 2, 3], [4, 5]]
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     engine = RolloutEngine(p)
@@ -380,22 +287,13 @@ def test_captured_graphs_read_the_noise_of_the_step() -> None:
 
 
 def test_gradients_are_near_the_cpus() -> None:
-    """Adapters' gradients through an NVFP4 base, apart by BF16's roundings on the way: 5%."""
-    sequences = [[(7 * i + 3 * j) % 1000 for j in range(200)] for i in range(3)]
-    gradients = []
-    for device in ("cuda", "cpu"):
-        p = policy(device=device)
-        torch.cat(p.logprobs(sequences)).mean().backward()
-        masters = p.master_weights().items()
-        gradients.append({n: m.grad.cpu() for n, m in masters if m.grad is not None})
-    ours, theirs = gradients
-    assert ours.keys() == theirs.keys()
-    for name, gradient in theirs.items():
-        assert (ours[name] - gradient).norm() <= 0.05 * gradient.norm(), name
+    """Adapters' gradients through an NVFP4 base, apart by BF16's roundings on the way."""
+    ours, theirs = (adapted_policy(device=device, base="nvfp4") for device in ("cuda", "cpu"))
+    assert_gradients_are_near(ours, theirs, 0.05)
 
 
 def test_the_base_takes_the_planned_bytes() -> None:
-    p = policy()
+    p = adapted_policy(base="nvfp4")
     held = sum(t.nbytes for n, t in p.weights.quantized_tensors().items() if "lora" not in n)
     table = p.decoder.rotary_table.nbytes
     assert held + table == quantized_bytes(p.config, p.plan)

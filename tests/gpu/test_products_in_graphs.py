@@ -1,8 +1,4 @@
-"""Products with adapters one behind another, as in decode, replayed with other inputs.
-
-A product that reads or overwrites something too early is wrong once in many thousand. So a second
-graph makes the products once more, in passes, and counts the elements that differ.
-"""
+"""Products with adapters one behind another, replayed: early reads are wrong once in thousands."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
-from adapted_linears import LINEARS, activations_of, weight
+from linears import LINEARS, random, weight
 
 from jetrl.precision.adapter import AdapterWeight
 from jetrl.precision.nvfp4 import HopperNVFP4, hopper_order, quantize_nvfp4
@@ -28,12 +24,10 @@ def layer(seed: int, codes: str) -> Layer:
     """Return the linear layers of a layer of Qwen3-8B, each with its adapter."""
     from jetrl.precision.hopper.quantize import quantize_weight
 
-    g = torch.Generator("cuda").manual_seed(seed)
     made = {}
     for name, (n, k, parts) in LINEARS.items():
         if name != "odd":
-            base = torch.randn(n, k, generator=g, device="cuda").mul_(k**-0.5)
-            nvfp4 = codes == "nvfp4"
+            base, nvfp4 = random(n, k, seed, k**-0.5), codes == "nvfp4"
             quantized = hopper_order(quantize_nvfp4(base)) if nvfp4 else quantize_weight(base)
             made[name] = quantized, weight(RANK, k, parts, n)
     return made
@@ -59,7 +53,7 @@ def test_products_behind_each_other_have_the_bits_of_passes(rows: int, codes: st
     from jetrl.kernels.swiglu_hopper import swiglu_forward
 
     layers = [layer(seed, codes) for seed in range(LAYERS)]
-    inputs = activations_of(8 * rows, 4096).view(8, rows, 4096)
+    inputs = random(8 * rows, 4096, rows).view(8, rows, 4096)
     start, ones = inputs[0].clone(), torch.ones(4096, dtype=torch.bfloat16, device="cuda")
     products: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -110,12 +110,6 @@ def _started(size: int, *words: str, restarts: int = 0) -> str:
     return done.stdout
 
 
-def _run(size: int, presets: list[str]) -> dict[str, Any]:
-    """Return what the worker prints on so many GPUs."""
-    results: dict[str, Any] = json.loads(_started(size, str(WORKER), *presets).splitlines()[-1])
-    return results
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of runs on one GPU and on two, of which one was cut on two GPUs."""
@@ -154,11 +148,12 @@ def test_a_rank_that_fails_ends_both_within_seconds(tmp_path: Path) -> None:
 
 @two_gpus
 def test_updates_have_the_bits_of_one_gpu() -> None:
-    presets = ["unified", "bf16"]
-    alone = _run(1, presets)
+    def digests(size: int) -> dict[str, Any]:
+        return json.loads(_started(size, str(WORKER), "unified", "bf16").splitlines()[-1])
+
+    alone = digests(1)
     for size in (n for n in (2, 4) if n <= torch.cuda.device_count()):
-        results = _run(size, presets)
-        for name, result in results.items():
+        for name, result in digests(size).items():
             assert result.pop("size") == size
             assert result == {k: v for k, v in alone[name].items() if k != "size"}, name
             assert result["different"] == 0 or "unified" not in name

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from small_models import config
+from small_models import config, make_policy
 
-from jetrl import Policy
 from jetrl.models.packed import Stems
-from jetrl.precision import PrecisionPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -39,33 +40,13 @@ class Whole:
 
 def whole() -> Whole:
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)]
-    rows: list[int] = []
-    row_of = [0] * starts[-1]
-    run_starts, stem_of, run_of = [0], [], {}
-    positions: list[int] = []
-
-    def run(first: int, end: int, start: int, stem: int) -> None:
-        for row in range(first, end):
-            row_of[row] = len(rows)
-            rows.append(row)
-            positions.append(row - start)
-        run_starts.append(len(rows))
-        stem_of.append(stem)
-
-    for start, n, number, length in zip(starts, LENGTHS, IDS, STEM_LENGTHS, strict=False):
-        if length and number not in run_of:
-            run_of[number] = len(stem_of)
-            run(start, start + length, start, -1)
-        stem = run_of.get(number, -1)
-        if stem >= 0:
-            row_of[start : start + length] = range(run_starts[stem], run_starts[stem] + length)
-        run(start + length, start + n, start, stem)
-    return Whole(
-        starts,
-        Stems(
-            torch.tensor(rows), torch.tensor(row_of), torch.tensor(positions), run_starts, stem_of
-        ),
-    )
+    batch: Any = SimpleNamespace(
+        stem_ids=np.array(IDS), stem_lengths=np.array(STEM_LENGTHS), cu_seqlens=np.array(starts),
+        num_tokens=starts[-1], num_computed_tokens=0,
+    )  # fmt: skip
+    stems = Stems.of(batch)
+    assert stems is not None
+    return Whole(starts, stems)
 
 
 @pytest.mark.parametrize("kv", ["fp8", "bf16", "int8", "int8+fp8"])
@@ -74,11 +55,7 @@ def whole() -> Whole:
 def test_attention_has_the_bits_of_whole_sequences(
     heads: int, groups: int, head_dim: int, kv: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the gradients of all rows but stems: the same blocks meet in the same order.
-
-    A stem's dK and dV are sums of BF16 numbers' products over all branches, of which whole
-    sequences give one sum each, rounded to BF16: 2**-8 of the largest, as often as there are some.
-    """
+    """Also the gradients of all rows but stems: the same blocks meet in the same order."""
     import jetrl.kernels.attention.backward as module
     from jetrl.kernels.attention.forward import attend_tiles, stage_keys
     from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
@@ -129,19 +106,11 @@ def test_attention_has_the_bits_of_whole_sequences(
 def test_log_probs_have_the_bits_of_whole_sequences(preset: str) -> None:
     """Gradients differ by roundings: of a product to BF16 (2**-9), of operands to E4M3 (2**-4)."""
     w = whole()
-    policy = Policy.from_config(
-        config("qwen3") | {"max_position_embeddings": 2048}, PrecisionPlan.preset(preset),
-        seed=0, device="cuda",
-    )  # fmt: skip
+    policy = make_policy(config(max_position_embeddings=2048), preset)
     g = torch.Generator().manual_seed(0)
     tokens = w.shared(torch.randint(0, policy.config.vocab_size, (w.starts[-1],), generator=g))
-    targets = torch.tensor(
-        [
-            row
-            for start, n, stem in zip(w.starts, LENGTHS, STEM_LENGTHS, strict=False)
-            for row in range(start + max(stem, 1), start + n)
-        ]
-    )
+    sequences = zip(w.starts, LENGTHS, STEM_LENGTHS, strict=False)
+    targets = torch.cat([torch.arange(s + max(stem, 1), s + n) for s, n, stem in sequences])
     weights = torch.linspace(-1, 1, len(targets), device="cuda")
 
     def run(stems: Stems | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -72,10 +72,8 @@ def different(policy: Policy, completions: Sequence[Completion]) -> int:
 @pytest.mark.parametrize("preset", ["unified", "jet"])
 @pytest.mark.parametrize("stop", [(), ("e", "#")], ids=["stop ids", "stop strings"])
 def test_exact_across_turns_whenever_answers_come(preset: str, stop: tuple[str, ...]) -> None:
-    plan = PrecisionPlan.preset(preset)
-    policy = Policy.from_config(
-        CONFIG, plan, seed=0, device="cuda", tokenizer=character_tokenizer()
-    )
+    plan, tokenizer = PrecisionPlan.preset(preset), character_tokenizer()
+    policy = Policy.from_config(CONFIG, plan, seed=0, device="cuda", tokenizer=tokenizer)
     wanted = generate(policy, late=False, stop=stop)
     assert sum(len(c.environment) for c in wanted) > 12
     assert different(policy, wanted) == 0
