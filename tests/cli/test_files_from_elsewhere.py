@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from jetrl import load_config, train
-from jetrl.cli.opening import open_policy
 from jetrl.training.checkpoint_files import fingerprint
 
 TASK = """
@@ -33,7 +32,16 @@ ALGORITHM = """
 def loss(tokens): return -tokens.trainer_logprobs * tokens.advantages
 """
 MARKS = "\nimport pathlib\npathlib.Path(__file__).with_suffix('.imported').touch()\n"
-SHORT = ("--max-tokens", 2, "--device", "cpu")
+SHORT = "--max-tokens 2 --device cpu"
+OWN_TASK = f"--prompts 1 --workers 0 {SHORT}"
+CHECKER = (
+    'name = "dataset"\npath = "{data}"\n[task.options]\nchecker = "{file}:check"\n'
+    'format = "text"\nanswer = ""'
+)
+MIX = (
+    'name = "mix"\n[[task.options.tasks]]\nname = "arithmetic"\n'
+    '[[task.options.tasks]]\nname = "{file}:Digits"'
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,131 +60,92 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(trained: Path) -> Path:
-    """The run, whose files leave a mark from now on."""
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, whose files leave a mark from now on."""
     for name, source in (("evil", TASK), ("loss", ALGORITHM)):
         (trained.parent / f"{name}.py").write_text(source + MARKS)
     for mark in trained.parent.glob("*.imported"):
         mark.unlink()
     for module in [name for name in sys.modules if name.startswith("jetrl_user_")]:
         del sys.modules[module]
-    return trained
+    return shutil.copytree(trained, tmp_path / "run")
 
 
-def imported(run: Path) -> list[str]:
-    return sorted(path.stem for path in run.parent.glob("*.imported"))
-
-
-@pytest.mark.parametrize("place", ["", "checkpoints/step_000001"])
-def test_no_file_is_imported_to_sample_export_or_compare_the_sides(
-    place: str, jetrl: Callable, run: Path, tmp_path: Path
-) -> None:
-    assert jetrl("sample", run / place, "1+1=", *SHORT).code == 0
-    assert jetrl("export", run / place, tmp_path / "out").code == 0
-    assert jetrl("parity", run / place, "--prompts", 1, "--samples", 1, *SHORT).code == 0
-    built_in = ("--task", "arithmetic", "--prompts", 1, "--workers", 0, *SHORT)
-    assert jetrl("eval", run / place, *built_in).code == 0
-    assert imported(run) == []
-
-
-def test_the_checkpoints_own_alphabet_is_the_tokenizers(run: Path) -> None:
-    last = run / "checkpoints" / "step_000001"
-    assert json.loads((last / "state.json").read_text())["alphabet"] == "0123456789+="
-    tokenizer = open_policy(last, None, "cpu").tokenizer
-    assert tokenizer is not None
-    assert tokenizer.convert_ids_to_tokens([0, 1, 2, 13]) == ["<pad>", "<eos>", "0", "="]
-
-
-@pytest.mark.parametrize("place", ["", "checkpoints/step_000001"])
-def test_a_runs_own_task_is_named_and_asked_for(place: str, jetrl: Callable, run: Path) -> None:
-    words = ("eval", run / place, "--prompts", 1, "--samples", 1, *SHORT)
-    done = jetrl(*words)
-    assert done.code == 2
-    assert str(run.parent / "evil.py") in done.err
-    assert "--trust-task" in done.err
-    assert imported(run) == []
-    trusted = jetrl(*words, "--trust-task")
-    assert trusted.code == 0, trusted.err
-    assert imported(run) == ["evil"]
-
-
-def test_a_task_that_is_typed_is_imported_and_nothing_else(
-    jetrl: Callable, run: Path, tiny_model: Path
-) -> None:
-    own = f"{run.parent / 'evil.py'}:Digits"
-    words = ("--prompts", 1, "--workers", 0, *SHORT)
-    assert jetrl("eval", tiny_model, "--task", own, *words).code == 0
-    assert imported(run) == ["evil"]
+@pytest.fixture
+def imported(trained: Path) -> Callable[[], list[str]]:
+    return lambda: sorted(path.stem for path in trained.parent.glob("*.imported"))
 
 
 @pytest.mark.parametrize(
-    "task",
+    "words",
     [
-        'name = "dataset"\npath = "{data}"\n[task.options]\nchecker = "{file}:check"\n'
-        'format = "text"\nanswer = ""',
-        'name = "mix"\n[[task.options.tasks]]\nname = "arithmetic"\n'
-        '[[task.options.tasks]]\nname = "{file}:Digits"',
+        *(
+            words.replace("RUN", place)
+            for place in ("RUN", "RUN/checkpoints/step_000001")
+            for words in (
+                f"sample RUN 1+1= {SHORT}",
+                "export RUN RUN/out",
+                f"parity RUN --prompts 1 --samples 1 {SHORT}",
+                f"eval RUN --task arithmetic {OWN_TASK}",
+            )
+        ),
+        "doctor RUN",
+        "runs list --dir RUN/..",
+        "runs show RUN",
+        "runs plot RUN --out RUN/runs.png",
+        "compare RUN RUN",
+        "train RUN/config.toml run.name=run --resume --dry-run",
     ],
-    ids=["checker", "mix"],
 )
-def test_a_file_in_a_tasks_options_is_asked_for_as_well(
-    task: str, jetrl: Callable, run: Path, tiny_model: Path, tmp_path: Path
+def test_no_file_is_imported_to_look_at_a_run_or_its_model(
+    words: str, jetrl: Callable, run: Path, imported: Callable
 ) -> None:
-    """Even where the folder above a model is what has the config.toml."""
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "1+1="}\n' * 20)
-    model = shutil.copytree(tiny_model, tmp_path / "model")
-    words = task.format(data=data, file=run.parent / "evil.py")
-    (tmp_path / "config.toml").write_text(f"[task]\n{words}\n")
-    shutil.copy(run / "plan.json", tmp_path)
-    done = jetrl("eval", model, "--prompts", 1, "--workers", 0, *SHORT)
-    assert (done.code, "--trust-task" in done.err) == (2, True), done.err
-    assert imported(run) == []
-    assert jetrl("eval", model, "--trust-task", "--prompts", 1, "--workers", 0, *SHORT).code == 0
-    assert imported(run) == ["evil"]
+    done = jetrl(*words.replace("RUN", str(run)).split())
+    assert (done.code in (0, 1), imported()) == (True, []), done.err
 
 
-def test_replay_asks_for_the_files(jetrl: Callable, run: Path) -> None:
-    done = jetrl("replay", run)
-    assert (done.code, "--trust-task" in done.err, imported(run)) == (2, True, [])
-    assert jetrl("replay", run, "--trust-task").code == 0
-    assert imported(run) == ["evil", "loss"]
+@pytest.mark.parametrize(
+    "words, files, change",
+    [
+        (f"eval RUN --prompts 1 --samples 1 {SHORT}", ["evil"], ""),
+        (f"eval RUN/checkpoints/step_000001 --prompts 1 --samples 1 {SHORT}", ["evil"], ""),
+        ("replay RUN", ["evil", "loss"], ""),
+        (f"sample RUN/checkpoints/step_000001 1+1= {SHORT}", ["evil"], "no alphabet"),
+        (f"eval RUN/model {OWN_TASK}", ["evil"], CHECKER),
+        (f"eval RUN/model {OWN_TASK}", ["evil"], MIX),
+    ],
+    ids=["own task", "of a checkpoint", "replay", "older checkpoint", "checker", "mix"],
+)
+def test_a_file_that_the_run_names_is_asked_for(
+    words: str, files: list[str], change: str, jetrl: Callable, run: Path, imported: Callable,
+    trained: Path,
+) -> None:  # fmt: skip
+    if change == "no alphabet":  # checkpoints of older versions have none
+        last = run / "checkpoints" / "step_000001"
+        state, manifest = last / "state.json", last / "manifest.json"
+        content = json.loads(state.read_text())
+        del content["alphabet"]
+        state.write_text(json.dumps(content))
+        found = json.loads(manifest.read_text()) | {"state.json": fingerprint(state)}
+        manifest.write_text(json.dumps(found))
+    elif change:
+        (run / "data.jsonl").write_text('{"prompt": "1+1="}\n' * 20)
+        task = change.format(data=run / "data.jsonl", file=trained.parent / "evil.py")
+        (run / "config.toml").write_text(f"[task]\n{task}\n")
+    command = words.replace("RUN", str(run)).split()
+    done = jetrl(*command)
+    assert (done.code, "--trust-task" in done.err, imported()) == (2, True, [])
+    assert str(trained.parent / f"{files[-1]}.py") in done.err
+    trusted = jetrl(*command, "--trust-task")
+    assert (trusted.code, imported()) == (0, files), trusted.err
 
 
-def test_of_older_files_without_an_alphabet_the_task_is_asked_for(
-    jetrl: Callable, run: Path, tmp_path: Path
+def test_files_that_are_typed_or_trained_with_are_imported(
+    jetrl: Callable, run: Path, tiny_model: Path, imported: Callable, trained: Path
 ) -> None:
-    older = shutil.copytree(run, tmp_path / "older")
-    last = older / "checkpoints" / "step_000001"
-    state = json.loads((last / "state.json").read_text())
-    del state["alphabet"]
-    (last / "state.json").write_text(json.dumps(state))
-    manifest = json.loads((last / "manifest.json").read_text())
-    manifest["state.json"] = fingerprint(last / "state.json")
-    (last / "manifest.json").write_text(json.dumps(manifest))
-    done = jetrl("sample", last, "1+1=", *SHORT)
-    assert (done.code, "--trust-task" in done.err, imported(run)) == (2, True, [])
-    assert jetrl("sample", last, "1+1=", "--trust-task", *SHORT).code == 0
-    assert imported(run) == ["evil"]
-
-
-def test_commands_that_look_at_a_run_import_no_file(jetrl: Callable, run: Path) -> None:
-    for words in (
-        ("doctor", run),
-        ("runs", "list", "--dir", run.parent),
-        ("runs", "show", run),
-        ("runs", "plot", run, "--out", run.parent / "runs.png"),
-        ("compare", run, run),
-        ("train", run / "config.toml", "run.name=run", "--resume", "--dry-run"),
-    ):
-        done = jetrl(*words)
-        assert done.code in (0, 1), done.err
-    assert imported(run) == []
-
-
-def test_training_runs_the_files_of_its_recipe(jetrl: Callable, run: Path, tmp_path: Path) -> None:
-    own = shutil.copytree(run, tmp_path / "run")
-    words = (own / "config.toml", f"run.dir={tmp_path}", "loop.steps=2")
+    own = f"{trained.parent / 'evil.py'}:Digits"
+    assert jetrl("eval", tiny_model, "--task", own, *OWN_TASK.split()).code == 0
+    assert imported() == ["evil"]
+    words = (run / "config.toml", f"run.dir={run.parent}", "loop.steps=2")
     done = jetrl("train", *words, "--resume")
-    assert done.code == 0, done.err
-    assert imported(run) == ["evil", "loss"]
+    assert (done.code, imported()) == (0, ["evil", "loss"]), done.err

@@ -5,12 +5,12 @@ They are init, sample, eval, parity, export and doctor.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import io
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch
 
 from jetrl import loop, precision, train
 from jetrl.cli import doctor, init
-from jetrl.cli import eval as eval_command
 from jetrl.cli.opening import find_model, open_policy
 from jetrl.errors import UserError
 from jetrl.models import families
@@ -46,73 +45,69 @@ def test_init_makes_a_model_of_the_asked_shape(jetrl: Callable, tmp_path: Path) 
     assert config["num_hidden_layers"] == 1
     assert config["tie_word_embeddings"] is False
     done = jetrl("init", out)
-    assert done.code == 2
-    assert str(out) in done.err
-
-
-def test_init_knows_every_family() -> None:
+    assert (done.code, str(out) in done.err) == (2, True)
     assert set(init.FAMILIES) == set(families.FAMILIES)
 
 
-def test_sample_prints_completions_with_their_log_probs(jetrl: Callable, tiny_model: Path) -> None:
+def test_sample_prints_completions_or_repeatable_json(
+    jetrl: Callable, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = jetrl("sample", tiny_model, "1+1=", "2+2=", "--n", 2, "--max-tokens", 3)
     assert done.code == 0, done.err
     assert done.out.count("[3 tokens, length, log-prob -") == 4
     assert done.out.startswith("1+1=")
-
-
-def test_sample_as_json_is_repeatable_and_complete(jetrl: Callable, tiny_model: Path) -> None:
-    words = ("sample", tiny_model, "1+1=", "--n", 2, "--max-tokens", 3, "--json", "--seed", 7)
-    first, again = jetrl(*words), jetrl(*words)
-    assert first.out == again.out
+    words = ("sample", tiny_model, "--n", 2, "--max-tokens", 3, "--json", "--seed", 7)
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n\n2+2=\n"))
+    first = jetrl(*words)
+    assert first.out == jetrl(*words, "1+1=", "2+2=").out
     records = [json.loads(line) for line in first.out.splitlines()]
-    assert len(records) == 2
+    assert [record["prompt"] for record in records] == ["1+1=", "1+1=", "2+2=", "2+2="]
     for record in records:
-        assert record["prompt"] == "1+1="
         assert len(record["token_ids"]) == len(record["logprobs"]) == 3
         assert record["logprob"] == math.fsum(record["logprobs"])
-
-
-def test_sample_reads_lines_of_standard_input(
-    jetrl: Callable, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n\n2+2=\n"))
-    done = jetrl("sample", tiny_model, "--json", "--max-tokens", 1)
-    assert [json.loads(line)["prompt"] for line in done.out.splitlines()] == ["1+1=", "2+2="]
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    done = jetrl("sample", tiny_model)
+    done = jetrl("sample", tiny_model)  # nothing is left on standard input
     assert (done.code, "no prompt" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--n", 0], "n must be at least 1"),
-        (["--top-p", 0], "top_p must be in"),
-        (["--stop", ""], "stop must be texts, none empty"),
-        (["--system", "be nice"], "--system needs --chat"),
-        (["--chat"], "chat template"),
-        (["--device", "cuda"], "cuda"),
+        (["sample", "x", "--n", 0], "n must be at least 1"),
+        (["sample", "x", "--stop", ""], "stop must be texts, none empty"),
+        (["sample", "x", "--system", "be nice"], "--system needs --chat"),
+        (["sample", "x", "--chat"], "chat template"),
+        (["sample", "x", "--device", "cuda"], "cuda"),
+        (["eval"], "add --task NAME"),
+        (["eval", "--task", "arithmetik"], "arithmetic"),
+        (["eval", "--task", "arithmetic", "--split", "dev"], "no split 'dev'"),
+        (["eval", "--task", "arithmetic", "--samples", 2, "--temperature", 0], "same completion"),
+        (["eval", "--task", "arithmetic", "--option", "digits"], "KEY=VALUE"),
+        (["eval", "--task", "arithmetic", "--option", "digit=1"], "digits"),
+        (["eval", "--task", "arithmetic", "--prompts", -1], "0 (all) or more"),
+        (["eval", "--task", "math500,math500"], "name each set once"),
+        (["eval", "--task", "math500,aime24", "--path", "x"], "--path is for one set"),
+        (["eval", "--task", "math500,arithmetik"], "unknown task 'arithmetik'"),
+        (["eval", "--task", "dataset"], "task dataset needs task.path"),
+        (["parity", "--temperature", "1e-46"], "not 1e-46"),  # 0 in float32
+        (["parity", "--seed", 2**63], "seed must be in"),
+        (["parity", "--samples", 0], "--samples 0: at least 1"),
     ],
 )
-def test_sample_refuses_bad_input(
+def test_bad_input_is_refused(
     words: list[object], message: str, jetrl: Callable, tiny_model: Path
 ) -> None:
-    done = jetrl("sample", tiny_model, "x", *words)
-    assert done.code == 2
-    assert message in done.err
+    command, *options = words
+    done = jetrl(command, tiny_model, *options)
+    assert (done.code, message in done.err) == (2, True), done.err
 
 
-def test_eval_prints_mean_and_pass_at_k(jetrl: Callable, tiny_model: Path) -> None:
+def test_eval_prints_shares_and_each_task_of_a_mix(jetrl: Callable, tiny_model: Path) -> None:
     words = ("eval", tiny_model, "--task", "arithmetic", "--prompts", 3, "--samples", 2)
     done = jetrl(*words, "--max-tokens", 2, "--workers", 0)
     assert done.code == 0, done.err
     assert "prompts          3\nmean@2           0." in done.out
     assert "pass@1" in done.out
     assert "pass@2" in done.out
-
-
-def test_eval_of_a_mix_tells_each_task(jetrl: Callable, tiny_model: Path) -> None:
     tasks = '[{name = "arithmetic"}, {name = "arithmetic", label = "minus", weight = 2}]'
     words = ("eval", tiny_model, "--task", "mix", "--option", f"tasks={tasks}", "--prompts", 2)
     done = jetrl(*words, "--max-tokens", 2, "--workers", 0)
@@ -122,25 +117,6 @@ def test_eval_of_a_mix_tells_each_task(jetrl: Callable, tiny_model: Path) -> Non
     assert "minus: mean@1       0." in done.out
     done = jetrl(*words, "--max-tokens", 2, "--workers", 0, "--json")
     assert set(json.loads(done.out)["tasks"]) == {"arithmetic", "minus"}
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--task", "arithmetik"], "arithmetic"),
-        (["--task", "arithmetic", "--split", "dev"], "no split 'dev'"),
-        (["--task", "arithmetic", "--samples", 2, "--temperature", 0], "same completion"),
-        (["--task", "arithmetic", "--option", "digits"], "KEY=VALUE"),
-        (["--task", "arithmetic", "--option", "digit=1"], "digits"),
-        (["--task", "arithmetic", "--prompts", -1], "0 (all) or more"),
-    ],
-)
-def test_eval_refuses_bad_input(
-    words: list[object], message: str, jetrl: Callable, tiny_model: Path
-) -> None:
-    done = jetrl("eval", tiny_model, *words)
-    assert done.code == 2
-    assert message in done.err
 
 
 def test_parity_is_exact_under_unified_and_not_under_mixed(
@@ -158,38 +134,18 @@ def test_parity_is_exact_under_unified_and_not_under_mixed(
     assert "layers.0.qkv" in mixed["located"]
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--temperature", "nan"], "temperature must be 0 or from 1e-20"),
-        (["--temperature", "1e-46"], "not 1e-46"),  # 0 in float32: greedy for the sampler alone
-        (["--seed", 2**63], "seed must be in"),
-        (["--samples", 0], "--samples 0: at least 1"),
-    ],
-)
-def test_parity_refuses_bad_input(
-    words: list[object], message: str, jetrl: Callable, tiny_model: Path
-) -> None:
-    done = jetrl("parity", tiny_model, "--max-tokens", 4, "--prompts", 1, *words)
-    assert done.code == 2
-    assert message in done.err
-
-
 def test_parity_prints_a_table_and_fails_when_an_exact_plan_is_not_exact(
     jetrl: Callable, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = parity.measure
-
-    def spoilt(*args: object, **options: object) -> object:
-        return dataclasses.replace(measure(*args, **options), different=1)
-
     words = ("parity", tiny_model, "--prompts", 1, "--samples", 1, "--max-tokens", 2)
     done = jetrl(*words)
     lines = dict(line.split("  ", 1) for line in done.out.splitlines())
     assert (done.code, lines["plan"].strip()) == (0, "unified (promises equal bits)")
     assert lines["tokens different"].strip() == "0"
-    assert lines["token_mult_prob_error"].strip() == "1"
-    monkeypatch.setattr(parity, "measure", spoilt)
+    sizes = {"num_prompts": 1, "samples": 1, "max_tokens": 2}
+    result = parity.measure(open_policy(tiny_model, None, "cpu"), **sizes)
+    spoilt = dataclasses.replace(result, different=1)
+    monkeypatch.setattr(parity, "measure", lambda *_, **__: spoilt)
     assert jetrl(*words, "--plan", "unified").code == 1
     assert jetrl(*words, "--plan", "bf16").code == 0
 
@@ -219,22 +175,6 @@ def fake_run(path: Path, model: Path | None, preset: str) -> Path:
     return path
 
 
-def test_eval_of_a_run_takes_the_runs_own_task(
-    jetrl: Callable, tiny_model: Path, tmp_path: Path
-) -> None:
-    run = fake_run(tmp_path / "runs" / "mine", None, "unified")
-    shutil.copytree(tiny_model, run / "model")
-    words = ("--prompts", 40, "--max-tokens", 1, "--workers", 0, "--json")
-    for place in (run, run / "model"):
-        done = jetrl("eval", place, *words)
-        assert done.code == 0, done.err
-        answers = [int(s["answer"][::-1]) for s in json.loads(done.out)["samples"]]
-        assert max(answers) <= 58  # the demo's max_operand is 29; without it sums go to 198
-    changed = jetrl("eval", run, "--option", "max_operand=4", *words)
-    assert {int(s["answer"][::-1]) for s in json.loads(changed.out)["samples"]} <= set(range(9))
-    assert "add --task NAME" in jetrl("eval", tiny_model, *words).err
-
-
 DIGITS = """
 from jetrl.tasks import Task
 from jetrl.types import Prompt
@@ -255,7 +195,7 @@ def test_eval_of_a_run_is_the_runs_own_evaluation(
         *("sft.steps=0", "loop.steps=1", "run.seed=5", f"run.dir={tmp_path}", "run.name=own"),
         *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"),
         *(f"task={tmp_path / 'digits.py'}:Digits", "task.workers=0", 'rollout.stop=["1", "4"]'),
-        *("eval.samples=2", "eval.temperature=1.0", "eval.top_p=0.9", "task.timeout_s=0.2"),
+        *("eval.samples=2", "eval.temperature=1.0", "eval.top_p=0.9"),
         *(f"precision.preset={plan}", "report.enabled=false"),
     ]
     run = train(load_config("demo", words)).run_path
@@ -266,19 +206,20 @@ def test_eval_of_a_run_is_the_runs_own_evaluation(
     assert "rounded" not in answer.err
     for name in ("mean", "response_length", "clip_ratio"):
         assert done[name] == own[f"eval/Digits/{name}"]
-    parser = argparse.ArgumentParser()
-    eval_command.add_arguments(parser)
-    args = parser.parse_args([str(run)])
-    eval_command.fill_in(args, load_config(run / "config.toml"))
-    assert (args.workers, args.timeout) == (0, 0.2)
     shutil.rmtree(run / "checkpoints")
     says = jetrl("eval", run, "--trust-task", "--prompts", 1).err
     assert ("is rounded to BF16" in says) == (plan != "fp32")
 
 
-def test_eval_of_supervised_training_reads_its_fp32_weights(tmp_path: Path) -> None:
+def test_a_supervised_run_keeps_what_it_trained_in_model_out_and_checkpoint(tmp_path: Path) -> None:
     words = ["sft.steps=1", "sft.until=none", "eval.prompts=4", f"run.dir={tmp_path}"]
-    run = loop.sft(load_config("demo", [*words, "report.enabled=false"])).run_path
+    words += ["precision.preset=fp32", "report.enabled=false", "sft.examples_per_step=2"]
+    run = loop.sft(load_config("demo", words), out=tmp_path / "out").run_path
+    ours = open_policy(run / "model", "fp32", "cpu").master_weights()
+    copied = open_policy(tmp_path / "out", "fp32", "cpu").master_weights()
+    assert all(torch.equal(master, copied[name]) for name, master in ours.items())
+    rounded = [torch.equal(master, master.bfloat16().float()) for master in ours.values()]
+    assert not all(rounded), "not one weight has more digits than BF16 has"
     assert find_model(run) == (run / "checkpoints" / "step_000000", run)
     (run / "metrics.jsonl").write_text("damaged\ndamaged\n")
     (run / "model" / "config.json").touch()
@@ -286,9 +227,15 @@ def test_eval_of_supervised_training_reads_its_fp32_weights(tmp_path: Path) -> N
 
 
 def test_a_run_directory_stands_for_its_exported_model(tiny_model: Path, tmp_path: Path) -> None:
+    for place, message in (
+        (tmp_path / "nothing", "no such model"),
+        (tmp_path, "neither a Hugging Face directory"),
+        (fake_run(tmp_path / "run", None, "jet"), "no model and no checkpoint yet"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_model(place)
     run = fake_run(tmp_path / "runs" / "mine", tiny_model, "jet")
     assert find_model(run) == (run / "model", run)
-    assert not find_model(run).is_checkpoint
     assert find_model(run / "model") == (run / "model", run)
     assert find_model(tiny_model) == (tiny_model, None)
     assert open_policy(run, None, "auto").plan.name == "jet"  # the run's own plan
@@ -305,7 +252,6 @@ def test_a_run_that_was_cut_stands_for_its_last_checkpoint(
     policy = build_policy(settings, PrecisionPlan.preset("jet"), alphabet)
     optimizer = Optimizer(policy.master_weights(), load_config("demo").train, 1)
     checkpoint = Checkpoints(run / "checkpoints", 2).save(3, policy, optimizer, {})
-    assert find_model(run) == (checkpoint, run)
     for place in (run, checkpoint):
         opened = open_policy(place, None, "auto")
         assert opened.plan.name == "unified"
@@ -329,73 +275,44 @@ def test_a_finished_run_stands_for_the_checkpoint_of_its_last_step(
     lines = [{"step": step, "phase": "rl", "reward/mean": 0.5} for step in (1, 2, 3)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     exported = (run / "model" / "config.json").stat().st_mtime
-    for step in (2, 3):
-        for after in (-0.05, 0.05):
-            os.utime(masters[3], (exported + after,) * 2)
-            os.utime(masters[2], (exported + (after if step == 2 else -1),) * 2)
-            assert find_model(run) == (masters[3].parent, run)
+
+    def newest(step: int, after: float) -> Path:
+        os.utime(masters[step], (exported + after,) * 2)
+        return find_model(run).path
+
+    assert newest(3, -0.05) == newest(3, 0.05) == masters[3].parent
     # The checkpoint of an earlier step is older than the model, and the time decides.
     shutil.rmtree(masters[3].parent)
-    os.utime(masters[2], (exported - 1,) * 2)
-    assert find_model(run) == (run / "model", run)
-    os.utime(masters[2], (exported + 1,) * 2)
-    assert find_model(run) == (masters[2].parent, run)
-    assert find_model(run / "model") == (run / "model", run)
-
-
-def test_what_is_no_model_is_refused_with_words(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such model"):
-        find_model(tmp_path / "nothing")
-    with pytest.raises(UserError, match="neither a Hugging Face directory"):
-        find_model(tmp_path)
-    with pytest.raises(UserError, match="no model and no checkpoint yet"):
-        find_model(fake_run(tmp_path / "run", None, "jet"))
+    assert newest(2, -1) == run / "model"
+    assert newest(2, 1) == masters[2].parent
 
 
 def test_doctor_reports_every_check_with_a_next_step(
-    jetrl: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "_check_exactness", lambda: [doctor.Finding("OK", "exact: x", "y")])
-    monkeypatch.setattr(doctor, "_check_answers", lambda: 1 / 0)
-    monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "nothing"})
-    done = jetrl("doctor")
-    assert done.code == 1  # a check that breaks is a FAIL, and the others still run
-    assert "OK    python" in done.out
-    assert "not installed (optional; for nothing)" in done.out
-    assert "FAIL  math-verify" in done.out
-    assert "ZeroDivisionError" in done.out
-    assert "next steps:\n" in done.out
-    found = json.loads(jetrl("doctor", "--json").out)
-    assert {"status", "name", "detail", "next_step"} == set(found[0])
-
-
-def test_doctor_gives_a_clear_error_as_it_is(
     jetrl: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> list[doctor.Finding]:
         raise UserError("no toolkit: set CUDA_HOME")
 
     monkeypatch.setattr(doctor, "_check_exactness", refuse)
-    monkeypatch.setattr(doctor, "CORE", ("math-verify",))
-    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    monkeypatch.setattr(doctor, "_check_answers", lambda: 1 / 0)
+    monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "nothing"})
     done = jetrl("doctor")
-    assert done.code == 1
-    assert "FAIL  exactness" in done.out
-    assert "no toolkit: set CUDA_HOME" in done.out
-    assert "report this" not in done.out  # nor does what is not installed ask for it
-    assert done.out.count("FAIL  math-verify") == 1
+    assert done.code == 1  # a check that breaks is a FAIL, and the others still run
+    for line in ("OK    python", "not installed (optional; for nothing)", "next steps:\n"):
+        assert line in done.out
+    assert re.search("FAIL  math-verify .*ZeroDivisionError", done.out)
+    assert re.search("FAIL  exactness .*no toolkit: set CUDA_HOME\n", done.out)
+    assert done.out.count("please report this") == 1, "not of what says itself what to do"
+    found = json.loads(jetrl("doctor", "--json").out)
+    assert {"status", "name", "detail", "next_step"} == set(found[0])
 
 
-def test_the_fp8_check_sees_a_wrong_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._check_fp8_cast()[0].status == "OK"
+def test_the_checks_pass_here_and_see_a_wrong_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = (doctor._check_fp8_cast, doctor._check_exactness, doctor._check_answers)
+    assert {finding.status for check in checks for finding in check()} == {"OK"}
     dequantize = precision.dequantize
     monkeypatch.setattr(precision, "dequantize", lambda q: dequantize(q) * 1.0625)
     assert doctor._check_fp8_cast()[0].status == "FAIL"
-
-
-def test_the_exactness_and_answer_checks_pass_here() -> None:
-    assert {check.status for check in doctor._check_exactness()} == {"OK"}
-    assert {check.status for check in doctor._check_answers()} == {"OK"}
 
 
 def test_low_disk_and_missing_packages_are_named(
@@ -405,26 +322,12 @@ def test_low_disk_and_missing_packages_are_named(
     assert doctor._check_disk(tmp_path).status == "WARN"
     monkeypatch.setattr(doctor, "NO_DISK_GIB", 1e9)
     assert doctor._check_disk(tmp_path).status == "FAIL"
-    for version, status in (("3.6.0", "OK"), ("3.9.1", "OK"), ("3.10.0", "WARN"), (None, "OK")):
+    for version, status in (("3.9.1", "OK"), ("3.10.0", "WARN"), (None, "OK")):
         monkeypatch.setattr(doctor, "installed", lambda _, found=version: found)
         assert doctor._check_triton().status == status
     monkeypatch.undo()
     missing = doctor._check_core("no-such-package")
     assert (missing.status, missing.next_step) == ("FAIL", "pip install no-such-package")
-
-
-def test_a_model_of_an_fp32_run_keeps_what_was_trained(tmp_path: Path) -> None:
-    """The weights in the run directory and in --out of a supervised run are those it ended with."""
-    words = ["sft.steps=1", "sft.until=none", "loop.steps=0", "precision.preset=fp32"]
-    words += [f"run.dir={tmp_path}", "eval.every=0", "sft.examples_per_step=2"]
-    run = loop.sft(load_config("demo", words), out=tmp_path / "out").run_path
-    ours = open_policy(run / "model", "fp32", "cpu").master_weights()
-    copied = open_policy(tmp_path / "out", "fp32", "cpu").master_weights()
-    rounded = 0
-    for name, master in ours.items():
-        assert torch.equal(master, copied[name])
-        rounded += torch.equal(master, master.bfloat16().float())
-    assert rounded < len(ours), "not one weight has more digits than BF16 has"
 
 
 def test_a_tokenizer_setting_replaces_no_models_own_in_silence(
@@ -455,26 +358,7 @@ def test_eval_on_several_sets_is_one_table(
     done = jetrl(*words)
     assert done.code == 0, done.err
     head, *lines = done.out.splitlines()
-    assert head.split("  ")[-1] == "not judged"
     assert head.split()[:5] == ["prompts", "mean@2", "pass@2", "maj@2", "tokens"]
     assert [line.split()[0] for line in lines] == ["math500", "aime24", "mean"]
     sets = json.loads(jetrl(*words, "--json").out)["sets"]
     assert [len(sets[name]["samples"]) for name in ("math500", "aime24")] == [6, 6]
-    assert set(sets["aime24"]) >= {"mean", "pass_at_k", "maj_at_k"}
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--task", "math500,math500"], "name each set once"),
-        (["--task", "math500,aime24", "--path", "x"], "--path is for one set"),
-        (["--task", "math500,arithmetik"], "unknown task 'arithmetik'"),
-        (["--task", "dataset"], "task dataset needs task.path"),
-    ],
-)
-def test_eval_refuses_bad_sets(
-    words: list[str], message: str, jetrl: Callable, tiny_model: Path
-) -> None:
-    done = jetrl("eval", tiny_model, *words, "--workers", 0)
-    assert done.code == 2
-    assert message in done.err

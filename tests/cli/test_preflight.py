@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 
 WORDS = ["demo", "sft.steps=0", "rollout.prompts_per_step=2", "rollout.max_tokens=4"]
-
 TASK = """
 from jetrl.tasks import Task
 from jetrl.types import Prompt, Score
-
 class Mine(Task):
     alphabet = "0123456789+="
-
     def prompts(self, split):
         return [Prompt(id=f"p{i}", text=f"{i}+{i}=", answer=str(2 * i)) for i in range(9)]
-
     def score(self, prompt, completion):
         return BODY
 """
@@ -49,38 +45,27 @@ def test_it_shows_prompts_completions_and_rewards_and_writes_nothing(
     assert "raise it, or make sure that completions end" in done.out
 
 
-def test_a_reward_that_is_always_zero_is_warned_of(jetrl: Callable, tmp_path: Path) -> None:
-    done = preflight(jetrl, tmp_path, "Score(0.0, {'answered': 0.0})")
-    assert done.code == 1
-    assert "warning: 8 completions: every completion got the reward 0" in done.out
-    assert "have an answer in the expected form: look at them above" in done.out
+REWARD_0 = "warning: 8 completions: every completion got the reward 0"
 
 
-def test_a_score_that_fails_is_told(jetrl: Callable, tmp_path: Path) -> None:
-    done = preflight(jetrl, tmp_path, "float(completion[:1] or 0)")
-    assert done.code == 1
-    assert "completions could not be judged: score raised ValueError" in done.out
-    assert "not judged: score raised ValueError" in done.out
-
-
-def test_what_is_wrong_with_the_held_out_split_is_found_too(
-    jetrl: Callable, tmp_path: Path
+@pytest.mark.parametrize(
+    "body, messages",
+    [
+        ("Score(0.0, {'answered': 0.0})", [REWARD_0, "in the expected form: look at them above"]),
+        ("float(completion[:1] or 0)", ["could not be judged: score raised ValueError"]),
+    ],
+)
+def test_what_teaches_nothing_is_warned_of(
+    body: str, messages: list[str], jetrl: Callable, tmp_path: Path
 ) -> None:
-    words = ["demo", *WORDS[1:], "--preflight", "task.eval_split=dev"]
-    done = jetrl("train", *words)
-    assert done.code == 2
-    assert "no split 'dev'" in done.err
+    done = preflight(jetrl, tmp_path, body)
+    assert (done.code, [message in done.out for message in messages]) == (1, [True] * len(messages))
 
 
-def test_all_well_is_exit_code_0(jetrl: Callable, tmp_path: Path) -> None:
-    body = "float(completion > '5')"
-    done = preflight(jetrl, tmp_path, body, "rollout.stop=['1','2','3','4','5','6','7','8','9']",
-                     "rollout.max_tokens=60")  # fmt: skip
+def test_all_well_is_exit_code_0_and_rewards_are_weighed(jetrl: Callable, tmp_path: Path) -> None:
+    words = ("rollout.stop=['1','2','3','4','5','6','7','8','9']", "rollout.max_tokens=60")
+    done = preflight(jetrl, tmp_path, "float(completion > '5')", *words, "reward.rule=0.5")
     assert (done.code, done.out.splitlines()[-1]) == (0, "no warnings"), done.out
-
-
-def test_rewards_are_weighed_as_in_the_run(jetrl: Callable, tmp_path: Path) -> None:
-    done = preflight(jetrl, tmp_path, "float(len(completion))", "reward.rule=0.5")
     rewards = [line.split() for line in done.out.splitlines() if line.startswith("  reward ")]
     assert rewards
     for _, reward, _, rule, *_ in rewards:

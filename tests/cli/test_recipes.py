@@ -58,12 +58,7 @@ def test_a_recipe_fits_the_gpus_that_it_asks_for(name: str, h200: None, jetrl: C
 
 
 @pytest.mark.parametrize(
-    "name, gib, most",
-    [
-        ("qwen3-32b-lora-gsm8k", 140, 138),
-        ("qwen3-8b-lora-gsm8k", 80, 77),
-        ("qwen3-1.7b-lora-gsm8k", 24, 22),
-    ],
+    "name, gib, most", [("qwen3-32b-lora-gsm8k", 140, 138), ("qwen3-1.7b-lora-gsm8k", 24, 22)]
 )
 def test_adapters_fit_where_all_parameters_do_not(
     name: str, gib: int, most: int, h200: None, jetrl: Callable
@@ -75,30 +70,17 @@ def test_adapters_fit_where_all_parameters_do_not(
     assert max(map(float, phases.split()[2:])) < most
     assert "master weights of the adapter" in done.out
     done = jetrl(*words, "adapter.kind=none", "adapter.rank=none")
-    assert done.code == 2
-    assert "the model does not fit" in done.err
+    assert (done.code, "the model does not fit" in done.err) == (2, True)
 
 
-def test_a_recipe_that_does_not_fit_says_so(h200: None, jetrl: Callable) -> None:
-    words = ("train", "qwen3-8b-gsm8k", "--dry-run", "run.device=cuda")
-    done = jetrl(*words, "train.optimizer_states=fp32")
-    assert done.code == 2
-    assert "train.optimizer_states=compact" in done.err
-
-
-def test_the_recipes_are_listed_with_what_they_need(jetrl: Callable) -> None:
+def test_the_recipes_are_listed_with_what_they_need_or_shown(jetrl: Callable) -> None:
     done = jetrl("recipes")
     assert done.code == 0
+    assert 'path = "Qwen/Qwen3-1.7B"' in jetrl("recipes", "qwen3-1.7b-gsm8k").out
+    assert "did you mean qwen3-8b-math?" in jetrl("recipes", "qwen3-8b-mat").err
     recipes = json.loads(jetrl("recipes", "--json").out)
     assert [recipe["name"] for recipe in recipes] == packaged_recipes()
     for recipe in recipes:
         assert recipe["name"] in done.out
         assert recipe["what"].endswith(".")
         assert recipe["needs"].endswith(".")
-    assert {"qwen3-8b-gsm8k", "qwen3-8b-math", "qwen3-1.7b-gsm8k"} <= set(REAL)
-    assert {"qwen2.5-7b-gsm8k", "llama3.1-8b-gsm8k"} <= set(REAL)
-
-
-def test_a_recipe_is_shown(jetrl: Callable) -> None:
-    assert 'path = "Qwen/Qwen3-1.7B"' in jetrl("recipes", "qwen3-1.7b-gsm8k").out
-    assert "did you mean qwen3-8b-math?" in jetrl("recipes", "qwen3-8b-mat").err

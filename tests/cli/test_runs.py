@@ -16,23 +16,23 @@ from jetrl.runs.directory import RunDirectory
 from jetrl.settings.loading import load_config
 from jetrl.types import StepStats
 
+PLAN = PrecisionPlan.preset("unified").to_dict()
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with one run of two steps."""
     settings = load_config("demo", [f"run.dir={tmp_path}", "run.name=first"])
-    with RunDirectory.create(settings, PrecisionPlan.preset("unified").to_dict()) as run:
+    counts = {"mismatch/num_tokens": 100.0, "mismatch/num_different": 0.0}
+    with RunDirectory.create(settings, PLAN) as run:
         for step, reward in ((1, 0.25), (2, 0.75)):
-            metrics = {
-                "reward/mean": reward,
-                "mismatch/num_tokens": 100.0,
-                "mismatch/num_different": 0.0,
-            }
-            run.write_step(StepStats(step, metrics))
+            run.write_step(StepStats(step, {"reward/mean": reward, **counts}))
     return tmp_path
 
 
-def test_list(jetrl: Callable, folder: Path) -> None:
+def test_list(jetrl: Callable, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    assert jetrl("runs", "list", "--dir", empty).out == f"no runs in {empty}\n"
     done = jetrl("runs", "list", "--dir", folder)
     header, line = done.out.splitlines()[:2]
     assert header.split()[:4] == ["run", "state", "preset", "steps"]
@@ -41,10 +41,6 @@ def test_list(jetrl: Callable, folder: Path) -> None:
     assert "0.75" in line
     found = json.loads(jetrl("runs", "list", "--dir", folder, "--json").out)
     assert [(row["name"], row["history"]["num_steps"]) for row in found] == [("first", 2)]
-
-
-def test_list_of_an_empty_folder(jetrl: Callable, tmp_path: Path) -> None:
-    assert jetrl("runs", "list", "--dir", tmp_path).out == f"no runs in {tmp_path}\n"
 
 
 def test_show_by_name_and_by_path(jetrl: Callable, folder: Path) -> None:
@@ -57,15 +53,12 @@ def test_show_by_name_and_by_path(jetrl: Callable, folder: Path) -> None:
     assert found["num_tokens"] == 200
 
 
-def test_plot(jetrl: Callable, folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "png" / "first.png"
+def test_plot_and_watch(jetrl: Callable, folder: Path) -> None:
+    out = folder / "png" / "first.png"
     done = jetrl("runs", "plot", folder / "first", "--out", out, "--metric", "reward/mean")
     assert (done.code, done.out) == (0, f"{out}\n")
     assert out.read_bytes().startswith(b"\x89PNG")
-
-
-def test_watch_writes_the_report_and_shows_the_run(jetrl: Callable, folder: Path) -> None:
-    done = jetrl("runs", "watch", "first", "--dir", folder, "--browser", "--port", 0)
+    done = jetrl("runs", "watch", "first", "--dir", folder)
     assert (done.code, done.out) == (0, jetrl("runs", "show", folder / "first").out)
     assert f"wrote {folder / 'first' / 'report.html'}" in done.err
     assert (folder / "first" / "report.html").is_file()
@@ -73,7 +66,7 @@ def test_watch_writes_the_report_and_shows_the_run(jetrl: Callable, folder: Path
 
 def test_show_has_the_phase_of_a_run_that_is_running(jetrl: Callable, folder: Path) -> None:
     settings = load_config("demo", [f"run.dir={folder}", "run.name=first"])
-    with RunDirectory.create(settings, PrecisionPlan.preset("unified").to_dict(), resume=True):
+    with RunDirectory.create(settings, PLAN, resume=True):
         status = StatusFile(folder / "first")
         status.begin("update", 3)
         assert re.search("now +update of step 3 for", jetrl("runs", "show", folder / "first").out)
@@ -86,7 +79,6 @@ def test_show_has_the_phase_of_a_run_that_is_running(jetrl: Callable, folder: Pa
     [
         (["show"], "needs a run"),
         (["list", "first"], "did you mean: jetrl runs show first?"),
-        (["show", "second"], "no such run directory"),
         (["show", "elsewhere/second"], "error: elsewhere/second: no such run directory"),
         (["plot", "first", "--out", "/"], "/: cannot be written: "),
         (["plot", "first", "--metric", "reward/men"], "metric reward/men"),
@@ -109,23 +101,22 @@ def test_a_listing_breaks_no_name(
         monkeypatch.setenv("COLUMNS", "60")
     name = "a-name-that-is-longer-than-what-eighty-columns-leave-for-it"
     settings = load_config("demo", [f"run.dir={tmp_path}", f"run.name={name}"])
-    RunDirectory.create(settings, PrecisionPlan.preset("unified").to_dict()).close()
+    RunDirectory.create(settings, PLAN).close()
     assert name in jetrl("runs", "list", "--dir", tmp_path).out
 
 
-def test_compare_says_what_differs_and_its_exit_code_whether_all_bits_are_the_same(
+def test_compare_tells_by_its_exit_code_if_all_bits_are_the_same(
     jetrl: Callable, folder: Path
 ) -> None:
     shutil.copytree(folder / "first", folder / "again")
-    done = jetrl("compare", "first", "again", "--dir", folder, "--same")
-    assert done.code == 0
-    assert "reward/mean       0.75      0.75" in done.out
+    words = ("compare", "first", "again", "--dir", folder)
+    done = jetrl(*words, "--same")
+    assert (done.code, "reward/mean       0.75      0.75" in done.out) == (0, True)
     assert "again: the same bits as first in all 2 lines" in done.out
     file = folder / "again" / "metrics.jsonl"
     file.write_text(file.read_text().replace("0.75", "0.7500000000000001"))
-    assert jetrl("compare", "first", "again", "--dir", folder).code == 0
-    done = jetrl("compare", "first", "again", "--dir", folder, "--same", "--json")
+    assert jetrl(*words).code == 0
+    done = jetrl(*words, "--same", "--json")
     found = json.loads(done.out)
     assert (done.code, found["same"]) == (1, False)
     assert found["runs"][1]["differs_at"] == ["rl", 2]
-    assert jetrl("compare", "first", "--dir", folder).code == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 import tomllib
 import types
 from collections.abc import Callable
@@ -11,55 +11,33 @@ from typing import Any
 
 import pytest
 
-from jetrl.cli.train import recipe_settings
-from jetrl.errors import RunStopped, Terminated, UserError
+from jetrl.errors import RunStopped, Terminated
 from jetrl.settings.loading import Settings, load_config, to_toml
 
 
-class FakeLoop(types.ModuleType):
+class FakeLoop:
     """Stands in for the loop, to see what it is asked for and to end as told."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        super().__init__("jetrl.loop")
-        self.error = error
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
         self.calls: list[tuple[str, Settings, dict[str, Any]]] = []
 
-    def _run(self, name: str, settings: Settings, **options: Any) -> types.SimpleNamespace:
+    def run(self, name: str, settings: Settings, **options: Any) -> types.SimpleNamespace:
         self.calls.append((name, settings, options))
         if self.error is not None:
             raise self.error
         run = Path("runs") / str(settings.run.name)
-        return types.SimpleNamespace(
-            run_path=run,
-            report_path=run / "report.html",
-            checkpoint_path=run / "checkpoints" / "step_000060",
-            model_path=run / "model",
-            steps=60,
-            stopped="",
-        )
-
-    def train(self, settings: Settings, **options: Any) -> types.SimpleNamespace:
-        return self._run("train", settings, **options)
-
-    def sft(self, settings: Settings, **options: Any) -> types.SimpleNamespace:
-        return self._run("sft", settings, **options)
+        names = {"report": "report.html", "checkpoint": "checkpoints/step_000060", "model": "model"}
+        paths = {f"{name}_path": run / place for name, place in names.items()}
+        return types.SimpleNamespace(run_path=run, steps=60, stopped="", **paths)
 
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> FakeLoop:
     fake = FakeLoop()
-    monkeypatch.setitem(sys.modules, "jetrl.loop", fake)
-    monkeypatch.setattr("jetrl.loop", fake, raising=False)
+    for name in ("train", "sft"):
+        monkeypatch.setattr(f"jetrl.loop.{name}", functools.partial(fake.run, name))
     return fake
-
-
-def test_words_become_settings() -> None:
-    assert recipe_settings([]) == load_config("demo")
-    assert recipe_settings(["gsm8k-smoke", "loop.steps=1"]).loop.steps == 1
-    assert recipe_settings(["loop.steps=1", "gsm8k-smoke"]).run.name == "gsm8k-smoke"
-    assert recipe_settings(["loop.steps=1"]) == load_config("demo", ["loop.steps=1"])
-    with pytest.raises(UserError, match="two recipes, demo and gsm8k-smoke"):
-        recipe_settings(["demo", "gsm8k-smoke"])
 
 
 def test_train_without_a_recipe_runs_the_demo_and_says_what_next(
@@ -77,16 +55,10 @@ def test_train_without_a_recipe_runs_the_demo_and_says_what_next(
         f"model       {run / 'model'}",
         f"sample from it: jetrl sample {run / 'model'} '12+07='",
     ]
-
-
-def test_options_may_stand_between_recipe_and_overrides(jetrl: Callable, loop: FakeLoop) -> None:
+    # Options may stand between the recipe and its overrides.
     assert jetrl("train", "demo", "--resume", "loop.steps=3").code == 0
-    (_, settings, options) = loop.calls[0]
-    assert settings.loop.steps == 3
-    assert options == {"resume": True}
-
-
-def test_a_run_that_stopped_itself_is_exit_code_1(jetrl: Callable, loop: FakeLoop) -> None:
+    (_, settings, options) = loop.calls[1]
+    assert (settings.loop.steps, options) == (3, {"resume": True})
     loop.error = RunStopped("3 of 900 tokens differ")
     done = jetrl("train", "demo")
     assert (done.code, done.err) == (1, "stopped: 3 of 900 tokens differ\n")
@@ -106,23 +78,21 @@ def test_bad_words_are_refused_before_anything_starts(
     words: list[str], message: str, jetrl: Callable, loop: FakeLoop
 ) -> None:
     done = jetrl("train", *words)
-    assert done.code == 2
-    assert message in done.err
-    assert loop.calls == []
+    assert (done.code, message in done.err, loop.calls) == (2, True, [])
 
 
-def test_sft_needs_steps_and_passes_them_on(jetrl: Callable, loop: FakeLoop) -> None:
-    done = jetrl("sft", "gsm8k-smoke")
-    assert (done.code, loop.calls) == (2, [])
-    assert "sft.steps=100" in done.err
-    done = jetrl("sft", "gsm8k-smoke", "sft.steps=5", "--out", "models/warm")
-    assert done.code == 0
+def test_sft_needs_steps_and_a_free_out(jetrl: Callable, loop: FakeLoop, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    for words, message in (
+        (["gsm8k-smoke"], "sft.steps=100"),
+        (["demo", "--out", tmp_path], f"--out {tmp_path}: in use"),
+    ):
+        done = jetrl("sft", *words)
+        assert (done.code, message in done.err, loop.calls) == (2, True, [])
+    out = str(tmp_path / "warm")
+    assert jetrl("sft", "gsm8k-smoke", "sft.steps=5", "--out", out).code == 0
     name, settings, options = loop.calls[0]
-    assert (name, settings.sft.steps, options) == (
-        "sft",
-        5,
-        {"out": "models/warm", "resume": False},
-    )
+    assert (name, settings.sft.steps, options) == ("sft", 5, {"out": out, "resume": False})
 
 
 @pytest.mark.parametrize(
@@ -170,9 +140,7 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
 
     assert masters(four.out) == pytest.approx(masters(one.out) / 4, abs=0.002)
     small = jetrl(*words, *shape, "--gpus=1", "--gpu-memory=4")
-    assert small.code == 2
-    assert "2.8 GiB are free" in small.err
-    assert "GPUs like this one" in small.err
+    assert (small.code, "2.8 GiB are free" in small.err) == (2, True)
     assert jetrl("train", "demo", "--gpus=2").err.startswith("error: --gpus goes with --dry-run")
     assert "--gpu-memory -1: should be above 0" in jetrl(*words, "--gpu-memory=-1").err
 
@@ -198,27 +166,16 @@ def test_a_real_run_from_the_command_line(
     assert "run.name 'demo' is in use" in again.err
 
 
-def test_a_resumed_run_has_its_own_settings_and_the_overrides(
+def test_a_resumed_run_has_its_own_settings_and_names_those_of_the_recipe(
     jetrl: Callable, loop: FakeLoop, tmp_path: Path
 ) -> None:
-    started = load_config("demo", [f"run.dir={tmp_path}", "run.name=mine", "train.lr=0.25"])
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.toml").write_text(to_toml(started))
-    words = ["demo", f"run.dir={tmp_path}", "run.name=mine", "loop.steps=3"]
-    assert jetrl("train", *words, "--resume").code == 0
-    (_, settings, _) = loop.calls[0]
-    assert (settings.train.lr, settings.loop.steps) == (0.25, 3)
-    assert recipe_settings(words).train.lr == load_config("demo").train.lr
-
-
-def test_a_recipe_that_gives_a_resumed_run_other_settings_is_named_with_them(
-    jetrl: Callable, loop: FakeLoop, tmp_path: Path
-) -> None:
-    """Overrides count on both sides, and a recipe that was not typed gives nothing."""
     place = [f"run.dir={tmp_path}", "run.name=mine"]
     started = load_config("demo", [*place, "train.lr=0.25", "eval.every=7"])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.toml").write_text(to_toml(started))
+    assert jetrl("train", "demo", *place, "loop.steps=3", "--resume").code == 0
+    (_, settings, _) = loop.calls[0]
+    assert (settings.train.lr, settings.loop.steps) == (0.25, 3)
     lr = load_config("demo").train.lr
     for command in ("train", "sft"):
         words = (command, "demo", *place, "eval.every=9", "sft.steps=1", "--resume")
@@ -228,13 +185,3 @@ def test_a_recipe_that_gives_a_resumed_run_other_settings_is_named_with_them(
     assert jetrl("train", *place, "--resume").err == ""
     assert jetrl("train", tmp_path / "mine" / "config.toml", "--resume").err == ""
     assert jetrl("train", "demo", *place, "train.lr=0.25", "eval.every=7", "--resume").err == ""
-
-
-def test_sft_refuses_an_out_in_use_before_it_trains(
-    jetrl: Callable, loop: FakeLoop, tmp_path: Path
-) -> None:
-    (tmp_path / "model.safetensors").write_text("")
-    done = jetrl("sft", "demo", "--out", tmp_path)
-    assert (done.code, loop.calls) == (2, [])
-    assert f"--out {tmp_path}: in use" in done.err
-    assert jetrl("sft", "demo", "--out", tmp_path / "new").code == 0

@@ -21,13 +21,13 @@ def rewritten(run: Path, change: Callable[[dict], None]) -> None:
 
 
 def test_runs_that_took_other_times_have_the_same_bits(make_run) -> None:
-    first, again = make_run("first", steps=20), make_run("again", steps=20)
-    rewritten(again, lambda line: line.update({"timing/step_s": 4.0, "memory/peak_gib": 3.0}))
-    found = compare_runs([first, again])
-    assert found.same
-    assert found.common_steps == 20
+    runs = [make_run(name, steps=20) for name in ("first", "again")]
+    for run in runs:
+        rewritten(run, lambda line: line.update({"policy/loss": float("nan")}))
+    rewritten(runs[1], lambda line: line.update({"timing/step_s": 4.0, "memory/peak_gib": 3.0}))
+    found = compare_runs(runs)
+    assert (found.same, found.common_steps) == (True, 20)
     other = found.runs[1]
-    assert other.same_lines == other.common_lines
     assert (other.differs_at, dict(other.different)) == (None, {})
     assert bits_in_words(other, found.runs[0]).startswith("again: the same bits as first in all ")
     rows = {row[0]: row[1:] for row in comparison_rows(found)}
@@ -50,18 +50,10 @@ def test_the_first_step_with_other_bits_is_named(make_run) -> None:
     assert not found.same
     beside = found.runs[1]
     assert beside.differs_at == ("rl", 7)
-    assert set(beside.different) == {"reward/mean"}
-    theirs, ours = beside.different["reward/mean"]
+    ((name, (theirs, ours)),) = beside.different.items()
     said = bits_in_words(beside, found.runs[0])
-    assert f"at step 7: reward/mean {ours!r}, not {theirs!r}" in said
+    assert f"at step 7: {name} {ours!r}, not {theirs!r}" in said
     assert f"in {beside.same_lines} lines" in said
-
-
-def test_a_nan_has_the_bits_of_another(make_run) -> None:
-    runs = [make_run(name, steps=3) for name in ("first", "other")]
-    for run in runs:
-        rewritten(run, lambda line: line.update({"policy/loss": float("nan")}))
-    assert compare_runs(runs).same
 
 
 def test_only_steps_that_all_have_are_looked_at(make_run) -> None:
@@ -84,11 +76,5 @@ def test_settings_that_differ_are_a_row_each(make_run) -> None:
     assert dict(found.runs[1].settings) == {"run.seed": (0, 7)}
     rows = {row[0]: row[1:] for row in comparison_rows(found)}
     assert rows["run.seed"] == ("0", "7", "0")
-
-
-def test_one_run_and_no_run_are_refused(make_run, tmp_path: Path) -> None:
-    run = make_run("only", steps=2)
     with pytest.raises(UserError, match="two runs or more"):
-        compare_runs([run])
-    with pytest.raises(UserError, match="no such run"):
-        compare_runs([run, tmp_path / "absent"])
+        compare_runs(runs[:1])

@@ -28,22 +28,18 @@ def test_names_are_unique_and_those_of_other_systems_are_of_registered_metrics()
 
 
 @pytest.mark.parametrize(
-    "name", ["reward/men", "rewards/mean", "eval/x/pass_at_4", "eval/a/b/mean", "reward/part/", ""]
+    "name, value, error, words",
+    [
+        ("eval/x/pass_at_4", 1.0, ValueError, "unknown metric"),
+        ("eval/a/b/mean", 1.0, ValueError, "unknown metric"),
+        ("policy/entropie", 1.0, ValueError, "did you mean policy/entropy"),
+        ("reward/mean", "3", TypeError, "reward/mean"),
+        ("reward/mean", True, TypeError, "reward/mean"),
+    ],
 )
-def test_unknown_name_is_refused(name):
-    with pytest.raises(ValueError, match="unknown metric"):
-        check_metrics({name: 1.0})
-
-
-def test_refusal_names_the_nearest():
-    with pytest.raises(ValueError, match="did you mean policy/entropy"):
-        check_metrics({"policy/entropie": 1.0})
-
-
-@pytest.mark.parametrize("value", [None, "3", True, [1.0]])
-def test_value_that_is_no_number_is_refused(value):
-    with pytest.raises(TypeError, match="reward/mean"):
-        check_metrics({"reward/mean": value})
+def test_a_metric_that_is_not_registered_or_no_number_is_refused(name, value, error, words):
+    with pytest.raises(error, match=words):
+        check_metrics({name: value})
 
 
 def test_numbers_become_plain_ones():
@@ -52,24 +48,13 @@ def test_numbers_become_plain_ones():
     assert [type(v) for v in checked.values()] == [float, int]
 
 
-@pytest.mark.parametrize(
-    "task", ["arithmetic", "reasoning_gym:chain sum", "/home/me/my tasks.py:Sum", "", "<b>"]
-)
+@pytest.mark.parametrize("task", ["reasoning_gym:chain sum", "/home/me/my tasks.py:Sum", "", "<b>"])
 def test_any_task_name_makes_a_registered_name(task):
     assert find_metric(eval_metric(task, "mean")) is not None
     assert find_metric(part_metric(task)) is not None
-
-
-def test_task_name_loses_its_folders():
     assert eval_metric("tasks/sum.py:Sum", "mean") == "eval/sum.py:Sum/mean"
 
 
 def test_reproducible_leaves_out_what_the_machine_decides():
-    line = {
-        "step": 1,
-        "time": 2.0,
-        "reward/mean": 0.5,
-        "timing/step_s": 3.0,
-        "memory/peak_gib": 1.0,
-    }
-    assert reproducible(line) == {"reward/mean": 0.5}
+    line = {"step": 1, "time": 2.0, "timing/step_s": 3.0, "memory/peak_gib": 1.0}
+    assert reproducible(line | {"reward/mean": 0.5}) == {"reward/mean": 0.5}

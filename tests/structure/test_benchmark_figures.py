@@ -27,7 +27,6 @@ from tools.documents.figures import (
 )
 
 RESULTS = ROOT / "benchmarks" / "results"
-BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILES_HEAD = "| file | date | command |"
 
@@ -39,18 +38,15 @@ def test_figures_are_those_of_the_files(document: Path) -> None:
     assert list(errors_of(document)) == []
 
 
-def test_every_table_of_benchmarks_names_its_files() -> None:
-    lines = BENCHMARKS.read_text(encoding="utf-8").splitlines()
+def test_tables_name_their_files_and_files_are_listed_with_date_and_command() -> None:
+    lines = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
     heads = [above for above, below in itertools.pairwise(lines) if below.startswith("| ---")]
     assert [head for head in heads if not head.endswith("| from |")] == []
-
-
-def test_every_file_of_results_is_listed_with_its_date_and_command() -> None:
     index = RESULTS / "README.md"
-    lines = iter(index.read_text(encoding="utf-8").splitlines())
-    rows = list(itertools.takewhile(str.strip, itertools.dropwhile(FILES_HEAD.__ne__, lines)))[2:]
+    text = index.read_text(encoding="utf-8")
+    table = text[text.index(FILES_HEAD) :].partition("\n\n")[0]
     listed = {}
-    for row in rows:
+    for row in table.splitlines()[2:]:
         file, date, command = (cell.strip() for cell in row.strip("|").split("|"))
         found = LINK.search(file)
         assert found, file
@@ -99,12 +95,11 @@ def test_figures_that_are_wrong_by_a_tenth_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("figure", "values", "right"),
+    "figure, values, right",
     [
         ("7.44", {("a",): [7.444]}, True),
         ("7.45", {("a",): [7.444]}, False),
         ("65%", {("a",): [0.645]}, True),
-        ("63%", {("a",): [0.645]}, False),
         ("18,229", {("a",): [18229.0]}, True),
         ("4.1e-05", {("a",): [4.13e-5]}, True),
         ("1.40 times", {("s",): [80.46, 57.38]}, True),

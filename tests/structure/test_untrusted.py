@@ -73,7 +73,6 @@ def test_nothing_read_runs_code() -> None:
         "pickle.load(file)",
         "x = pickle.loads(data)",
         "message = connection.recv()",
-        "AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
         "AutoTokenizer.from_pretrained(path, trust_remote_code=settings.trust)",
         "np.load(path)",
         "np.lib.load(path, allow_pickle=True)",
@@ -83,10 +82,7 @@ def test_nothing_read_runs_code() -> None:
 )
 def test_the_check_sees_it(text: str) -> None:
     assert len(list(offences(ast.parse(text)))) == 1
-
-
-def test_a_sockets_recv_is_not_a_connections() -> None:
-    assert list(offences(ast.parse("data = socket.recv(65536)"))) == []
+    assert list(offences(ast.parse("data = socket.recv(65536)"))) == [], "not a connection's"
 
 
 @pytest.mark.parametrize("command", main.COMMANDS)
@@ -107,12 +103,10 @@ def test_no_command_but_those_that_train_may_import_a_users_file_unasked(
     check_trusted(Path("evil.py"))
 
 
-@pytest.mark.parametrize("name", ["tasks/user_files.py", "training/objectives/objective.py"])
-def test_a_users_file_passes_the_gate_before_it_is_imported(name: str) -> None:
-    """These are the two places that run a file by its path; no other one may."""
-    source = (SOURCE / name).read_text(encoding="utf-8")
-    assert source.index("check_trusted(file)") < source.index("exec_module(module)")
-    others = [path for path in FILES if "spec_from_file_location" in path.read_text("utf-8")]
-    assert [str(path.relative_to(SOURCE)) for path in others] == sorted(
-        ["tasks/user_files.py", "training/objectives/objective.py"]
-    )
+def test_a_users_file_passes_the_gate_before_it_is_imported() -> None:
+    """Two places run a file by its path; no other one may."""
+    sources = {str(path.relative_to(SOURCE)): path.read_text("utf-8") for path in FILES}
+    running = {name: text for name, text in sources.items() if "spec_from_file_location" in text}
+    assert set(running) == {"tasks/user_files.py", "training/objectives/objective.py"}
+    for text in running.values():
+        assert text.index("check_trusted(file)") < text.index("exec_module(module)")

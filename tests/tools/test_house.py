@@ -43,7 +43,3 @@ def test_a_measure_over_its_budget_fails() -> None:
     assert house.over(found, {"files": 3, comments: 4, "entries": 1}) == []
     broken = house.over(found, {"files": 2, comments: 5})
     assert [line.split(":")[0] for line in broken] == ["files", comments, "entries"]
-
-
-def test_the_sources_have_a_budget_for_every_measure() -> None:
-    assert set(house.measures()) == set(house.read_budget())

@@ -69,14 +69,6 @@ def test_a_wheel_has_the_recipes_the_data_and_the_program(wheel: Path, tmp_path:
     assert python("-c", program).split() == [str(tmp_path / "jetrl/__init__.py"), "7473", "1319"]
 
 
-def test_the_dockerfile_names_one_version_of_cuda_and_of_python() -> None:
-    (toolkit,) = re.findall(r"nvidia/cuda:(\d+\.\d+)", DOCKERFILE)
-    (wheels,) = re.findall(r"whl/cu(\d+)", DOCKERFILE)
-    assert wheels == toolkit.replace(".", ""), "nvcc is as torch's CUDA"
-    text = re.sub(r"(?m)^#.*\n", "", DOCKERFILE)
-    assert set(re.findall(r"python\d\.\d+", text)) == {"python3.12"}, "Ubuntu 24.04's own"
-
-
 def test_the_dockerfile_copies_what_the_wheel_is_built_from() -> None:
     copied = re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE)
     names = {name for line in copied for name in line.split()}
@@ -88,12 +80,14 @@ def test_the_dockerfile_copies_what_the_wheel_is_built_from() -> None:
 
 
 def test_the_dockerfile_installs_what_the_project_asks_for() -> None:
+    (toolkit,) = re.findall(r"nvidia/cuda:(\d+\.\d+)", DOCKERFILE)
+    (wheels,) = re.findall(r"whl/cu(\d+)", DOCKERFILE)
+    assert wheels == toolkit.replace(".", ""), "nvcc is as torch's CUDA"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (extras,) = re.findall(r"'\.\[(.+)\]'", DOCKERFILE)
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
     (version,) = re.findall(r"torch==(\S+)\"", DOCKERFILE)
     (least,) = (item for item in project["dependencies"] if item.startswith("torch>="))
     assert tuple(map(int, version.split("."))) >= tuple(map(int, least[7:].split(".")))
-    pythons = {int(minor) for minor in re.findall(r"python3\.(\d+)", DOCKERFILE)}
-    assert pythons <= {11, 12, 13}, project["requires-python"]
-    assert DOCKERFILE.rstrip().endswith('CMD ["jetrl", "doctor"]')
+    text = re.sub(r"(?m)^#.*\n", "", DOCKERFILE)
+    assert set(re.findall(r"python\d\.\d+", text)) == {"python3.12"}, "Ubuntu 24.04's own"

@@ -22,21 +22,17 @@ def graph_of(tmp_path: Path, **files: str) -> ModuleGraph:
     return read_graph(tmp_path / "p")
 
 
-def test_imports_at_the_top_and_in_functions_are_edges(tmp_path: Path) -> None:
+def test_imports_at_the_top_and_in_functions_are_edges_but_not_for_type_checkers(
+    tmp_path: Path,
+) -> None:
     graph = graph_of(
         tmp_path,
         a="import p.b\nfrom p import c\nimport os",
         b="def f():\n    from p.c import x",
-        c="from p import nothing",
+        c="from p import nothing\nif TYPE_CHECKING:\n    import p.a",
     )
     assert graph.edges == {"p": set(), "p.a": {"p.b", "p.c"}, "p.b": {"p.c"}, "p.c": {"p"}}
     assert graph.circles() == []
-
-
-def test_imports_for_type_checkers_are_no_edges(tmp_path: Path) -> None:
-    text = "if TYPE_CHECKING:\n    import p.b\nelse:\n    import p.c\n"
-    graph = graph_of(tmp_path, a=text, b="", c="")
-    assert graph.edges["p.a"] == {"p.c"}
 
 
 def test_imports_by_a_string_are_edges(tmp_path: Path) -> None:
