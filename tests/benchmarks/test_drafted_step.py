@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from benchmarks.flow import Choices, Flow, policy_of
@@ -61,34 +60,6 @@ def test_a_step_with_drafts_draws_the_same_tokens_in_fewer_forwards(
     assert on["forwards"] < off["forwards"]
     assert on["accepted"] == on["drafted"] > 0
     assert sum(width["forwards"] for width in on["widths"].values()) == on["forwards"] - 1
-
-
-def test_wrong_drafts_bring_nothing_and_one_update_serves_both_rows(
-    updates: list[TimedUpdate],
-) -> None:
-    off, on = _rows(right=0.0, one_update=True)
-    assert len(updates) == 1
-    assert on["tokens_per_forward"] == 1.0
-    assert on["accepted"] == 0 < on["drafted"]
-    assert (on["different_tokens"], on["different_logprobs"]) == (0, 0)
-    assert [row["updates"] for row in (off, on)] == [1, 1]
-    both = [{k: v for k, v in row["seconds"].items() if k != "rollout"} for row in (off, on)]
-    assert both[0] == both[1]
-
-
-@pytest.mark.parametrize("one_update", [False, True])
-def test_the_row_without_drafts_is_there_before_drafts_are_used(
-    monkeypatch: pytest.MonkeyPatch, one_update: bool
-) -> None:
-    def cut(*_: Any) -> None:
-        raise InterruptedError
-
-    monkeypatch.setattr(step_parts, "_use_drafts", cut)
-    choices = Choices("tiny", "cpu", 1, 1e-3, None, None, {}, drafts_right=1.0)
-    rows = measure_with_drafts(policy_of("unified", choices), LOAD, choices, 1e12, one_update)
-    assert next(rows)["seconds"]["update"] > 0
-    with pytest.raises(InterruptedError):
-        next(rows)
 
 
 @pytest.mark.parametrize(

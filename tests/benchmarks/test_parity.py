@@ -10,7 +10,6 @@ import torch
 
 from benchmarks import parity
 from jetrl.models.families import SHAPES
-from jetrl.session.parity import Check
 
 
 def test_loads_and_the_proof_are_rows_of_the_file(
@@ -30,10 +29,3 @@ def test_loads_and_the_proof_are_rows_of_the_file(
     assert (unified["tokens"], unified["different"], unified["longest_context"]) == (12, 0, 34)
     assert mixed["different"] > 0
     assert "first operation that differs" in mixed["located"]
-
-
-def test_what_breaks_the_proof_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = [Check("attention", False, "rows differ"), Check("log-probs", True, "same bits")]
-    monkeypatch.setattr(parity, "check_policy", lambda _: broken)
-    row = parity.prove(parity.make_policy("tiny", "unified", "cpu", 1))
-    assert (row["checks"], row["broken"]) == (2, ["attention: rows differ"])

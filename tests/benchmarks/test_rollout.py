@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks.harness import load_text
 from benchmarks.rollout import capture_graphs
 
 from jetrl.rollout.decode_forward import padded_batch, padded_context
@@ -59,20 +58,3 @@ def test_every_size_of_a_load_is_captured_before(
     assert engine.tokens >= 512 * longest, "what is measured needs no larger cache"
     assert graphs == len(engine.sizes)
     assert seconds == 0.5 * len(contexts)
-
-
-@pytest.mark.parametrize("late", [0, 8, 16])
-def test_every_size_of_a_load_with_a_tail_is_captured_before_and_few_others(late: int) -> None:
-    """Ends may be known some forwards late, and the context is that at a decode step's end."""
-    load = load_text("64x8x256x8192x1500")
-    totals = [load.prompt_length + length for length in load.response_lengths()]
-    engine = Engine(8)
-    graphs, _ = capture_graphs(engine, 512, 256, load.length, totals)  # type: ignore[arg-type]
-    needed = set()
-    for drawn in range(1, load.response_length, 8):
-        running = sum(total > 256 + drawn - late for total in totals)
-        needed.add((padded_batch(running), padded_context(256 + drawn + 8)))
-    assert needed <= engine.sizes
-    assert len(engine.sizes) < 35, "every batch at every context would be 50"
-    assert engine.tokens >= 512 * load.length, "what is measured needs no larger cache"
-    assert graphs == len(engine.sizes)

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from benchmarks.flow import Choices, Flow, policy_of
+from benchmarks.flow import Choices, policy_of
 from benchmarks.harness import Load, flops
-from benchmarks.step import compare, main, measure
-from benchmarks.step_parts import draw, tensor_digest, train
+from benchmarks.step import compare, measure
+from benchmarks.step_parts import tensor_digest
 from tests.distributed.ranks import run_ranks
 
 from benchmarks import step_parts
-from jetrl.errors import UserError
-from jetrl.memory import device as device_memory
-from jetrl.memory.device import DeviceBytes
 from jetrl.models.families import SHAPES, ModelConfig
-from jetrl.rollout.options import RolloutStats
-from jetrl.training.trainer import TrainedStep
-from jetrl.types import Completion
 
 LOAD = Load(prompts=2, samples=2, prompt_length=20, response_length=12)
 CHOICES = Choices("tiny", "cpu", None, 1e-3, None, None, {})
@@ -45,25 +35,6 @@ def test_flops_of_a_step_by_hand() -> None:
     assert drawn < counted["rollout"] < drawn + 4 * attention * 33 / 32
 
 
-def test_what_is_known_of_a_step_is_given_after_each_phase(capsys: Any) -> None:
-    choices, known = replace(CHOICES, adapter_rank=4), []
-    policy = policy_of("unified", choices)
-    row = measure(policy, TAIL, choices, limit=1e12, known=known.append)
-    warm, rollout = known
-    assert warm["missing"] == ["rollout", "update"]
-    assert "seconds" not in warm
-    assert rollout["missing"] == ["update"]
-    assert "missing" not in row
-    for name in ("seconds", "tokens_per_s", "mfu"):
-        assert rollout[name].keys() == {"rollout"}
-        assert rollout[name]["rollout"] == row[name]["rollout"]
-    same = rollout.keys() - {"missing", "seconds", "tokens_per_s", "mfu", "peak_gib"}
-    assert {name: row[name] for name in same} == {name: rollout[name] for name in same}
-    lines = capsys.readouterr().err.splitlines()
-    phases = [line.split("] ")[1] for line in lines if line.startswith("[")]
-    assert phases[-3:] == ["rollout", "gather", "update"]
-
-
 def test_a_step_of_both_plans() -> None:
     base, row = (
         measure(policy_of(plan, CHOICES), LOAD, CHOICES, limit=1e12) for plan in ("bf16", "unified")
@@ -77,35 +48,6 @@ def test_a_step_of_both_plans() -> None:
         sum(row["seconds"][part] for part in ("update", "optimizer", "requantize")), abs=0.01
     )
     assert compare(base, base)["step"] == 1.0
-
-
-def test_a_row_of_an_earlier_run_is_compared_with(tmp_path: Path, capsys: Any) -> None:
-    base = measure(policy_of("bf16", CHOICES), LOAD, CHOICES, limit=1e12)
-    earlier = {"benchmark": "step", "device": "a card", "command": "jetrl bench step"}
-    file = tmp_path / "bf16.json"
-    file.write_text(json.dumps({**earlier, "date": "2026-11-21", "rows": [base]}))
-    words = "--shape tiny --device cpu --plan unified --prompts 2 --samples 2 --prompt-length 20"
-    main([*words.split(), "--response-length", "12", "--beside", str(file)])
-    out = capsys.readouterr().out
-    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["bf16", "unified"]
-    assert "times bf16: {'rollout':" in out
-    file.write_text(json.dumps({"benchmark": "train", "device": "a card"}))
-    with pytest.raises(UserError, match="jetrl bench step on a"):
-        main(["--device", "cpu", "--beside", str(file)])
-
-
-def test_words_that_do_not_fit_are_named(tmp_path: Path, capsys: Any) -> None:
-    line = "--shape tiny --device cpu --layers 1 --plan bf16 --prompts 1 --response-length 8"
-    words = line.split()
-    with pytest.raises(UserError, match=r"train\.nosuch"):
-        main([*words, "--train", "nosuch=1"])
-    with pytest.raises(UserError, match=r"train\.lr"):
-        main([*words, "--train", "lr"])
-    with pytest.raises(UserError, match="no such file"):
-        main([*words, "--beside", str(tmp_path / "none.json")])
-    with pytest.raises(SystemExit):
-        main([*words, "--load", "8x8x256"])
-    assert "--load: invalid" in capsys.readouterr().err
 
 
 TAIL = Load(prompts=3, samples=2, prompt_length=8, response_length=24, mean_length=8)
@@ -148,48 +90,3 @@ def test_a_step_has_the_same_digests_on_two_ranks() -> None:
         assert row["exchange"]["rounds"] > 0
         assert row["exchange"]["gb_sent_a_round"] >= 0
         assert set(row["planned_gib"]) == {"rollout", "update"}
-
-
-class Engine:
-    """An engine whose pages hold 40 GiB beside torch's tensors from a rollout to `free_cache`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.pages, self.stats = DeviceBytes(device), RolloutStats()
-
-    def rollout(self) -> list[Completion]:
-        self.pages.bytes = 40 * 2**30
-        return []
-
-    def free_cache(self) -> None:
-        self.pages.bytes = 0
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_the_peak_of_a_phase_is_its_own(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages are the rollout's: they are given back before an update is measured."""
-    peak = [0]
-
-    def holds(gib: int, result: Any) -> Any:
-        peak[0] = max(peak[0], gib * 2**30)
-        return result
-
-    monkeypatch.setattr(device_memory, "_COUNTS", device_memory._Counts())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: peak[0])
-    monkeypatch.setattr(
-        torch.cuda, "reset_peak_memory_stats", lambda device=None: peak.__setitem__(0, 2 * 2**30)
-    )
-    flow = Flow.__new__(Flow)
-    gpu = torch.device("cuda", 0)
-    flow.policy = cast(Any, SimpleNamespace(device=gpu, plan=SimpleNamespace(exact=exact)))
-    flow.engine = engine = cast(Any, Engine(gpu))
-    flow.peaks, flow.captured = {}, (0, 0.0)
-    trained = TrainedStep({}, {"optimizer": 0.0, "requantize": 0.0})
-    flow.trainer = cast(Any, SimpleNamespace(step=lambda samples: holds(12, trained)))
-    monkeypatch.setattr(flow, "sample", lambda seed: holds(3, engine.rollout()))
-    monkeypatch.setattr(flow, "gathered", lambda completions, seed: holds(2, []))
-    monkeypatch.setattr(flow, "old_logprobs", lambda samples: holds(5, []))
-    rollout = draw(flow)
-    assert rollout.peaks == {"rollout": 43.0}
-    own = {"update": 12.0} if exact else {"old_logprobs": 5.0, "update": 12.0}
-    assert train(flow, rollout.samples).peaks == {**rollout.peaks, **own}

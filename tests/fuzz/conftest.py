@@ -11,28 +11,21 @@ import pytest
 from jetrl.errors import UserError
 
 NASTY = [
-    b"",
-    b"\0",
-    b"\xff\xfe",
-    b"\xed\xa0\x80",  # a lone surrogate
-    b"[" * 3000,
-    b'{"a":' * 3000,
-    b"9" * 5000,
-    b"-1e999",
-    b"NaN",
-    b"\\",
-    b'"',
-    b"\r\n",
-    b"\x1b]0;title\x07\x1b[2J",
-    "\u202e\u2066\u200b".encode(),
-    b"<script>alert(1)</script>",
-    b"' onload='x",
-    b"=" * 40,
-    b"${jndi:x}",
-    b"../../",
-    b"\\frac{" * 200,
-    b"\\boxed{" * 50,
-    b"#### ",
+    *(
+        b"",
+        b"\0",
+        b"\xff\xfe",
+        b"\xed\xa0\x80",
+        b"\\",
+        b'"',
+        b"\r\n",
+        b"=" * 40,
+        b"../../",
+        b"#### ",
+    ),
+    *(b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"-1e999", b"NaN", b"\x1b]0;title\x07\x1b[2J"),
+    *("\u202e\u2066\u200b".encode(), b"<script>alert(1)</script>", b"' onload='x", b"${jndi:x}"),
+    *(b"\\frac{" * 200, b"\\boxed{" * 50, b"../../"),
 ]
 
 
@@ -57,16 +50,16 @@ def mutated(data: bytes, seed: int) -> bytes:
     return bytes(out)
 
 
-def attempted(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """Return a call's result and "", or None and the UserError's message; raise any other error."""
-    try:
-        return function(*arguments), ""
-    except UserError as error:
-        return None, str(error) or "an empty message"
-
-
 @pytest.fixture(scope="session")
 def attempt() -> Callable[..., tuple[Any, str]]:
+    """Return a call's result and "", or None and the UserError's message; raise any other error."""
+
+    def attempted(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
+        try:
+            return function(*arguments), ""
+        except UserError as error:
+            return None, str(error) or "an empty message"
+
     return attempted
 
 

@@ -1,10 +1,8 @@
 """Answers out of any text: no exception, and the same answer each time."""
 
-import random
-
 import pytest
 
-from jetrl.tasks.answers import final_answer, gold_answer, same_value
+from jetrl.tasks.answers import final_answer, gold_answer
 from jetrl.tasks.sandbox.wire import WireError, WorkerReply, parse_reply, parse_started, reply_line
 
 TEXTS = [
@@ -17,7 +15,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_damaged_answers(mutate, text):
-    for seed in range(400):
+    for seed in range(200):
         damaged = mutate(text.encode(), seed).decode("utf-8", "surrogateescape")
         for strict in (False, True):
             answer = final_answer(damaged, strict=strict)
@@ -26,17 +24,9 @@ def test_damaged_answers(mutate, text):
         gold_answer(damaged)
 
 
-def test_comparisons_do_not_raise(mutate):
-    """Plain damage must not reach math-verify, whose own errors the scorer catches."""
-    rng = random.Random(2)
-    for seed in range(60):
-        damaged = mutate(b"\\frac{36}{2}", seed).decode("utf-8", "replace")
-        assert same_value(rng.choice(["18", "1/2", "-3"]), damaged) in (True, False)
-
-
 def test_damaged_replies_of_a_worker(mutate):
     line = reply_line(WorkerReply(0.5, {"format": 1.0}, "", chunk="ab"))
-    for seed in range(2000):
+    for seed in range(1000):
         for parse in (parse_reply, parse_started):
             try:
                 message = parse(mutate(line, seed))

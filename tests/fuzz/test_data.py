@@ -27,12 +27,11 @@ ROWS = [
 TEXT = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_damaged_data_sets(mutate, attempt, part, tmp_path):
+def test_damaged_data_sets(mutate, attempt, tmp_path):
     file = tmp_path / "data.jsonl"
     task = None
     read = 0
-    for seed in range(300 * part, 300 * (part + 1)):
+    for seed in range(400):
         file.write_bytes(mutate(TEXT, seed))
         task = task or get_task("gsm8k", path=str(file))
         prompts, problem = attempt(lambda: list(task.prompts("train")))  # noqa: B023
@@ -42,7 +41,7 @@ def test_damaged_data_sets(mutate, attempt, part, tmp_path):
         read += 1
         assert all(isinstance(prompt, Prompt) and prompt.answer for prompt in prompts)
         assert all(isinstance(task.demonstration(prompt), str) for prompt in prompts)
-    assert 0 < read < 300
+    assert 0 < read < 400
 
 
 def test_damaged_run_files(mutate, attempt, tmp_path):
@@ -64,15 +63,13 @@ CONVERSATIONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"template": "Q: {q} ({extra})\nA:"}, {"checker": "exact"}]
-)
+@pytest.mark.parametrize("options", [{}, {"template": "Q: {q} ({extra})\nA:"}])
 def test_damaged_rows_of_your_own(mutate, attempt, options, tmp_path):
     file = tmp_path / "rows.jsonl"
     text = "".join(json.dumps(row) + "\n" for row in CONVERSATIONS).encode()
     fields = {"prompt": "q", "answer": "a", "demonstration": "worked", "id": "id"}
     read = 0
-    for seed in range(400):
+    for seed in range(200):
         file.write_bytes(mutate(text, seed))
         task, _ = attempt(lambda: get_task("dataset", path=str(file), **fields, **options))
         if task is None:
@@ -87,7 +84,7 @@ def test_damaged_rows_of_your_own(mutate, attempt, options, tmp_path):
             attempt(task.demonstration, prompt)
             attempt(task.score, prompt, "the answer is 2")
             attempt(encode_prompt, TOKENIZER, prompt, "be brief")
-    assert read < 400
+    assert read < 200
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"\xff", b"[" * 3000, b'{"splits": 3}'])

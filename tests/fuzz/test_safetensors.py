@@ -18,17 +18,9 @@ from jetrl.models.tiny import random_weights
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": True,
+    **{"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
+    **{"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "rms_norm_eps": 1e-6},
+    **{"max_position_embeddings": 16, "tie_word_embeddings": True},
 }
 MODEL = ModelConfig.from_hf(CONFIG)
 
@@ -70,7 +62,7 @@ def first_tensor(header):
     return next(entry for name, entry in header.items() if name != "__metadata__")
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 2**31, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("length", [0, 7, 2**31, 2**64 - 1])
 def test_a_header_length_that_is_not_there(directory, file, length):
     header, data = split(file.read_bytes())
     file.write_bytes(joined(header, data, length))
@@ -78,7 +70,7 @@ def test_a_header_length_that_is_not_there(directory, file, length):
         load(directory)
 
 
-@pytest.mark.parametrize("keep", [0, 4, 8, 60, -1, -1000])
+@pytest.mark.parametrize("keep", [0, 8, -1])
 def test_truncated_files(directory, file, keep):
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(UserError, match=r"model\.safetensors: truncated"):
@@ -89,20 +81,17 @@ def test_truncated_files(directory, file, keep):
     "change",
     [
         lambda t: t.update(data_offsets=[0, 2**40]),
-        lambda t: t.update(data_offsets=[8, 0]),
         lambda t: t.update(data_offsets=[-4, 28]),
         lambda t: t.update(data_offsets=[t["data_offsets"][0] + 4, t["data_offsets"][1] + 4]),
         lambda t: t.update(data_offsets=[0]),
         lambda t: t.update(dtype="F99"),
-        lambda t: t.update(dtype="I32"),
         lambda t: t.update(dtype="F16"),
         lambda t: t.update(shape=[2**62, 2**62]),
         lambda t: t.update(shape=[*t["shape"], 1]),
-        lambda t: t.update(shape=[]),
         lambda t: t.update(shape="all"),
         lambda t: t.pop("dtype"),
     ],
-    ids=range(13),
+    ids=range(10),
 )
 def test_entries_that_lie(directory, file, change):
     header, data = split(file.read_bytes())
@@ -112,23 +101,12 @@ def test_entries_that_lie(directory, file, change):
         load(directory)
 
 
-def test_overlapping_tensors(directory, file):
-    header, data = split(file.read_bytes())
-    entries = [entry for name, entry in header.items() if name != "__metadata__"]
-    same = [e for e in entries if e["shape"] == entries[-1]["shape"]]
-    same[0]["data_offsets"] = entries[-1]["data_offsets"] if same[0] is not entries[-1] else [0, 4]
-    file.write_bytes(joined(header, data))
-    with pytest.raises(UserError, match=r"model\.safetensors"):
-        load(directory)
-
-
-@pytest.mark.parametrize("part", range(3))
-def test_random_damage(mutate, attempt, directory, file, part):
+def test_random_damage(mutate, attempt, directory, file):
     """The damage is mostly to the header, since any of the numbers in the data may be right."""
     whole = file.read_bytes()
     end = 8 + struct.unpack("<Q", whole[:8])[0]
     refused = 0
-    for seed in range(150 * part, 150 * (part + 1)):
+    for seed in range(150):
         file.write_bytes(mutate(whole[:end], seed) + whole[end:])
         _, problem = attempt(load, directory)
         refused += bool(problem)
@@ -136,9 +114,7 @@ def test_random_damage(mutate, attempt, directory, file, part):
     assert refused > 100
 
 
-@pytest.mark.parametrize(
-    "name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""]
-)
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", ""])
 def test_an_index_stays_in_its_directory(tmp_path, name):
     save_file({"x": torch.zeros(1)}, tmp_path / "secret.safetensors")
     folder = tmp_path / "model"
@@ -146,10 +122,3 @@ def test_an_index_stays_in_its_directory(tmp_path, name):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(UserError, match=r"index\.json: .* is not the name of a file beside it"):
         load(folder)
-
-
-def test_damaged_config_json(mutate, attempt, tmp_path):
-    text = json.dumps(CONFIG).encode()
-    for seed in range(300):
-        (tmp_path / "config.json").write_bytes(mutate(text, seed))
-        attempt(lambda: ModelConfig.from_hf(hf.read_config(tmp_path)))

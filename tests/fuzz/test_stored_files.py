@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.study.report import markdown, report_charts, report_tables
-from benchmarks.study.running import opened
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -37,19 +35,21 @@ from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, compare_runs, comparison_rows, list_runs, runs_table, show_run
 from jetrl.runs.attempts import StatusFile, read_status
 from jetrl.runs.format import visible
+from jetrl.runs.report import _sample
+from jetrl.runs.schemas import record_of
 from jetrl.session.checkpoints import check_extra
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.checkpoint_files import fingerprint
 from jetrl.types import Completion, Prompt, Sample, Score, StepStats
 
-CASES = int(os.environ.get("JETRL_FUZZ_CASES", "300"))
-TRACED = CASES > 300  # every allocation of a case: three times as slow
+CASES = int(os.environ.get("JETRL_FUZZ_CASES", "100"))
+TRACED = CASES > 100  # every allocation of a case: three times as slow
 MOST_S, MOST_MIB = 5.0, 200  # of a case: CPU time, and memory at its peak
 
 fuzzed = settings(
     max_examples=CASES,
-    derandomize=CASES <= 300,  # `make test` runs the same cases each time
+    derandomize=CASES <= 100,  # `make test` runs the same cases each time
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
@@ -60,18 +60,13 @@ ODD_NUMBERS = st.sampled_from(
 ) | st.sampled_from([float("nan"), float("inf"), float("-inf"), 0.5, -0.0, True, False])
 ODD_TEXTS = st.text(max_size=12) | st.sampled_from(
     [
-        "\x1b]0;title\x07\x1b[2J",
-        "\u202e\u2066reversed",
-        "[red]markup[/red][link=file:x]",
-        "[/]",
-        "\ud800",
-        "\0",
-        "../../x",
-        "/dev/stdin",
-        "$\\frac{",
-        "<script>",
-        "running",
-        "x" * 5000,
+        *(
+            "\x1b]0;title\x07\x1b[2J",
+            "\u202e\u2066reversed",
+            "[red]markup[/red][link=file:x]",
+            "[/]",
+        ),
+        *("\ud800", "\0", "../../x", "/dev/stdin", "$\\frac{", "<script>", "running", "x" * 5000),
         "eval/\x1b[2J/mean",
     ]
 )
@@ -165,15 +160,8 @@ def survives(path: Path, *reads: Callable[[], Any]) -> None:
         tracemalloc.stop()
 
 
-CONFIG = {
-    "run": {"name": "damaged"},
-    "task": {"name": "arithmetic"},
-    "model": {"path": "x"},
-    "precision": {"preset": "unified"},
-    "loop": {"steps": 3},
-    "checkpoint": {"every": 5},
-    "report": {"samples": 2},
-}
+CONFIG = {"run": {"name": "damaged"}, "task": {"name": "arithmetic"}, "model": {"path": "x"}}
+CONFIG |= {"precision": {"preset": "unified"}, "loop": {"steps": 3}, "checkpoint": {"every": 5}}
 
 
 def toml_of(value: Any) -> str:
@@ -188,22 +176,20 @@ def toml_of(value: Any) -> str:
     return "nan" if value is None or value != value else str(value)
 
 
-def toml_lines(tables: dict[Any, Any]) -> str:
+def toml_bytes(tree: Any) -> bytes:
     """Return tables as TOML, a line for each."""
-    return "".join(f"{toml_of(str(key))} = {toml_of(value)}\n" for key, value in tables.items())
+    tables = tree if isinstance(tree, dict) else {"run": tree}
+    lines = [f"{toml_of(str(key))} = {toml_of(value)}\n" for key, value in tables.items()]
+    return "".join(lines).encode(errors="surrogatepass")
 
 
-METRICS = {
-    "reward/mean": 0.5,
-    "reward/std": 0.1,
-    "policy/entropy": 1.0,
-    "eval/arithmetic/mean": 0.25,
-    "mismatch/num_tokens": 100,
-    "mismatch/num_different": 0,
-    "timing/step_s": 1.5,
-    "timing/rollout_s": 1.0,
-    "memory/peak_gib": 0.2,
-}
+METRICS = {"reward/mean": 0.5, "policy/entropy": 1.0, "eval/arithmetic/mean": 0.25}
+METRICS |= {"mismatch/num_tokens": 100, "mismatch/num_different": 0, "timing/step_s": 1.5}
+
+
+SAMPLE = Sample(
+    Prompt(id="p", text="1+1="), 0, (1, 2), Completion((3,), (-0.5,), "stop", "2"), Score(1.0)
+)
 
 
 @pytest.fixture(scope="module")
@@ -211,18 +197,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a few steps, as jetrl writes it."""
     folder = tmp_path_factory.mktemp("runs")
     chosen = load_config("demo", [f"run.dir={folder}", "run.name=whole"])
-    sample = Sample(
-        Prompt(id="p", text="1+1="), 0, (1, 2), Completion((3,), (-0.5,), "stop", "2"), Score(1.0)
-    )
     run = RunDirectory.create(chosen, PrecisionPlan.preset("unified").to_dict())
     with run, run.attempt(["jetrl", "train"], {"device": "cpu"}):
         status = StatusFile(run.path)
-        run.write_rollouts(1, [sample])
+        run.write_rollouts(1, [SAMPLE])
         for step in range(1, 4):
             status.begin("update", step)
             run.write_step(StepStats(step, METRICS))
         status.close()
-    (run.path / "config.toml").write_text(toml_lines(CONFIG))  # a short one is read faster
+    (run.path / "config.toml").write_bytes(toml_bytes(CONFIG))  # a short one is read faster
     return run.path
 
 
@@ -283,47 +266,39 @@ ATTEMPTS = [
 PLAN = PrecisionPlan.preset("unified").to_dict()
 
 
+STATUS = {"phase": "update", "step": 3, "time": 1.7e9, "pid": 7}
+DAMAGED = {
+    "metrics.jsonl": lines_of(METRICS_LINES),
+    "attempts.jsonl": lines_of(ATTEMPTS),
+    "status.json": file_of(STATUS),
+    "plan.json": file_of(PLAN),
+    "config.toml": changed(CONFIG).map(toml_bytes),
+    "rollouts/step_000001.jsonl": st.deferred(lambda: lines_of([record_of(1, SAMPLE)])),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
 @fuzzed
-@given(data=lines_of(METRICS_LINES))
-def test_metrics(whole: Path, damaged: Path, data: bytes) -> None:
-    (damaged / "metrics.jsonl").write_bytes(data)
-    survives(damaged / "metrics.jsonl", *readers(whole, damaged))
-
-
-@fuzzed
-@given(data=lines_of(ATTEMPTS))
-def test_attempts(whole: Path, damaged: Path, data: bytes) -> None:
-    (damaged / "attempts.jsonl").write_bytes(data)
-    survives(damaged / "attempts.jsonl", *readers(whole, damaged))
-
-
-@fuzzed
-@given(data=file_of({"phase": "update", "step": 3, "time": 1.7e9, "pid": 7}))
-def test_status(whole: Path, damaged: Path, data: bytes) -> None:
-    (damaged / "status.json").write_bytes(data)
-    file = damaged / "status.json"
-    survives(file, lambda: read_status(damaged), *readers(whole, damaged)[-2:])
-
-
-@fuzzed
-@given(data=file_of(PLAN))
-def test_plan(whole: Path, damaged: Path, data: bytes) -> None:
-    file = damaged / "plan.json"
-    file.write_bytes(data)
+@given(data=st.data())
+def test_files_of_a_run(whole: Path, damaged: Path, name: str, data: st.DataObject) -> None:
+    file = damaged / name
+    file.write_bytes(data.draw(DAMAGED[name]))
 
     def make_plan() -> None:
-        plan = PrecisionPlan.from_dict(RunDirectory.open(damaged).plan(), str(file))
+        plan = PrecisionPlan.from_dict(
+            RunDirectory.open(damaged).plan(), str(damaged / "plan.json")
+        )
         assert plan.describe()
 
-    survives(file, make_plan, *readers(whole, damaged))
+    def show_rollouts() -> None:
+        for record in RunDirectory.open(damaged).rollouts(1):
+            _sample(record)
 
-
-@fuzzed
-@given(tree=changed(CONFIG))
-def test_settings_of_a_run(whole: Path, damaged: Path, tree: Any) -> None:
-    text = toml_lines(tree if isinstance(tree, dict) else {"run": tree})
-    (damaged / "config.toml").write_text(text, encoding="utf-8", errors="surrogatepass")
-    survives(damaged / "config.toml", *readers(whole, damaged))
+    own = {"status.json": lambda: read_status(damaged), "plan.json": make_plan}
+    if name.startswith("rollouts"):
+        survives(file, show_rollouts)
+    else:
+        survives(file, own.get(name, str), *readers(whole, damaged))
 
 
 @pytest.fixture(scope="module")
@@ -398,93 +373,19 @@ def test_manifest(checkpoint: Path, data: st.DataObject) -> None:
     )
 
 
-STUDY: dict[str, Any] = {
-    "format": 1,
-    "date": "2026-11-22",
-    "command": "jetrl study x.toml",
-    "devices": ["CPU"],
-    "versions": {"torch": "2"},
-    "source": "x.toml",
-    "definition": {
-        "study": {"name": "x", "seeds": [0, 1]},
-        "grid": {"length": {"short": {}}},
-        "arms": {"a": {"twin": True, "dose": 1}, "b": {"label": "B", "twin": True, "dose": 2}},
-    },
-    "failed": {"short-c-s0": "why"},
-    "runs": [
-        {"name": f"short-{arm}-s{seed}", "point": {"length": "short"}, "arm": arm, "seed": seed}
-        | {"digest": "0", "end": "finished", "reason": "", "steps": 9, "wall_s": 2.5}
-        | {"seconds": {"step": 1.5}, "weights_sha256": "1", "compared_tokens": 5}
-        | {"common": {"preset": "bf16", "mean": 0.5, "solved": 0.5, "prompts": 2, "samples": 1}}
-        | {"curves": {"steps": [4, 9], "values": {"reward/mean": [0.5, None]}}}
-        for arm in "ab"
-        for seed in (0, 1)
-    ],
-}
-for study_run in STUDY["runs"]:
-    study_run["common"] |= {"response_length": 5.0, "clip_ratio": 0.0}
-
-
-def read_study(file: Path) -> None:
-    """Read the results of a study with every reader but the plots, which take a second."""
-    definition, results = opened(file)
-    for chart in report_charts(definition, list(results.runs.values())):
-        assert chart.title
-    tables = report_tables(definition, results)
-    shown_is_safe(markdown(definition, results, tables))
-
-
-@pytest.fixture(scope="module")
-def statistics_tables(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Make the tables that a process keeps for the statistics of all studies, for no one case.
-
-    Differences so large ask for the number of pairs that would show them, and so for all quantiles.
-    """
-    study = copy.deepcopy(STUDY)
-    study["runs"][0]["common"]["mean"] = 2**63
-    file = tmp_path_factory.mktemp("study") / "study-results.json"
-    file.write_text(json.dumps(study))
-    read_study(file)
-
-
-@fuzzed
-@given(data=file_of(STUDY))
-def test_results_of_a_study(
-    tmp_path_factory: pytest.TempPathFactory, statistics_tables: None, data: bytes
-) -> None:
-    file = tmp_path_factory.getbasetemp() / "study-results.json"
-    file.write_bytes(data)
-    survives(file, lambda: read_study(file))
-
-
 HF_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
+    **{"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1e4, "max_position_embeddings": 16, "tie_word_embeddings": True},
     "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "beta_fast": 32.0,
-        "original_max_position_embeddings": 4,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.5,
-        "truncate": True,
+        **{"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "mscale": 1.0, "truncate": True},
+        **{"original_max_position_embeddings": 4, "mscale_all_dim": 0.5},
     },
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": True,
     "use_sliding_window": False,
     "layer_types": ["full_attention", "full_attention"],
-    "hidden_act": "silu",
-    "eos_token_id": [1, 2],
-    "no_rope_layers": [1, 0],
+    **{"hidden_act": "silu", "eos_token_id": [1, 2], "no_rope_layers": [1, 0]},
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
 LLAMA3 = HF_CONFIG | {
@@ -540,17 +441,9 @@ def test_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> N
 
 
 ADAPTER = {
-    "peft_type": "LORA",
-    "r": 4,
-    "lora_alpha": 8,
-    "lora_dropout": 0.0,
-    "target_modules": ["q_proj", "down_proj"],
-    "use_rslora": False,
-    "use_dora": False,
-    "bias": "none",
-    "init_lora_weights": True,
-    "modules_to_save": None,
-    "rank_pattern": {},
+    **{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "bias": "none"},
+    **{"target_modules": ["q_proj", "down_proj"], "use_rslora": False, "use_dora": False},
+    **{"init_lora_weights": True, "modules_to_save": None, "rank_pattern": {}},
     "base_model_name_or_path": "models/base",
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,27 +49,9 @@ def test_runs_whose_outcomes_are_there_go_into_the_results_again(
     assert again.devices == before.devices == ["CPU"]
 
 
-def test_a_run_that_collapsed_without_weights_goes_into_the_results_again(left: Path) -> None:
-    """The last attempt of such a run failed, and its outcome says that this is a result."""
-    run, file = left.parent / "out" / "runs" / "pages-s0", outcome_of(left, "pages-s0")
-    lines = (run / "attempts.jsonl").read_text().splitlines()
-    end = json.loads(lines[-1]) | {"state": "failed", "reason": "not finite"}
-    (run / "attempts.jsonl").write_text("\n".join([*lines[:-1], json.dumps(end)]) + "\n")
-    request = json.loads(file.read_text())["request"]
-    file.write_text(json.dumps({"request": request | {"end": "nonfinite", "reason": "not finite"}}))
-    assert main(["study", str(left), "--no-report"]) == 0
-    result = read_results(left.parent / "out" / "results.json").runs["pages-s0"]
-    assert (result.end, result.reason, result.common) == ("nonfinite", "not finite", None)
-    assert result.start_sha256 == request["start_sha256"] != ""
-
-
 def outcome_of(left: Path, name: str) -> Path:
     """Return the file with the outcome of a run."""
     return left.parent / "out" / "evaluations" / f"{name}.outcome.json"
-
-
-def no_outcome(left: Path) -> None:
-    outcome_of(left, "pages-s1").unlink()
 
 
 def damaged(left: Path) -> None:
@@ -86,20 +67,12 @@ def of_another_training(left: Path) -> None:
     path.write_text(path.read_text() + '{"event": "end", "time": 5.0, "state": "finished"}\n')
 
 
-def of_an_older_version(left: Path) -> None:
-    kept = json.loads(outcome_of(left, "pages-s1").read_text())
-    del kept["request"]
-    outcome_of(left, "pages-s1").write_text(json.dumps(kept))
-
-
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (no_outcome, "there is no "),
         (damaged, "pages-s1.outcome.json: "),
         (of_another_evaluation, "is of another evaluation (eval.samples: 2 -> 3)"),
         (of_another_training, "is of another training than the one that "),
-        (of_an_older_version, "does not say what was evaluated"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

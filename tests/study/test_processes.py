@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,23 +83,8 @@ def test_a_process_runs_one_command_after_the_other(
     ]
 
 
-def test_a_process_of_a_study_runs_commands_of_jetrl(tmp_path: Path, wait_until: Wait) -> None:
-    pool, codes = Pool([], jobs=1, threads=1), []
-    try:
-        for name, word in (("known", "--version"), ("unknown", "trian")):
-            pool.start(Job(name, [word], tmp_path / f"{name}.txt"))
-            ended(pool, wait_until)
-            codes += [child.process.returncode for child in pool.ended()]
-    finally:
-        pool.stop()
-    assert codes == [0, 2]
-    assert last_line(tmp_path / "known.txt").startswith("jetrl 0")
-    assert "did you mean train?" in last_line(tmp_path / "unknown.txt")
-
-
 @pytest.mark.parametrize(
-    ("code", "expected"),
-    [("raise ValueError('odd')", 1), ("import sys; sys.exit(3)", 3), ("import os; os._exit(9)", 9)],
+    ("code", "expected"), [("import sys; sys.exit(3)", 3), ("import os; os._exit(9)", 9)]
 )
 def test_a_command_that_fails_ends_its_process(
     tmp_path: Path,
@@ -140,35 +123,9 @@ def test_children_are_asked_to_end(
     assert pool.ended() == [child]
 
 
-def test_children_that_do_not_end_are_killed(
-    tmp_path: Path, wait_until: Wait, make_pool: Callable[..., Pool]
-) -> None:
-    """A run that does not hear SIGTERM is killed with the process that it started."""
-    pool = make_pool([], jobs=1, threads=1)
-    code = (
-        "import os, signal, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "os.fork(); print('ready', flush=True); time.sleep(600)"
-    )
-    child = pool.start(job(tmp_path, "deaf", code))
-    wait_until(lambda: lines(tmp_path / "deaf.txt").count("ready") == 2)
-    pool.stop(grace_s=0.0)
-    assert child.process.returncode == -signal.SIGKILL
-    wait_until(lambda: not group_exists(child.process.pid))
-
-
 def lines(log: Path) -> list[str]:
     """Return the lines of a log; the command, which it begins with, is no line of its own."""
     return log.read_text().splitlines()
-
-
-def group_exists(group: int) -> bool:
-    """Return whether any process of a group is left."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_the_live_line_estimates_the_time_that_is_left() -> None:

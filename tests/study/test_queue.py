@@ -108,72 +108,17 @@ def test_a_start_with_other_weights_leaves_the_other_studies_going(
     assert sorted(failed) == ["pages-s1", "unified-s1"]
 
 
-class ALongStart(ThreePlaces):
-    """The same places; trainings of runs end well, and the first study's start takes one longer."""
-
-    def start(self, job: Job) -> None:
-        super().start(job)
-        if "--evaluate" in job.words:
-            self.begun[-1][-1] += " evaluated"
-        elif job.words[0] == "train":
-            self.children[-1].process.returncode = 0
-
-    def ended(self) -> list[Child]:
-        first = len(self.begun) == 1
-        held = [c for c in self.children if first and c.job.study.startswith("one")]
-        self.children = [child for child in self.children if child not in held]
-        gone = super().ended()
-        self.children = held
-        return gone
-
-
-def test_runs_that_are_trained_are_evaluated_before_others_begin(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ThreePlaces.begun = []
-    monkeypatch.setattr("benchmarks.study.running.Pool", ALongStart)
-    queue = '[[study]]\nfile = "one.toml"\n[[study]]\nfile = "two.toml"\nonly = ["seed=0"]\n'
-    (files / "queue.toml").write_text(queue)
-    assert main(["study", "queue.toml", "--no-report"]) == 1
-    begun = [names for names in ThreePlaces.begun if names]
-    assert begun[:3] == [
-        ["one start", "two start"],
-        ["two unified-s0", "two pages-s0"],
-        ["two unified-s0 evaluated", "two pages-s0 evaluated", "one unified-s0"],
-    ]
-
-
-def test_each_study_has_its_own_results_and_report(
-    tiny_study: Path, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.study.report.to_png", lambda *_: None)
-    monkeypatch.setattr("jetrl.runs.report.to_svg", lambda _: "")
-    done = (tiny_study.parent / "out" / "results.json").read_text()
-    for name in ("one", "two"):
-        (files / f"out-{name}").mkdir()
-        (files / f"out-{name}" / "results.json").write_text(done)
-    monkeypatch.setattr("benchmarks.study.running.Pool", PoolInThisProcess)
-    assert main(["study", "one.toml", "two.toml"]) == 0
-    assert all((files / f"out-{name}" / "report.html").is_file() for name in ("one", "two"))
-    assert main(["study", "one.toml", "two.toml", "--report-only"]) == 0
-
-
 @pytest.mark.parametrize(
     ("queue", "words", "message"),
     [
         (QUEUE, ["--only", "pages"], "queue.toml is a queue file, which says itself what is run"),
-        ("study = []", [], "queue.toml: study: "),
         ("[[study]]\nfile = 3", [], "queue.toml: study.0.file: "),
-        ("[[study]]\nfiles = 3", [], "a [[study]] has file and only"),
         ("[[study]]\nfile = 'no.toml'", [], "study no.toml: no such file"),
-        ("[[study]]\nfile = 'one.toml'\nonly = ['x']", [], "queue.toml: one.toml: --only x: no "),
         ("[[study]]\nfile = 'one.toml'", ["./one.toml", "copy.toml"], "both write "),
-        ("[[study]]\nfile = 'one.toml'", ["done.json"], "done.json: results run nothing"),
     ],
 )
 def test_wrong_queues(
     files: Path,
-    tiny_study: Path,
     capsys: pytest.CaptureFixture[str],
     queue: str,
     words: list[str],
@@ -181,6 +126,5 @@ def test_wrong_queues(
 ) -> None:
     (files / "queue.toml").write_text(queue)
     (files / "copy.toml").write_text((files / "one.toml").read_text())
-    (files / "done.json").write_text((tiny_study.parent / "out" / "results.json").read_text())
     assert main(["study", "queue.toml", *words]) == 2
     assert message in capsys.readouterr().err

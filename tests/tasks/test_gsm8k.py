@@ -49,15 +49,12 @@ def test_prompts_for_chat_and_for_text(tmp_path):
     "lines, message",
     [
         ([ROW, "{not json"], "line 2: not JSON: .*column 2"),
-        ([ROW, "", "[1]"], "line 3: a JSON object is expected"),
-        ([{"answer": "#### 1"}], "line 1: no text field 'question'"),
         ([ROW, {"question": "?"}], "line 2: no text field 'answer'"),
         ([{"question": "?", "answer": 5}], "line 1: no text field 'answer'"),
         (
             [{"question": "?", "answer": "72"}],
             "line 1: field 'answer' does not end with '#### NUMBER'",
         ),
-        ([{"question": "?", "answer": "#### x"}], "line 1: field 'answer' does not end with"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, lines, message):

@@ -1,7 +1,6 @@
 """Finding tasks by name, and what is said about names, options and files that are wrong."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,11 +19,7 @@ AWKWARD = str(Path(__file__).with_name("awkward_task.py"))
     "name, options, message",
     [
         ("arithmetik", {}, "unknown task 'arithmetik'; did you mean arithmetic?"),
-        (
-            "zzz",
-            {},
-            "there is: arithmetic, .*, program, mix, math500.*reasoning_gym:NAME, file.py:Class",
-        ),
+        ("zzz", {}, "there is: arithmetic, .*, mix, math500.*reasoning_gym:NAME, file.py:Class"),
         ("arithmetic", {"digit": 2}, "task.options.digit: .* did you mean digits?"),
         ("arithmetic", {"path": "x"}, "task.path: task arithmetic has no such option"),
         ("dataset", {}, "task dataset needs task.path"),
@@ -33,15 +28,10 @@ AWKWARD = str(Path(__file__).with_name("awkward_task.py"))
         ("mine.py", {}, "add the class, as in mine.py:MyTask"),
         (f"{EXAMPLE}:ReverseWord", {}, "no class 'ReverseWord'; did you mean ReverseWords?"),
         (f"{EXAMPLE}:ReverseWords", {"leters": 3}, "did you mean letters?"),
-        (f"{EXAMPLE}:ReverseWords", {"seed": []}, None),
         (f"{AWKWARD}:NotATask", {}, r"awkward_task.py, line \d+: NotATask is not a Task; write"),
-        (f"{AWKWARD}:os", {}, "os is not a Task"),
     ],
 )
 def test_bad_names_and_options(name, options, message):
-    if message is None:
-        assert get_task(name, **options)  # the constructor does not look at it; prompts will
-        return
     with pytest.raises(UserError, match=message):
         get_task(name, **options)
 
@@ -50,7 +40,6 @@ def test_bad_names_and_options(name, options, message):
     "source, message",
     [
         ("x = 1\nclass Mine(Task:\n    pass\n", "line 2: SyntaxError"),
-        ("import jetrl\nimport no_such_package\n", "line 2: does not import: ModuleNotFoundError"),
         ("def f():\n    return 1 / 0\nf()\n", "line 2: does not import: ZeroDivisionError"),
         ("import sys\nsys.exit(0)\n", "line 2: does not import: SystemExit"),
     ],
@@ -60,14 +49,6 @@ def test_a_file_that_does_not_import_names_file_and_line(tmp_path, source, messa
     file.write_text(source)
     with pytest.raises(UserError, match=f"{re.escape(str(file))}, {message}"):
         get_task(f"{file}:Mine")
-
-
-def test_an_edited_file_is_read_again(tmp_path):
-    file = tmp_path / "mine.py"
-    body = "from jetrl.tasks import Task\nclass Mine(Task):\n    name = '{}'\n"
-    for name in ("first", "and-second"):
-        file.write_text(body.format(name))
-        assert get_task(f"{file}:Mine").name == name
 
 
 def test_the_documented_example():
@@ -110,11 +91,6 @@ def test_anything_else_is_an_error_that_names_task_and_prompt(value):
         to_score(value, "t", "p")
 
 
-def test_tasks_import_no_torch():
-    program = "import sys, jetrl.tasks, jetrl.tasks.questions; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
 class Odd(Task):
     name = "odd"
 
@@ -131,10 +107,7 @@ class Odd(Task):
 @pytest.mark.parametrize(
     "split, message",
     [
-        (
-            "train",
-            r"task odd: prompts\('train'\) raised ZeroDivisionError.*test_registry\.py, line",
-        ),
+        ("train", r"prompts\('train'\) raised ZeroDivisionError.*test_registry\.py, line"),
         ("test", r"task odd: item 0 of prompts\('test'\) is no Prompt but 'a text'"),
         ("bad", "^its own words$"),
         ("left", r"prompts\('left'\) raised SystemExit: 0 \(.*test_registry\.py, line"),

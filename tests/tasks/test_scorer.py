@@ -3,9 +3,7 @@
 import os
 import re
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -39,15 +37,11 @@ def scorer():
         ("hang-in-c", r"took longer than 60 s of processor time \(.*, in (fullmatch|score)\)"),
         ("hang-in-sleep", "took longer than 600 s by the clock"),
         ("exit 3", "ended its worker with exit code 3"),
-        ("exit 0", "ended its worker with exit code 0"),
         ("segfault", r"SIGSEGV \(.*, in string_at\)"),
         ("raise oh", r"score raised KeyError: 'oh' \(.*awkward_task.py, line \d+, in score\)"),
         ("leave", "score raised SystemExit: 3"),
         ("none", "task awkward, prompt 'p7': score returned None"),
-        ("text", r"score returned '1.0' \(str\), which is not a number"),
-        ("several", r"score returned \[1.0, 0.0\] \(list\), which is not a number"),
         ("nan", "score returned nan"),
-        ("inf", "score returned inf"),
         ("part", "part 'speed' of the score returned 'fast'"),
     ],
 )
@@ -157,35 +151,6 @@ def test_metadata_that_cannot_be_sent_names_the_prompt(scorer):
     prompt = Prompt(id="p8", text="?", metadata={"file": sys.stdout, "call": lambda: 0})
     with pytest.raises(UserError, match="prompt 'p8': its metadata cannot be sent"):
         scorer.score([(prompt, "1")])
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return state != "Z"
-
-
-def test_workers_end_when_their_parent_is_killed(tmp_path, wait_until):
-    begun = tmp_path / "begun"
-    program = textwrap.dedent(f"""
-        import os, signal
-        from jetrl.tasks import Scorer
-        from jetrl.types import Prompt
-        scorer = Scorer({AWKWARD!r}, workers=1, timeout_s=600)
-        prompt = Prompt(id="0", text="?")
-        print(int(scorer.score([(prompt, "pid")])[0].score.reward), flush=True)
-        scorer.score([(prompt, {f"touch-and-hang {begun}"!r})])
-    """)
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
-        wait_until(begun.exists)
-        assert alive(worker)
-        parent.kill()
-    wait_until(lambda: not alive(worker))
 
 
 def test_ctrl_c_stops_scoring_at_once_and_leaves_a_scorer_that_works(tmp_path, wait_until):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.session.sampling import TaskEnvironment, turns_of
-from jetrl.tasks import Scorer, get_task
+from jetrl.session.sampling import TaskEnvironment
+from jetrl.tasks import Scorer
 from jetrl.types import Prompt, Turn
 
 FILE = str(Path(__file__).with_name("turn_task.py"))
@@ -105,25 +105,10 @@ def test_turns_are_scored_by_the_last_one_unless_the_task_says_otherwise(scorer)
     assert scorer.score([(TEXT, turns)])[0].score.reward == 3.0
 
 
-def test_without_workers_it_is_answered_here():
-    with Scorer(f"{FILE}:Turns", workers=0) as scorer:
-        good, bad = ask(scorer, "x", "raise oh")
-    assert (good.reply, bad.reply) == ("0:x", None)
-    assert "step raised KeyError" in bad.failure
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_step_that_cannot_work_is_an_error_at_start(workers):
     with pytest.raises(UserError, match=r"cannot answer a turn of prompt 'text': .*package is mis"):
         Scorer(f"{FILE}:Broken", workers=workers)
-
-
-def test_turns_of_a_task_without_any_are_refused():
-    assert turns_of(get_task(f"{FILE}:Turns"), None) == 3
-    assert turns_of(get_task(f"{FILE}:Turns"), 2) == 2
-    assert turns_of(get_task("arithmetic"), None) == 1
-    with pytest.raises(UserError, match="max_turns = 2, but task arithmetic has no turns"):
-        turns_of(get_task("arithmetic"), 2)
 
 
 def test_what_hanging_turns_may_cost_is_of_a_step_and_not_of_a_turn() -> None:
