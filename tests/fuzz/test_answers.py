@@ -1,9 +1,11 @@
 """Answers out of any text: no exception, and the same answer each time."""
 
+import contextlib
+
 import pytest
 
 from jetrl.tasks.answers import final_answer, gold_answer
-from jetrl.tasks.sandbox.wire import WireError, WorkerReply, parse_reply, parse_started, reply_line
+from jetrl.tasks.sandbox.wire import WireError, WorkerReply, parse_reply, reply_line
 
 TEXTS = [
     "So 48+24 = 72 clips.\n#### 72",
@@ -25,11 +27,7 @@ def test_damaged_answers(mutate, text):
 
 
 def test_damaged_replies_of_a_worker(mutate):
-    line = reply_line(WorkerReply(0.5, {"format": 1.0}, "", chunk="ab"))
+    line = reply_line(WorkerReply(reward=0.5, parts={"format": 1.0}, chunk="ab"))
     for seed in range(1000):
-        for parse in (parse_reply, parse_started):
-            try:
-                message = parse(mutate(line, seed))
-            except WireError:
-                continue
-            assert isinstance(message, WorkerReply | str)
+        with contextlib.suppress(WireError):
+            assert isinstance(parse_reply(mutate(line, seed)), WorkerReply)

@@ -11,13 +11,19 @@ import difflib
 import math
 import numbers
 import traceback
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from jetrl.errors import UserError
+from jetrl.files import problem_of
 from jetrl.types import Prompt, Reply, Score, Turn
 
+Format = Literal["chat", "text"]
+HeldOutShare = Annotated[float, Field(gt=0, lt=1)]
 LARGEST = 1e15
 """The largest reward or part of a score, by its absolute value.
 
@@ -153,11 +159,6 @@ class Task:
         prompt = next(iter(self.prompts(self.splits[0])), None)
         if prompt is None:
             raise UserError(f"task {self.label}: split {self.splits[0]!r} has no prompts")
-        if not isinstance(prompt, Prompt):
-            raise UserError(
-                f"task {self.label}: prompts({self.splits[0]!r}) gives {str(prompt)[:60]}, which "
-                "is no Prompt; write Prompt(id=..., text=...), from jetrl.types"
-            )
         demonstration = self.demonstration(prompt)
         cases: list[tuple[Prompt, str, float | None]] = [(prompt, "", None)]
         if demonstration is not None:
@@ -192,16 +193,7 @@ def to_stops(value: object, where: str) -> tuple[str, ...]:
 
 
 def to_reply(value: object, prompt: Prompt, task: str) -> Reply | None:
-    """Return the value that a task's `step` returned as a reply to a turn of the prompt.
-
-    Args:
-        value: The value that `step` returned.
-        prompt: The prompt that the completion answers.
-        task: The task's name, for the message.
-
-    Raises:
-        ScoreError: The value cannot follow a turn; the message names the task and the prompt.
-    """
+    """Return the value that a task's `step` returned as a reply; raise `ScoreError` for others."""
     where = f"task {task}, prompt {prompt.id!r}: step returned {_show(value)}"
     if value is None:
         return None
@@ -221,14 +213,8 @@ def to_score(value: object, task: str, prompt_id: str) -> Score:
 
     True and False count as 1 and 0; scalars of NumPy and torch are taken.
 
-    Args:
-        value: The value that `score` returned.
-        task: The task's name, for the message.
-        prompt_id: The prompt's id, for the message.
-
     Raises:
-        ScoreError: The value is not a number, NaN, infinite or too large; the message names the
-            task and the prompt.
+        ScoreError: The value is not a number, NaN, infinite or too large.
     """
     where = f"task {task}, prompt {prompt_id!r}"
     if isinstance(value, Score):
@@ -277,30 +263,30 @@ def nearest(name: str, known: list[str]) -> str:
     return f"; there is: {', '.join(known[:30]) or 'none'}"
 
 
-def check_options(known: list[str], options: dict[str, Any], task: str) -> None:
-    """Check that a task has every option that it is given.
+def option_key(option: str) -> str:
+    """Return the setting that gives a task an option."""
+    return "task.path" if option == "path" else f"task.options.{option}"
 
-    Args:
-        known: Names of the task's options.
-        options: The options given, by name.
-        task: The task's name, for the message.
 
-    Raises:
-        UserError: The task does not have an option; the message offers the nearest one.
-    """
+def check_options(known: list[str], options: Mapping[str, Any], task: str) -> None:
+    """Raise `UserError` for an option that a task does not have, with the nearest one."""
     for option in options:
         if option not in known:
-            key = "task.path" if option == "path" else f"task.options.{option}"
-            raise UserError(f"{key}: task {task} has no such option{nearest(option, known)}")
+            near = nearest(option, known)
+            raise UserError(f"{option_key(option)}: task {task} has no such option{near}")
 
 
-def check_format(format: str) -> None:
-    """Raise `UserError` unless the option `format` is "chat" or "text"."""
-    if format not in ("chat", "text"):
-        raise UserError(f"task.options.format = {format!r}: give 'chat' or 'text'")
+def check_values(task_class: type[Task], options: Mapping[str, Any]) -> None:
+    """Raise `UserError` for an option that has another type or range than the class says."""
+    hints = typing.get_type_hints(task_class.__init__, include_extras=True)
+    for option, value in options.items():
+        try:
+            TypeAdapter(hints.get(option, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise UserError(f"{option_key(option)} = {problem_of(error)}") from None
 
 
-def question_content(format: str, text: str) -> dict[str, Any]:
+def question_content(format: Format, text: str) -> dict[str, Any]:
     """Return the fields of a `Prompt` that asks a text: plain, or as a user's chat message."""
     return (
         {"text": text} if format == "text" else {"messages": ({"role": "user", "content": text},)}

@@ -27,7 +27,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.answers import answer_key, check_math, gold_answer, load_math_verify
-from jetrl.tasks.base import Task, check_format, nearest, question_content, to_stops
+from jetrl.tasks.base import Format, HeldOutShare, Task, nearest, question_content, to_stops
 from jetrl.tasks.rows import Row, check_path, read_rows, splits_of, value_at
 from jetrl.tasks.user_files import load_function
 from jetrl.types import Prompt, Score
@@ -75,15 +75,12 @@ class Dataset(Task):
         checker: str = "math",
         pattern: str | None = None,
         strict: bool = False,
-        format: str = "chat",
-        stop: Iterable[str] = (),
-        test_share: float = 0.1,
+        format: Format = "chat",
+        stop: Any = (),
+        test_share: HeldOutShare = 0.1,
         seed: int = 0,
         config: str | None = None,
     ) -> None:
-        check_format(format)
-        if not 0 < test_share < 1:
-            raise UserError(f"task.options.test_share = {test_share!r}: a number between 0 and 1")
         if not answer and checker in ("math", "exact"):
             raise UserError(
                 f"task.options.answer is empty, but the checker {checker!r} compares with it: name "
@@ -169,20 +166,15 @@ class Dataset(Task):
         for name in ("demonstration", "chosen", "rejected"):
             self._text(row, name, where)
         prompt_id = self._text(row, "id", where) or number
-        if isinstance(question, list | tuple):
-            messages = tuple(_message(item, self.fields["prompt"], where) for item in question)
-            if self.format == "text" or not messages:
-                raise UserError(
-                    f"{where}: field {self.fields['prompt']!r} is a list of messages"
-                    + (", and task.options.format is 'text'" if messages else " and empty")
-                )
-            return Prompt(id=prompt_id, messages=messages, answer=answer, metadata=dict(row))
-        if not isinstance(question, str) or not question:
-            raise UserError(
-                f"{where}: field {self.fields['prompt']!r} is {question!r:.60}, not a text or a "
-                "list of messages"
-            )
-        content = question_content(self.format, question)
+        field = f"{where}: field {self.fields['prompt']!r}"
+        if isinstance(question, list | tuple) and question:
+            content: dict[str, Any] = {"messages": tuple(_message(m, field) for m in question)}
+            if self.format == "text":
+                raise UserError(f"{field} is a list of messages, and task.options.format is 'text'")
+        elif isinstance(question, str) and question:
+            content = question_content(self.format, question)
+        else:
+            raise UserError(f"{field} is {question!r:.60}, not a text or a list of messages")
         return Prompt(id=prompt_id, answer=answer, metadata=dict(row), **content)
 
     def _text(self, row: Row, role: str, where: str) -> str | None:
@@ -261,15 +253,12 @@ def _are_messages(value: Any) -> bool:
     )
 
 
-def _message(item: object, field: str, where: str) -> Mapping[str, str]:
-    if not isinstance(item, Mapping) or not all(
-        isinstance(item.get(key), str) for key in ("role", "content")
-    ):
-        raise UserError(
-            f"{where}: field {field!r} has the message {item!r:.60}, which needs a role and a "
-            "content, both text"
-        )
-    return dict(item)
+def _message(item: object, field: str) -> Mapping[str, str]:
+    if isinstance(item, Mapping) and all(isinstance(item.get(k), str) for k in ("role", "content")):
+        return dict(item)
+    raise UserError(
+        f"{field} has the message {item!r:.60}, which needs a role and a content, both text"
+    )
 
 
 Checker = Callable[[Prompt, str], float | Score]
@@ -277,12 +266,7 @@ NAMES = ("math", "exact", "regex")
 
 
 def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> Checker:
-    """Return the checker of a name.
-
-    Raises:
-        UserError: There is no such checker, file or function, or the pattern is missing, is no
-            regular expression, or would not be used.
-    """
+    """Return the checker of a name; raise `UserError` if there is none, or for its options."""
     file, colon, function = name.rpartition(":")
     if pattern is not None and name != "regex":
         raise UserError("task.options.pattern: only the checker 'regex' has one")
@@ -294,18 +278,13 @@ def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> 
         load_math_verify()
         return lambda prompt, completion: check_math(prompt.answer or "", completion, strict)
     if name == "exact":
-        return check_exact
+        return lambda prompt, text: float(text.strip() == (prompt.answer or "").strip())
     if name == "regex":
         return _regex(pattern)
     raise UserError(
         f"task.options.checker = {name!r}{nearest(name, list(NAMES))} (also possible: "
         "file.py:function)"
     )
-
-
-def check_exact(prompt: Prompt, completion: str) -> float:
-    """Return 1 for the prompt's answer and nothing else, otherwise 0."""
-    return float(completion.strip() == (prompt.answer or "").strip())
 
 
 def _regex(pattern: str | None) -> Checker:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.answers import answer_key, check_math, gold_answer, load_math_verify
-from jetrl.tasks.base import Task, check_format, nearest, question_content
+from jetrl.tasks.base import Format, Task, nearest, question_content
 from jetrl.tasks.rows import SUFFIXES, Row, check_path, read_rows
 from jetrl.types import Prompt, Score
 
@@ -23,6 +23,7 @@ OWN_DATA = str(Path(__file__).parent / "gsm8k")  # OpenAI's GSM8K, MIT licence
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
+@dataclass(kw_only=True, eq=False)
 class Gsm8k(Task):
     r"""Grade-school questions, answered with a number.
 
@@ -42,23 +43,16 @@ class Gsm8k(Task):
 
     name = "gsm8k"
 
-    def __init__(
-        self,
-        path: str = OWN_DATA,
-        format: str = "chat",
-        instruction: str = INSTRUCTION,
-        strict: bool = False,
-        config: str = "main",
-    ) -> None:
-        check_format(format)
-        check_path(path)
+    path: str = OWN_DATA
+    format: Format = "chat"
+    instruction: str = INSTRUCTION
+    strict: bool = False
+    config: str = "main"
+
+    def __post_init__(self) -> None:
+        check_path(self.path)
         load_math_verify()
-        self.path = path
-        self.format = format
-        self.instruction = instruction
-        self.strict = strict
-        self.config = config
-        self.stop = ("\nQuestion:",) if format == "text" else ()
+        self.stop = ("\nQuestion:",) if self.format == "text" else ()
 
     def prompts(self, split: str) -> Iterable[Prompt]:
         """Return prompts with ids `train-0`, `train-1`, ... and the right number as answer."""
@@ -177,6 +171,7 @@ def benchmark_name(name: str) -> str | None:
     return key if key in SOURCES else None
 
 
+@dataclass(kw_only=True, eq=False)
 class Benchmark(Task):
     """A held-out set that people report.
 
@@ -184,7 +179,7 @@ class Benchmark(Task):
     the completion marks an answer.
 
     Args:
-        set: A key of `SOURCES`.
+        set: A key of `SOURCES`, which the registry gives.
         path: A local copy: a folder with a file of the split, or `test.jsonl`; or one such file.
             Default: the set's id on the hub.
         format: "chat" gives messages for the chat template, "text" the plain question.
@@ -193,33 +188,26 @@ class Benchmark(Task):
 
     splits = ("test",)
 
-    def __init__(
-        self,
-        set: str,
-        path: str | None = None,
-        format: str = "chat",
-        instruction: str | None = None,
-        seed: int = 0,
-    ) -> None:
-        if set not in SOURCES:
-            raise UserError(f"task.options.set = {set!r}{nearest(set, list(SOURCES))}")
-        check_format(format)
+    set: str
+    path: str | None = None
+    format: Format = "chat"
+    instruction: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
         load_math_verify()
-        self.name, self.source = set, SOURCES[set]
-        self.path = path or self.source.path
-        if path is not None:
-            check_path(path)
-        self.format, self.seed = format, seed
-        usual = LETTER if self.source.choices else BOXED
-        self.instruction = usual if instruction is None else instruction
+        self.name, self.source = self.set, SOURCES[self.set]
+        if self.path is not None:
+            check_path(self.path)
+        self._path = self.path or self.source.path
 
     def prompts(self, split: str) -> Iterable[Prompt]:
         """Return the questions of the set, with the right value or letter as answer."""
         self.check_split(split)
-        rows = read_rows(self.path, self._stored_split(), self.source.config)
+        rows = read_rows(self._path, self._stored_split(), self.source.config)
         prompts = [self._prompt(number, row, where) for number, (row, where) in enumerate(rows)]
         if not prompts:
-            raise UserError(f"task {self.name}: no questions in {self.path}")
+            raise UserError(f"task {self.name}: no questions in {self._path}")
         return prompts
 
     def score(self, prompt: Prompt, completion: str) -> Score:
@@ -239,7 +227,7 @@ class Benchmark(Task):
 
     def _stored_split(self) -> str:
         """Return the split to read: the data set's own, or `test` of a folder that lacks that."""
-        folder = Path(self.path).expanduser()
+        folder = Path(self._path).expanduser()
         stored = self.source.split
         if folder.is_dir() and not any((folder / f"{stored}{end}").is_file() for end in SUFFIXES):
             return "test"
@@ -255,7 +243,9 @@ class Benchmark(Task):
             question = "\n".join([question, "", *lines])
         if not answer:
             raise UserError(f"{where}: no answer can be read in {right!r:.60}; correct the row")
-        content = question_content(self.format, f"{question}\n\n{self.instruction}".strip())
+        usual = LETTER if self.source.choices else BOXED
+        instruction = usual if self.instruction is None else self.instruction
+        content = question_content(self.format, f"{question}\n\n{instruction}".strip())
         return Prompt(id=f"{self.name}-{number}", answer=answer, **content)
 
     def _choices(self, number: int, row: Row, right: str, where: str) -> tuple[list[str], str]:

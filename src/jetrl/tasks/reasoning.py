@@ -13,12 +13,15 @@ import importlib
 import re
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from jetrl.errors import UserError
+from jetrl.settings.section import NonNegative, Positive
 from jetrl.tasks.base import (
+    Format,
     Task,
-    check_format,
     check_options,
     describe_error,
     nearest,
@@ -44,19 +47,13 @@ class ReasoningGym(Task):
     def __init__(
         self,
         dataset: str,
-        size: int = 10_000,
-        test_size: int = 500,
-        seed: int = 0,
-        format: str = "chat",
+        size: Annotated[int, Field(ge=1, le=TEST_OFFSET)] = 10_000,
+        test_size: Positive = 500,
+        seed: NonNegative = 0,
+        format: Format = "chat",
         instruction: str = INSTRUCTION,
         **options: Any,
     ) -> None:
-        check_format(format)
-        for key, value in (("size", size), ("test_size", test_size), ("seed", seed)):
-            if not isinstance(value, int) or value < (0 if key == "seed" else 1):
-                raise UserError(f"task.options.{key} = {value!r}: give a whole number of 1 or more")
-        if size > TEST_OFFSET:
-            raise UserError(f"task.options.size = {size}: give at most {TEST_OFFSET}")
         gym = _import_reasoning_gym()
         known = gym.factory.DATASETS
         if dataset not in known:
@@ -72,16 +69,15 @@ class ReasoningGym(Task):
         self.format = format
         self.instruction = instruction if format == "chat" else ""
         self._data: dict[str, Any] = {}
-        for split, number, start in (
-            ("train", size, seed),
-            ("test", test_size, seed + TEST_OFFSET),
-        ):
-            try:
-                self._data[split] = gym.create_dataset(dataset, size=number, seed=start, **options)
-            except Exception as error:
-                raise UserError(
-                    f"reasoning_gym:{dataset} does not take these options: {describe_error(error)}"
-                ) from error
+        try:
+            for split, number, start in (("train", size, 0), ("test", test_size, TEST_OFFSET)):
+                self._data[split] = gym.create_dataset(
+                    dataset, size=number, seed=seed + start, **options
+                )
+        except Exception as error:
+            raise UserError(
+                f"reasoning_gym:{dataset} does not take these options: {describe_error(error)}"
+            ) from error
 
     def prompts(self, split: str) -> Iterable[Prompt]:
         """Return prompts with ids `train-0`, ..., each made when the iterator reaches it."""

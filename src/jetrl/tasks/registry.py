@@ -17,7 +17,14 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.settings.sections import TaskSettings
-from jetrl.tasks.base import Task, check_options, describe_error, nearest
+from jetrl.tasks.base import (
+    Task,
+    check_options,
+    check_values,
+    describe_error,
+    nearest,
+    option_key,
+)
 from jetrl.tasks.dataset import Dataset
 from jetrl.tasks.questions import SOURCES, Benchmark, Gsm8k, benchmark_name
 from jetrl.tasks.reasoning import ReasoningGym
@@ -30,12 +37,14 @@ GSM8K_ON_THE_HUB = "openai/gsm8k"
 BUILT_IN: dict[str, type[Task]] = {
     task.name: task for task in (Arithmetic, Dataset, Gsm8k, Multiplication, Program)
 }
+OWN = (*BUILT_IN.values(), Benchmark, ReasoningGym)  # a user's class may have any annotations
 
 
 def get_single_task(name: str, options: dict[str, Any]) -> Task:
     """Return the task of a name, built with its options; see `registry.get_task`."""
     if name.startswith("reasoning_gym:"):
-        return ReasoningGym(name.removeprefix("reasoning_gym:"), **options)
+        dataset = name.removeprefix("reasoning_gym:")
+        return build(ReasoningGym, name, {**options, "dataset": dataset})
     file, colon, class_name = name.rpartition(":")
     if name.endswith(".py"):
         raise UserError(f"task {name}: add the class, as in {name}:MyTask")
@@ -58,19 +67,18 @@ def build(task_class: type[Task], name: str, options: dict[str, Any]) -> Task:
     """Return a task of a class, after a check that the class takes these options.
 
     Raises:
-        UserError: An option is unknown or missing, or the class raised an error.
+        UserError: An option is unknown, missing or has a wrong value, or the class raised an error.
     """
     parameters = inspect.signature(task_class).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        check_options([p.name for p in parameters if p.kind is not p.VAR_POSITIONAL], options, name)
-    for parameter in parameters:
-        required = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        )
-        if required and parameter.name not in options:
-            key = "task.path" if parameter.name == "path" else f"task.options.{parameter.name}"
+        check_options([parameter.name for parameter in named], options, name)
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in options:
+            key = option_key(parameter.name)
             raise UserError(f"task {name} needs {key}; docs/tasks.md says what it is")
+    if task_class in OWN:
+        check_values(task_class, options)
     try:
         return task_class(**options)
     except UserError:

@@ -8,21 +8,27 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from jetrl.errors import UserError
-from jetrl.tasks.base import Task
+from jetrl.settings.section import Positive, Share
+from jetrl.tasks.base import HeldOutShare, Task
 from jetrl.tasks.rows import read_jsonl
 from jetrl.types import Prompt, Score
 
 OPERATORS = "+-"
-REWARDS = ("answer", "steps")
 LETTERS = "abcdef"
-MOST_DIGITS = 40
-MOST_ROUNDS = 99
+
+Digits = Annotated[int, Field(ge=2, le=40)]
+Rounds = Annotated[int, Field(ge=1, le=99)]
+Variables = Annotated[int, Field(ge=2, le=len(LETTERS))]
+NumPrompts = Annotated[int, Field(ge=1, le=10**7)]
 
 
-def only_these(ids: Sequence[str], file: Path, label: str) -> list[str]:
-    """Return the ids that a file of JSON lines names by `id`, in the order of `ids`."""
+def only_these(prompts: Sequence[Prompt], file: Path, label: str) -> list[Prompt]:
+    """Return the prompts that a file of JSON lines names by `id`, in their own order."""
     chosen: set[str] = set()
     for row, where in read_jsonl(file):
         if not isinstance(row.get("id"), str):
@@ -30,27 +36,48 @@ def only_these(ids: Sequence[str], file: Path, label: str) -> list[str]:
         chosen.add(row["id"])
     if not chosen:
         raise UserError(f"{file}: no lines; each is an object with the id of a prompt")
-    unknown = sorted(chosen.difference(ids))
+    unknown = sorted(chosen.difference(prompt.id for prompt in prompts))
     if unknown:
         raise UserError(
             f"{file}: no training prompt {unknown[0]!r} ({len(unknown)} such); were these ids "
             f"drawn with other options of task {label}?"
         )
-    return [one for one in ids if one in chosen]
+    return [prompt for prompt in prompts if prompt.id in chosen]
 
 
-def check_all(checks: Sequence[tuple[object, str]]) -> None:
-    """Raise `UserError` with the message of the first condition that does not hold."""
-    for holds, message in checks:
-        if not holds:
-            raise UserError(f"task.options.{message}")
+@dataclass(kw_only=True, eq=False)
+class MadeUp(Task):
+    """Seeded problems, with worked answers by a careless teacher.
+
+    Args:
+        mistakes: Fraction of worked answers (`demonstration`) with one wrong digit, drawn again for
+            each call: a careless teacher, whose errors reinforcement then mends.
+        only: A file of JSON lines with an `id` each: train on these prompts only, in their usual
+            order. Unset: all.
+    """
+
+    stop = ("\n",)
+    seed: int = 0
+    mistakes: Share = 0.0
+    only: str | None = None
+
+    def __post_init__(self) -> None:
+        self._teacher = random.Random(self.seed)
+
+    def made_up(self, split: str) -> list[Prompt]:
+        """Return all prompts of a split."""
+        raise NotImplementedError(f"{type(self).__name__} has no made_up(split)")
+
+    def prompts(self, split: str) -> Iterable[Prompt]:
+        self.check_split(split)
+        prompts = self.made_up(split)
+        if split == "train" and self.only is not None:
+            return only_these(prompts, Path(self.only), self.label)
+        return prompts
 
 
-def is_in(value: object, low: int, high: int) -> bool:
-    return type(value) is int and low <= value <= high
-
-
-class Arithmetic(Task):
+@dataclass(kw_only=True, eq=False)
+class Arithmetic(MadeUp):
     """Addition and subtraction (never below zero) of integers of up to `digits` digits: the demo.
 
     A prompt is `07+25=` and its answer `230`: operands padded with zeros to `digits`, and the
@@ -60,66 +87,31 @@ class Arithmetic(Task):
     reward is 1 for exactly the right digits (spaces around them are ignored) and 0 otherwise.
 
     Args:
-        digits: Digits of an operand, 1 to 3 (3 makes a million sums).
+        digits: Digits of an operand; 3 makes a million sums.
         operators: Some of `+-`.
         max_operand: Default: the largest that has `digits` digits.
-        mistakes: Fraction of worked answers (`demonstration`) with one wrong digit, drawn again for
-            each call: a careless teacher, whose errors reinforcement then mends.
-        only: A file of JSON lines with an `id` each: train on these prompts only, in their usual
-            order. Unset: all.
     """
 
     name = "arithmetic"
-    stop = ("\n",)
+    digits: Annotated[int, Field(ge=1, le=3)] = 2
+    operators: Annotated[str, Field(pattern="^[+-]+$")] = "+"
+    max_operand: Positive | None = None
+    padded: bool = True
+    reverse: bool = True
+    test_share: HeldOutShare = 0.1
 
-    def __init__(
-        self,
-        digits: int = 2,
-        operators: str = "+",
-        max_operand: int | None = None,
-        padded: bool = True,
-        reverse: bool = True,
-        seed: int = 0,
-        test_share: float = 0.1,
-        mistakes: float = 0.0,
-        only: str | None = None,
-    ) -> None:
-        largest = 10**digits - 1 if isinstance(digits, int) and 1 <= digits <= 3 else 0
-        top = largest if max_operand is None else max_operand
-        checks = [
-            (largest > 0, f"digits = {digits!r}: give 1, 2 or 3"),
-            (
-                isinstance(operators, str) and operators and set(operators) <= set(OPERATORS),
-                f"operators = {operators!r}: give some of {OPERATORS!r}",
-            ),
-            (
-                isinstance(top, int) and 1 <= top <= largest,
-                f"max_operand = {max_operand!r}: give 1 to {largest} (what {digits} digits hold)",
-            ),
-            (
-                isinstance(test_share, float) and 0 < test_share < 1,
-                f"test_share = {test_share!r}: give a number between 0 and 1",
-            ),
-            (
-                isinstance(mistakes, float | int) and 0 <= mistakes <= 1,
-                f"mistakes = {mistakes!r}: give a share, 0 to 1",
-            ),
-            (isinstance(seed, int), f"seed = {seed!r}: give an integer"),
-            (only is None or isinstance(only, str), f"only = {only!r}: give the name of a file"),
-        ]
-        check_all(checks)
-        self.digits = digits
-        self.operators = "".join(sign for sign in OPERATORS if sign in operators)
-        self.max_operand = top
-        self.padded = padded
-        self.reverse = reverse
-        self.seed = seed
-        self.test_share = test_share
-        self.mistakes = mistakes
-        self.only = only
-        self._teacher = random.Random(seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        largest = 10**self.digits - 1
+        self._top = top = self.max_operand or largest
+        if top > largest:
+            raise UserError(
+                f"task.options.max_operand = {top}: give 1 to {largest} (what {self.digits} digits "
+                "hold)"
+            )
+        self.operators = "".join(sign for sign in OPERATORS if sign in self.operators)
         self.alphabet = "0123456789" + self.operators + "="
-        if reverse:
+        if self.reverse:
             prompt = self._prompt(min(20, top), "+" if "+" in self.operators else "-", min(5, top))
             answer = prompt.answer or ""
             self.reading = (
@@ -127,22 +119,18 @@ class Arithmetic(Task):
                 f"right, since {answer} read from its end is {answer[::-1]}"
             )
 
-    def prompts(self, split: str) -> Iterable[Prompt]:
+    def made_up(self, split: str) -> list[Prompt]:
         """Return `Prompt(id="7+25", text="07+25=", answer="230")` for each problem of the split."""
-        self.check_split(split)
         problems = [
             (left, sign, right)
             for sign in self.operators
-            for left in range(self.max_operand + 1)
-            for right in range(self.max_operand + 1 if sign == "+" else left + 1)
+            for left in range(self._top + 1)
+            for right in range(self._top + 1 if sign == "+" else left + 1)
         ]
         random.Random(self.seed).shuffle(problems)
         num_test = min(max(1, round(len(problems) * self.test_share)), len(problems) - 1)
         chosen = problems[:num_test] if split == "test" else problems[num_test:]
-        prompts = {prompt.id: prompt for prompt in itertools.starmap(self._prompt, chosen)}
-        if split == "train" and self.only is not None:
-            return [prompts[one] for one in only_these([*prompts], Path(self.only), self.label)]
-        return list(prompts.values())
+        return list(itertools.starmap(self._prompt, chosen))
 
     def _prompt(self, left: int, sign: str, right: int) -> Prompt:
         result = str(left + right if sign == "+" else left - right)
@@ -201,7 +189,8 @@ class Slip:
     shift: int
 
 
-class WrittenOut(Task):
+@dataclass(kw_only=True, eq=False)
+class WrittenOut(MadeUp):
     """A task that asks for every step of the work and then the answer, `STEP;STEP;ANSWER`.
 
     A subclass has `draw`, which makes a prompt, and `solve`, which writes its steps. A step needs
@@ -210,59 +199,22 @@ class WrittenOut(Task):
     or with `reward="steps"` the fraction of right steps, the answer being the last. Both are parts
     of the score. Problem i of a split follows from the seed, the split and i; the test split is
     drawn first and problems drawn before are left out, so no training problem is held out.
-
-    Args:
-        num_problems: The number of different problems that `draw` can make.
-        mistakes, only: As of `Arithmetic`.
-        reward: "answer" or "steps".
     """
 
-    stop = ("\n",)
+    size: NumPrompts = 10_000
+    test_size: NumPrompts = 500
+    reward: Literal["answer", "steps"] = "answer"
 
-    def __init__(
-        self,
-        num_steps: int,
-        num_problems: int,
-        size: int,
-        test_size: int,
-        seed: int,
-        mistakes: float,
-        reward: str,
-        only: str | None,
-    ) -> None:
-        check_all(
-            [
-                (is_in(size, 1, 10**7), f"size = {size!r}: give a number of prompts, from 1"),
-                (
-                    is_in(test_size, 1, 10**7),
-                    f"test_size = {test_size!r}: give a number",
-                ),
-                (type(seed) is int, f"seed = {seed!r}: give an integer"),
-                (
-                    isinstance(mistakes, float | int) and 0 <= mistakes <= 1,
-                    f"mistakes = {mistakes!r}: give a share, 0 to 1",
-                ),
-                (reward in REWARDS, f"reward = {reward!r}: give one of {', '.join(REWARDS)}"),
-                (
-                    only is None or isinstance(only, str),
-                    f"only = {only!r}: give the name of a file",
-                ),
-            ]
-        )
-        if 2 * (size + test_size) > num_problems:
+    def check_size(self, num_problems: int) -> None:
+        """Raise `UserError` if the prompts are more than half of all problems of their kind."""
+        if 2 * (self.size + self.test_size) > num_problems:
             raise UserError(
-                f"task.options.size = {size} and test_size = {test_size}: there are {num_problems} "
-                "problems of this kind, and at most half of them are drawn; take fewer, or make "
-                "the problems larger"
+                f"task.options.size = {self.size} and test_size = {self.test_size}: there are "
+                f"{num_problems} problems of this kind, and at most half of them are drawn; take "
+                "fewer, or make the problems larger"
             )
-        self.num_steps = num_steps
-        self.size = size
-        self.test_size = test_size
-        self.seed = seed
-        self.mistakes = mistakes
-        self.reward = reward
-        self.only = only
-        self._teacher = random.Random(seed)
+
+    num_steps = 0  # of a worked answer
 
     def draw(self, source: random.Random) -> str:
         """Return the text of a prompt, drawn from a generator."""
@@ -272,14 +224,11 @@ class WrittenOut(Task):
         """Return the steps of a prompt without their semicolons, and last the answer."""
         raise NotImplementedError(f"{type(self).__name__} has no solve(text)")
 
-    def prompts(self, split: str) -> Iterable[Prompt]:
+    def made_up(self, split: str) -> list[Prompt]:
         """Return the prompts of a split, whose ids are their texts."""
-        self.check_split(split)
         drawn: set[str] = set()
         test = self._draw("test", self.test_size, drawn)
         texts = test if split == "test" else self._draw("train", self.size, drawn)
-        if split == "train" and self.only is not None:
-            texts = only_these(texts, Path(self.only), self.label)
         return [Prompt(id=text, text=text, answer=self.solve(text)[-1]) for text in texts]
 
     def _draw(self, split: str, count: int, drawn: set[str]) -> list[str]:
@@ -324,6 +273,7 @@ class WrittenOut(Task):
         return [(prompt, right, 1.0), (prompt, "", 0.0), (prompt, ";".join(wrong), None)]
 
 
+@dataclass(kw_only=True, eq=False)
 class Multiplication(WrittenOut):
     """Products of two numbers of `digits` digits, written out as a shift register does it.
 
@@ -344,22 +294,12 @@ class Multiplication(WrittenOut):
 
     name = "multiplication"
     alphabet = "0123456789*=,:;"
+    digits: Digits = 3
 
-    def __init__(
-        self,
-        digits: int = 3,
-        size: int = 10_000,
-        test_size: int = 500,
-        seed: int = 0,
-        mistakes: float = 0.0,
-        reward: str = "answer",
-        only: str | None = None,
-    ) -> None:
-        check_all(
-            [(is_in(digits, 2, MOST_DIGITS), f"digits = {digits!r}: give 2 to {MOST_DIGITS}")]
-        )
-        super().__init__(digits, 10 ** (2 * digits), size, test_size, seed, mistakes, reward, only)
-        self.digits = digits
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_size(10 ** (2 * self.digits))
+        self.num_steps = self.digits
         self.reading = (
             "numbers are written lowest digit first: 21*43= asks for 12 x 34, and its answer after "
             "the last ; is ,8040, which read from its end is 408"
@@ -393,6 +333,7 @@ class Multiplication(WrittenOut):
         return [*steps, register + "".join(map(str, sums[1:]))]
 
 
+@dataclass(kw_only=True, eq=False)
 class Program(WrittenOut):
     """Programs that change each variable once per round, traced to the last value, modulo 10.
 
@@ -408,32 +349,15 @@ class Program(WrittenOut):
     """
 
     name = "program"
+    rounds: Rounds = 2
+    variables: Variables = 3
 
-    def __init__(
-        self,
-        rounds: int = 2,
-        variables: int = 3,
-        size: int = 10_000,
-        test_size: int = 500,
-        seed: int = 0,
-        mistakes: float = 0.0,
-        reward: str = "answer",
-        only: str | None = None,
-    ) -> None:
-        most = len(LETTERS)
-        check_all(
-            [
-                (is_in(rounds, 1, MOST_ROUNDS), f"rounds = {rounds!r}: give 1 to {MOST_ROUNDS}"),
-                (is_in(variables, 2, most), f"variables = {variables!r}: give 2 to {most}"),
-            ]
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # A first value, a sign, and another variable or a digit from 1 to 9, for each variable.
-        num_problems = (10 * 2 * (variables - 1 + 9)) ** variables
-        super().__init__(
-            rounds * variables, num_problems, size, test_size, seed, mistakes, reward, only
-        )
-        self.rounds = rounds
-        self.letters = LETTERS[:variables]
+        self.check_size((10 * 2 * (self.variables - 1 + 9)) ** self.variables)
+        self.num_steps = self.rounds * self.variables
+        self.letters = LETTERS[: self.variables]
         self.alphabet = f"0123456789{self.letters}+-*:,;=)"
         self.reading = (
             "a+b adds b to a, modulo 10; the number before ) is that of the rounds left, and the "

@@ -23,14 +23,7 @@ from collections import deque
 from multiprocessing.connection import wait
 
 from jetrl.errors import RunStopped, UserError
-from jetrl.tasks.sandbox.wire import (
-    LineBuffer,
-    WireError,
-    WorkerReply,
-    pack_down,
-    parse_reply,
-    parse_started,
-)
+from jetrl.tasks.sandbox.wire import MAX_LINE, WireError, WorkerReply, pack_down, parse_reply
 from jetrl.tasks.sandbox.worker import WorkerSetup
 from jetrl.untrusted import start
 
@@ -71,7 +64,7 @@ class WorkerProcess:
     def start(self) -> None:
         """Start the process and hand it the task's name; it answers when the task is built."""
         self.connection, theirs = socket.socketpair()
-        self._lines, self._chunk = LineBuffer(), ""
+        self._begun_line, self._chunk = b"", ""
         self._printed = b""
         self.output: int | None
         self.output, write_end = os.pipe()
@@ -132,14 +125,12 @@ class WorkerProcess:
             for line in self._read_lines():
                 took_s = time.monotonic() - self._began
                 self._set_deadline()
+                reply = parse_reply(line)
                 if not self.ready:
-                    self._started(parse_started(line))
+                    self._started(reply.failure)
                     self._lost_s += took_s if self._starts > 1 else 0.0
                     continue
-                if not self.jobs:
-                    raise WireError("an answer to no item")
-                reply = parse_reply(line)
-                if reply.chunk != self._chunk:
+                if not self.jobs or reply.chunk != self._chunk:
                     raise WireError("an answer to what it was not given")
                 if reply.last:
                     # What filled the memory, or took all files, may have been left by the items
@@ -171,7 +162,7 @@ class WorkerProcess:
             # Who reads may be late; the process's own timers were not.
             lost_s = min(time.monotonic(), self.deadline) - self._began
             self._lost_s += min(lost_s, self.setup.timeout_s) if self._was_busy else lost_s
-            replies.append((self.jobs.popleft(), WorkerReply(0.0, {}, failure)))
+            replies.append((self.jobs.popleft(), WorkerReply(failure=failure)))
         self._give_back()
         return replies
 
@@ -206,7 +197,6 @@ class WorkerProcess:
         self._deaths_at_start = 0
 
     def _failed_start(self, failure: str, died: bool) -> None:
-        """Take note of a start that failed."""
         self._deaths_at_start += died
         if not died or self._deaths_at_start > 1:
             raise self._no_start(
@@ -244,7 +234,10 @@ class WorkerProcess:
             data = b""
         if not data:
             raise EOFError
-        return self._lines.feed(data)
+        *lines, self._begun_line = (self._begun_line + data).split(b"\n")
+        if max(map(len, [*lines, self._begun_line])) > MAX_LINE:
+            raise WireError(f"a line of more than {MAX_LINE} bytes")
+        return lines
 
     def _read_output(self) -> bool:
         """Read a bounded piece of the process's output; return whether there was any."""

@@ -271,7 +271,7 @@ class Scorer:
     def _submit(self, item: Item) -> int:
         ticket = next(self._tickets)
         if self._given_up:
-            self._replies[ticket] = WorkerReply(0.0, {}, self._given_up)
+            self._replies[ticket] = WorkerReply(failure=self._given_up)
         elif self._workers:
             self._payloads[ticket] = self._pickled(item)
             # A sequence waits for its turn's answer; nothing waits for one score.
@@ -325,7 +325,7 @@ class Scorer:
             f"(task.max_lost_s = {self._max_lost_s:g} s a worker); one of them: {last}"
         )
         for ticket in self._payloads:
-            self._replies[ticket] = WorkerReply(0.0, {}, self._given_up)
+            self._replies[ticket] = WorkerReply(failure=self._given_up)
         self._payloads.clear()
         self._pending.clear()
 

@@ -34,17 +34,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from jetrl.errors import UserError
+from jetrl.files import problem_of
 from jetrl.tasks.base import ScoreError, Task, describe_error, to_reply, to_score
 from jetrl.tasks.registry import get_task
-from jetrl.tasks.sandbox.wire import (
-    MAX_READABLE,
-    MAX_STEP_REPLY,
-    WorkerReply,
-    read_down,
-    reply_line,
-    started_line,
-)
+from jetrl.tasks.sandbox.wire import MAX_STEP_REPLY, WorkerReply, read_down, reply_line
 from jetrl.tasks.user_files import use_sources
 from jetrl.types import Prompt, Turn
 from jetrl.untrusted import USERS_ERRORS, limit_cpu, limit_memory
@@ -114,15 +110,14 @@ def main(descriptor: int) -> None:
     use_sources(setup.sources)
     try:
         task = get_task(setup.name, path=setup.path, **setup.options)
-    except UserError as error:
-        connection.sendall(started_line(str(error)))
-        return
     except USERS_ERRORS as error:
-        connection.sendall(started_line(f"task {setup.name}: {describe_error(error)}"))
+        own = isinstance(error, UserError)
+        why = str(error) if own else f"task {setup.name}: {describe_error(error)}"
+        connection.sendall(reply_line(WorkerReply(failure=why)))
         return
     if setup.memory_mib:
         limit_memory(setup.memory_mib)
-    connection.sendall(started_line())
+    connection.sendall(reply_line(WorkerReply()))
     # Score chunk after chunk, each item under timers that end the process when they run out.
     while True:
         try:
@@ -134,14 +129,15 @@ def main(descriptor: int) -> None:
                 faulthandler.dump_traceback_later(setup.clock_s, exit=True, file=STDERR)
                 limit_cpu(setup.timeout_s)
             except RuntimeError as error:  # its thread: scores before have left too many
-                reply = WorkerReply(0.0, {}, f"no timer for the score: {error}", last=True)
+                reply = WorkerReply(failure=f"no timer for the score: {error}", last=True)
             else:
                 reply = _score_pickled(task, item, setup.memory_mib)
             if os.getpid() != process:
                 os._exit(0)  # a fork that the score should have ended: the answer is the other's
             limit_cpu(0.0)
             faulthandler.cancel_dump_traceback_later()
-            connection.sendall(reply_line(reply._replace(chunk=chunk)))
+            reply.chunk = chunk
+            connection.sendall(reply_line(reply))
             if reply.last:
                 return
 
@@ -151,7 +147,7 @@ def _score_pickled(task: Task, pickled: bytes, memory_mib: int) -> WorkerReply:
         item: Item = pickle.loads(pickled)
     except Exception as error:
         failure = f"the prompt does not unpickle in a worker: {describe_error(error)}"
-        return WorkerReply(0.0, {}, failure, last=_ran_out(error))
+        return WorkerReply(failure=failure, last=_ran_out(error))
     return score_safely(task, item, memory_mib)
 
 
@@ -167,19 +163,19 @@ def score_safely(task: Task, item: Item, memory_mib: int = 0) -> WorkerReply:
     try:
         return _answer(task, item)
     except ScoreError as error:
-        return WorkerReply(0.0, {}, str(error))
+        return WorkerReply(failure=str(error))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit and the like are the task's failures too
         if _lacks_memory(error):
             limit = f"; task.memory_mib = {memory_mib}" if memory_mib else ""
             failure = f"score ran out of memory: {describe_error(error)}{limit}"
-            return WorkerReply(0.0, {}, failure, last=True)
-        return WorkerReply(0.0, {}, f"score raised {describe_error(error)}", last=_ran_out(error))
+            return WorkerReply(failure=failure, last=True)
+        return WorkerReply(failure=f"score raised {describe_error(error)}", last=_ran_out(error))
 
 
 def _ran_out(error: BaseException) -> bool:
-    """Return whether memory, files, threads or processes ran out, by an error and its causes."""
+    """Return whether memory, files, threads or processes ran out."""
     return _lacks_memory(error) or any(
         (isinstance(cause, OSError) and cause.errno in _RAN_OUT)
         or (isinstance(cause, RuntimeError) and "can't start new thread" in str(cause))
@@ -218,22 +214,20 @@ def _answer(task: Task, item: Item) -> WorkerReply:
                 f"task {task.label}, prompt {prompt.id!r}: step returned {len(text)} characters; "
                 f"at most {MAX_STEP_REPLY}"
             )
-        return WorkerReply(
-            0.0, {}, "", step_reply=dict(reply) if isinstance(reply, Mapping) else reply
-        )
+        return WorkerReply(step_reply=dict(reply) if isinstance(reply, Mapping) else reply)
     if isinstance(completion, str):
         value = task.score(prompt, completion)
     else:
         value = task.score_turns(prompt, completion)
     score = to_score(value, task.label, prompt.id)
     text = completion if isinstance(completion, str) else completion[-1].completion
-    readable = task.readable(prompt, text)
-    if not isinstance(readable, str):
-        raise ScoreError(
-            f"task {task.label}, prompt {prompt.id!r}: readable returned no text but "
-            f"{type(readable).__name__}"
+    try:
+        return WorkerReply(
+            reward=score.reward, parts=dict(score.parts), readable=task.readable(prompt, text)
         )
-    return WorkerReply(score.reward, dict(score.parts), "", readable=readable[:MAX_READABLE])
+    except ValidationError as error:
+        problem = problem_of(error)
+        raise ScoreError(f"task {task.label}, prompt {prompt.id!r}: {problem}") from None
 
 
 def _end_with_parent(descriptor: int) -> None:
