@@ -11,8 +11,10 @@ smaller; 75 run.max_hours reached (continue with --resume); 130 Ctrl-C; 143 SIGT
 
 from __future__ import annotations
 
+import difflib
 import errno
 import traceback
+from collections.abc import Iterable
 
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 
@@ -83,6 +85,14 @@ class Terminated(BaseException):
     """SIGTERM arrived; no Exception, so that no handler on the way keeps it."""
 
     exit_code = 143
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?`, or `; there is: ` and the known names."""
+    names = list(known)
+    if near := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
+        return f"; did you mean {near[0]}?"
+    return f"; there is: {', '.join(names[:30]) or 'none'}"
 
 
 def is_of_disk(error: BaseException) -> bool:

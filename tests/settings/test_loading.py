@@ -152,7 +152,7 @@ def test_broken_toml_is_named_with_its_line(tmp_path: Path) -> None:
 
 def test_a_missing_recipe_is_refused_with_the_nearest(tmp_path: Path) -> None:
     assert "did you mean demo?" in message(recipe="dmo")
-    assert "packaged recipes: demo" in message(recipe=tmp_path / "nothing-like-it.toml")
+    assert "there is: demo" in message(recipe=tmp_path / "nothing-like-it.toml")
     assert "a folder; give a TOML file" in message(recipe=tmp_path)
 
 

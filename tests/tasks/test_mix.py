@@ -60,9 +60,9 @@ def test_prompts_are_of_their_tasks_and_scored_by_them(tmp_path: Path) -> None:
     "tasks, message",
     [
         ([], "give one"),
-        ([{"weight": 1}], r"tasks\[0\]: a table with at least the `name`"),
+        ([{"weight": 1}], r"tasks\[0\].name is missing"),
         ([SUMS, {**MINUS, "weigth": 2}], r"tasks\[1\].weigth: no such key; did you mean weight\?"),
-        ([SUMS, {**MINUS, "weight": -1}], r"tasks\[1\].weight = -1: give 0 or more"),
+        ([SUMS, {**MINUS, "weight": -1}], r"tasks\[1\].weight = -1: should be greater"),
         ([SUMS, {**MINUS, "weight": float("nan")}], r"tasks\[1\].weight = nan"),
         ([{**SUMS, "weight": 0}, {**MINUS, "weight": 0}], "all weights are 0"),
         ([SUMS, SUMS], r"tasks\[1\]: a second task called 'arithmetic'; give one a `label`"),

@@ -122,10 +122,10 @@ def test_an_update_that_is_not_finite_moves_no_bound(sample) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["train.updates_per_step=1"], "nothing is clipped"),
-        (["precision.preset=mixed"], "no FP8 ratios"),
+        (["train.updates_per_step=1"], "train.updates_per_step of at least 2"),
+        (["precision.preset=mixed"], "for FP8 on both sides"),
         (["algorithm.name=gspo"], "no token-level clips"),
-        (["rollout.oversample=0.5"], "ratios of tokens that earlier policies drew"),
+        (["rollout.oversample=0.5"], "needs rollout.oversample = 0"),
     ],
 )
 def test_where_it_means_nothing_it_is_refused(words, message) -> None:

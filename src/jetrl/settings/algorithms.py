@@ -15,13 +15,13 @@ was run, which is not when settings are read: `training/objectives` checks the s
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from jetrl.errors import nearest
 from jetrl.settings.section import (
     Mass,
     NonNegative,
@@ -65,16 +65,17 @@ class Algorithm:
     advantages: str | Callable[..., Any]
     loss: str | Callable[..., Any]
     aggregation: Aggregation
-    options: Mapping[str, float | bool | None] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     kl_estimator: KlEstimator = "k3"
     kl_in: KlPlace = "loss"
     compares_group: bool = True
     needs_critic: bool = False
 
 
-_CLIP: dict[str, float | bool | None] = {"clip": 0.2, "clip_high": None, "dual_clip": None}
-_GROUPS: dict[str, float | bool | None] = {"dynamic_sampling": False, "overlong_buffer": 0}
-_STD: dict[str, float | bool | None] = {"normalize_std": True}
+Options = Mapping[str, float | bool | None]
+_CLIP: Options = {"clip": 0.2, "clip_high": None, "dual_clip": None}
+_GROUPS: Options = {"dynamic_sampling": False, "overlong_buffer": 0}
+_STD: Options = {"normalize_std": True}
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(
@@ -99,14 +100,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         advantages="group",
         loss="clipped_ratio",
         aggregation="token_mean",
-        options={
-            "clip": 0.2,
-            "clip_high": 0.28,
-            "dual_clip": None,
-            **_STD,
-            "dynamic_sampling": True,
-            "overlong_buffer": None,
-        },
+        options={**_CLIP, **_STD, "clip_high": 0.28, "dynamic_sampling": True}
+        | {"overlong_buffer": None},
     ),
     "gspo": Algorithm(
         title="GSPO",
@@ -205,16 +200,7 @@ CORRECTIONS: dict[str, CorrectionBounds] = {
 (richardli.xyz/rl-collapse). IcePop: Ling team 2025, arXiv 2510.18855."""
 
 
-_ALGORITHM_OPTIONS = (
-    "clip",
-    "clip_high",
-    "dual_clip",
-    "normalize_std",
-    "dynamic_sampling",
-    "overlong_buffer",
-    "gamma",
-    "gae_lambda",
-)
+_ALGORITHM_OPTIONS = (*_CLIP, *_STD, *_GROUPS, "gamma", "gae_lambda")
 DYNAMIC_SAMPLING_ROUNDS = 4
 _KL_ESTIMATOR_IN: dict[KlPlace, KlEstimator] = {"loss": "k3", "reward": "k1"}
 
@@ -320,9 +306,8 @@ class AlgorithmSettings(Section):
 
     def _name_problems(self) -> Iterator[str]:
         if self.name not in ALGORITHMS and not self.from_file:
-            near = difflib.get_close_matches(self.name, ALGORITHMS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(ALGORITHMS)}"
-            yield f"algorithm.name = {self.name!r} is unknown; {hint} (or file.py:function)"
+            hint = nearest(self.name, ALGORITHMS)
+            yield f"algorithm.name = {self.name!r} is unknown{hint} (or file.py:function)"
         if self.options and not self.from_file:
             yield "algorithm.options are for an algorithm.name of the form file.py:function"
 
@@ -332,10 +317,9 @@ class AlgorithmSettings(Section):
         for key in read:
             if key not in _ALGORITHM_OPTIONS:
                 yield (
-                    f"{self.name}: the options of its Algorithm name {key!r}, which is none of the "
-                    f"settings that an algorithm reads ({', '.join(_ALGORITHM_OPTIONS)}); leave it "
-                    "out there, and give the function an argument of that name, which "
-                    f"algorithm.options.{key} sets"
+                    f"{self.name}: the options of its Algorithm name {key!r}, which is not one of "
+                    f"{', '.join(_ALGORITHM_OPTIONS)}; give the function an argument of that name "
+                    f"instead, which algorithm.options.{key} sets"
                 )
         for key in _ALGORITHM_OPTIONS:
             if getattr(self, key) is not None and key not in read:
@@ -346,8 +330,8 @@ class AlgorithmSettings(Section):
         rounds, usual = self.dynamic_sampling_rounds, DYNAMIC_SAMPLING_ROUNDS
         if rounds != usual and not self.value("dynamic_sampling", record):
             yield (
-                f"algorithm.dynamic_sampling_rounds = {rounds} means nothing without dynamic "
-                "sampling: set algorithm.dynamic_sampling=true, or leave it out"
+                f"algorithm.dynamic_sampling_rounds = {rounds} means nothing without "
+                "algorithm.dynamic_sampling=true"
             )
         if self.calibrate_clip_every and record.loss != "clipped_ratio":
             yield f"algorithm.calibrate_clip_every: {self.name} has no token-level clips"
@@ -357,8 +341,8 @@ class AlgorithmSettings(Section):
                     yield f"algorithm.{key} is set, but algorithm.kl = 0: give the KL a weight"
         elif self.kl_term(record) == ("k1", "loss"):
             yield (
-                "algorithm.kl_estimator = k1 in the loss: the expected gradient of k1 is zero, so "
-                "it would only add noise; take k2 or k3, or algorithm.kl_in=reward"
+                "algorithm.kl_estimator = k1 in the loss only adds noise (the expected gradient of "
+                "k1 is zero); take k2 or k3, or algorithm.kl_in=reward"
             )
 
     def kl_term(self, record: Algorithm) -> tuple[KlEstimator, KlPlace]:
@@ -368,21 +352,15 @@ class AlgorithmSettings(Section):
         return self.kl_estimator or own, kl_in
 
     def _correction_problems(self) -> Iterator[str]:
-        given = [
-            key
-            for key in ("correction_level", "correction_low", "correction_high")
-            if getattr(self, key) is not None
-        ]
         if self.correction == "none":
-            if given:
-                yield f"algorithm.{given[0]} is set, but algorithm.correction = none"
+            for key in ("correction_level", "correction_low", "correction_high"):
+                if getattr(self, key) is not None:
+                    yield f"algorithm.{key} is set, but algorithm.correction = none"
             return
         bounds = CORRECTIONS[self.correction]
         if self.correction_level is not None and self.correction_level not in bounds.levels:
-            yield (
-                f"algorithm.correction_level = {self.correction_level}: {self.correction} has "
-                f"{', '.join(bounds.levels)}"
-            )
+            has = f"{self.correction} has {', '.join(bounds.levels)}"
+            yield f"algorithm.correction_level = {self.correction_level}: {has}"
         if self.correction_low is not None and bounds.low is None:
             yield f"algorithm.correction_low: {self.correction} has an upper bound alone"
         low, high = self.correction_low or bounds.low, self.correction_high or bounds.high

@@ -23,18 +23,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, nearest
 from jetrl.settings.sections import Settings
 
-__all__ = [
-    "Settings",
-    "describe",
-    "find_recipe",
-    "load_config",
-    "packaged_recipes",
-    "to_toml",
-    "toml_value",
-]
+__all__ = ["Settings", "describe", "find_recipe", "load_config", "packaged_recipes", "to_toml"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +65,7 @@ def load_config(
     if recipe is not None:
         path = find_recipe(recipe)
         tree = _read_toml(path, origins)
-    _set_aside_task(tree, overrides)
-    _set_aside_config(tree, overrides)
+    _set_aside(tree, overrides)
     for override in overrides:
         _apply_override(tree, override, origins)
     _check_tree(tree, Settings, (), origins)
@@ -103,47 +94,35 @@ def find_recipe(recipe: str | Path) -> Path:
         raise UserError(f"recipe {path}: a folder; give a TOML file")
     if ".py:" in str(recipe):
         raise UserError(f"recipe {recipe}: no TOML file; is it a task? Then write task={recipe}")
-    known = packaged_recipes()
-    near = difflib.get_close_matches(path.stem, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"packaged recipes: {', '.join(known)}"
-    raise UserError(f"recipe {recipe}: no such file or packaged recipe; {hint}")
+    hint = nearest(path.stem, packaged_recipes())
+    raise UserError(f"recipe {recipe}: no such file or packaged recipe{hint}")
 
 
 @dataclass
 class _Origins:
-    """The origins of settings by key, for error messages: lines of a recipe, overrides, places."""
+    """The origins of settings by dotted key, for messages: lines of a recipe, overrides, places."""
 
     recipe: Path | None = None
-    lines: dict[str, int] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
     overrides: dict[str, str] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, key: str) -> str:
-        for prefix in _prefixes(key):
-            if prefix in self.places:
-                return self.places[prefix]
-            if prefix in self.overrides:
-                return f"override {self.overrides[prefix]!r}"
-        for prefix in _prefixes(key):
-            if prefix in self.lines:
-                return f"{self.recipe}, line {self.lines[prefix]}"
-        for override_key, override in self.overrides.items():
-            if override_key.startswith(f"{key}."):
-                return self.places.get(override_key, f"override {override!r}")
-        return str(self.recipe) if self.recipe else "the settings"
+        parts = key.split(".")
+        prefixes = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]  # a.b.c, a.b, a
+        given = {**self.overrides, **self.places}
+        for origins in (given, self.lines):
+            for prefix in prefixes:
+                if prefix in origins:
+                    return origins[prefix]
+        inside = [given[other] for other in self.overrides if other.startswith(f"{key}.")]
+        return inside[0] if inside else str(self.recipe or "the settings")
 
     def everywhere(self) -> str:
         names = [str(self.recipe)] if self.recipe else []
         if self.overrides:
             names.append("the settings of the study" if self.places else "the overrides")
         return " and ".join(names) or "the settings"
-
-
-def _prefixes(key: str) -> Iterator[str]:
-    """Yield a dotted key and its sections, from the longest: a.b.c, a.b, a."""
-    while key:
-        yield key
-        key = key.rpartition(".")[0]
 
 
 def _read_toml(path: Path, origins: _Origins) -> dict[str, Any]:
@@ -161,34 +140,27 @@ def _read_toml(path: Path, origins: _Origins) -> dict[str, Any]:
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[\s*([\w.\-]+)\s*\]", line):
             section = header[1]
-            origins.lines.setdefault(section, number)
+            origins.lines.setdefault(section, f"{path}, line {number}")
         elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
-            origins.lines.setdefault(f"{section}.{key[1]}".lstrip("."), number)
+            full = f"{section}.{key[1]}".lstrip(".")
+            origins.lines.setdefault(full, f"{path}, line {number}")
     return tree
 
 
-def _set_aside_task(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Drop the recipe's [task] if the overrides name another task."""
-    names = [
-        text.strip()
-        for key, _, text in (o.partition("=") for o in overrides)
-        if key.strip() in ("task", "task.name")
-    ]
-    section = tree.get("task")
-    if names and isinstance(section, dict) and _parse_value(names[-1], True) != section.get("name"):
+def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Drop what a recipe has for its own task or model, if overrides name another one."""
+    words = [(key.strip(), text.strip()) for key, _, text in (o.partition("=") for o in overrides)]
+    given = {"task.name" if key == "task" else key: text for key, text in words}
+    task, model = tree.get("task"), tree.get("model")
+    name = _parse_value(given.get("task.name", "none"), is_text=True)
+    if isinstance(task, dict) and "task.name" in given and name != task.get("name"):
         tree["task"] = {}
-
-
-def _set_aside_config(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Drop the recipe's model.config, and the tokenizer made for it, if overrides name a path."""
-    given = {key.strip(): text.strip() for key, _, text in (o.partition("=") for o in overrides)}
-    section = tree.get("model")
-    if given.get("model.path", "none") == "none" or not isinstance(section, dict):
+    if given.get("model.path", "none") == "none" or not isinstance(model, dict):
         return
-    if "config" not in section or any(key.startswith("model.config") for key in given):
+    if "config" not in model or any(key.startswith("model.config") for key in given):
         return
-    dropped = [key for key in ("config", "tokenizer") if key in section]
-    tree["model"] = {key: value for key, value in section.items() if key not in dropped}
+    dropped = [key for key in ("config", "tokenizer") if key in model]
+    tree["model"] = {key: value for key, value in model.items() if key not in dropped}
     logger.warning(
         "model.path=%s takes the place of the recipe's %s",
         given["model.path"],
@@ -205,7 +177,7 @@ def _apply_override(tree: dict[str, Any], override: str, origins: _Origins) -> N
         key = "task.name"
     elif key in Settings.model_fields:
         raise UserError(f"override {override!r}: {key} is a section; name a key of it")
-    origins.overrides[key] = override
+    origins.overrides[key] = f"override {override!r}"
     *sections, last = key.split(".")
     value = _parse_value(text, is_text=_annotation(key) in (str, str | None))
     for section in sections:
@@ -299,14 +271,11 @@ def _explain(error: ValidationError, origins: _Origins) -> str:
         if item["type"] == "value_error":
             heads[key] = origins.of(key) if "." in key else origins.everywhere()
         else:
-            heads[key] = f"{origins.of(key)}: {key} = {toml_value(_input_of(item))}"
+            value = "none" if item["input"] is None else item["input"]
+            heads[key] = f"{origins.of(key)}: {key} = {toml_value(value)}"
         if message not in messages.setdefault(key, []):
             messages[key].append(message)
     return "\n".join(f"{heads[key]}: {' or '.join(texts)}" for key, texts in messages.items())
-
-
-def _input_of(item: Any) -> Any:
-    return "none" if item["input"] is None else item["input"]
 
 
 def to_toml(settings: Settings, *, defaults: bool = True) -> str:
@@ -362,21 +331,13 @@ def describe(model: type[BaseModel] = Settings) -> Iterator[tuple[str, str, str,
         for key, setting in section_model.model_fields.items():
             default = setting.get_default(call_default_factory=True)
             shown = default if isinstance(default, str) else toml_value(default)
-            yield (
-                f"{name}.{key}",
-                _type_name(setting.annotation),
-                "unset" if default is None else shown,
-                setting.description or "",
-            )
+            shown = "unset" if default is None else shown
+            kind = _type_name(setting.annotation)
+            yield f"{name}.{key}", kind, shown, setting.description or ""
 
 
-_TYPE_NAMES: dict[Any, str] = {
-    str: "text",
-    int: "integer",
-    float: "number",
-    bool: "true | false",
-    dict: "table",
-}
+_TYPE_NAMES: dict[Any, str] = {str: "text", int: "integer", float: "number", dict: "table"}
+_TYPE_NAMES[bool] = "true | false"
 
 
 def _type_name(annotation: Any) -> str:
@@ -394,49 +355,33 @@ def _type_name(annotation: Any) -> str:
     return _TYPE_NAMES[origin or annotation]
 
 
-NAMES_ELSEWHERE = {
-    "adv_estimator": "algorithm.name",
-    "batch_size": "rollout.prompts_per_step",
-    "beta": "algorithm.kl",
-    "clip_ratio": "algorithm.clip",
-    "clip_ratio_c": "algorithm.dual_clip",
-    "clip_ratio_high": "algorithm.clip_high",
-    "clip_ratio_low": "algorithm.clip",
-    "delta": "algorithm.dual_clip",
-    "epsilon": "algorithm.clip",
-    "epsilon_high": "algorithm.clip_high",
-    "eval_steps": "eval.every",
-    "gradient_accumulation_steps": "train.tokens_per_micro_batch",
-    "gradient_checkpointing": "train.activation_checkpointing",
-    "kl_coef": "algorithm.kl",
-    "kl_loss_coef": "algorithm.kl",
-    "learning_rate": "train.lr",
-    "logger": "trackers.names",
-    "lora_alpha": "adapter.alpha",
-    "lora_rank": "adapter.rank",
-    "loss_agg_mode": "algorithm.aggregation",
-    "loss_type": "algorithm.name",
-    "lr_scheduler_type": "train.schedule",
-    "max_completion_length": "rollout.max_tokens",
-    "max_grad_norm": "train.grad_clip",
-    "max_new_tokens": "rollout.max_tokens",
-    "max_response_length": "rollout.max_tokens",
-    "max_steps": "loop.steps",
-    "model_name": "model.path",
-    "model_name_or_path": "model.path",
-    "num_generations": "rollout.samples_per_prompt",
-    "output_dir": "run.dir",
-    "per_device_train_batch_size": "train.tokens_per_micro_batch",
-    "ppo_mini_batch_size": "train.updates_per_step",
-    "report_to": "trackers.names",
-    "rollouts_per_example": "rollout.samples_per_prompt",
-    "save_freq": "checkpoint.every",
-    "save_steps": "checkpoint.every",
-    "scale_rewards": "algorithm.normalize_std",
-    "steps_per_generation": "train.updates_per_step",
-    "target_modules": "adapter.targets",
-    "test_freq": "eval.every",
-    "total_training_steps": "loop.steps",
-    "train_batch_size": "rollout.prompts_per_step",
-    "use_rslora": "adapter.rslora",
+# Settings by the names that they have in other libraries.
+_ELSEWHERE = {
+    "adapter.alpha": "lora_alpha",
+    "adapter.rank": "lora_rank",
+    "adapter.rslora": "use_rslora",
+    "adapter.targets": "target_modules",
+    "algorithm.aggregation": "loss_agg_mode",
+    "algorithm.clip": "clip_ratio clip_ratio_low epsilon",
+    "algorithm.clip_high": "clip_ratio_high epsilon_high",
+    "algorithm.dual_clip": "clip_ratio_c delta",
+    "algorithm.kl": "beta kl_coef kl_loss_coef",
+    "algorithm.name": "adv_estimator loss_type",
+    "algorithm.normalize_std": "scale_rewards",
+    "checkpoint.every": "save_freq save_steps",
+    "eval.every": "eval_steps test_freq",
+    "loop.steps": "max_steps total_training_steps",
+    "model.path": "model_name model_name_or_path",
+    "rollout.max_tokens": "max_completion_length max_new_tokens max_response_length",
+    "rollout.prompts_per_step": "batch_size train_batch_size",
+    "rollout.samples_per_prompt": "num_generations rollouts_per_example",
+    "run.dir": "output_dir",
+    "trackers.names": "logger report_to",
+    "train.activation_checkpointing": "gradient_checkpointing",
+    "train.grad_clip": "max_grad_norm",
+    "train.lr": "learning_rate",
+    "train.schedule": "lr_scheduler_type",
+    "train.tokens_per_micro_batch": "gradient_accumulation_steps per_device_train_batch_size",
+    "train.updates_per_step": "ppo_mini_batch_size steps_per_generation",
 }
+NAMES_ELSEWHERE = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}

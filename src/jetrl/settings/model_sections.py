@@ -65,10 +65,8 @@ class RewardSettings(Section):
         if not self.rule and not self.model:
             raise ValueError("reward.rule and reward.model are both 0: every reward would be 0")
         if self.model and self.model_path is None:
-            raise ValueError(
-                f"reward.model = {self.model} needs reward.model_path, a reward model's directory "
-                "(`jetrl sft --task reward` trains one)"
-            )
+            need = "reward.model_path, a directory that `jetrl sft --task reward` writes"
+            raise ValueError(f"reward.model = {self.model} needs {need}")
         if self.model_path is not None and not self.model:
             raise ValueError("reward.model_path is set, but reward.model = 0: give it a weight")
         if self.offload and self.model_path is None:
@@ -124,46 +122,33 @@ class AdapterSettings(Section):
         return self.train_embeddings or self.train_norms or self.train_head
 
     def base_problems(self, precision: PrecisionSettings) -> Iterator[str]:
-        """Yield messages about a precision that does not agree with the section.
-
-        Args:
-            precision: The section [precision].
-        """
+        """Yield messages about a precision that does not agree with the section."""
         if precision.base == "nvfp4" and self.kind is None:
-            yield (
-                "precision.base = nvfp4 is for a model that is not trained: set adapter.kind=lora, "
-                "or leave precision.base out"
-            )
+            yield "precision.base = nvfp4 is for a model that is not trained: set adapter.kind=lora"
         if precision.preset == "fp32" and self.noise_start:
             yield (
-                "adapter.noise_start is noise on the rounded weights of norms, and "
-                "precision.preset = fp32 has none: choose another preset, or leave it out"
+                "adapter.noise_start is noise on rounded weights of norms, and precision.preset = "
+                "fp32 has none"
             )
 
     def problems(self, algorithm: AlgorithmSettings, reference: ReferenceSettings) -> Iterator[str]:
-        """Yield messages about settings of a reinforcement learning run that an adapter excludes.
-
-        Args:
-            algorithm: The section [algorithm].
-            reference: The section [reference].
-        """
+        """Yield messages about settings of an RL run that an adapter excludes."""
         if self.kind is None:
             return
         if algorithm.calibrate_clip_every:
             yield (
-                "algorithm.calibrate_clip_every compares with a BF16 copy of the model's master "
-                "weights, and with adapter.kind = lora the model has none; set it to 0"
+                "algorithm.calibrate_clip_every compares with BF16 master weights, of which there "
+                "are none with adapter.kind = lora; set it to 0"
             )
         if reference.path is None and reference.offload:
             yield (
                 "reference.offload is set, but with adapter.kind = lora the reference is the "
-                "policy's own base and takes no memory; leave it out"
+                "policy's own base; leave it out"
             )
         if reference.path is None and algorithm.kl and self.trains_more:
             yield (
-                "algorithm.kl measures against the base without its adapter, and "
-                "adapter.train_embeddings, train_norms and train_head change that base: set "
-                "reference.path to the model's directory, or train the adapter alone"
+                "algorithm.kl measures against the base, which adapter.train_embeddings, "
+                "train_norms and train_head change: set reference.path to the model's directory"
             )
 
     @model_validator(mode="after")
@@ -173,14 +158,10 @@ class AdapterSettings(Section):
             if 0 < self.noise_start < self.noise_end:
                 raise ValueError(
                     f"adapter.noise_start = {self.noise_start:g} is below adapter.noise_end = "
-                    f"{self.noise_end:g}, and the noise falls over a run: raise noise_start, or "
-                    "lower noise_end"
+                    f"{self.noise_end:g}, and noise falls over a run"
                 )
             return self
         for key, field in type(self).model_fields.items():
             if getattr(self, key) != field.default:
-                raise ValueError(
-                    f"adapter.{key} is set, and adapter.kind is not: set adapter.kind=lora, or "
-                    f"leave adapter.{key} out"
-                )
+                raise ValueError(f"adapter.{key} is set, and not adapter.kind: set it to lora")
         return self

@@ -183,10 +183,8 @@ class DataSettings(Section):
         for key, (other, reader) in readers.items():
             value, default = getattr(self, key), type(self).model_fields[key].default
             if value != default and getattr(self, other) != reader:
-                raise ValueError(
-                    f"data.{key} = {value} means nothing with data.{other} = "
-                    f"{getattr(self, other)}: set data.{other}={reader}, or leave it out"
-                )
+                has = f"data.{other} = {getattr(self, other)}: set data.{other}={reader}"
+                raise ValueError(f"data.{key} = {value} means nothing with {has}")
         return self
 
 
@@ -276,14 +274,13 @@ class TrainSettings(Section):
         if self.optimizer_states == "compact":
             if self.betas[0] ** 2 >= self.betas[1]:
                 raise ValueError(
-                    f"optimizer_states=compact needs betas[0]**2 below betas[1], not betas = "
-                    f"{list(self.betas)}; change train.betas, or set train.optimizer_states=fp32"
+                    "train.optimizer_states=compact needs betas[0]**2 below betas[1], not "
+                    f"train.betas = {list(self.betas)}"
                 )
             if self.grad_clip > 2**14:
                 raise ValueError(
-                    f"optimizer_states=compact holds gradients up to {2**14}, and train.grad_clip "
-                    f"= {self.grad_clip:g} lets larger ones pass; lower it, or set "
-                    "train.optimizer_states=fp32"
+                    f"train.optimizer_states=compact holds gradients up to {2**14}: lower "
+                    f"train.grad_clip = {self.grad_clip:g}"
                 )
         return self
 
@@ -428,8 +425,7 @@ class Settings(Section):
         if train.updates_per_step > rollout.prompts_per_step:
             yield (
                 f"train.updates_per_step = {train.updates_per_step} needs as many prompts, but "
-                f"rollout.prompts_per_step = {rollout.prompts_per_step}: an update takes whole "
-                "groups"
+                f"rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
         if self.algorithm.name in ALGORITHMS:
             yield from self.algorithm_problems(ALGORITHMS[self.algorithm.name])
@@ -446,56 +442,51 @@ class Settings(Section):
                 )
         if self.rollout.temperature == 0:
             yield (
-                "rollout.temperature = 0 draws the same completion for a whole group, so nothing "
-                "is learnt; take 1.0 (evaluation has its own eval.temperature)"
+                "rollout.temperature = 0 draws the same completion for a whole group; take 1.0 "
+                "(evaluation has its own eval.temperature)"
             )
-
-        if self.algorithm.calibrate_clip_every and train.updates_per_step == 1:
-            yield (
-                "algorithm.calibrate_clip_every needs train.updates_per_step of at least 2: with "
-                "one update a step every ratio is 1, and nothing is clipped"
-            )
-        formats = PRESETS[self.precision.preset]
-        if self.algorithm.calibrate_clip_every and not is_fp8(*formats[:2]):
-            yield (
-                "algorithm.calibrate_clip_every is for FP8 on both sides: precision.preset = "
-                f"{self.precision.preset} has no FP8 ratios to calibrate"
-            )
-        if self.algorithm.calibrate_clip_every and rollout.oversample:
-            yield (
-                "algorithm.calibrate_clip_every compares how far one step moves FP8 and BF16 "
-                f"ratios, and with rollout.oversample = {rollout.oversample} there are ratios of "
-                "tokens that earlier policies drew; set one of the two to 0"
-            )
+        if self.algorithm.calibrate_clip_every:
+            yield from self._calibration_problems()
         if self.reference.offload and not self.algorithm.kl and self.reference.path is None:
             yield "reference.offload is set, but there is no reference: algorithm.kl = 0"
+
+    def _calibration_problems(self) -> Iterator[str]:
+        preset = self.precision.preset
+        if self.train.updates_per_step == 1:
+            yield "algorithm.calibrate_clip_every needs train.updates_per_step of at least 2"
+        if not is_fp8(*PRESETS[preset][:2]):
+            yield (
+                "algorithm.calibrate_clip_every is for FP8 on both sides, unlike precision.preset "
+                f"= {preset}"
+            )
+        if self.rollout.oversample:
+            yield (
+                "algorithm.calibrate_clip_every needs rollout.oversample = 0: it compares ratios "
+                "of tokens that one policy drew"
+            )
 
     def algorithm_problems(self, record: Algorithm) -> Iterator[str]:
         """Yield messages about settings that do not agree with the algorithm of an RL run."""
         rollout, name = self.rollout, self.algorithm.name
         if rollout.samples_per_prompt == 1 and record.compares_group:
             yield (
-                f"rollout.samples_per_prompt = 1: {name} compares the completions "
-                "of one prompt with each other, so every advantage would be 0; take at least 2"
+                f"rollout.samples_per_prompt = 1: {name} compares the completions of one prompt; "
+                "take at least 2"
             )
         kl_in_reward = self.algorithm.kl and self.algorithm.kl_term(record)[1] == "reward"
         if self.data.batch == "shuffle_r1" and kl_in_reward and record.compares_group:
             yield (
-                f"data.batch = shuffle_r1: {name} takes the KL from the rewards that it compares, "
-                "and completions that no update draws have none; set algorithm.kl_in=loss, "
-                "algorithm.kl=0 or data.batch=all"
+                f"data.batch = shuffle_r1: {name} takes the KL from the rewards that it compares; "
+                "set algorithm.kl_in=loss, algorithm.kl=0 or data.batch=all"
             )
         buffer = self.algorithm.value("overlong_buffer", record) or 0
         if buffer > rollout.max_tokens:
-            yield (
-                f"algorithm.overlong_buffer = {buffer} is more than rollout.max_tokens = "
-                f"{rollout.max_tokens}: every completion would lose reward, however short"
-            )
+            most = f"rollout.max_tokens = {rollout.max_tokens}"
+            yield f"algorithm.overlong_buffer = {buffer} is more than {most}"
         if record.needs_critic and self.critic.path is None:
             yield (
-                f"algorithm.name = {name} needs a critic, and none is configured: set "
-                "critic.path=policy (a copy of the policy's decoder with a new head), or a model "
-                "directory"
+                f"algorithm.name = {name} needs a critic, as with critic.path=policy (a copy of "
+                "the policy's decoder with a new head), or a model directory"
             )
         if self.critic.path is not None and not record.needs_critic:
             yield f"critic.path is set, but algorithm.name = {name} has no critic; leave it out"
@@ -503,8 +494,8 @@ class Settings(Section):
     def _single_problems(self) -> Iterator[str]:
         if self.rollout.speculation == "head" and not self.loop.steps:
             yield (
-                "rollout.speculation = head has drafts from a network that RL trains, and "
-                "loop.steps = 0: there is no RL here; take text or off"
+                "rollout.speculation = head drafts with a network that RL trains, and loop.steps = "
+                "0; take text or off"
             )
         if self.eval.samples > 1 and self.eval.temperature == 0:
             yield (

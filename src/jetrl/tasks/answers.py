@@ -424,10 +424,11 @@ def _upright(words: re.Match[str]) -> str:
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_LENGTH = 200  # characters of an answer; a longer one is not an answer
-MAX_DEPTH = 8  # brackets in brackets of an answer that is read as it is
+MAX_DEPTH = 8  # brackets in a row of an answer that is read as it is
 RELATIVE = 1e-3  # the most by which numbers that agree to 6 decimals may differ
 _BASE = re.compile(r"^[0-9A-Fa-f.]+_\{?([0-9]+)\}?$")  # 2516_8
-_CLOSING = {"(": ")", "{": "}"}
+_DEEP = re.compile(rf"[({{]{{{MAX_DEPTH + 1}}}")
+_DOUBLED = re.compile(r"\((\([^(){}]*\))\)|\{(\{[^(){}]*\})\}")
 _PRECISION = 30  # of the numbers of an expression
 # What sympy raises where it cannot do something.
 _NOT_POSSIBLE = (TypeError, ValueError, AttributeError, NotImplementedError, ArithmeticError)
@@ -460,10 +461,7 @@ def same_value(gold: str, answer: str) -> bool:
         return False
     sympy = _sympy()
     sympy.core.random.seed(0)
-    golds, answers = (
-        _parse(without_doubled_brackets(gold)),
-        _parse(without_doubled_brackets(answer)),
-    )
+    golds, answers = (_parse(without_doubled_brackets(text)) for text in (gold, answer))
     if not _verify(golds, answers):
         return bool(golds and answers) and _same_region(golds[0], answers[0])
     if gold == answer or not (len(golds) == len(answers) == 2):
@@ -475,27 +473,13 @@ def without_doubled_brackets(text: str) -> str:
     """Return a deeply nested answer with one bracket instead of brackets right around brackets.
 
     The time that LaTeX takes to be read grows several times over with each bracket in a bracket.
-    Answers of up to MAX_DEPTH are returned as they are.
     """
     plain = text.replace(r"\left", "").replace(r"\right", "")
-    closing_of: dict[int, int] = {}
-    open_at: list[int] = []
-    deepest = 0
-    for position, character in enumerate(plain):
-        if character in _CLOSING:
-            open_at.append(position)
-            deepest = max(deepest, len(open_at))
-        elif open_at and character == _CLOSING[plain[open_at[-1]]]:
-            closing_of[open_at.pop()] = position
-    if deepest <= MAX_DEPTH:
+    if not _DEEP.search(plain):
         return text
-    doubled = {
-        position
-        for start, end in closing_of.items()
-        if plain[start + 1] == plain[start] and closing_of.get(start + 1) == end - 1
-        for position in (start, end)
-    }
-    return "".join(c for position, c in enumerate(plain) if position not in doubled)
+    while (fewer := _DOUBLED.sub(r"\1\2", plain)) != plain:
+        plain = fewer
+    return plain
 
 
 def _verify(golds: list[Any], answers: list[Any]) -> bool:

@@ -7,7 +7,6 @@ so keep torch out of a task file unless its score needs it.
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 import traceback
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, nearest
 from jetrl.files import problem_of
 from jetrl.types import Prompt, Reply, Score, Turn
 
@@ -253,14 +252,6 @@ def _number(value: object, what: str) -> float:
 def _show(value: object) -> str:
     text = repr(value)
     return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """Return `; did you mean X?`, or `; there is: ` and the known names."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean {near[0]}?"
-    return f"; there is: {', '.join(known[:30]) or 'none'}"
 
 
 def option_key(option: str) -> str:

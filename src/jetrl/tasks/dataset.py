@@ -25,9 +25,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, nearest
 from jetrl.tasks.answers import answer_key, check_math, gold_answer, load_math_verify
-from jetrl.tasks.base import Format, HeldOutShare, Task, nearest, question_content, to_stops
+from jetrl.tasks.base import Format, HeldOutShare, Task, question_content, to_stops
 from jetrl.tasks.rows import Row, check_path, read_rows, splits_of, value_at
 from jetrl.tasks.user_files import load_function
 from jetrl.types import Prompt, Score

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, nearest
 from jetrl.tasks.answers import answer_key, check_math, gold_answer, load_math_verify
-from jetrl.tasks.base import Format, Task, nearest, question_content
+from jetrl.tasks.base import Format, Task, question_content
 from jetrl.tasks.rows import SUFFIXES, Row, check_path, read_rows
 from jetrl.types import Prompt, Score
 

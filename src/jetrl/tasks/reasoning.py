@@ -17,14 +17,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, nearest
 from jetrl.settings.section import NonNegative, Positive
 from jetrl.tasks.base import (
     Format,
     Task,
     check_options,
     describe_error,
-    nearest,
     question_content,
 )
 from jetrl.types import Prompt, Score

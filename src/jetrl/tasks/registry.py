@@ -9,20 +9,22 @@ get_task("my_task.py:MyTask", path="data/")   a class in a file of yours
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jetrl.errors import UserError
+from pydantic import Field, ValidationError
+
+from jetrl.errors import UserError, nearest
+from jetrl.files import problem_of
+from jetrl.settings.section import NonNegativeFloat, Section, Text
 from jetrl.settings.sections import TaskSettings
 from jetrl.tasks.base import (
     Task,
     check_options,
     check_values,
     describe_error,
-    nearest,
     option_key,
 )
 from jetrl.tasks.dataset import Dataset
@@ -117,7 +119,15 @@ def read_prompts(task: Task, split: str) -> list[Prompt]:
     return prompts
 
 
-KEYS = ("name", "path", "weight", "label", "system_prompt", "options")
+class MixedTask(Section):
+    """A table of `task.options.tasks`."""
+
+    name: Text
+    path: str | None = None
+    weight: NonNegativeFloat = 1.0
+    label: str | None = None
+    system_prompt: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class Mix(Task):
@@ -136,7 +146,9 @@ class Mix(Task):
     name = "mix"
 
     def __init__(self, tasks: Sequence[Mapping[str, Any]]) -> None:
-        if not isinstance(tasks, Sequence) or not tasks or isinstance(tasks, str):
+        if not isinstance(tasks, list | tuple) or not all(
+            isinstance(t, Mapping) for t in tasks or [0]
+        ):
             raise UserError("task.options.tasks: give one [[task.options.tasks]] table or more")
         self.tasks: dict[str, Task] = {}
         self.weights: dict[str, float] = {}
@@ -155,33 +167,27 @@ class Mix(Task):
 
     def _add(self, number: int, entry: Mapping[str, Any]) -> None:
         where = f"task.options.tasks[{number}]"
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-            raise UserError(f"{where}: a table with at least the `name` of a task is expected")
         for key in entry:
-            if key not in KEYS:
-                raise UserError(f"{where}.{key}: no such key{nearest(str(key), list(KEYS))}")
-        weight = entry.get("weight", 1)
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise UserError(f"{where}.weight = {weight!r}: give a number")
-        if not 0 <= weight < math.inf:
-            raise UserError(f"{where}.weight = {weight}: give 0 or more")
-        if entry["name"] == "mix":
-            raise UserError(f"{where}: a mix in a mix; list its tasks here")
+            if key not in MixedTask.model_fields:
+                near = nearest(str(key), MixedTask.model_fields)
+                raise UserError(f"{where}.{key}: no such key{near}")
         try:
-            options = dict(entry.get("options", {}))
-            if entry.get("path") is not None:
-                options["path"] = str(entry["path"])
-            task = get_single_task(entry["name"], options)
+            mixed = MixedTask.model_validate(entry, strict=True)
+        except ValidationError as error:
+            raise UserError(f"{where}.{problem_of(error)}") from None
+        if mixed.name == "mix":
+            raise UserError(f"{where}: a mix in a mix; list its tasks here")
+        path = {} if mixed.path is None else {"path": mixed.path}
+        try:
+            task = get_single_task(mixed.name, {**mixed.options, **path})
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        label = str(entry.get("label", task.label))
+        label = mixed.label or task.label
         if label in self.tasks:
-            raise UserError(
-                f"{where}: a second task called {label!r}; give one a `label` of its own"
-            )
+            raise UserError(f"{where}: a second task called {label!r}; give one a `label`")
         self.tasks[label] = task
-        self.weights[label] = float(weight)
-        self._system_prompts[label] = entry.get("system_prompt")
+        self.weights[label] = mixed.weight
+        self._system_prompts[label] = mixed.system_prompt
 
     def prompts(self, split: str) -> Iterable[Prompt]:
         """Return every task's prompts, one task after the other; their ids are `label/id`."""

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jetrl.errors import UserError
-from jetrl.tasks.base import Task, nearest
+from jetrl.errors import UserError, nearest
+from jetrl.tasks.base import Task
 from jetrl.untrusted import USERS_ERRORS, check_trusted
 
 _MODULES = "jetrl_user_task_"  # start of the names of users' modules in sys.modules

@@ -18,7 +18,6 @@ is not used any more: scores before may have left them behind.
 
 from __future__ import annotations
 
-import atexit
 import errno
 import faulthandler
 import os
@@ -101,7 +100,6 @@ def main(descriptor: int) -> None:
     # At the end of its processor time the process writes where it is, and dies of the signal.
     faulthandler.register(signal.SIGPROF, file=STDERR, chain=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    atexit.register(_end_session, descriptor)  # the first of the hooks, so the last to run
     connection, process = socket.socket(fileno=descriptor), os.getpid()
     incoming = connection.makefile("rb")
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
@@ -123,6 +121,7 @@ def main(descriptor: int) -> None:
         try:
             chunk, items = read_down(incoming)
         except EOFError:
+            os.killpg(0, signal.SIGKILL)  # with the processes that the task may have started
             return
         for item in items:
             try:
@@ -238,11 +237,3 @@ def _end_with_parent(descriptor: int) -> None:
     time.sleep(1.0)  # an idle worker has ended on its own by now
     sys.stderr.flush()
     os.killpg(0, signal.SIGKILL)  # with the processes that the task may have started
-
-
-def _end_session(descriptor: int) -> None:
-    """End the processes that the task may have started, if the parent is gone."""
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    if poll.poll(0):
-        os.killpg(0, signal.SIGKILL)
