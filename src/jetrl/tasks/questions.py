@@ -18,7 +18,6 @@ from jetrl.types import Prompt, Score
 INSTRUCTION = (
     "Think step by step. End with the answer on a line of its own, written as #### NUMBER."
 )
-FIELDS = ("question", "answer")
 OWN_DATA = str(Path(__file__).parent / "gsm8k")  # OpenAI's GSM8K, MIT licence
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
@@ -57,10 +56,8 @@ class Gsm8k(Task):
     def prompts(self, split: str) -> Iterable[Prompt]:
         """Return prompts with ids `train-0`, `train-1`, ... and the right number as answer."""
         self.check_split(split)
-        prompts = [
-            self._prompt(f"{split}-{index}", row, where)
-            for index, (row, where) in enumerate(read_rows(self.path, split, self.config))
-        ]
+        rows = read_rows(self.path, split, self.config)
+        prompts = [self._prompt(f"{split}-{n}", row, where) for n, (row, where) in enumerate(rows)]
         if not prompts:
             raise UserError(f"task gsm8k: no questions in split {split!r} of {self.path}")
         return prompts
@@ -85,12 +82,10 @@ class Gsm8k(Task):
         ]
 
     def _prompt(self, prompt_id: str, row: Row, where: str) -> Prompt:
-        for field in FIELDS:
+        for field in ("question", "answer"):
             if not isinstance(row.get(field), str):
-                raise UserError(
-                    f"{where}: no text field {field!r}; a line is "
-                    '{"question": "...", "answer": "... #### 18"}'
-                )
+                line = '{"question": "...", "answer": "... #### 18"}'
+                raise UserError(f"{where}: no text field {field!r}; a line is {line}")
         question = row["question"].strip()
         worked, marker, last = row["answer"].rpartition("####")
         gold = gold_answer(f"####{last}") if marker else ""
@@ -141,26 +136,16 @@ SOURCES: dict[str, Source] = {
     "aime25": Source("math-ai/aime25", "test", "problem", "answer", max_tokens=16384),
     "amc": Source("AI-MO/aimo-validation-amc", "train", "problem", "answer", max_tokens=8192),
     "gpqa_diamond": Source(
-        "Idavidrein/gpqa",
-        "train",
-        "Question",
-        "Correct Answer",
-        ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
+        *("Idavidrein/gpqa", "train", "Question", "Correct Answer"),
+        tuple(f"Incorrect Answer {number}" for number in (1, 2, 3)),
         config="gpqa_diamond",
         max_tokens=8192,
     ),
     "mmlu_pro": Source("TIGER-Lab/MMLU-Pro", "test", "question", "answer", ("options",)),
 }
-_OTHER_NAMES = {
-    "math-500": "math500",
-    "aime2024": "aime24",
-    "aime_2024": "aime24",
-    "aime2025": "aime25",
-    "aime_2025": "aime25",
-    "amc23": "amc",
-    "gpqa": "gpqa_diamond",
-    "mmlu-pro": "mmlu_pro",
-}
+_OTHER_NAMES = {"math-500": "math500", "aime2024": "aime24", "aime_2024": "aime24"}
+_OTHER_NAMES |= {"aime2025": "aime25", "aime_2025": "aime25", "amc23": "amc"}
+_OTHER_NAMES |= {"gpqa": "gpqa_diamond", "mmlu-pro": "mmlu_pro"}
 
 
 def benchmark_name(name: str) -> str | None:

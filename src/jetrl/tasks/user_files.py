@@ -27,36 +27,23 @@ _FIXED_SOURCES: dict[str, bytes] = {}
 
 
 def load_task_class(file: Path, class_name: str) -> type[Task]:
-    """Return a task class of a user's file.
-
-    Raises:
-        UserError: There is no such file, the file does not import (with its line), or it has no
-            class of this name that is a `Task`.
-    """
+    """Return a task class of a user's file; raise `UserError` if the file has none of the name."""
     module = _load_module(file, f"task file {file}")
     cls = getattr(module, class_name, None)
     if cls is None:
-        tasks = [
-            key
-            for key, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, Task) and value is not Task
-        ]
+        classes = {key: value for key, value in vars(module).items() if isinstance(value, type)}
+        tasks = [key for key, value in classes.items() if issubclass(value, Task)]
         raise UserError(f"task file {file}: no class {class_name!r}{nearest(class_name, tasks)}")
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise UserError(
-            f"{file}{_definition_line(cls)}: {class_name} is not a Task; write "
+            f"{file}: {class_name} is not a Task; write "
             f"`class {class_name}(Task):` with `from jetrl.tasks import Task`"
         )
     return cls
 
 
 def load_function(file: Path, name: str) -> Callable[..., Any]:
-    """Return a function of a user's file.
-
-    Raises:
-        UserError: There is no such file, the file does not import (with its line), or it has no
-            such function.
-    """
+    """Return a function of a user's file; raise `UserError` if the file has none of the name."""
     module = _load_module(file, str(file))
     function = getattr(module, name, None)
     if not callable(function):
@@ -77,13 +64,6 @@ def loaded_sources() -> dict[str, bytes]:
 def use_sources(sources: Mapping[str, bytes]) -> None:
     """Read these files from `sources` (bytes by path) from now on, and no more from the disk."""
     _FIXED_SOURCES.update(sources)
-
-
-def _definition_line(value: object) -> str:
-    try:
-        return f", line {inspect.getsourcelines(value)[1]}"  # type: ignore[arg-type]
-    except (OSError, TypeError):
-        return ""
 
 
 class _Source(importlib.abc.ExecutionLoader):

@@ -29,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,12 +46,7 @@ from jetrl.untrusted import USERS_ERRORS, limit_cpu, limit_memory
 
 STDERR = 2
 CLOCK_FACTOR = 10  # seconds by the clock, for each second of processor time that a score may take
-_NO_MEMORY = (
-    "failed to map segment",
-    "Cannot allocate memory",
-    "can't allocate memory",
-    "bad_alloc",
-)
+_NO_MEMORY = ("failed to map segment", "Cannot allocate", "can't allocate memory", "bad_alloc")
 _RAN_OUT = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
@@ -146,15 +141,15 @@ def _score_pickled(task: Task, pickled: bytes, memory_mib: int) -> WorkerReply:
         item: Item = pickle.loads(pickled)
     except Exception as error:
         failure = f"the prompt does not unpickle in a worker: {describe_error(error)}"
-        return WorkerReply(failure=failure, last=_ran_out(error))
+        return WorkerReply(failure=failure, last=bool(_lacking(error)))
     return score_safely(task, item, memory_mib)
 
 
 def score_safely(task: Task, item: Item, memory_mib: int = 0) -> WorkerReply:
     """Return the task's score of a completion or reply to a turn; an error becomes a failure.
 
-    Where memory, files, threads or processes ran out, the reply is the last one of the process:
-    they may still be held.
+    If memory, files, threads or processes ran out, the reply is the last one of the process: they
+    may still be held.
 
     Args:
         memory_mib: The limit on memory, for the message; 0: none.
@@ -166,39 +161,30 @@ def score_safely(task: Task, item: Item, memory_mib: int = 0) -> WorkerReply:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit and the like are the task's failures too
-        if _lacks_memory(error):
-            limit = f"; task.memory_mib = {memory_mib}" if memory_mib else ""
+        lacking = _lacking(error)
+        limit = f"; task.memory_mib = {memory_mib}" if memory_mib else ""
+        failure = f"score raised {describe_error(error)}"
+        if lacking == "memory":
             failure = f"score ran out of memory: {describe_error(error)}{limit}"
-            return WorkerReply(failure=failure, last=True)
-        return WorkerReply(failure=f"score raised {describe_error(error)}", last=_ran_out(error))
+        return WorkerReply(failure=failure, last=bool(lacking))
 
 
-def _ran_out(error: BaseException) -> bool:
-    """Return whether memory, files, threads or processes ran out."""
-    return _lacks_memory(error) or any(
-        (isinstance(cause, OSError) and cause.errno in _RAN_OUT)
-        or (isinstance(cause, RuntimeError) and "can't start new thread" in str(cause))
-        for cause in _causes(error)
-    )
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, by an error and its causes."""
-    return any(
-        isinstance(cause, MemoryError) or any(words in str(cause) for words in _NO_MEMORY)
-        for cause in _causes(error)
-        if isinstance(cause, MemoryError | ImportError | OSError | RuntimeError)
-    )
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that led to it, at most ten: a chain may lead to itself."""
+def _lacking(error: BaseException) -> str:
+    """Return what ran out by an error and its causes: memory, files, threads; "" for nothing."""
     cause: BaseException | None = error
-    for _ in range(10):
+    lacking = ""
+    for _ in range(10):  # a chain may lead to itself
         if cause is None:
-            return
-        yield cause
+            break
+        text = str(cause) if isinstance(cause, ImportError | OSError | RuntimeError) else ""
+        if isinstance(cause, MemoryError) or any(words in text for words in _NO_MEMORY):
+            return "memory"
+        if isinstance(cause, OSError) and cause.errno in _RAN_OUT:
+            lacking = "files"
+        if "can't start new thread" in text:
+            lacking = "threads"
         cause = cause.__cause__ or cause.__context__
+    return lacking
 
 
 def _answer(task: Task, item: Item) -> WorkerReply:
