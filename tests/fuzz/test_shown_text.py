@@ -14,7 +14,7 @@ import pytest
 
 from jetrl.rollout.stopping import StopRules
 from jetrl.runs.console import Console
-from jetrl.runs.format import json_text, visible
+from jetrl.runs.format import visible
 from jetrl.runs.report import _sample, text
 from jetrl.runs.schemas import record_of
 from jetrl.types import Completion, Prompt, Sample, Score, StepStats, Turn
@@ -142,13 +142,3 @@ def test_stop_strings_cut_where_the_whole_text_says(seed):
         assert (cut is None) == (found is None), (seed, number, said)
         if found is not None:
             assert cut == shown[:found], (seed, number, said)
-
-
-@pytest.mark.parametrize("indent", [None, 2])
-def test_json_for_a_terminal_has_the_same_value_and_no_control_character(indent):
-    for seed in range(3):
-        value = {text: [text, 1.5, None] for text in texts(seed, 300)}
-        shown = json_text(value, indent)
-        assert json.loads(shown) == value
-        assert all(c == "\n" or unicodedata.category(c)[0] != "C" or c == "\ue000" for c in shown)
-        assert shown.encode().decode().count("é") == str(value).count("é")

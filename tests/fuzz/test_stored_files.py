@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -410,36 +410,6 @@ MODELOPT = {
 }
 
 
-@fuzzed
-@given(data=file_of(MODELOPT))
-@example(data=json.dumps({**MODELOPT, "\ud800": None}).encode())
-def test_hf_quant_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    folder = tmp_path_factory.getbasetemp() / "modelopt"
-    folder.mkdir(exist_ok=True)
-    whole = {k: v for k, v in HF_CONFIG.items() if k != "quantization_config"}
-    (folder / "config.json").write_text(json.dumps(whole))
-    (folder / "hf_quant_config.json").write_bytes(data)
-    survives(
-        folder / "hf_quant_config.json", lambda: left_in_16_bits(hf.model_config(folder)) and None
-    )
-
-
-@fuzzed
-@given(data=file_of(HF_CONFIG) | file_of(LLAMA3) | file_of(COMPRESSED))
-def test_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    (folder / "config.json").write_bytes(data)
-
-    def read() -> None:
-        model = hf.model_config(folder)
-        assert len(parameter_shapes(model)) < 20_000
-        inverse_frequencies(model)
-        left_in_16_bits(model)
-        check_quantization(model.raw.get("quantization_config"))
-
-    survives(folder / "config.json", read)
-
-
 ADAPTER = {
     **{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "bias": "none"},
     **{"target_modules": ["q_proj", "down_proj"], "use_rslora": False, "use_dora": False},
@@ -448,20 +418,38 @@ ADAPTER = {
 }
 
 
-@fuzzed
-@given(data=file_of(ADAPTER))
-@example(data=json.dumps({**ADAPTER, "x" * 5000: -1}).encode())
-def test_adapter_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    folder = tmp_path_factory.getbasetemp() / "adapter"
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_bytes(data)
-    model = ModelConfig.from_hf(HF_CONFIG)
+WITHOUT = {key: value for key, value in HF_CONFIG.items() if key != "quantization_config"}
+MODEL_FILES = {
+    "config.json": file_of(HF_CONFIG) | file_of(LLAMA3) | file_of(COMPRESSED),
+    "hf_quant_config.json": file_of(MODELOPT),
+    "adapter_config.json": file_of(ADAPTER),
+}
 
-    def read() -> None:
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+@fuzzed
+@given(data=st.data())
+def test_files_of_a_model(
+    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / name.partition(".")[0]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(WITHOUT))
+    (folder / name).write_bytes(data.draw(MODEL_FILES[name]))
+
+    def read_model() -> None:
+        model = hf.model_config(folder)
+        assert len(parameter_shapes(model)) < 20_000
+        inverse_frequencies(model)
+        left_in_16_bits(model)
+        check_quantization(model.raw.get("quantization_config"))
+
+    def read_adapter() -> None:
+        model = ModelConfig.from_hf(HF_CONFIG)
         assert read_lora(folder, model).shapes(model)
         base_of(folder)
 
-    survives(folder / "adapter_config.json", read)
+    survives(folder / name, read_adapter if name.startswith("adapter") else read_model)
 
 
 def test_what_jetrl_writes_is_taken(whole: Path, checkpoint: Path, tmp_path: Path) -> None:

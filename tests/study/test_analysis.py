@@ -86,15 +86,6 @@ def test_over_all_points_a_seed_counts_once() -> None:
     assert (difference.mean, difference.n) == (pytest.approx(-0.01), 2)
 
 
-def test_a_run_without_weights_is_counted_and_not_averaged() -> None:
-    runs = [run("short", "mixed", 0, 0.5), run("short", "mixed", 1, None, end="nonfinite")]
-    mixed = next(r for r in arm_results(definition(), runs) if r.arm == "mixed")
-    assert mixed.common is not None
-    assert (mixed.common.n, mixed.without_weights, mixed.num_collapsed) == (1, 1, 1)
-    assert mixed.collapsed is not None
-    assert mixed.collapsed.mean == 0.5
-
-
 RISES = [0.1 * n for n in range(1, 11)]
 
 

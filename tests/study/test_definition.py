@@ -94,21 +94,6 @@ def test_a_start_is_shared_by_what_does_not_change_it(study: Read) -> None:
         assert run.start.settings.model.config is not None
 
 
-def test_options_before_any_task_is_named_are_those_of_all_tasks(study: Read) -> None:
-    """Without a recipe the default task is nobody's choice, and has no options to set aside."""
-    definition = study(
-        HEAD.replace('recipe = "demo"\n', "")
-        + "task.workers = 0\ntask.options.mistakes = 0.6\n"
-        + "[grid.task.trace]\ntask = { name = 'program', options = { rounds = 3 } }\n"
-        + "[grid.task.product]\ntask = { name = 'multiplication', options = { digits = 4 } }\n"
-        + ARMS
-    )
-    tasks = {run.point["task"]: run.settings.task for run in planned_runs(definition)}
-    assert tasks["trace"].options == {"mistakes": 0.6, "rounds": 3}
-    assert tasks["product"].options == {"mistakes": 0.6, "digits": 4}
-    assert {task.workers for task in tasks.values()} == {0}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

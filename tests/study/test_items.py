@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from benchmarks.study.definition import Definition, definition_of
-from benchmarks.study.plan import PlannedRun, planned_runs, recipe_of
+from benchmarks.study.plan import PlannedRun, planned_runs
 from benchmarks.study.results import Results, RunResult
-from benchmarks.study.scheduler import Item, has_begun, look, recipe_file
+from benchmarks.study.scheduler import Item, look
 
 from jetrl.errors import UserError
-from jetrl.settings.loading import to_toml
 
 
 def planned(out: Path, **train: Any) -> tuple[PlannedRun, Definition]:
@@ -31,23 +30,6 @@ def result_of(run: PlannedRun, **more: Any) -> RunResult:
     """A result of a run that finished."""
     known = {"name": run.name, "point": {}, "arm": run.arm, "seed": run.seed, "steps": 1}
     return RunResult(**{**known, "digest": run.digest, "end": "finished", **more})
-
-
-def begin(run: PlannedRun, definition: Definition, **old_defaults: Any) -> None:
-    """Leave what a sitting leaves of a run that has made a step, under other defaults than now."""
-    train = run.settings.train.model_copy(update=old_defaults)
-    run.path.mkdir(parents=True)
-    (run.path / "config.toml").write_text(to_toml(run.settings.model_copy(update={"train": train})))
-    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
-    recipe = recipe_file(run, definition)
-    recipe.parent.mkdir(parents=True)
-    recipe.write_text(recipe_of(run.settings))
-
-
-def test_a_key_that_the_study_says_now_is_a_change(tmp_path: Path) -> None:
-    begin(*planned(tmp_path, lr=3e-4), grad_clip=0.123)
-    with pytest.raises(UserError, match=r"train\.grad_clip: 0\.123 -> 0\.5"):
-        has_begun(*planned(tmp_path, lr=3e-4, grad_clip=0.5))
 
 
 @pytest.mark.parametrize(

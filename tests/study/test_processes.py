@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from benchmarks.study.processes import Job, Pool, last_line
-from benchmarks.study.scheduler import Progress, Standing
 
 Wait = Callable[[Callable[[], object]], None]
 
@@ -126,14 +125,3 @@ def test_children_are_asked_to_end(
 def lines(log: Path) -> list[str]:
     """Return the lines of a log; the command, which it begins with, is no line of its own."""
     return log.read_text().splitlines()
-
-
-def test_the_live_line_estimates_the_time_that_is_left() -> None:
-    """A quarter of the work was done before; another quarter in 60 s leaves 120 s."""
-    progress = Progress()
-    progress.begin(Standing(1, 0, 4, 25.0, 100.0, []))
-    standing = Standing(2, 1, 4, 50.0, 100.0, ["bf16-s0 3/9"])
-    assert progress.line(standing, 60.0) == (
-        "2 of 4 runs done, 1 failed, 1m 00s, about 2m 00s left | bf16-s0 3/9"
-    )
-    assert "left" not in progress.line(Standing(1, 0, 4, 25.0, 100.0, []), 5.0)

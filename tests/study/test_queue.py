@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,33 +77,6 @@ def test_places_go_to_the_first_of_the_queue_that_has_a_command(
         "pages-s1",
         "unified-s0",
     ]
-
-
-def test_a_start_with_other_weights_leaves_the_other_studies_going(
-    tiny_study: Path,
-    files: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Starts made on another kind of card once ended a queue whose other studies could have run."""
-    results = json.loads((tiny_study.parent / "out" / "results.json").read_text())
-    results["runs"] = [run for run in results["runs"] if run["seed"] == 0]
-    model = next((tiny_study.parent / "out" / "starts").glob("*/model"))
-    folder = files / "out-one" / "starts" / model.parent.name / "model"
-    shutil.copytree(model, folder)
-    for run in results["runs"]:
-        run["start_sha256"] = "0" * 64
-    (files / "out-one" / "results.json").write_text(json.dumps(results))
-    ThreePlaces.begun = []
-    monkeypatch.setattr("benchmarks.study.running.Pool", ThreePlaces)
-    assert main(["study", "one.toml", "two.toml", "--no-report"]) == 1
-    assert {name[:3] for names in ThreePlaces.begun for name in names} == {"two"}
-    printed = capsys.readouterr().out
-    assert "failed: unified-s1, pages-s1: " in printed
-    assert printed.count("other weights than") == 2, "once when it is seen and once in the end"
-    assert f"one: 2 runs that begin from {folder.relative_to(files)} failed" in printed
-    failed = read_results(files / "out-one" / "results.json").failed
-    assert sorted(failed) == ["pages-s1", "unified-s1"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from benchmarks.study.statistics import (
     adjusted,
     compare,
     flip_test,
-    share_interval,
     signed_rank_test,
     t_quantile,
     t_test,
@@ -63,15 +62,6 @@ def test_equivalence_computed_by_hand() -> None:
     result = compare([-1, 0, 1], margin=2, level=0.95)
     assert result.equivalence_p == pytest.approx(0.5 - t / (2 * math.sqrt(2 + t * t)))
     assert result.t_p == 1.0
-
-
-def test_an_exact_interval_of_a_share() -> None:
-    """With none of n the upper end is 1 - 0.025**(1 / n) (the rule of three's exact form)."""
-    none, every = share_interval(0, 5, 0.95), share_interval(5, 5, 0.95)
-    assert (none.low, none.high) == (0.0, pytest.approx(1 - 0.025**0.2))
-    assert (every.low, every.high) == (pytest.approx(0.025**0.2), 1.0)
-    half = share_interval(5, 10, 0.95)  # printed tables: 0.187 to 0.813
-    assert (half.low, half.high) == (pytest.approx(0.187, abs=5e-4), pytest.approx(0.813, abs=5e-4))
 
 
 def test_holm_computed_by_hand() -> None:

@@ -103,16 +103,6 @@ def test_twins_that_differ_fail_loudly(copy: Path, capsys: pytest.CaptureFixture
     assert "| seed 1 | DIFFERENT |" in (results.parent / "report.md").read_text()
 
 
-def test_results_of_other_settings_are_refused(
-    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("benchmarks.study.running.Pool", NoPool)
-    copy.write_text(copy.read_text().replace("page_size = 8", "page_size = 4"))
-    assert main(["study", str(copy), "--only", "unified"]) == 0
-    assert main(["study", str(copy)]) == 2
-    assert "run pages-s0 was made with other settings" in capsys.readouterr().err
-
-
 class FailingPool(PoolInThisProcess):
     """A pool whose commands of one run fail, and that ends others as a run of 3 steps would."""
 

@@ -100,7 +100,7 @@ def test_a_fork_that_comes_back_from_score_ends_there(how, tmp_path, wait_until_
         wait_until_gone()
 
 
-@pytest.mark.parametrize("then", ["edited", "broken", "deleted"])
+@pytest.mark.parametrize("then", ["edited", "deleted"])
 def test_a_new_worker_scores_by_the_file_as_it_was(then: str, tmp_path: Path) -> None:
     file = tmp_path / "scoring.py"
     source = textwrap.dedent("""
@@ -121,7 +121,7 @@ def test_a_new_worker_scores_by_the_file_as_it_was(then: str, tmp_path: Path) ->
         if then == "deleted":
             file.unlink()
         else:
-            file.write_text(source.replace("1.0", "0.0") if then == "edited" else "import nothing")
+            file.write_text(source.replace("1.0", "0.0"))
         crashed, after = scorer.score([(PROMPT, "crash"), (PROMPT, "x")])
         assert "SIGABRT" in crashed.failure
         assert (after.failure, after.score.reward) == ("", 1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,18 +19,6 @@ def rows(tmp_path: Path) -> dict[str, object]:
     lines = [json.dumps({"prompt": f"is {n} odd?", "answer": str(n)}) for n in range(10)]
     file.write_text("\n".join(lines))
     return {"name": "dataset", "path": str(file), "label": "rows"}
-
-
-def test_the_example_of_the_document_is_a_mix() -> None:
-    pytest.importorskip("reasoning_gym")
-    root = Path(__file__).parents[2]
-    blocks = (root / "docs" / "data.md").read_text().split("```toml\n")[1:]
-    (text,) = [block.split("```")[0] for block in blocks if 'name = "mix"' in block]
-    tasks = tomllib.loads(text)["task"]["options"]["tasks"]
-    tasks = [
-        {**task, "path": str(root / task["path"])} if "path" in task else task for task in tasks
-    ]
-    assert get_task("mix", tasks=tasks).weights == {"gsm8k": 3.0, "sums": 1.0}
 
 
 def test_prompts_are_of_their_tasks_and_scored_by_them(tmp_path: Path) -> None:

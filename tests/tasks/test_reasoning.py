@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 
 from jetrl.errors import UserError
@@ -57,9 +55,3 @@ def test_the_splits_share_no_question_although_neighbouring_seeds_do():
 def test_bad_options(options, message):
     with pytest.raises(UserError, match=message):
         get_task(NAME, **options)
-
-
-def test_without_the_package_the_command_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match=r"pip install 'jetrl\[reasoning-gym\]'"):
-        get_task(NAME)

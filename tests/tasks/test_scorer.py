@@ -5,9 +5,7 @@ import re
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -116,37 +114,6 @@ def test_a_scorer_that_cannot_work_is_an_error_at_start(name, message, workers):
         Scorer(f"{FILE}:{name}", workers=workers)
 
 
-DIES_AT_START = """
-import os
-from pathlib import Path
-from jetrl.tasks import Task
-from jetrl.types import Prompt
-if os.getpid() != {parent}:
-    with open({file!r}, "a") as starts:
-        starts.write("x")
-    if Path({file!r}).stat().st_size <= {deaths}:
-        print("no more memory", flush=True)
-        os._exit(9)
-class Weak(Task):
-    def prompts(self, split): return [Prompt(id="0", text="?")]
-    def score(self, prompt, completion): return 1.0
-"""
-
-
-@pytest.mark.parametrize("deaths", [1, 2])
-def test_a_worker_that_dies_while_it_starts_gets_a_second_try(deaths, tmp_path, caplog):
-    file, starts = tmp_path / "weak.py", tmp_path / "starts"
-    file.write_text(DIES_AT_START.format(parent=os.getpid(), file=str(starts), deaths=deaths))
-    if deaths == 1:
-        with Scorer(f"{file}:Weak", workers=1) as scorer:
-            assert score(scorer, "x")[0].score.reward == 1.0
-        assert "is started again: it ended with code 9: no more memory" in caplog.text
-    else:
-        with pytest.raises(UserError, match="did not start: it ended with code 9: no more memory"):
-            Scorer(f"{file}:Weak", workers=1)
-    assert starts.read_text() == "xx"
-
-
 def test_metadata_that_cannot_be_sent_names_the_prompt(scorer):
     prompt = Prompt(id="p8", text="?", metadata={"file": sys.stdout, "call": lambda: 0})
     with pytest.raises(UserError, match="prompt 'p8': its metadata cannot be sent"):
@@ -189,20 +156,6 @@ def test_a_batch_of_nothing_but_hangs_or_crashes_is_given_up(bad, caplog, wait_u
             r"not scored: others .* \(task.max_lost_s = 1 s a worker\)", results[-1].failure
         )
         assert "of 514 completions get no score" in caplog.text
-
-
-def test_the_time_that_nobody_looked_is_not_counted_as_lost(monkeypatch, wait_until):
-    """A forward that is compiled first takes 10,000 s, in which the worker ends itself."""
-    with Scorer(AWKWARD, workers=1, timeout_s=60, max_lost_s=5000.0) as scorer:
-        tickets = [scorer.begin(PROMPT, completion) for completion in ("hang", "1")]
-        scorer.attend()
-        worker = scorer._workers[0]._process
-        wait_until(lambda: worker.poll() is not None)
-        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 10000.0)
-        monkeypatch.setattr("jetrl.tasks.sandbox.process.time", later)
-        hung, scored = scorer.finish(tickets)
-    assert "took longer than 600 s" in hung.failure
-    assert scored.failure == ""  # 2 * 600 + 2 s of 5,000 were lost, and a start
 
 
 def test_what_is_begun_and_dropped_is_forgotten(scorer):

@@ -51,20 +51,6 @@ def test_only_the_sums_of_a_file_are_trained_on(tmp_path):
             prompts("train", only=str(file))
 
 
-@pytest.mark.parametrize(
-    "options, text, answer",
-    [
-        ({}, "07+25=", "230"),
-        ({"reverse": False}, "07+25=", "032"),
-        ({"padded": False}, "7+25=", "23"),
-        ({"digits": 3, "max_operand": 30}, "007+025=", "2300"),
-    ],
-)
-def test_how_a_sum_is_written(options, text, answer):
-    prompt = sum_of("7+25", **options)
-    assert (prompt.text, prompt.answer) == (text, answer)
-
-
 @pytest.mark.parametrize("operators", ["+", "-", "-+"])
 @pytest.mark.parametrize("written", [True, False])
 def test_answers_are_right_and_in_the_alphabet(operators, written):

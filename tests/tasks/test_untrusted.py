@@ -37,7 +37,7 @@ def score(scorer, *completions):
     return scorer.score([(PROMPT, completion) for completion in completions])
 
 
-@pytest.mark.parametrize("what", sorted(SENT.keys() - {"half a line", "many replies"}))
+@pytest.mark.parametrize("what", sorted(SENT.keys() - {"many replies"}))
 def test_what_is_no_reply_ends_the_worker_and_runs_nothing(scorer, touched, what):
     first, failed, last = score(scorer, "1.5", f"send {what}", "2.5")
     assert (first.score.reward, first.failure) == (1.5, "")
