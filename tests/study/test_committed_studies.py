@@ -1,4 +1,4 @@
-"""The study files of this repository can be run, and committed results are of what they say."""
+"""Committed study files can be run, and committed results belong to the runs that they plan."""
 
 from dataclasses import replace
 from pathlib import Path
