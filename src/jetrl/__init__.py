@@ -15,28 +15,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jetrl.loop import train
-    from jetrl.models.policy import Policy
-    from jetrl.precision import PrecisionPlan
-    from jetrl.rollout.engine import RolloutEngine
-    from jetrl.settings.loading import Settings, load_config
-    from jetrl.types import Completion, Prompt, SamplingParams, Score
+    from jetrl.loop import train as train
+    from jetrl.models.policy import Policy as Policy
+    from jetrl.precision import PrecisionPlan as PrecisionPlan
+    from jetrl.rollout.engine import RolloutEngine as RolloutEngine
+    from jetrl.settings.loading import Settings as Settings
+    from jetrl.settings.loading import load_config as load_config
+    from jetrl.types import Completion as Completion
+    from jetrl.types import Prompt as Prompt
+    from jetrl.types import SamplingParams as SamplingParams
+    from jetrl.types import Score as Score
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Completion",
-    "Policy",
-    "PrecisionPlan",
-    "Prompt",
-    "RolloutEngine",
-    "SamplingParams",
-    "Score",
-    "Settings",
-    "__version__",
-    "load_config",
-    "train",
-]
 
 _HOME = {
     "Completion": "types",
@@ -50,6 +40,8 @@ _HOME = {
     "load_config": "settings.loading",
     "train": "loop",
 }
+
+__all__ = ["__version__", *_HOME]
 
 # Modules that users import, by their earlier names.
 _RENAMED = {

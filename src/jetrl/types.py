@@ -112,24 +112,20 @@ class SamplingParams:
             if not isinstance(value, SupportsIndex):
                 raise ValueError(f"SamplingParams: {name} must be an integer, not {value!r}")
             object.__setattr__(self, name, operator.index(value))
-        checks = [
-            (self.n >= 1, f"n must be at least 1, not {self.n}"),
-            (self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
-            (
-                self.temperature == 0 or 1e-20 <= self.temperature <= 1e20,
-                f"temperature must be 0 or from 1e-20 to 1e20, not {self.temperature}",
-            ),
-            (0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}"),
-            (0 <= self.top_k < 2**63, f"top_k must be in [0, 2**63), 0 for off, not {self.top_k}"),
-            (
-                all(isinstance(stop, str) and stop for stop in self.stop),
-                f"stop must be texts, none empty, not {self.stop}",
-            ),
-            (0 <= self.seed < 2**63, f"seed must be in [0, 2**63), not {self.seed}"),
-        ]
-        for holds, message in checks:
+        bounds = {
+            "n": ("at least 1", self.n >= 1),
+            "max_tokens": ("at least 1", self.max_tokens >= 1),
+            "temperature": ("0 or from 1e-20 to 1e20", 1e-20 <= (self.temperature or 1) <= 1e20),
+            "top_p": ("in (0, 1]", 0 < self.top_p <= 1),
+            "top_k": ("in [0, 2**63), 0 for off", 0 <= self.top_k < 2**63),
+            "stop": ("texts, none empty", all(isinstance(s, str) and s for s in stop)),
+            "seed": ("in [0, 2**63)", 0 <= self.seed < 2**63),
+        }
+        for name, (words, holds) in bounds.items():
             if not holds:
-                raise ValueError(f"SamplingParams: {message}")
+                raise ValueError(
+                    f"SamplingParams: {name} must be {words}, not {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True)

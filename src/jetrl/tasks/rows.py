@@ -5,6 +5,7 @@ Each row comes with its file and line, or its number, for messages.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 from collections.abc import Iterator, Mapping
@@ -120,20 +121,16 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 def _parquet_rows(file: Path) -> Iterator[tuple[Row, str]]:
     parquet = _package("pyarrow.parquet", f"to read {file}")
-    try:
+    with _foreign_errors(f"{file}: not a Parquet file that can be read"):
         batches = parquet.ParquetFile(file).iter_batches()
         rows = [row for batch in batches for row in batch.to_pylist()]
-    except Exception as error:  # pyarrow's errors share no base with each other
-        raise UserError(f"{file}: not a Parquet file that can be read: {error}") from error
     return ((row, f"{file}, row {number}") for number, row in enumerate(rows))
 
 
 def _saved_rows(folder: Path, split: str) -> Iterator[tuple[Row, str]]:
     datasets = _package("datasets", f"to read {folder}")
-    try:
+    with _foreign_errors(f"{folder}: `datasets` cannot load it"):
         data = datasets.load_from_disk(str(folder))
-    except Exception as error:  # its errors come from five packages and have no common base
-        raise UserError(f"{folder}: `datasets` cannot load it: {error}") from error
     if isinstance(data, dict):
         if split not in data:
             known = ", ".join(map(str, data))
@@ -143,15 +140,20 @@ def _saved_rows(folder: Path, split: str) -> Iterator[tuple[Row, str]]:
 
 
 def _named_rows(name: str, split: str, config: str | None) -> Iterator[tuple[Row, str]]:
-    datasets = _package("datasets", f"task.path = {name}: not a file or folder here, and to load")
-    try:
+    where = f"task.path = {name}: not a file or folder here, and"
+    datasets = _package("datasets", f"{where} to load")
+    with _foreign_errors(f"{where} `datasets` cannot load it (config {config!r}, split {split!r})"):
         rows = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # its errors come from five packages and have no common base
-        raise UserError(
-            f"task.path = {name}: not a file or folder here, and `datasets` cannot load it "
-            f"(config {config!r}, split {split!r}): {type(error).__name__}: {error}"
-        ) from error
     return ((row, f"{name}, {split} row {number}") for number, row in enumerate(rows))
+
+
+@contextlib.contextmanager
+def _foreign_errors(problem: str) -> Iterator[None]:
+    """Make a `UserError` of any error: those of pyarrow and datasets have no common base."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 def value_at(row: Row, path: str) -> Any:

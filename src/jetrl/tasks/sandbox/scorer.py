@@ -107,19 +107,11 @@ class Scorer:
         memory_mib: int = 1024,
         max_lost_s: float = 120.0,
     ) -> None:
-        if workers < 0 or not (0 < timeout_s < math.inf) or memory_mib < 0 or max_lost_s < 0:
-            raise UserError(
-                f"task.workers = {workers}, task.timeout_s = {timeout_s}, task.memory_mib = "
-                f"{memory_mib}, task.max_lost_s = {max_lost_s}: out of range"
-            )
         self._max_lost_s = max_lost_s
         self._lost_s, self._last_failure, self._given_up = 0.0, "", ""
-        folder = None if path is None else str(path)
-        task_options = dict(options or {})
-        self._task = get_task(name, path=folder, **task_options)
-        setup = WorkerSetup(
-            name, folder, task_options, float(timeout_s), memory_mib, loaded_sources()
-        )
+        folder, words = None if path is None else str(path), dict(options or {})
+        self._task = get_task(name, path=folder, **words)
+        setup = WorkerSetup(name, folder, words, timeout_s, memory_mib, loaded_sources())
         self._workers = [WorkerProcess(setup) for _ in range(workers)]
         self._tickets = itertools.count()
         self._payloads: dict[int, bytes] = {}  # pickled items without a reply
