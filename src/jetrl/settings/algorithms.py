@@ -212,75 +212,53 @@ class AlgorithmSettings(Section):
     not read is refused.
     """
 
-    name: str = Field(
-        "grpo",
-        description="grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, reinforce_pp_baseline, "
-        "ppo, or file.py:function",
-    )
-    clip: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="ratio clipped to 1 - clip, 1 + clip_high; unset: the algorithm's"
-    )
-    clip_high: PositiveFloat | None = Field(
-        None, description="upper clip; unset: the algorithm's, or clip"
-    )
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None,
-        description="ratio up to which a token with a negative advantage counts, as verl's "
-        "clip_ratio_c = 3; unset: off",
-    )
-    calibrate_clip_every: NonNegative = Field(
-        0,
-        description="steps between calibrations of the clips against a BF16 forward, under jet and "
-        "unified with train.updates_per_step > 1; 0: never (the paper: 20)",
-    )
-    normalize_std: bool | None = Field(
-        None, description="divide a group's advantages by its std; unset: the algorithm's"
-    )
-    aggregation: Aggregation | None = Field(
-        None, description="how an update's tokens are weighted; unset: the algorithm's"
-    )
-    dynamic_sampling: bool | None = Field(
-        None,
-        description="draw more prompts in place of groups with equal rewards; unset: only dapo",
-    )
-    dynamic_sampling_rounds: Positive = Field(
-        DYNAMIC_SAMPLING_ROUNDS,
-        description="maximum draws per step, the first included, with dynamic_sampling",
-    )
-    overlong_buffer: NonNegative | None = Field(
-        None,
-        description="tokens before rollout.max_tokens in which the reward falls by up to 1; "
-        "unset: a fifth of rollout.max_tokens for dapo, else 0 (off)",
-    )
-    gamma: Mass | None = Field(None, description="discount per token, ppo; unset: 1")
-    gae_lambda: Share | None = Field(None, description="GAE's lambda, ppo; unset: 0.95")
-    kl: NonNegativeFloat = Field(0.0, description="weight of the KL to a frozen reference; 0: none")
-    kl_estimator: KlEstimator | None = Field(
-        None,
-        description="of the KL that has a weight; unset: the algorithm's, in another place than "
-        "its own k3 in the loss and k1 in the reward",
-    )
-    kl_in: KlPlace | None = Field(
-        None, description="where the KL counts; unset: the algorithm's place"
-    )
-    correction: Correction = Field(
-        "none", description="importance weights against the sampler's mismatch"
-    )
-    correction_level: Level | None = Field(
-        None, description="ratio of a token, a sequence, or its geometric mean; unset: the first"
-    )
-    correction_low: PositiveFloat | None = Field(
-        None, description="lower bound of the weight; unset: the correction's"
-    )
-    correction_high: PositiveFloat | None = Field(
-        None, description="upper bound of the weight; unset: the correction's"
-    )
-    correction_under_exact_plan: bool = Field(
-        False, description="correct under jet and unified too, where every weight is 1"
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of file.py:function"
-    )
+    name: str = "grpo"
+    """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, reinforce_pp_baseline, ppo, or
+    file.py:function"""
+    clip: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """ratio clipped to 1 - clip, 1 + clip_high; unset: the algorithm's"""
+    clip_high: PositiveFloat | None = None
+    """upper clip; unset: the algorithm's, or clip"""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """ratio up to which a token with a negative advantage counts, as verl's clip_ratio_c = 3;
+    unset: off"""
+    calibrate_clip_every: NonNegative = 0
+    """steps between calibrations of the clips against a BF16 forward, under jet and unified with
+    train.updates_per_step > 1; 0: never (the paper: 20)"""
+    normalize_std: bool | None = None
+    """divide a group's advantages by its std; unset: the algorithm's"""
+    aggregation: Aggregation | None = None
+    """how an update's tokens are weighted; unset: the algorithm's"""
+    dynamic_sampling: bool | None = None
+    """draw more prompts in place of groups with equal rewards; unset: only dapo"""
+    dynamic_sampling_rounds: Positive = DYNAMIC_SAMPLING_ROUNDS
+    """maximum draws per step, the first included, with dynamic_sampling"""
+    overlong_buffer: NonNegative | None = None
+    """tokens before rollout.max_tokens in which the reward falls by up to 1; unset: a fifth of
+    rollout.max_tokens for dapo, else 0 (off)"""
+    gamma: Mass | None = None
+    """discount per token, ppo; unset: 1"""
+    gae_lambda: Share | None = None
+    """GAE's lambda, ppo; unset: 0.95"""
+    kl: NonNegativeFloat = 0.0
+    """weight of the KL to a frozen reference; 0: none"""
+    kl_estimator: KlEstimator | None = None
+    """of the KL that has a weight; unset: the algorithm's, in another place than its own k3 in the
+    loss and k1 in the reward"""
+    kl_in: KlPlace | None = None
+    """where the KL counts; unset: the algorithm's place"""
+    correction: Correction = "none"
+    """importance weights against the sampler's mismatch"""
+    correction_level: Level | None = None
+    """ratio of a token, a sequence, or its geometric mean; unset: the first"""
+    correction_low: PositiveFloat | None = None
+    """lower bound of the weight; unset: the correction's"""
+    correction_high: PositiveFloat | None = None
+    """upper bound of the weight; unset: the correction's"""
+    correction_under_exact_plan: bool = False
+    """correct under jet and unified too, where every weight is 1"""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """keyword arguments of file.py:function"""
 
     _options = field_validator("options", mode="before")(without_none)
 

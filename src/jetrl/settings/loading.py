@@ -333,7 +333,7 @@ def describe(model: type[BaseModel] = Settings) -> Iterator[tuple[str, str, str,
             shown = default if isinstance(default, str) else toml_value(default)
             shown = "unset" if default is None else shown
             kind = _type_name(setting.annotation)
-            yield f"{name}.{key}", kind, shown, setting.description or ""
+            yield f"{name}.{key}", kind, shown, " ".join((setting.description or "").split())
 
 
 _TYPE_NAMES: dict[Any, str] = {str: "text", int: "integer", float: "number", dict: "table"}

@@ -15,29 +15,23 @@ from jetrl.settings.section import NonNegativeFloat, Positive, PositiveFloat, Se
 class ReferenceSettings(Section):
     """The frozen policy of the KL, which keeps its quantized weights alone."""
 
-    path: str | None = Field(
-        None,
-        description="a Hugging Face model directory or name; unset: the policy as RL begins, if "
-        "algorithm.kl > 0, or with an adapter the model without it (with a path and kl = 0 the KL "
-        "is measured alone)",
-    )
-    offload: bool = Field(False, description="kept in CPU memory between its uses")
+    path: str | None = None
+    """a Hugging Face model directory or name; unset: the policy as RL begins, if algorithm.kl > 0,
+    or with an adapter the model without it (with a path and kl = 0 the KL is measured alone)"""
+    offload: bool = False
+    """kept in CPU memory between its uses"""
 
 
 class CriticSettings(Section):
     """The value model of ppo: a decoder with a scalar head, under the policy's precision plan."""
 
-    path: str | None = Field(
-        None,
-        description="a Hugging Face model directory or name, or policy for a copy of the policy's "
-        "decoder as RL begins; unset: no critic",
-    )
-    lr: PositiveFloat = Field(
-        1e-5, description="peak learning rate of its AdamW; the rest is as in [train]"
-    )
-    clip: NonNegativeFloat = Field(
-        0.2, description="values move by at most this from those before the step; 0: unlimited"
-    )
+    path: str | None = None
+    """a Hugging Face model directory or name, or policy for a copy of the policy's decoder as RL
+    begins; unset: no critic"""
+    lr: PositiveFloat = 1e-5
+    """peak learning rate of its AdamW; the rest is as in [train]"""
+    clip: NonNegativeFloat = 0.2
+    """values move by at most this from those before the step; 0: unlimited"""
 
 
 class RewardSettings(Section):
@@ -46,13 +40,14 @@ class RewardSettings(Section):
     The reward is rule x the task's score + model x the score of a reward model.
     """
 
-    rule: NonNegativeFloat = Field(1.0, description="weight of the task's own score")
-    model: NonNegativeFloat = Field(0.0, description="weight of the reward model's score; 0: none")
-    model_path: str | None = Field(
-        None,
-        description="a Hugging Face directory or name, ...ForSequenceClassification with one label",
-    )
-    offload: bool = Field(False, description="reward model kept in CPU memory between its uses")
+    rule: NonNegativeFloat = 1.0
+    """weight of the task's own score"""
+    model: NonNegativeFloat = 0.0
+    """weight of the reward model's score; 0: none"""
+    model_path: str | None = None
+    """a Hugging Face directory or name, ...ForSequenceClassification with one label"""
+    offload: bool = False
+    """reward model kept in CPU memory between its uses"""
 
     @property
     def is_weighed(self) -> bool:
@@ -81,40 +76,33 @@ Rank = Annotated[int, Field(ge=1, le=MOST_RANK)]
 class AdapterSettings(Section):
     """The adapter that is trained in place of the model's own weights (docs/adapters.md)."""
 
-    kind: Literal["lora"] | None = Field(
-        None,
-        description="lora: the model is frozen, and low-rank adapters are trained; unset: all "
-        "parameters are trained",
-    )
-    path: str | None = Field(
-        None, description="a PEFT directory to start from; unset: a new adapter"
-    )
-    rank: Rank | None = Field(None, description="rank of A and B; unset: the path's, or 32")
-    alpha: PositiveFloat | None = Field(
-        None, description="the product is scaled by alpha / rank; unset: the path's, or 32"
-    )
-    rslora: bool | None = Field(
-        None, description="scale by alpha / sqrt(rank) instead; unset: the path's, or false"
-    )
-    targets: tuple[str, ...] | str | None = Field(
-        None,
-        description="linear layers as PEFT names them, or one regular expression; unset: the "
-        "path's, or all-linear: every linear layer of the decoder",
-    )
-    train_embeddings: bool = Field(False, description="train the whole embedding too")
-    train_norms: bool = Field(False, description="train the norms' weights too")
-    train_head: bool = Field(False, description="train the whole output head too")
-    noise_start: NonNegativeFloat = Field(
-        0.0,
-        description="RL samples and trains with Gaussian noise of this deviation on the weights of "
-        "norms, after a first part of the run without any (QeRL: 0.01); 0: no noise",
-    )
-    noise_end: PositiveFloat = Field(
-        5e-4, description="deviation of the noise in the last part of the run"
-    )
-    noise_stages: Positive = Field(
-        10, description="parts of the run with noise, whose deviation falls from one to the next"
-    )
+    kind: Literal["lora"] | None = None
+    """lora: the model is frozen, and low-rank adapters are trained; unset: all parameters are
+    trained"""
+    path: str | None = None
+    """a PEFT directory to start from; unset: a new adapter"""
+    rank: Rank | None = None
+    """rank of A and B; unset: the path's, or 32"""
+    alpha: PositiveFloat | None = None
+    """the product is scaled by alpha / rank; unset: the path's, or 32"""
+    rslora: bool | None = None
+    """scale by alpha / sqrt(rank) instead; unset: the path's, or false"""
+    targets: tuple[str, ...] | str | None = None
+    """linear layers as PEFT names them, or one regular expression; unset: the path's, or
+    all-linear: every linear layer of the decoder"""
+    train_embeddings: bool = False
+    """train the whole embedding too"""
+    train_norms: bool = False
+    """train the norms' weights too"""
+    train_head: bool = False
+    """train the whole output head too"""
+    noise_start: NonNegativeFloat = 0.0
+    """RL samples and trains with Gaussian noise of this deviation on the weights of norms, after a
+    first part of the run without any (QeRL: 0.01); 0: no noise"""
+    noise_end: PositiveFloat = 5e-4
+    """deviation of the noise in the last part of the run"""
+    noise_stages: Positive = 10
+    """parts of the run with noise, whose deviation falls from one to the next"""
 
     @property
     def trains_more(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from jetrl.settings.presets import DEFAULT_PRESET, BaseFormat, KVSetting, Preset
 from jetrl.settings.section import NonNegative, NonNegativeFloat, Positive, Section
@@ -15,75 +15,52 @@ _KEYS_OF_A_BLOCK = 64  # The GPU's attention reads so many keys at a time.
 class PrecisionSettings(Section):
     """The section `[precision]`: a preset, and changes to it."""
 
-    preset: Preset = Field(
-        DEFAULT_PRESET, description="what is FP8, on which side (docs/precision.md)"
-    )
-    grad_output: Literal["e4m3", "e5m2", "bf16"] | None = Field(
-        None, description="output gradients in DGrad and WGrad; unset: the preset's"
-    )
-    scales: Literal["fp32", "pow2"] | None = Field(None, description="unset: the preset's (fp32)")
-    first_layers_bf16: NonNegative = Field(
-        0, description="decoder layers at the start kept in BF16"
-    )
-    last_layers_bf16: NonNegative = Field(0, description="decoder layers at the end kept in BF16")
-    kv: KVSetting | None = Field(
-        None, description="keys and values, or keys + values apart; unset: the preset's"
-    )
-    lm_head: Literal["bf16", "fp8"] | None = Field(
-        None, description="output projection; unset: the preset's (bf16)"
-    )
-    base: BaseFormat | None = Field(
-        None,
-        description="linears of a frozen base under an adapter: nvfp4 has 4.5 bits "
-        "per weight and BF16 activations (docs/precision.md); unset: fp8",
-    )
-    wgrad_input: Literal["128x128", "1x128"] | None = Field(
-        None, description="values of X in WGrad that share a scale; 1x128: along tokens; unset: "
-        "128x128"
-    )  # fmt: skip
-    pinned_sums: bool | None = Field(
-        None,
-        description="sum in one order whatever the batch, so that bf16 promises equal bits too; "
-        "unset: if both sides are FP8",
-    )
+    preset: Preset = DEFAULT_PRESET
+    """what is FP8, on which side (docs/precision.md)"""
+    grad_output: Literal["e4m3", "e5m2", "bf16"] | None = None
+    """output gradients in DGrad and WGrad; unset: the preset's"""
+    scales: Literal["fp32", "pow2"] | None = None
+    """unset: the preset's (fp32)"""
+    first_layers_bf16: NonNegative = 0
+    """decoder layers at the start kept in BF16"""
+    last_layers_bf16: NonNegative = 0
+    """decoder layers at the end kept in BF16"""
+    kv: KVSetting | None = None
+    """keys and values, or keys + values apart; unset: the preset's"""
+    lm_head: Literal["bf16", "fp8"] | None = None
+    """output projection; unset: the preset's (bf16)"""
+    base: BaseFormat | None = None
+    """linears of a frozen base under an adapter: nvfp4 has 4.5 bits per weight and BF16 activations
+    (docs/precision.md); unset: fp8"""
+    wgrad_input: Literal["128x128", "1x128"] | None = None
+    """values of X in WGrad that share a scale; 1x128: along tokens; unset: 128x128"""
+    pinned_sums: bool | None = None
+    """sum in one order whatever the batch, so that bf16 promises equal bits too; unset: if both
+    sides are FP8"""
 
 
 class SamplerDeviationSettings(Section):
     """The section `[sampler_deviation]`: what the sampler computes otherwise, for comparisons."""
 
-    linears: Literal["fp8", "fp8_weights", "fp8_activations", "bf16"] | None = Field(
-        None,
-        description="the sampler's linear layers; fp8_weights: BF16 activations, "
-        "fp8_activations: BF16 weights; unset: the preset's",
-    )
-    weights_through_bf16: bool | None = Field(
-        None,
-        description="the sampler's FP8 weights are made of master weights rounded to BF16; unset: "
-        "the preset's",
-    )
-    bf16_layers: tuple[NonNegative, ...] | None = Field(
-        None, description="decoder layers, counted from 0, whose linears only the sampler has in "
-        "BF16"
-    )  # fmt: skip
-    scales: Literal["fp32", "pow2"] | None = Field(
-        None, description="the sampler's FP8 and INT8 scales; unset: the trainer's"
-    )
-    kv: KVSetting | None = Field(
-        None, description="the sampler's keys and values; unset: the trainer's"
-    )
-    attention_split: Positive | None = Field(
-        None,
-        description="keys, a multiple of 64, after which the sampler's attention begins a new "
-        "sum; unset: the preset's, else the trainer's sums",
-    )
-    lm_head: Literal["bf16", "fp8"] | None = Field(
-        None, description="the sampler's output projection; unset: the trainer's"
-    )
-    logit_noise: NonNegativeFloat | None = Field(
-        None,
-        description="standard deviation of Gaussian noise on the sampler's logits, before the "
-        "temperature; unset: 0",
-    )
+    linears: Literal["fp8", "fp8_weights", "fp8_activations", "bf16"] | None = None
+    """the sampler's linear layers; fp8_weights: BF16 activations, fp8_activations: BF16 weights;
+    unset: the preset's"""
+    weights_through_bf16: bool | None = None
+    """the sampler's FP8 weights are made of master weights rounded to BF16; unset: the preset's"""
+    bf16_layers: tuple[NonNegative, ...] | None = None
+    """decoder layers, counted from 0, whose linears only the sampler has in BF16"""
+    scales: Literal["fp32", "pow2"] | None = None
+    """the sampler's FP8 and INT8 scales; unset: the trainer's"""
+    kv: KVSetting | None = None
+    """the sampler's keys and values; unset: the trainer's"""
+    attention_split: Positive | None = None
+    """keys, a multiple of 64, after which the sampler's attention begins a new sum; unset: the
+    preset's, else the trainer's sums"""
+    lm_head: Literal["bf16", "fp8"] | None = None
+    """the sampler's output projection; unset: the trainer's"""
+    logit_noise: NonNegativeFloat | None = None
+    """standard deviation of Gaussian noise on the sampler's logits, before the temperature; unset:
+    0"""
 
     @field_validator("attention_split")
     @classmethod

@@ -44,13 +44,16 @@ PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 class DraftHeadSettings(Section):
     """The draft head, which RL trains with rollout.speculation = head or auto (docs/rollout.md)."""
 
-    tokens: Tokens = Field(3, description="tokens that it guesses, one after the other")
-    lr: PositiveFloat = Field(5e-4, description="learning rate of its AdamW")
-    share: PositiveShare = Field(
-        0.2, description="fraction of the tokens of a step's first update that it learns from"
-    )
-    most_tokens: Positive = Field(16384, description="maximum tokens per step that it learns from")
-    tokens_per_update: Positive = Field(1024, description="tokens of one of its updates")
+    tokens: Tokens = 3
+    """tokens that it guesses, one after the other"""
+    lr: PositiveFloat = 5e-4
+    """learning rate of its AdamW"""
+    share: PositiveShare = 0.2
+    """fraction of the tokens of a step's first update that it learns from"""
+    most_tokens: Positive = 16384
+    """maximum tokens per step that it learns from"""
+    tokens_per_update: Positive = 1024
+    """tokens of one of its updates"""
 
 
 Speculation = Literal["off", "text", "head", "auto"]
@@ -79,14 +82,16 @@ Schedule = Literal["constant", "linear", "cosine"]
 class RunSettings(Section):
     """The section `[run]`: the run's directory, seed, limits and device."""
 
-    name: str | None = Field(None, description="name of the run's directory; unset: the recipe's")
-    dir: str = Field("runs", description="folder that holds run directories")
-    seed: NonNegative = Field(0, description="fixes data order, sampling and initial weights")
-    max_hours: PositiveFloat | None = Field(
-        None,
-        description="this attempt ends, with a checkpoint, within these hours; unset: no limit",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if it can run")
+    name: str | None = None
+    """name of the run's directory; unset: the recipe's"""
+    dir: str = "runs"
+    """folder that holds run directories"""
+    seed: NonNegative = 0
+    """fixes data order, sampling and initial weights"""
+    max_hours: PositiveFloat | None = None
+    """this attempt ends, with a checkpoint, within these hours; unset: no limit"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if it can run"""
 
     @field_validator("name")
     @classmethod
@@ -100,16 +105,12 @@ class RunSettings(Section):
 class ModelSettings(Section):
     """The section `[model]`: the policy's weights or shape, and its tokenizer."""
 
-    path: str | None = Field(
-        None, description="a Hugging Face model directory, or a name of its hub: NAME[@REVISION]"
-    )
-    config: dict[str, Any] | str | None = Field(
-        None, description="config.json contents, or its path: random weights from run.seed"
-    )
-    tokenizer: str | None = Field(
-        None,
-        description="tokenizer directory, if not model.path; 'characters': one token each",
-    )
+    path: str | None = None
+    """a Hugging Face model directory, or a name of its hub: NAME[@REVISION]"""
+    config: dict[str, Any] | str | None = None
+    """config.json contents, or its path: random weights from run.seed"""
+    tokenizer: str | None = None
+    """tokenizer directory, if not model.path; 'characters': one token each"""
 
     _config = field_validator("config", mode="before")(without_none)
 
@@ -124,36 +125,33 @@ class ModelSettings(Section):
 class TaskSettings(Section):
     """The section `[task]`: the source of prompts and scores, and the limits of a score."""
 
-    name: str = Field(
-        "arithmetic", description="a built-in name, reasoning_gym:NAME, or file.py:Class"
-    )
-    path: str | None = Field(None, description="data file or folder, if the task reads one")
-    split: str = Field("train", description="split that is trained on")
-    eval_split: str = Field("test", description="held-out split")
-    system_prompt: str | None = Field(None, description="put before chat prompts")
-    options: dict[str, Any] = Field(default_factory=dict, description="passed to the task by name")
-    special_tokens_as_text: Literal["replies", "all", "none"] = Field(
-        "replies",
-        description="where the name of a special token, such as <|im_end|>, becomes text and no "
-        "control token: replies of the environment; all: prompts and worked answers too",
-    )
-    max_turns: Positive | None = Field(
-        None, description="maximum turns per completion; unset: the task's own (1 for most)"
-    )
-    workers: NonNegative = Field(2, description="scoring processes; 0: score in this process")
-    timeout_s: PositiveFloat = Field(
-        10.0,
-        description="seconds of processor time, or ten times as many by the clock; a score that "
-        "takes longer is a failure and counts 0",
-    )
-    max_lost_s: NonNegativeFloat = Field(
-        120.0,
-        description="seconds a worker that hanging or crashing scores may cost a step; "
-        "then the rest of its completions get no score",
-    )
-    memory_mib: NonNegative = Field(
-        1024, description="MiB a score may take beyond what its task's imports hold; 0: no limit"
-    )
+    name: str = "arithmetic"
+    """a built-in name, reasoning_gym:NAME, or file.py:Class"""
+    path: str | None = None
+    """data file or folder, if the task reads one"""
+    split: str = "train"
+    """split that is trained on"""
+    eval_split: str = "test"
+    """held-out split"""
+    system_prompt: str | None = None
+    """put before chat prompts"""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """passed to the task by name"""
+    special_tokens_as_text: Literal["replies", "all", "none"] = "replies"
+    """where the name of a special token, such as <|im_end|>, becomes text and no control token:
+    replies of the environment; all: prompts and worked answers too"""
+    max_turns: Positive | None = None
+    """maximum turns per completion; unset: the task's own (1 for most)"""
+    workers: NonNegative = 2
+    """scoring processes; 0: score in this process"""
+    timeout_s: PositiveFloat = 10.0
+    """seconds of processor time, or ten times as many by the clock; a score that takes longer is a
+    failure and counts 0"""
+    max_lost_s: NonNegativeFloat = 120.0
+    """seconds a worker that hanging or crashing scores may cost a step; then the rest of its
+    completions get no score"""
+    memory_mib: NonNegative = 1024
+    """MiB a score may take beyond what its task's imports hold; 0: no limit"""
 
     _options = field_validator("options", mode="before")(without_none)
 
@@ -161,20 +159,14 @@ class TaskSettings(Section):
 class DataSettings(Section):
     """The section `[data]`: the order of prompts, and the choice of samples (docs/data.md)."""
 
-    order: Literal["shuffle", "pass_rate"] = Field(
-        "shuffle",
-        description="pass_rate: prompts that are solved about half of the time come more often",
-    )
-    explore: Mass = Field(
-        0.1,
-        description="under pass_rate: least weight of a prompt, where one solved half of the time "
-        "has 1",
-    )
-    batch: Literal["all", "shuffle_r1"] = Field(
-        "all",
-        description="shuffle_r1: updates draw the pairs of a group whose advantages differ most",
-    )
-    keep_pairs: Mass = Field(0.5, description="under shuffle_r1: share of a group's pairs kept")
+    order: Literal["shuffle", "pass_rate"] = "shuffle"
+    """pass_rate: prompts that are solved about half of the time come more often"""
+    explore: Mass = 0.1
+    """under pass_rate: least weight of a prompt, where one solved half of the time has 1"""
+    batch: Literal["all", "shuffle_r1"] = "all"
+    """shuffle_r1: updates draw the pairs of a group whose advantages differ most"""
+    keep_pairs: Mass = 0.5
+    """under shuffle_r1: share of a group's pairs kept"""
 
     @model_validator(mode="after")
     def read_by_something(self) -> DataSettings:
@@ -191,36 +183,39 @@ class DataSettings(Section):
 class RolloutSettings(Section):
     """The section `[rollout]`: the number of completions, their sampling and its limits."""
 
-    prompts_per_step: Positive = Field(32, description="prompts drawn each step")
-    samples_per_prompt: Positive = Field(8, description="completions per prompt (the group)")
-    max_tokens: Positive = Field(1024, description="maximum tokens per completion")
-    temperature: NonNegativeFloat = Field(1.0, description="logits are divided by it")
-    top_p: Mass = Field(1.0, description="keep the most probable tokens up to this mass; 1: all")
-    top_k: NonNegative = Field(0, description="keep this many most probable tokens; 0: all")
-    stop: tuple[Text, ...] = Field(
-        (), description="strings that end a completion, in addition to the task's"
-    )
-    max_batch_size: Positive = Field(256, description="maximum sequences decoded together")
-    page_size: Positive = Field(64, description="tokens per KV page")
-    num_pages: Positive | None = Field(None, description="KV pages; unset: what the batch can use")
-    max_prefill_tokens: Positive = Field(8192, description="maximum prompt tokens per forward")
-    keep_every: Positive = Field(
-        1,
-        description="steps between files of a step's completions with their log-probs; the first "
-        "and the last step's are kept in any case",
-    )
-    oversample: NonNegativeFloat = Field(
-        0.0,
-        description="extra prompts to sample at once, as a fraction of prompts_per_step: sampling "
-        "ends when prompts_per_step are complete; unfinished ones carry over to the next step",
-    )
-    speculation: Speculation | None = Field(
-        None,
-        description="text: draft tokens from the prompt's own, sibling and earlier completions and "
-        "verify several in a forward, which changes no token; head: from a small network that is "
-        "trained next to the policy; auto: both, if that is faster; off; unset: text, "
-        "if that is faster, on a GPU under a plan that is exact with oversample = 0, else off",
-    )
+    prompts_per_step: Positive = 32
+    """prompts drawn each step"""
+    samples_per_prompt: Positive = 8
+    """completions per prompt (the group)"""
+    max_tokens: Positive = 1024
+    """maximum tokens per completion"""
+    temperature: NonNegativeFloat = 1.0
+    """logits are divided by it"""
+    top_p: Mass = 1.0
+    """keep the most probable tokens up to this mass; 1: all"""
+    top_k: NonNegative = 0
+    """keep this many most probable tokens; 0: all"""
+    stop: tuple[Text, ...] = ()
+    """strings that end a completion, in addition to the task's"""
+    max_batch_size: Positive = 256
+    """maximum sequences decoded together"""
+    page_size: Positive = 64
+    """tokens per KV page"""
+    num_pages: Positive | None = None
+    """KV pages; unset: what the batch can use"""
+    max_prefill_tokens: Positive = 8192
+    """maximum prompt tokens per forward"""
+    keep_every: Positive = 1
+    """steps between files of a step's completions with their log-probs; the first and the last
+    step's are kept in any case"""
+    oversample: NonNegativeFloat = 0.0
+    """extra prompts to sample at once, as a fraction of prompts_per_step: sampling ends when
+    prompts_per_step are complete; unfinished ones carry over to the next step"""
+    speculation: Speculation | None = None
+    """text: draft tokens from the prompt's own, sibling and earlier completions and verify several
+    in a forward, which changes no token; head: from a small network that is trained next to the
+    policy; auto: both, if that is faster; off; unset: text, if that is faster, on a GPU under a
+    plan that is exact with oversample = 0, else off"""
 
     @property
     def asks_head(self) -> bool:
@@ -231,39 +226,38 @@ class RolloutSettings(Section):
 class TrainSettings(Section):
     """The section `[train]`: the optimizer and the updates of a step."""
 
-    lr: PositiveFloat = Field(1e-6, description="peak learning rate of AdamW")
-    warmup_steps: NonNegative = Field(0, description="optimizer updates of linear warm-up")
-    schedule: Schedule = Field("constant", description="learning rate after warm-up")
-    min_lr_ratio: Share = Field(0.1, description="final lr over peak lr, for linear and cosine")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.99), description="AdamW's decay of its two moments")
-    eps: PositiveFloat = Field(1e-8, description="AdamW's epsilon")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's decoupled weight decay")
-    optimizer_states: Literal["fp32", "compact"] = Field(
-        "fp32",
-        description="AdamW's two moments: 8 bytes per parameter, or compact: 3, for a model of "
-        "billions (docs/optimizer.md)",
-    )
-    grad_clip: PositiveFloat = Field(1.0, description="maximum global gradient norm")
-    updates_per_step: Positive = Field(
-        1, description="optimizer updates per step, on disjoint samples"
-    )
-    tokens_per_micro_batch: Positive = Field(
-        16384,
-        description="maximum tokens per forward and backward; fewer if the memory plan of a GPU "
-        "has no room (docs/memory.md)",
-    )
-    on_nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="what an update with a NaN or infinite loss or gradient does to the run"
-    )
-    activation_checkpointing: bool = Field(
-        False, description="recompute layers in backward: less memory, a third more time"
-    )
-    share_prompts: bool | Literal["auto"] = Field(
-        "auto",
-        description="compute the whole blocks of 128 tokens of a prompt once for all of its "
-        "samples in a micro-batch: less work if prompts are long compared with completions; "
-        "auto: in updates in which it saves at least 8% of the tokens",
-    )
+    lr: PositiveFloat = 1e-6
+    """peak learning rate of AdamW"""
+    warmup_steps: NonNegative = 0
+    """optimizer updates of linear warm-up"""
+    schedule: Schedule = "constant"
+    """learning rate after warm-up"""
+    min_lr_ratio: Share = 0.1
+    """final lr over peak lr, for linear and cosine"""
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    """AdamW's decay of its two moments"""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon"""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay"""
+    optimizer_states: Literal["fp32", "compact"] = "fp32"
+    """AdamW's two moments: 8 bytes per parameter, or compact: 3, for a model of billions
+    (docs/optimizer.md)"""
+    grad_clip: PositiveFloat = 1.0
+    """maximum global gradient norm"""
+    updates_per_step: Positive = 1
+    """optimizer updates per step, on disjoint samples"""
+    tokens_per_micro_batch: Positive = 16384
+    """maximum tokens per forward and backward; fewer if the memory plan of a GPU has no room
+    (docs/memory.md)"""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """what an update with a NaN or infinite loss or gradient does to the run"""
+    activation_checkpointing: bool = False
+    """recompute layers in backward: less memory, a third more time"""
+    share_prompts: bool | Literal["auto"] = "auto"
+    """compute the whole blocks of 128 tokens of a prompt once for all of its samples in a
+    micro-batch: less work if prompts are long compared with completions; auto: in updates in which
+    it saves at least 8% of the tokens"""
 
     @model_validator(mode="after")
     def compact_states_have_bounds(self) -> TrainSettings:
@@ -288,96 +282,100 @@ class TrainSettings(Section):
 class LoopSettings(Section):
     """The section `[loop]`."""
 
-    steps: NonNegative = Field(100, description="RL steps")
+    steps: NonNegative = 100
+    """RL steps"""
 
 
 class SftSettings(Section):
     """Supervised training on the task's worked answers: `jetrl sft`, or before RL if steps > 0."""
 
-    steps: NonNegative = Field(0, description="optimizer updates; `jetrl train` runs them first")
-    examples_per_step: Positive = Field(64, description="worked answers per update")
-    lr: PositiveFloat = Field(1e-4, description="peak learning rate of AdamW")
-    warmup_steps: NonNegative = Field(0, description="optimizer updates of linear warm-up")
-    schedule: Schedule = Field("constant", description="learning rate after warm-up")
-    until: float | None = Field(
-        None, description="end early once the held-out mean reward reaches this; unset: never"
-    )
-    check_every: Positive = Field(25, description="updates between looks at sft.until")
+    steps: NonNegative = 0
+    """optimizer updates; `jetrl train` runs them first"""
+    examples_per_step: Positive = 64
+    """worked answers per update"""
+    lr: PositiveFloat = 1e-4
+    """peak learning rate of AdamW"""
+    warmup_steps: NonNegative = 0
+    """optimizer updates of linear warm-up"""
+    schedule: Schedule = "constant"
+    """learning rate after warm-up"""
+    until: float | None = None
+    """end early once the held-out mean reward reaches this; unset: never"""
+    check_every: Positive = 25
+    """updates between looks at sft.until"""
 
 
 class EvalSettings(Section):
     """The section `[eval]`: the held-out evaluation."""
 
-    every: NonNegative = Field(10, description="steps between evaluations; 0: never")
-    prompts: NonNegative = Field(128, description="held-out prompts, from the start; 0: all")
-    samples: Positive = Field(1, description="completions per prompt: mean@n and pass@n")
-    temperature: NonNegativeFloat = Field(0.0, description="0: greedy")
-    top_p: Mass = Field(1.0, description="keep the most probable tokens up to this mass; 1: all")
-    max_tokens: Positive | None = Field(
-        None, description="maximum tokens per completion; unset: rollout.max_tokens"
-    )
-    threshold: float = Field(
-        1.0, description="a reward of at least this counts as solved in pass@k"
-    )
+    every: NonNegative = 10
+    """steps between evaluations; 0: never"""
+    prompts: NonNegative = 128
+    """held-out prompts, from the start; 0: all"""
+    samples: Positive = 1
+    """completions per prompt: mean@n and pass@n"""
+    temperature: NonNegativeFloat = 0.0
+    """0: greedy"""
+    top_p: Mass = 1.0
+    """keep the most probable tokens up to this mass; 1: all"""
+    max_tokens: Positive | None = None
+    """maximum tokens per completion; unset: rollout.max_tokens"""
+    threshold: float = 1.0
+    """a reward of at least this counts as solved in pass@k"""
 
 
 class CheckpointSettings(Section):
     """The section `[checkpoint]`: the times of checkpoints, and which are kept."""
 
-    every: NonNegative = Field(
-        50, description="steps, or supervised updates, between checkpoints; 0: only the last"
-    )
-    keep_last: Positive = Field(2, description="older checkpoints are removed")
-    keep_best: NonNegative = Field(
-        0, description="this many with the highest held-out mean (else reward) are kept as well"
-    )
-    background: bool = Field(
-        True, description="copy to CPU memory and write while training goes on; false: write first"
-    )
+    every: NonNegative = 50
+    """steps, or supervised updates, between checkpoints; 0: only the last"""
+    keep_last: Positive = 2
+    """older checkpoints are removed"""
+    keep_best: NonNegative = 0
+    """this many with the highest held-out mean (else reward) are kept as well"""
+    background: bool = True
+    """copy to CPU memory and write while training goes on; false: write first"""
 
 
 class DistributedSettings(Section):
     """The section `[distributed]`: a run of several processes, which torchrun starts."""
 
-    timeout_s: PositiveFloat = Field(
-        1800.0,
-        description="seconds that a rank waits for the others, which may still be sampling; then "
-        "the run ends",
-    )
-    same_bits_down_to: NonNegative = Field(
-        0,
-        description="the fewest GPUs whose bits this run is to have: its micro-batches are sized "
-        "for them; 0: for as many as it has",
-    )
+    timeout_s: PositiveFloat = 1800.0
+    """seconds that a rank waits for the others, which may still be sampling; then the run ends"""
+    same_bits_down_to: NonNegative = 0
+    """the fewest GPUs whose bits this run is to have: its micro-batches are sized for them; 0: for
+    as many as it has"""
 
 
 class WatchdogSettings(Section):
     """The section `[watchdog]`: the silence that counts as a hang."""
 
-    enabled: bool = Field(True, description="end a run that hangs, with hang.txt, exit code 5")
-    factor: Annotated[float, Field(ge=1.0)] = Field(
-        10.0, description="times the longest silence of a phase so far that is a hang"
-    )
-    min_s: PositiveFloat = Field(300.0, description="seconds of silence that are never a hang")
-    first_s: PositiveFloat = Field(
-        3600.0, description="seconds that are a hang in a phase that has not ended before"
-    )
+    enabled: bool = True
+    """end a run that hangs, with hang.txt, exit code 5"""
+    factor: Annotated[float, Field(ge=1.0)] = 10.0
+    """times the longest silence of a phase so far that is a hang"""
+    min_s: PositiveFloat = 300.0
+    """seconds of silence that are never a hang"""
+    first_s: PositiveFloat = 3600.0
+    """seconds that are a hang in a phase that has not ended before"""
 
 
 class ReportSettings(Section):
     """The section `[report]`."""
 
-    enabled: bool = Field(True, description="write report.html and its plots")
-    samples: NonNegative = Field(8, description="rollouts shown in report.html")
+    enabled: bool = True
+    """write report.html and its plots"""
+    samples: NonNegative = 8
+    """rollouts shown in report.html"""
 
 
 class TrackerSettings(Section):
     """The section `[trackers]`: services that metrics are sent to as well."""
 
-    names: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = Field(
-        (), description="also send metrics to these (extra: trackers)"
-    )
-    project: str = Field("jetrl", description="project name at the tracker")
+    names: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = ()
+    """also send metrics to these (extra: trackers)"""
+    project: str = "jetrl"
+    """project name at the tracker"""
 
 
 class Settings(Section):
