@@ -34,9 +34,6 @@ same-1|same-2|same-4)
 weak-1|weak-2|weak-4)
     step "${1#weak-}" "$1" --shape qwen3-8b --plan unified $equal $tail $size \
         --batch-per-rank --exchange ;;
-# One GPU with and without torchrun, in turn on the same card.
-one-card)
-    "$python" -m benchmarks.one_card --out "$out/one_card.json" ;;
 # Two cards of 80 GB: so much memory is left on each, and the plan sizes the micro-batches.
 8b-2-80gb)
     step 2 "$1" --shape qwen3-8b --plan unified --prompts 16 --samples 8 --prompt-length 256 \
@@ -67,7 +64,6 @@ try|try-4)
     step "$ranks" "$1-same" $tiny --warm-micro-batches 4 --digest --exchange
     step "$ranks" "$1-tail" $tiny --load 2x2x8x24x8 --batch-per-rank
     step "$ranks" "$1-rollouts" $tiny --plan bf16 --rollout-only
-    "$python" -m benchmarks.one_card --device cpu --layers 1 --steps 2 --out "$out/one_card.json"
     "$python" tests/reliability/fail_ranks.py --out "$out/fail_ranks.json" ;;
 *)
     sed -n 's/^\([a-z0-9|-]*\))$/\1/p' "$0" | tr '|' '\n'

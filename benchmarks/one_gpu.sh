@@ -52,15 +52,9 @@ wrong-drafts)
 # Decode with adapters on a base in FP8 and in NVFP4; 75 s.
 nvfp4-decode)
     bench rollout_nvfp4 rollout --shape qwen3-8b --adapter-rank 32 --base fp8 --base nvfp4 $decode ;;
-# Products with NVFP4 weights by rows; 60 s.
-nvfp4-products)
-    "$python" -m benchmarks.nvfp4 --out "$out/nvfp4.json" ;;
 # The price of merging an adapter into FP8; 80 s.
 merging)
     "$python" -m benchmarks.merging --out "$out/merging.json" ;;
-# The clock and the power of the card while it decodes; 45 s.
-clocks)
-    "$python" -m benchmarks.clocks --out "$out/clocks.json" ;;
 # Runs of a study: no process is killed, since that may leave the service unusable.
 study)
     study=${2:?STUDY.toml is missing} minutes=${3:?MINUTES are missing}

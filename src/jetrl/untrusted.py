@@ -78,10 +78,8 @@ class LimitedProcess:
 
     def __init__(self, function: str, limit_s: float, memory_mib: int) -> None:
         module, _, name = function.partition(":")
-        self._program = _SERVE.format(
-            module=module, function=name, limit_s=float(limit_s), memory_mib=memory_mib
-        )
-        self._limit_s = limit_s
+        self._limit_s, words = limit_s, {"module": module, "function": name}
+        self._program = _SERVE.format(**words, limit_s=limit_s, memory_mib=memory_mib)
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
@@ -101,7 +99,7 @@ class LimitedProcess:
                 process.stdin.write(request + b"\n")
                 process.stdin.flush()
                 reply = _read_reply(process.stdout, most)
-            except (BrokenPipeError, EOFError, ValueError):
+            except (BrokenPipeError, ValueError):
                 raise LimitError(self._why_ended(process)) from None
             except BaseException:  # too long, or Ctrl-C between a request and its reply
                 self.close()
@@ -130,26 +128,17 @@ class LimitedProcess:
 
 
 def _read_reply(stream: IO[bytes], most: int) -> dict[str, Any]:
-    head = stream.read(8)
-    size = int.from_bytes(head, "little")
-    if len(head) < 8:
-        raise EOFError
-    if size > most:
-        raise LimitError(f"it gives a text of {size:,} bytes, and at most {most:,} are read")
-    body = stream.read(size)
-    if len(body) < size:
-        raise EOFError
-    reply = json.loads(body)
+    line = stream.readline(most + 1)
+    if len(line) > most:
+        raise LimitError(f"it gives a text of more than {most:,} bytes")
+    reply = json.loads(line)  # an error if the process ended
     if not isinstance(reply, dict) or not ({"value", "error"} & reply.keys()):
         raise ValueError("not a reply")
     return reply
 
 
 def serve(function: Callable[[Any], Any], limit_s: float, memory_mib: int) -> None:
-    """Answer the requests on standard input until it ends: the child's side of `LimitedProcess`.
-
-    A reply is the length of a JSON in 8 bytes, and that JSON.
-    """
+    """Answer the requests on standard input until it ends: the child's side of `LimitedProcess`."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     limit_memory(memory_mib)
@@ -157,7 +146,7 @@ def serve(function: Callable[[Any], Any], limit_s: float, memory_mib: int) -> No
         limit_cpu(limit_s)
         reply = _reply(function, line)
         limit_cpu(0)
-        replies.write(len(reply).to_bytes(8, "little") + reply)
+        replies.write(reply + b"\n")
         replies.flush()
 
 
@@ -190,12 +179,7 @@ def trust_only(files: Iterable[str | Path] = ()) -> Iterator[None]:
 
 
 def check_trusted(file: Path) -> None:
-    """Check that a user's file may be imported; call it before the file is run.
-
-    Raises:
-        UserError: The file is named by settings that were read from a run, and the command was not
-            told to trust it.
-    """
+    """Raise `UserError` for a file that a run names and the command was not told to trust."""
     if _trusted is not None and file.resolve() not in _trusted:
         raise UserError(
             f"{file} is a Python file that the run's settings name, and this command runs no "
