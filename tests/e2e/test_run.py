@@ -188,7 +188,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run(
 ) -> None:
     """Another thread writes, so the lines of the step are whole, and the run can be resumed."""
     uncut = train(settings(tmp_path, "loop.steps=5", name="uncut"))
-    import jetrl.training.checkpoint_folder as module
+    import jetrl.training.checkpoint_files as module
 
     write = module.write_tensors
 

@@ -59,10 +59,10 @@ POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
     "after a rollouts file": ("jetrl.runs.directory", "write_jsonl", AFTER),
     "in the middle of a metrics line": ("jetrl.runs.storage", "JsonlWriter.write", half_a_line),
     "after a metrics line": ("jetrl.runs.storage", "JsonlWriter.write", AFTER),
-    "checkpoint, half a file": ("jetrl.training.checkpoint_folder", "write_tensors", half_a_file),
-    "checkpoint, after a file": ("jetrl.training.checkpoint_folder", "write_tensors", AFTER),
-    "checkpoint, before the manifest": ("jetrl.training.checkpoint_folder", "fingerprint", BEFORE),
-    "checkpoint, before its rename": ("jetrl.training.checkpoint_folder", "sync", BEFORE),
+    "checkpoint, half a file": ("jetrl.training.checkpoint_files", "write_tensors", half_a_file),
+    "checkpoint, after a file": ("jetrl.training.checkpoint_files", "write_tensors", AFTER),
+    "checkpoint, before the manifest": ("jetrl.training.checkpoint_files", "fingerprint", BEFORE),
+    "checkpoint, before its rename": ("jetrl.training.checkpoint_files", "sync", BEFORE),
     "checkpoint, after its rename": (
         "jetrl.training.checkpoint",
         "Checkpoints._put_in_place",
@@ -100,7 +100,7 @@ DISK_POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
     "disk full in a metrics line": ("jetrl.runs.storage", "JsonlWriter.write", half_a_line),
     "disk full in a rollouts file": ("jetrl.runs.directory", "write_jsonl", BEFORE),
     "disk full in a checkpoint": (
-        "jetrl.training.checkpoint_folder",
+        "jetrl.training.checkpoint_files",
         "write_tensors",
         half_a_file,
     ),

@@ -15,7 +15,7 @@ from jetrl.loop import train
 from jetrl.session import open as opening
 from jetrl.session.open import made_up_rewards, try_advantages
 from jetrl.settings.loading import Settings, load_config
-from jetrl.training.objectives.objective import Objective
+from jetrl.training.objectives import Objective
 
 HEAD = "import numpy as np, random, torch\nfrom jetrl.settings.algorithms import Algorithm\n"
 SHAPE = ("rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "rollout.max_tokens=9")

@@ -199,7 +199,7 @@ NEED_MORE = {
     "runs.storage.read_jsonl",
     "runs.trackers.open_trackers",
     "training.advantages.check_rewards",
-    "training.minibatches.split_minibatches",
+    "training.packing.split_minibatches",
     "training.packing.pack",
     "training.trainer.Trainer.__init__",
 }

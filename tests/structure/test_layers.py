@@ -62,7 +62,7 @@ SLOW_MODULES = {"jetrl.distributed.shard_files"}
 WITHOUT_TORCH = [
     *("", "types", "errors", "files", "untrusted", "settings.loading", "cli.main", "tasks", "runs"),
     *("rollout.scheduler", "rollout.pages", "rollout.sequence"),
-    *("training.advantages", "training.minibatches", "training.packing"),
+    *("training.advantages", "training.packing"),
 ]
 
 

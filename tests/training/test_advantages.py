@@ -61,12 +61,12 @@ def close(got, expected, tolerance=DIGITS):
     ],
 )
 def test_estimators_against_verl(name, options, verl):
-    close(ESTIMATORS[name](**options)(step()).advantages, same_everywhere(*verl))
+    close(ESTIMATORS[name](step(), **options).advantages, same_everywhere(*verl))
 
 
 def test_gae_against_verl():
     values = [np.float32(v) for v in VALUES]
-    found = ESTIMATORS["gae"](gamma=0.9, gae_lambda=0.8)(step(values=values))
+    found = ESTIMATORS["gae"](step(values=values), gamma=0.9, gae_lambda=0.8)
     verl = [[-0.4132251, 0.6617942, -0.1969632], [-0.9565403, -1.2855291], [-0.317915]]
     verl += [[-0.0247281, 2.1253107, 0.4077956]]
     close(found.advantages, verl, 5e-7)  # they round every step to float32

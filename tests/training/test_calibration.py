@@ -14,7 +14,7 @@ from jetrl.training import Trainer, pack
 from jetrl.training.extras.calibration import ClipBounds, ClipCalibration, calibrated
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
 from jetrl.training.packing import with_advantages
-from jetrl.training.update import Accumulated
+from jetrl.training.trainer import Accumulated
 
 REFERENCE = ClipBounds(0.8, 1.2)
 

@@ -129,7 +129,7 @@ def test_the_share_and_the_limit_of_tokens(sample):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"master.fc.weight": torch.zeros(3, 3)}, "of another model, first in master.fc.weight"),
+        ({"master.fc.weight": torch.zeros(3, 3)}, "of another model, first in fc.weight"),
         ({"counts": torch.zeros(7, dtype=torch.int64)}, "of another model, first in counts"),
         ({"updates": torch.tensor(-1)}, "no count of updates"),
     ],

@@ -16,13 +16,13 @@ import torch
 from jetrl.errors import UserError
 from jetrl.settings.algorithms import ALGORITHMS, AlgorithmSettings
 from jetrl.training.advantages import StepRewards
-from jetrl.training.objectives import Objective, Tokens, UpdateSize
-from jetrl.training.objectives.pieces import (
+from jetrl.training.objectives import (
+    LOSSES,
     MAX_LOG_RATIO,
-    ClippedRatio,
     Correction,
-    DetachedRatio,
-    Ratio,
+    Objective,
+    Tokens,
+    UpdateSize,
     bounded_exp,
     k3,
 )
@@ -145,9 +145,10 @@ def test_corrections_by_hand(settings, weights, touched):
     # Ratios 4 and 1/2 in one sequence (product 2, geometric mean sqrt 2), 3/2 in another.
     behavior = torch.tensor([math.log(4.0), math.log(0.5), math.log(1.5)])
     tokens = Tokens(leaf(0.0, 0.0, 0.0), behavior, torch.ones(3), torch.tensor([2, 1]))
-    found = Correction.from_settings(AlgorithmSettings(**settings))(tokens, torch.zeros(3))
-    assert found.weights.tolist() == pytest.approx(weights, rel=1e-6)
-    assert found.touched.tolist() == [bool(t) for t in touched]
+    correction = Correction.from_settings(AlgorithmSettings(**settings))
+    found, changed, _ = correction(tokens, torch.zeros(3))
+    assert found.tolist() == pytest.approx(weights, rel=1e-6)
+    assert changed.tolist() == [bool(t) for t in touched]
 
 
 class TestUsers:
@@ -280,19 +281,18 @@ def test_settings_that_mean_nothing_are_refused(settings, message):
 
 def test_a_dual_clip_bounds_the_loss_of_tokens_with_a_negative_advantage():
     """With c = 3 a ratio of e^2 and an advantage of -2 lose 6, and the gradient is gone."""
-    loss = ClippedRatio(0.2, 0.2, dual_clip=3.0)
     over = one(2.0, -2.0)
-    lost = loss(over)
+    lost = LOSSES["clipped_ratio"](over, 0.2, 0.2, dual_clip=3.0)
     lost.loss.sum().backward()
     assert lost.loss.item() == 6.0
     assert lost.clipped.tolist() == [True]
     assert over.trainer_logprobs.grad.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("loss", [ClippedRatio(0.2, 0.2), DetachedRatio(4.0), Ratio()])
+@pytest.mark.parametrize("loss", [("clipped_ratio", 0.2, 0.2), ("detached_ratio", 4.0), ("ratio",)])
 def test_a_log_ratio_that_overflows_leaves_loss_and_gradient_finite(loss):
     tokens = one(100.0, 1.0)
-    loss(tokens).loss.sum().backward()
+    LOSSES[loss[0]](tokens, *loss[1:]).loss.sum().backward()
     assert math.isfinite(tokens.trainer_logprobs.grad.item())
 
 

@@ -12,20 +12,18 @@ from tests.training.shared import settings, snapshot
 
 from jetrl.errors import UserError
 from jetrl.training import Trainer
-from jetrl.training.minibatches import (
-    Pair,
-    choose_minibatches,
-    contrast_pairs,
-    shuffled_minibatches,
-    split_minibatches,
-)
 from jetrl.training.packing import (
     WORTH_SHARING,
+    Pair,
     by_batch,
     by_sample,
+    choose_minibatches,
+    contrast_pairs,
     pack,
     pack_examples,
     shares_prompts,
+    shuffled_minibatches,
+    split_minibatches,
     targets,
     trained_lengths,
     with_advantages,

@@ -12,6 +12,7 @@ import torch
 from tests.training.shared import REWARDS, draw, equal, make_policy, settings, snapshot, trained
 
 from jetrl.errors import MismatchError, RunStopped
+from jetrl.precision import PrecisionPlan
 from jetrl.settings.algorithms import ALGORITHMS
 from jetrl.training import Checkpoints, SftTrainer, StepMismatchError, Trainer, group_advantages
 from jetrl.training.micro_batches import batch_logprobs
@@ -380,4 +381,5 @@ def test_a_step_without_a_comparison_says_so(sample, version, logprob, said):
     one = sample(0, [1, 2], [4], logprobs=[-1.0])
     one = replace(one, completion=replace(one.completion, versions=(1,)))
     batches = pack([one], 100)
-    assert compare_step("jet", True, [one], version, batches, [f32(logprob)]) == said
+    plan = PrecisionPlan.preset("jet")
+    assert compare_step(plan, [one], version, batches, [f32(logprob)]) == said

@@ -60,7 +60,7 @@ def open_policy(
         settings = load_config(
             location.run / "config.toml", [f"run.device={chosen.partition(':')[0]}"]
         )
-        alphabet = Checkpoints.alphabet(location.path)
+        alphabet = Checkpoints.state(location.path).get("alphabet")
         masters = Checkpoints.masters(location.path)
         assert masters is not None  # by find_model
         plan = _plan_over(settings.model.path, plan, preset)
@@ -81,7 +81,8 @@ def open_policy(
 
 def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:
     """Check that the adapter of a checkpoint was trained on the base that the policy has."""
-    if Checkpoints.base_digest(checkpoint) in (None, policy.base_digest):
+    adapter = Checkpoints.state(checkpoint)["model"].get("adapter")
+    if not isinstance(adapter, dict) or adapter.get("base") == policy.base_digest:
         return
     if base:
         here, remedy = f"the model in {base} now", "restore the run's model there"

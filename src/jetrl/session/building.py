@@ -33,7 +33,7 @@ from jetrl.settings.model_sections import AdapterSettings
 from jetrl.settings.sections import ModelSettings, verified_drafts
 from jetrl.tasks import build_task
 from jetrl.training import Critic
-from jetrl.training.checkpoint_files import StoredTensors, tensor_differences, whole_layouts
+from jetrl.training.checkpoint_files import StoredTensors
 from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.guard import Guard
 
@@ -100,14 +100,11 @@ def policy_of_masters(
     if settings.model.tokenizer == CHARACTERS and alphabet is None:
         alphabet = build_task(settings.task).alphabet
     policy = build_policy(settings, plan, alphabet)
-    masters, shards = policy.master_weights(), policy.weights.shards
     stored = StoredTensors(saved)
-    wrong = tensor_differences(stored.layouts, whole_layouts(masters, shards))
+    wrong = stored.differences(policy)
     if wrong:
         raise UserError(f"{saved}: not of the run's model: {', '.join(wrong[:5])}")
-    with torch.no_grad():
-        for name, master in masters.items():
-            master.copy_(stored.rows(name, shards.get(name)))
+    stored.copy_to(policy)
     policy.requantize()
     return policy
 

@@ -27,11 +27,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self
 
-import torch
 from pydantic import Field, TypeAdapter, model_validator
 
 from jetrl.distributed.agreement import Decision, agree
-from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import world
 from jetrl.errors import RunStopped, UserError
 from jetrl.files import Count, Finite, Seed, Step, Stored, checked
@@ -43,7 +41,7 @@ from jetrl.runs.storage import storing
 from jetrl.settings.loading import Settings
 from jetrl.training import Checkpoints, Optimizer, Trainer
 from jetrl.training.checkpoint import Background, Loaded, Snapshot
-from jetrl.training.checkpoint_files import divided
+from jetrl.training.extras import Learner
 from jetrl.types import FinishReason, StepStats
 
 RandomKey = Annotated[int, Field(ge=0, lt=2**64)]
@@ -165,19 +163,6 @@ class Stateful(Protocol):
         """Take over the values of a checkpoint."""
 
 
-class StatefulTensors(Protocol):
-    """A part of a run with tensors of its own, such as a critic and its optimizer."""
-
-    def state_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors for a checkpoint, by name."""
-
-    def shard_of(self, name: str) -> Shard | None:
-        """Return how the rows of a tensor are divided among ranks, None where they are not."""
-
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over the tensors of a checkpoint, of those that are divided own rows."""
-
-
 class RunCheckpoints:
     def __init__(self, run: RunDirectory, settings: Settings) -> None:
         self._run, self._settings = run, settings.checkpoint
@@ -191,7 +176,7 @@ class RunCheckpoints:
         self._good_step: int | None = None
         self._longest_write_s = 0.0
         self._states: dict[str, Stateful] = {}
-        self._tensors: dict[str, StatefulTensors] = {}
+        self._tensors: dict[str, Learner] = {}
 
     def register(self, name: str, part: Stateful) -> None:
         """Put the state of a part into every checkpoint, under a name of its own."""
@@ -199,7 +184,7 @@ class RunCheckpoints:
         assert name in NAMES, f"{name}: its schema belongs into session/checkpoints.py"
         self._states[name] = part
 
-    def register_tensors(self, name: str, part: StatefulTensors) -> None:
+    def register_tensors(self, name: str, part: Learner) -> None:
         """Put the tensors of a part into every checkpoint of a step, as NAME.safetensors."""
         assert name not in self._tensors, name
         self._tensors[name] = part
@@ -215,14 +200,10 @@ class RunCheckpoints:
             metrics: For `keep_best`, and for a run that is cut before its line is written.
         """
         self._background.wait()  # before memory is taken for the next copy
-        # Parts with tensors (critic, draft head) hand over those of their rows.
-        others, shards = {}, {}
-        for name, part in self._tensors.items():
-            others[name] = part.state_tensors()
-            shards[name] = divided(others[name], part.shard_of)
         extra, score = {"metrics": dict(metrics)}, self._score(metrics)
+        # Parts with tensors (critic, draft head) hand over those of their rows.
         snapshot = self._steps.snapshot(
-            *(step, trainer.policy, trainer.optimizer, self._extra(extra), score, others, shards)
+            *(step, trainer.policy, trainer.optimizer, self._extra(extra), score, self._tensors)
         )
         self._write(self._steps, snapshot)
 

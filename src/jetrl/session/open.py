@@ -55,7 +55,7 @@ from jetrl.settings.sections import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
 from jetrl.training import Checkpoints
 from jetrl.training.advantages import StepRewards
-from jetrl.training.objectives.objective import Objective, UsersEstimator
+from jetrl.training.objectives import Objective, UsersEstimator
 from jetrl.training.sft import Pair
 
 _ADVICE = "`jetrl train --dry-run` prints what a run holds"

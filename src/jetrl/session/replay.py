@@ -24,10 +24,10 @@ from jetrl.session.nonfinite import REPLAY
 from jetrl.session.session import Session
 from jetrl.settings.loading import Settings, load_config, to_toml
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
-from jetrl.training.checkpoint_files import fingerprint
-from jetrl.training.checkpoint_folder import (
+from jetrl.training.checkpoint_files import (
     MANIFEST_FILE,
     STATE_FILE,
+    fingerprint,
     manifest_of,
     problem_of,
     state_of,

@@ -1,8 +1,8 @@
 """The algorithms by name: each is a record of an advantage estimator, a loss and an aggregation.
 
     advantages   what is built from the rewards of a step           training/advantages.py
-    loss         what a token contributes, given its advantage   training/objectives/
-    aggregation  how the tokens of an update are weighted        training/objectives/aggregation.py
+    loss         what a token contributes, given its advantage   training/objectives.py
+    aggregation  how the tokens of an update are weighted        training/objectives.py
 
 Next to them a record holds the settings of `[algorithm]` that the algorithm reads, with its own
 defaults: a setting that is not among them means nothing to it, and giving it is an error. The
@@ -10,7 +10,7 @@ formulas are in docs/algorithms.md. No torch here: the settings are checked agai
 
 A user's algorithm is a loss function in a file (`algorithm.name = "file.py:function"`), which takes
 GRPO's place in `USERS`, or a whole `Algorithm` in a file. Its record is known once the file
-was run, which is not when settings are read: `training/objectives` checks the settings then.
+was run, which is not when settings are read: `training/objectives.py` checks the settings then.
 """
 
 from __future__ import annotations

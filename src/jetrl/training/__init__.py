@@ -1,6 +1,6 @@
 """Training: samples in, updated master weights and metrics out.
 
-The modules advantages, minibatches, packing and mismatch need numpy alone; losses and objectives
+The modules advantages, packing and mismatch need numpy alone; losses and objectives
 are pure functions. trainer and sft make training steps of updates (update, optimizer), extras has
 the critic and what else is rare. checkpoint keeps everything that a run needs to continue, written
 so that a crash cannot spoil it. Names are resolved on first use, so that the modules without torch
@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from jetrl.training.advantages import group_advantages
     from jetrl.training.checkpoint import Checkpoints
     from jetrl.training.extras.critic import Critic
-    from jetrl.training.minibatches import split_minibatches
     from jetrl.training.mismatch import StepMismatchError, mismatch_metrics
     from jetrl.training.objectives import Objective
     from jetrl.training.optimizer import Optimizer
-    from jetrl.training.packing import pack, pack_examples
+    from jetrl.training.packing import pack, pack_examples, split_minibatches
     from jetrl.training.sft import SftTrainer
     from jetrl.training.trainer import Trainer
 
@@ -51,7 +50,7 @@ _HOME = {
     "mismatch_metrics": "mismatch",
     "pack": "packing",
     "pack_examples": "packing",
-    "split_minibatches": "minibatches",
+    "split_minibatches": "packing",
 }
 
 

@@ -9,10 +9,9 @@ its advantage:
     group_global   reward minus the group's mean, normalised over all tokens     REINFORCE++
     gae            temporal differences against a critic, normalised             PPO
 
-An estimator is a frozen record: its fields are the settings that it reads, and it is called with
-`StepRewards`. Everything is computed in float64 and rounded once. A group whose rewards are all
-equal says nothing: what is left of them without their mean is exactly 0, not the rounding error of
-a mean.
+An estimator is a function of `StepRewards` and of the settings that it reads. Everything is
+computed in float64 and rounded once. A group whose rewards are all equal says nothing: what is left
+of them without their mean is exactly 0, not the rounding error of a mean.
 """
 
 from __future__ import annotations
@@ -68,94 +67,71 @@ class Advantages:
     returns: list[np.ndarray] | None = None
 
 
-Estimator = Callable[[StepRewards], Advantages]
-
-
-@dataclass(frozen=True)
-class Group:
+def group(step: StepRewards, normalize_std: bool = True) -> Advantages:
     """Reward minus the group's mean, over its standard deviation ("DeepSeekMath", sec. 4.1.2)."""
-
-    normalize_std: bool = True
-
-    def __call__(self, step: StepRewards) -> Advantages:
-        advantage_S = group_advantages(step.scores, step.groups, self.normalize_std)
-        return Advantages(step.at_tokens(advantage_S))
+    advantage_S = group_advantages(step.scores, step.groups, normalize_std)
+    return Advantages(step.at_tokens(advantage_S))
 
 
-@dataclass(frozen=True)
-class LeaveOneOut:
+def leave_one_out(step: StepRewards) -> Advantages:
     """Reward minus the mean of the group's other rewards (Ahmadian et al. 2024, "RLOO")."""
-
-    def __call__(self, step: StepRewards) -> Advantages:
-        advantage_S = np.zeros(len(step.rewards))
-        for members, reward in _groups(step.scores, step.groups):
-            count = len(members)
-            if count > 1 and not _constant(reward):
-                advantage_S[members] = (reward - reward.mean()) * (count / (count - 1))
-        return Advantages(step.at_tokens(advantage_S))
+    advantage_S = np.zeros(len(step.rewards))
+    for members, reward in _groups(step.scores, step.groups):
+        count = len(members)
+        if count > 1 and not _constant(reward):
+            advantage_S[members] = (reward - reward.mean()) * (count / (count - 1))
+    return Advantages(step.at_tokens(advantage_S))
 
 
-@dataclass(frozen=True)
-class Global:
+def whole_step(step: StepRewards) -> Advantages:
     """Rewards minus the penalties from each token on, normalized over the step's tokens.
 
     Hu 2025, "REINFORCE++", with discount 1.
     """
-
-    def __call__(self, step: StepRewards) -> Advantages:
-        rewards_to_go = [
-            reward - np.cumsum(penalty[::-1])[::-1]
-            for reward, penalty in zip(step.rewards, step.penalties, strict=True)
-        ]
-        return Advantages(_normalized(rewards_to_go))
+    rewards_to_go = [
+        reward - np.cumsum(penalty[::-1])[::-1]
+        for reward, penalty in zip(step.rewards, step.penalties, strict=True)
+    ]
+    return Advantages(_normalized(rewards_to_go))
 
 
-@dataclass(frozen=True)
-class GroupGlobal:
+def group_then_step(step: StepRewards) -> Advantages:
     """Reward minus its group's mean, normalized over tokens ("REINFORCE++ with baseline")."""
-
-    def __call__(self, step: StepRewards) -> Advantages:
-        centred_S = group_advantages(step.scores, step.groups, normalize_std=False)
-        return Advantages(_normalized(step.at_tokens(centred_S)))
+    centred_S = group_advantages(step.scores, step.groups, normalize_std=False)
+    return Advantages(_normalized(step.at_tokens(centred_S)))
 
 
-@dataclass(frozen=True)
-class Gae:
+def gae(step: StepRewards, gamma: float = 1.0, gae_lambda: float = 0.95) -> Advantages:
     """Generalized advantage estimation, normalized over the step's tokens.
 
     Schulman et al. 2015, eq. 16: delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma
     lambda A_{t+1}, with the reward at the last token, penalties at theirs, and V = 0 after the end.
     Returns are A_t + V_t before the normalization.
     """
-
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
-
-    def __call__(self, step: StepRewards) -> Advantages:
-        assert step.values is not None, "gae needs a critic's values"
-        advantages, returns = [], []
-        for reward, penalty, value in zip(step.rewards, step.penalties, step.values, strict=True):
-            rewards = -penalty.astype(np.float64)
-            rewards[-1:] += reward
-            values = value.astype(np.float64)
-            advantage = np.zeros(len(rewards))
-            following, next_value = 0.0, 0.0
-            # Backwards, since each advantage needs the next one; V is 0 after the end.
-            for t in reversed(range(len(rewards))):
-                delta = rewards[t] + self.gamma * next_value - values[t]
-                following = delta + self.gamma * self.gae_lambda * following
-                advantage[t], next_value = following, values[t]
-            advantages.append(advantage)
-            returns.append((advantage + values).astype(np.float32))
-        return Advantages(_normalized(advantages), returns)
+    assert step.values is not None, "gae needs a critic's values"
+    advantages, returns = [], []
+    for reward, penalty, value in zip(step.rewards, step.penalties, step.values, strict=True):
+        rewards = -penalty.astype(np.float64)
+        rewards[-1:] += reward
+        values = value.astype(np.float64)
+        advantage = np.zeros(len(rewards))
+        following, next_value = 0.0, 0.0
+        # Backwards, since each advantage needs the next one; V is 0 after the end.
+        for t in reversed(range(len(rewards))):
+            delta = rewards[t] + gamma * next_value - values[t]
+            following = delta + gamma * gae_lambda * following
+            advantage[t], next_value = following, values[t]
+        advantages.append(advantage)
+        returns.append((advantage + values).astype(np.float32))
+    return Advantages(_normalized(advantages), returns)
 
 
-ESTIMATORS: dict[str, Callable[..., Estimator]] = {
-    "group": Group,
-    "leave_one_out": LeaveOneOut,
-    "global": Global,
-    "group_global": GroupGlobal,
-    "gae": Gae,
+ESTIMATORS: dict[str, Callable[..., Advantages]] = {
+    "group": group,
+    "leave_one_out": leave_one_out,
+    "global": whole_step,
+    "group_global": group_then_step,
+    "gae": gae,
 }
 
 
@@ -192,8 +168,6 @@ def check_rewards(
     """
     reward_N = np.asarray(rewards, dtype=np.float64)
     group_N = np.asarray(groups, dtype=np.int64)
-    if reward_N.shape != group_N.shape or reward_N.ndim != 1:
-        raise ValueError(f"{reward_N.shape} rewards for {group_N.shape} group numbers")
     if not np.isfinite(reward_N).all():
         first = int(np.flatnonzero(~np.isfinite(reward_N))[0])
         raise UserError(

@@ -28,8 +28,9 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,33 +38,11 @@ from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World, world
 from jetrl.errors import StorageError, UserError
 from jetrl.models.hf_files import sync
+from jetrl.models.model import Model
 from jetrl.models.tiny import alphabet_of
-from jetrl.training.checkpoint_files import (
-    Fingerprint,
-    StoredTensors,
-    as_json,
-    differences,
-    divided,
-    tensor_differences,
-    whole_layouts,
-)
-from jetrl.training.checkpoint_folder import (
-    FORMAT,
-    MASTERS,
-    OPTIMIZER,
-    SHARDED_FORMAT,
-    complete_folder,
-    fingerprints,
-    masters_of,
-    parts_of,
-    problem_of,
-    state_of,
-    write_parts,
-)
+from jetrl.training import checkpoint_files as files
+from jetrl.training.extras import Learner
 from jetrl.training.optimizer import Optimizer
-
-if TYPE_CHECKING:
-    from jetrl.models.model import Model
 
 _NAME = re.compile(r"step_(\d{6,})")
 _WRITING, _REPLACED = ".writing-", ".replaced-"
@@ -114,7 +93,7 @@ class Loaded(NamedTuple):
 
     step: int
     extra: dict[str, Any]
-    tensors: dict[str, StoredTensors]
+    tensors: dict[str, files.StoredTensors]
     ranks: int
 
 
@@ -132,6 +111,8 @@ class Checkpoints:
             `write` runs in its own thread.
     """
 
+    masters, state = staticmethod(files.masters_of), staticmethod(files.state_of)
+
     def __init__(
         self,
         directory: str | Path,
@@ -139,47 +120,25 @@ class Checkpoints:
         keep_best: int = 0,
         ranks: World | None = None,
     ) -> None:
-        if keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, not {keep_last}")
+        assert keep_last >= 1
         self.directory = Path(directory)
         self.keep_last, self.keep_best = keep_last, keep_best
-        self._own_ranks = ranks
+        self._ranks = ranks or world()
         # What `latest` has found to be undamaged, so that `load` need not read it twice.
         self._verified: Path | None = None
 
-    @property
-    def _ranks(self) -> World:
-        return self._own_ranks or world()
-
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, good or damaged, ascending."""
-        if not self.directory.is_dir():
-            return []
-        return sorted(
-            int(match.group(1))
-            for entry in self.directory.iterdir()
-            if (match := _NAME.fullmatch(entry.name))
-        )
+        matches = (_NAME.fullmatch(entry.name) for entry in self.directory.glob("step_*"))
+        return sorted(int(match[1]) for match in matches if match)
 
     def path(self, step: int) -> Path:
         """Return the folder of a step's checkpoint, which need not exist."""
         return self.directory / f"step_{step:06d}"
 
-    @staticmethod
-    def masters(path: Path) -> Path | None:
-        """Return the file or folder with a checkpoint's master weights, None without any."""
-        return masters_of(path)
-
-    def save(
-        self,
-        step: int,
-        policy: Model,
-        optimizer: Optimizer,
-        extra: Mapping[str, Any],
-        score: float | None = None,
-    ) -> Path:
+    def save(self, *contents: Any, **named: Any) -> Path:
         """Write the checkpoint of a step, and return its folder: `write(snapshot(...))`."""
-        return self.write(self.snapshot(step, policy, optimizer, extra, score))
+        return self.write(self.snapshot(*contents, **named))
 
     def snapshot(
         self,
@@ -188,22 +147,21 @@ class Checkpoints:
         optimizer: Optimizer,
         extra: Mapping[str, Any],
         score: float | None = None,
-        others: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
-        shards: Mapping[str, Mapping[str, Shard]] | None = None,
+        parts: Mapping[str, Learner] | None = None,
     ) -> Snapshot:
         """Return the contents of a checkpoint, which are the run's own tensors until `copied`.
 
         Args:
             extra: Other values needed to continue: JSON under string keys (floats survive exactly).
-            others: Tensors of other parts, by part and name.
-            shards: How those of `others` are divided among ranks.
+            parts: Other parts with tensors, by name.
 
         Raises:
             TypeError: extra holds what JSON cannot express.
         """
         size = self._ranks.size
+        sharded = {"format": files.SHARDED_FORMAT, "ranks": size}
         state = {
-            **({"format": FORMAT} if size == 1 else {"format": SHARDED_FORMAT, "ranks": size}),
+            **(sharded if size > 1 else {"format": files.FORMAT}),
             "step": step,
             "num_updates": optimizer.num_updates,
             "plan": policy.plan.to_dict(),
@@ -212,19 +170,14 @@ class Checkpoints:
             "score": score,
             "extra": dict(extra),
         }
-        masters = {name: p.detach() for name, p in policy.master_weights().items()}
-        moments = optimizer.state_tensors()
-        assert not {MASTERS, OPTIMIZER} & set(others or {}), "names of the policy's own files"
-        return Snapshot(
-            step,
-            json.dumps(state, indent=1),
-            {MASTERS: masters, OPTIMIZER: moments, **(others or {})},
-            {
-                MASTERS: policy.weights.shards,
-                OPTIMIZER: divided(moments, optimizer.shard_of),
-                **(shards or {}),
-            },
-        )
+        tensors = {files.MASTERS: {name: p.detach() for name, p in policy.master_weights().items()}}
+        shards = {files.MASTERS: policy.weights.shards}
+        # The optimizer is a part like a critic or a draft head.
+        owners: dict[str, Optimizer | Learner] = {files.OPTIMIZER: optimizer, **(parts or {})}
+        for part, owner in owners.items():
+            tensors[part] = owner.state_tensors()
+            shards[part] = files.divided(tensors[part], owner.shard_of)
+        return Snapshot(step, json.dumps(state, indent=1), tensors, shards)
 
     def write(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint, then remove all but the newest and best ones, and return its folder.
@@ -243,23 +196,19 @@ class Checkpoints:
             # 1. An empty hidden folder. 2. Every rank's tensors. 3. Their checksums.
             # 4. state.json, the manifest and the rename, by rank 0 when all else is on disk.
             ranks.from_first("the folder of a checkpoint", lambda: self._begin(writing))
-            own = write_parts(writing, snapshot.tensors, snapshot.shards, ranks)
-            files = fingerprints(writing, own, ranks)
+            written = files.write_parts(writing, snapshot.tensors, snapshot.shards, ranks)
             ranks.from_first(
                 "the end of a checkpoint",
-                lambda: self._complete(writing, target, snapshot.state, files),
+                lambda: self._put_in_place(writing, target, snapshot.state, written),
             )
         except BaseException as error:
             # Nothing of it stays, so that a full disk gets its space back.
             if ranks.is_first:
                 shutil.rmtree(writing, ignore_errors=True)
-            if isinstance(error, OSError):
-                failed = error
-                message = ranks.from_first(
-                    "why a checkpoint failed", lambda: self._explain_failure(target, failed)
-                )
-                raise StorageError(message) from None
-            raise
+            if not isinstance(error, OSError):
+                raise
+            explain = partial(self._explain_failure, target, error)
+            raise StorageError(ranks.from_first("why a checkpoint failed", explain)) from None
         ranks.from_first(
             "the checkpoints to keep", lambda: self._prune(snapshot.step, self.steps())
         )
@@ -272,12 +221,6 @@ class Checkpoints:
         self._put_back()
         self._clean()
         writing.mkdir()
-
-    def _complete(
-        self, writing: Path, target: Path, state: str, files: Mapping[str, Fingerprint]
-    ) -> None:
-        complete_folder(writing, state, files)
-        self._put_in_place(writing, target)
 
     def latest(self) -> Latest:
         """Return the newest good checkpoint, after comparing every file with its checksum.
@@ -295,9 +238,9 @@ class Checkpoints:
         notes: list[str] = []
         for step in reversed(self.steps()):
             path = self.path(step)
-            problem = problem_of(path)
+            problem = files.problem_of(path)
             if problem is None:
-                state_of(path)
+                files.state_of(path)
                 return Latest(path, notes)
             notes.append(f"checkpoint {path} is damaged ({problem}) and was skipped")
         if notes:
@@ -319,12 +262,37 @@ class Checkpoints:
             ranks.from_first("whether a checkpoint is good", lambda: self.check(path))
         self._verified = None
         state, parts = ranks.from_first(
-            "the contents of a checkpoint", lambda: (state_of(path), parts_of(path))
+            "the contents of a checkpoint", lambda: (files.state_of(path), files.parts_of(path))
         )
-        others = ranks.together(
-            "the tensors of a checkpoint",
-            lambda: load_into(policy, optimizer, path, state, parts),
-        )
+
+        def read() -> dict[str, files.StoredTensors]:
+            stored = {part: files.StoredTensors(place) for part, place in parts.items()}
+            tensors, moments = stored.pop(files.MASTERS), stored.pop(files.OPTIMIZER, None)
+            # Compare everything first: a checkpoint that does not fit must change nothing.
+            plan = files.as_json(policy.plan.to_dict())
+            problems = [
+                *files.differences("precision plan", state["plan"], plan),
+                *files.differences("model", state["model"], model_dict(policy)),
+                *tensors.differences(policy),
+            ]
+            if problems:
+                raise UserError(
+                    f"checkpoint {path} does not fit this run: {'; '.join(problems)}. Resume with "
+                    "the settings it was made with"
+                )
+            updates = state["num_updates"]
+            if moments is None and updates:
+                raise UserError(
+                    f"checkpoint {path} is damaged: it has made {updates} updates, and has no "
+                    "optimizer state; use another one"
+                )
+            # Rows of this rank only; optimizer first, since it checks and may refuse.
+            own = {} if moments is None else moments.own(optimizer.shard_of)
+            optimizer.load_state(own, updates)
+            tensors.copy_to(policy)
+            return stored
+
+        others = ranks.together("the tensors of a checkpoint", read)
         policy.requantize()
         return Loaded(state["step"], state["extra"], others, state.get("ranks", 1))
 
@@ -335,25 +303,16 @@ class Checkpoints:
         Raises:
             UserError: The checkpoint is damaged, or has another format; the message says how.
         """
-        problem = problem_of(path)
+        problem = files.problem_of(path)
         if problem is not None:
             raise UserError(f"checkpoint {path} is damaged: {problem}; use another one")
-        state_of(path)
+        files.state_of(path)
 
-    @classmethod
-    def alphabet(cls, path: Path) -> str | None:
-        """Return the alphabet of a good checkpoint's character tokenizer; None if unknown."""
-        alphabet: str | None = state_of(path).get("alphabet")
-        return alphabet
-
-    @classmethod
-    def base_digest(cls, path: Path) -> str | None:
-        """Return the digest of the base that a good checkpoint's adapter was trained on, if any."""
-        adapter = state_of(path)["model"].get("adapter")
-        return str(adapter.get("base")) if isinstance(adapter, dict) else None
-
-    def _put_in_place(self, writing: Path, target: Path) -> None:
-        """Give a complete checkpoint its real name; the old one of that name goes only then."""
+    def _put_in_place(
+        self, writing: Path, target: Path, state: str, written: Mapping[str, files.Fingerprint]
+    ) -> None:
+        """Complete a checkpoint and give it its real name; the old one of that name goes last."""
+        files.complete_folder(writing, state, written)
         replaced = self.directory / f"{_REPLACED}{target.name}"
         # The old one steps aside first: a rename cannot replace a folder with files.
         if target.exists():
@@ -384,11 +343,12 @@ class Checkpoints:
 
     def tidy(self, step: int) -> None:
         """Remove what a crash kept `write` from removing, up to the step that is resumed from."""
-        self._ranks.from_first("the checkpoints to keep", lambda: self._tidy(step))
 
-    def _tidy(self, step: int) -> None:
-        self._clean()
-        self._prune(step, [s for s in self.steps() if s <= step])
+        def remove() -> None:
+            self._clean()
+            self._prune(step, [s for s in self.steps() if s <= step])
+
+        self._ranks.from_first("the checkpoints to keep", remove)
 
     def _prune(self, saved: int, steps: Sequence[int]) -> None:
         """Remove those of `steps` that are neither among the last nor the best up to `saved`."""
@@ -405,7 +365,7 @@ class Checkpoints:
         if not self.keep_best:
             return None
         try:
-            score = state_of(self.path(step))["score"]
+            score = files.state_of(self.path(step))["score"]
         except (OSError, UserError):
             return None
         return None if score is None else float(score)
@@ -424,50 +384,6 @@ class Checkpoints:
         )
 
 
-def load_into(
-    policy: Model,
-    optimizer: Optimizer,
-    path: Path,
-    state: Mapping[str, Any],
-    parts: Mapping[str, Path],
-) -> dict[str, StoredTensors]:
-    """Load a checkpoint's master weights and optimizer state, not yet requantized.
-
-    Returns:
-        The tensors of other parts of the run, by part.
-
-    Raises:
-        UserError: The checkpoint's precision plan, model or tensors are not this run's. Nothing was
-            changed then.
-    """
-    masters, shards = policy.master_weights(), policy.weights.shards
-    stored = {part: StoredTensors(place) for part, place in parts.items()}
-    # Compare everything first: a checkpoint that does not fit must change nothing.
-    tensors, moments = stored.pop(MASTERS), stored.pop(OPTIMIZER, None)
-    problems = [
-        *differences("precision plan", state["plan"], as_json(policy.plan.to_dict())),
-        *differences("model", state["model"], model_dict(policy)),
-        *tensor_differences(tensors.layouts, whole_layouts(masters, shards)),
-    ]
-    if problems:
-        raise UserError(
-            f"checkpoint {path} does not fit this run: {'; '.join(problems)}. Resume with "
-            "the settings it was made with"
-        )
-    if moments is None and state["num_updates"]:
-        raise UserError(
-            f"checkpoint {path} is damaged: it has made {state['num_updates']} updates, and has no "
-            "optimizer state; use another one"
-        )
-    # Rows of this rank only; optimizer first, since it checks and may refuse.
-    own = {} if moments is None else moments.own(optimizer.shard_of)
-    optimizer.load_state(own, state["num_updates"])
-    with torch.no_grad():
-        for name, master in masters.items():
-            master.copy_(tensors.rows(name, shards.get(name)))
-    return stored
-
-
 def model_dict(policy: Model) -> dict[str, Any]:
     """Return the configuration of a model as a checkpoint keeps it."""
     config = policy.config.flat()
@@ -476,7 +392,7 @@ def model_dict(policy: Model) -> dict[str, Any]:
         config.pop("layers_without_rope", None)
     if policy.lora is not None:
         config["adapter"] = {**dataclasses.asdict(policy.lora), "base": policy.base_digest}
-    configuration: dict[str, Any] = as_json(config)
+    configuration: dict[str, Any] = files.as_json(config)
     return configuration
 
 

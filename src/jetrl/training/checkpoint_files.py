@@ -1,23 +1,244 @@
-"""Writing, flushing and fingerprinting a checkpoint's files, and reading its tensors."""
+"""The files of one checkpoint: their schemas and checks, and their writing and reading.
+
+One rank writes format 2: each part is a file (masters.safetensors). Several ranks write format 3:
+each part is a folder with the files of every rank (masters/shard-...). Both have the same
+state.json and manifest.json.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import IO, Annotated, Any, NamedTuple, Self
 
 import torch
+from pydantic import Field, TypeAdapter, model_validator
 from safetensors import safe_open
 
 from jetrl.distributed.shards import Shard
+from jetrl.distributed.world import World
 from jetrl.errors import UserError
-from jetrl.models.hf_files import reading_tensors
+from jetrl.files import Count, Step, Stored, checked, read_json
+from jetrl.models.hf_files import reading_tensors, sync
+from jetrl.models.model import Model
+
+MOST_STATE_BYTES = 2**30  # of state.json: partial rollouts keep a token in some 40 bytes
+
+_PLAIN = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
+FileName = Annotated[str, Field(pattern=rf"^({_PLAIN}/)?{_PLAIN}$", max_length=255)]
+"""The name of a file beside the manifest, or in a folder beside it, none of them hidden."""
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class StoredFingerprint(Stored):
+    """The fingerprint of a file (`fingerprint`)."""
+
+    bytes: Count
+    sha256: Digest | None = None
+    sha256_of_gib_pieces: Digest | None = None
+
+    @model_validator(mode="after")
+    def _check_digest(self) -> Self:
+        if self.sha256 is None and self.sha256_of_gib_pieces is None:
+            raise ValueError("has no SHA-256")
+        return self
+
+
+class State(Stored):
+    """The contents of state.json.
+
+    Attributes:
+        score: The score of the step, if any.
+        extra: JSON values of the run (`session.checkpoints`).
+        alphabet: The characters of a character tokenizer; None for another one, and in older files.
+    """
+
+    format: Count
+    step: Step
+    num_updates: Count
+    plan: dict[str, Any]
+    model: dict[str, Any]
+    score: float | None
+    extra: dict[str, Any]
+    alphabet: str | None = None
+    ranks: Annotated[int, Field(ge=1, lt=2**31)] = 1
+
+
+MANIFEST = TypeAdapter(dict[FileName, StoredFingerprint])
+STATE = TypeAdapter(State)
+
+
+FORMAT, SHARDED_FORMAT = 2, 3
+MASTERS, OPTIMIZER = "masters", "optimizer"
+STATE_FILE, MANIFEST_FILE = "state.json", "manifest.json"
+_SUFFIX = ".safetensors"
+
+
+def masters_of(path: Path) -> Path | None:
+    """Return the file or folder with the master weights of a checkpoint, None without any."""
+    found = (path / f"{MASTERS}{_SUFFIX}", path / MASTERS)
+    if found[0].is_file():
+        return found[0]
+    return found[1] if any(found[1].glob(f"*{_SUFFIX}")) else None
+
+
+def parts_of(path: Path) -> dict[str, Path]:
+    """Return the file or folder of each part of a checkpoint: masters, optimizer and others.
+
+    Only the manifest's: nothing else was compared with a checksum.
+    """
+    parts = {}
+    for name in map(PurePosixPath, manifest_of(path)):
+        if name.suffix == _SUFFIX:
+            folder = len(name.parts) > 1
+            parts[name.parts[0] if folder else name.stem] = path / name.parts[0]
+    return parts
+
+
+def problem_of(path: Path) -> str | None:
+    """Return how a checkpoint is damaged, None if it is not."""
+    try:
+        manifest = manifest_of(path)
+        # Cheap checks of all files first, then the checksums, in parallel.
+        for name, expected in manifest.items():
+            found = (path / name).stat()
+            if not stat.S_ISREG(found.st_mode):
+                return f"{name} is not a regular file"
+            if found.st_size != expected["bytes"]:
+                return f"{name} has {found.st_size} bytes instead of {expected['bytes']}"
+        for name in _beside(path, manifest):
+            return f"{name} is not a file of this checkpoint: {MANIFEST_FILE} does not list it"
+        names = sorted(manifest)
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            known = pool.map(lambda name: is_known_by(path / name, manifest[name]), names)
+            for name, is_good in zip(names, known, strict=True):
+                if not is_good:
+                    return f"{name} does not match its checksum"
+        # Last, once the bytes are known to be those that were written.
+        state_of(path, any_format=True)
+    except OSError as error:
+        return f"{Path(error.filename or path).name}: {error.strerror or error}"
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _beside(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Return the files in the folders of parts that the manifest does not list."""
+    folders = {name.parent for name in map(PurePosixPath, manifest) if len(name.parts) > 1}
+    files = [file for folder in sorted(folders) for file in (path / folder).glob(f"*{_SUFFIX}")]
+    names = (file.relative_to(path).as_posix() for file in sorted(files))
+    return [name for name in names if name not in manifest]
+
+
+def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the fingerprints of a checkpoint's files by their names.
+
+    Raises:
+        FileNotFoundError: There is no manifest.
+        UserError: The file is not a manifest, or lacks a file that every checkpoint has.
+    """
+    try:
+        manifest: dict[str, dict[str, Any]] = read_json(path / MANIFEST_FILE)
+        checked(MANIFEST, manifest, str(path / MANIFEST_FILE))
+    except UserError as error:
+        raise UserError(f"{MANIFEST_FILE} is not a checkpoint's manifest ({error})") from None
+    sharded = any(name.startswith(f"{MASTERS}/") for name in manifest)
+    # Before its first update an optimizer of several ranks has no tensor, and so no file.
+    parts = [] if sharded else [f"{MASTERS}{_SUFFIX}", f"{OPTIMIZER}{_SUFFIX}"]
+    for name in (*parts, STATE_FILE):
+        if name not in manifest:
+            raise UserError(f"{MANIFEST_FILE} is not a checkpoint's manifest (it lacks {name})")
+    return manifest
+
+
+def state_of(path: Path, any_format: bool = False) -> dict[str, Any]:
+    """Return the contents of state.json.
+
+    Args:
+        any_format: Whether a format of another version is returned, unchecked, and not refused.
+
+    Raises:
+        FileNotFoundError: There is no state.json.
+        UserError: The file is not a checkpoint's state, or has another format.
+    """
+    state: Any = read_json(path / STATE_FILE, MOST_STATE_BYTES)
+    version = state.get("format") if isinstance(state, dict) else None
+    if type(version) is not int or version in (FORMAT, SHARDED_FORMAT):
+        checked(STATE, state, str(path / STATE_FILE))
+    elif not any_format:
+        raise UserError(
+            f"checkpoint {path} has format {version}, and this version of jetrl reads format "
+            f"{FORMAT} and {SHARDED_FORMAT}: continue with the version that wrote it (log.txt of "
+            "the run names it), or start a new run from an exported model"
+        )
+    return dict(state)
+
+
+def write_parts(
+    folder: Path,
+    parts: Mapping[str, Mapping[str, torch.Tensor]],
+    shards: Mapping[str, Mapping[str, Shard]],
+    ranks: World,
+) -> dict[str, Fingerprint]:
+    """Write a checkpoint's tensors: a file per part, or a folder of the ranks' files; a collective.
+
+    Returns the fingerprints of all ranks' files, which are on disk, by their names in the folder.
+    If a rank could not write, every rank raises its OSError.
+
+    Args:
+        parts: The tensors by part and name; own rows of divided ones.
+        shards: How divided tensors are owned by ranks, by part and name.
+    """
+    own: list[Path] = []
+    if ranks.size == 1:
+        for part, tensors in parts.items():
+            own.append(folder / f"{part}{_SUFFIX}")
+            write_tensors(own[-1], tensors)
+    else:
+        # Torch's checkpoints take half a second to import, and a run of one process writes none.
+        from jetrl.distributed.shard_files import write_shards
+
+        for part, tensors in parts.items():
+            own += write_shards(folder / part, tensors, shards.get(part, {}), ranks)
+    what = "the checksums of a checkpoint"
+    found = ranks.together(
+        what, lambda: {path.relative_to(folder).as_posix(): fingerprint(path) for path in own}
+    )
+    # Each rank reads its own files again; rank 0 needs the fingerprints of all.
+    return {name: known for files in ranks.gather(what, found) for name, known in files.items()}
+
+
+def complete_folder(folder: Path, state: str, files: Mapping[str, Fingerprint]) -> None:
+    """Write state.json and, when all else is on disk, the manifest; on rank 0.
+
+    Raises:
+        OSError: A file could not be written, or one of another rank is missing.
+    """
+    # Without a shared file system rank 0 would seal a folder that lacks other ranks' files.
+    for name, expected in files.items():
+        file = folder / name
+        if not file.exists() or file.stat().st_size != expected["bytes"]:
+            raise OSError(
+                f"rank 0 does not find {name} as its rank wrote it: all machines of a run need its "
+                "directory on one file system that they share"
+            )
+    for part in sorted({(folder / name).parent for name in files} - {folder}):
+        sync(part)
+    write_text(folder / STATE_FILE, state)
+    manifest = {**files, STATE_FILE: fingerprint(folder / STATE_FILE)}
+    # The manifest makes the checkpoint good, so it is written last.
+    write_text(folder / MANIFEST_FILE, json.dumps(dict(sorted(manifest.items())), indent=1))
+    sync(folder)
+
 
 Fingerprint = dict[str, Any]
 
@@ -147,34 +368,6 @@ def _digest(path: Path, begin: int = 0, size: int | None = None) -> bytes:
     return digest.digest()
 
 
-def as_json(value: Any) -> Any:
-    """Return a value as JSON reads it back."""
-    return json.loads(json.dumps(value))
-
-
-def differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each key that two records do not agree on."""
-    return [
-        f"{what} {key} is {saved.get(key)!r} in the checkpoint and {current.get(key)!r} here"
-        for key in sorted({*saved, *current})
-        if saved.get(key) != current.get(key)
-    ]
-
-
-def tensor_differences(tensors: Mapping[str, Layout], masters: Mapping[str, Layout]) -> list[str]:
-    """Return a sentence for each tensor that is missing, extra, or of another shape or dtype."""
-    return [
-        *(f"the checkpoint lacks {name}" for name in masters if name not in tensors),
-        *(f"this model has no {name}" for name in tensors if name not in masters),
-        *(
-            f"{name} is {t.dtype} {tuple(t.shape)} there and {own.dtype} {tuple(own.shape)} here"
-            for name, t in tensors.items()
-            if (own := masters.get(name)) is not None
-            and (t.shape != own.shape or t.dtype != own.dtype)
-        ),
-    ]
-
-
 ShardOf = Callable[[str], Shard | None]
 
 
@@ -196,6 +389,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._shard_of: ShardOf = lambda name: None
         self._read: Callable[[str, slice | None], torch.Tensor]
         if path.is_dir():
             # Torch's checkpoints take half a second to import: few processes read any.
@@ -239,14 +433,39 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             )
         return self._read(name, shard.own_rows)
 
+    def differences(self, model: Model) -> list[str]:
+        """Return a sentence for each master weight that is missing, extra, or of another layout."""
+        here = {}
+        for name, master in model.master_weights().items():
+            shard, shape = model.weights.shards.get(name), master.shape
+            whole = shape if shard is None else torch.Size((shard.num_rows, *shape[1:]))
+            here[name] = Layout(master.dtype, whole)
+        return [
+            *(f"the checkpoint lacks {name}" for name in here if name not in self.layouts),
+            *(f"this model has no {name}" for name in self.layouts if name not in here),
+            *(
+                f"{n} is {t.dtype} {tuple(t.shape)} there and {h.dtype} {tuple(h.shape)} here"
+                for n, t in self.layouts.items()
+                if (h := here.get(n, t)) != t
+            ),
+        ]
+
+    @torch.no_grad()
+    def copy_to(self, model: Model) -> None:
+        """Copy master weights into a model, which is to be requantized after it."""
+        for name, master in model.master_weights().items():
+            master.copy_(self.rows(name, model.weights.shards.get(name)))
+
     def own(self, shard_of: ShardOf) -> Mapping[str, torch.Tensor]:
         """Return the same tensors, with this rank's rows of those that `shard_of` divides."""
-        return _OwnRows(self, shard_of)
+        own = copy.copy(self)
+        own._shard_of = shard_of
+        return own
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.layouts:
             raise KeyError(name)
-        return self._read(name, None)
+        return self.rows(name, self._shard_of(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layouts)
@@ -255,39 +474,20 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return len(self.layouts)
 
 
-class _OwnRows(Mapping[str, torch.Tensor]):
-    """Stored tensors, of which this rank reads its own rows."""
-
-    def __init__(self, stored: StoredTensors, shard_of: ShardOf) -> None:
-        self._stored, self._shard_of = stored, shard_of
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._stored:
-            raise KeyError(name)
-        return self._stored.rows(name, self._shard_of(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-
-def whole_layouts(
-    tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
-) -> dict[str, Layout]:
-    """Return the layouts of whole tensors, given this rank's tensors and their division."""
-    return {
-        name: Layout(
-            tensor.dtype,
-            torch.Size((shards[name].num_rows, *tensor.shape[1:]))
-            if name in shards
-            else tensor.shape,
-        )
-        for name, tensor in tensors.items()
-    }
-
-
 def divided(tensors: Mapping[str, torch.Tensor], shard_of: ShardOf) -> dict[str, Shard]:
     """Return the division of those tensors that are divided among ranks, by name."""
     return {name: shard for name in tensors if (shard := shard_of(name)) is not None}
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as JSON reads it back."""
+    return json.loads(json.dumps(value))
+
+
+def differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each key that two records do not agree on."""
+    return [
+        f"{what} {key} is {saved.get(key)!r} in the checkpoint and {current.get(key)!r} here"
+        for key in sorted({*saved, *current})
+        if saved.get(key) != current.get(key)
+    ]

@@ -16,16 +16,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from jetrl.distributed.agreement import UPDATE_IS_FINITE, agree
 from jetrl.errors import NonFiniteError
-
-if TYPE_CHECKING:
-    from jetrl.models.model import Model
+from jetrl.models.model import Model
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +47,11 @@ class NonFiniteUpdate:
 
     def __str__(self) -> str:
         numbers = ", ".join(f"{n} is {v}" for n, v in self.values.items() if not math.isfinite(v))
-        if not self.parameters:
+        bad = self.parameters
+        if not bad:
             return f"{numbers}; every gradient is finite"
-        names = ", ".join(self.parameters[:3]) + (", ..." if self.parameters[3:] else "")
-        if len(self.parameters) == 1:
-            return f"{numbers}; the gradient of {names} is not finite"
-        count = len(self.parameters)
-        return f"{numbers}; the gradients of {count} parameters are not finite ({names})"
+        names = ", ".join(bad[:3]) + (", ..." if bad[3:] else "")
+        return f"{numbers}; the gradient is not finite of {len(bad)} parameters ({names})"
 
 
 class Guard:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +20,10 @@ import torch
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.errors import OutOfMemoryStop
 from jetrl.models.packed import Stems, upload
+from jetrl.models.policy import Policy
 from jetrl.settings.sections import TrainSettings
 from jetrl.training.packing import targets, trained_lengths
 from jetrl.types import Batch
-
-if TYPE_CHECKING:
-    from jetrl.models.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +79,23 @@ class MicroBatch:
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
 
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """The loss of one micro-batch and its measurements.
+
+    Attributes:
+        loss: float32 scalar, differentiable.
+        metrics: float64 scalars by metric name: shares of the update's means, to be added.
+        peaks: float64 scalars by metric name, of which the update's largest counts.
+        outputs: The model's outputs, without gradient, if the trainer looks at them later.
+    """
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    peaks: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: torch.Tensor | None = None
+
+
 def sizes_of(batch: Batch) -> tuple[int, int]:
     """Return the tokens that a forward of a batch computes, and its sequences."""
     return batch.num_computed_tokens, batch.num_sequences
@@ -95,16 +109,21 @@ def _stems_of(batch: Batch) -> list[tuple[int, int]] | None:
 
 
 class Minibatch:
-    """The samples of one update, in micro-batches that get smaller when memory runs out."""
+    """The samples of one update, in micro-batches that get smaller when memory runs out.
+
+    Attributes:
+        num_tokens: The tokens that the update's metrics are means over.
+    """
 
     def __init__(self, micro_batches: Sequence[MicroBatch], size: MicroBatchSize) -> None:
-        self.micro_batches = list(micro_batches)
+        self.micro_batches: Sequence[Any] = micro_batches
         self._size = size
         self.num_tokens = sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches)
         self.num_sequences = sum(micro.batch.num_sequences for micro in micro_batches)
 
     @staticmethod
-    def tokens_of(micro_batch: MicroBatch) -> int:
+    def tokens_of(micro_batch: Any) -> int:
+        """Return the tokens that the forward of a micro-batch reads."""
         return micro_batch.batch.num_computed_tokens
 
     def shrink(self, problem: str) -> None:
@@ -219,13 +238,13 @@ def batch_logprobs(
     batch: Batch,
     temperature: float = 1.0,
     checkpoint_layers: bool = False,
-    observers: Sequence[Callable[[torch.Tensor], None]] = (),
+    seen: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and moments of the N trained tokens of a batch, in batch order.
 
     Args:
         checkpoint_layers: Whether backward computes layers again instead of saving activations.
-        observers: Called with the hidden states [N, D] from which the tokens were drawn.
+        seen: Called with the hidden states [N, D] from which the tokens were drawn.
 
     Returns:
         Log-probs, float32 [N], differentiable unless under no_grad, and the moments of
@@ -238,13 +257,8 @@ def batch_logprobs(
         temperature,
         checkpoint_layers=checkpoint_layers,
         stems=Stems.of(batch),
-        seen=partial(_show, observers) if observers else None,
+        seen=seen,
     )
-
-
-def _show(observers: Sequence[Callable[[torch.Tensor], None]], hidden: torch.Tensor) -> None:
-    for observer in observers:
-        observer(hidden)
 
 
 def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> torch.Tensor:

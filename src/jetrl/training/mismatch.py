@@ -22,6 +22,8 @@ from jetrl.types import Batch, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from jetrl.precision import PrecisionPlan
+
 # Sums of a micro-batch that `surprise_z` needs of the step's first update; no metrics themselves.
 EXCESS, VARIANCE = "surprise/excess", "surprise/variance"
 _NOTHING_COMPARED = {"mismatch/num_tokens": 0.0}
@@ -89,8 +91,7 @@ def mismatch_metrics(
     mismatch/token_mult_prob_error: mean of exp|d|; 1 when nothing differs.
     """
     trainer, rollout = _float32(trainer_logprobs), _float32(rollout_logprobs)
-    if trainer.shape != rollout.shape or trainer.ndim != 1 or not len(trainer):
-        raise ValueError(f"log-probs of shapes {trainer.shape} and {rollout.shape}")
+    assert trainer.shape == rollout.shape == (len(trainer),), (trainer.shape, rollout.shape)
     same = ~different(trainer, rollout)
     with np.errstate(over="ignore", invalid="ignore"):
         d = np.where(same, 0.0, trainer.astype(np.float64) - rollout.astype(np.float64))
@@ -146,8 +147,7 @@ def surprise_z(sums: Mapping[str, float], vocab_size: int) -> dict[str, float]:
 
 
 def compare_step(
-    plan_name: str,
-    exact: bool,
+    plan: PrecisionPlan,
     samples: Sequence[Sample],
     version: int,
     batches: Sequence[Batch],
@@ -178,13 +178,13 @@ def compare_step(
     metrics = earlier | mismatch_metrics(
         np.concatenate(trainer_logprobs)[compared], rollout_logprobs[compared]
     )
-    if exact and metrics["mismatch/num_different"]:
+    if plan.exact and metrics["mismatch/num_different"]:
         found = [
             difference
             for batch, logprobs, mask in zip(batches, trainer_logprobs, present, strict=True)
             for difference in differences(batch, logprobs, mask)
         ]
-        raise StepMismatchError(plan_name, samples, found, metrics)
+        raise StepMismatchError(plan.name, samples, found, metrics)
     return metrics
 
 
@@ -220,21 +220,14 @@ def differences(
         sequence = int(np.searchsorted(ends, target[k], side="right"))
         start = int(batch.cu_seqlens[sequence])
         first = start + int(np.argmax(batch.loss_mask[start : ends[sequence]]))
-        differing.append(
-            Difference(
-                sample=int(batch.sample_ids[sequence]),
-                token=int(target[k]) - first,
-                trainer=float(trainer_logprobs[k]),
-                rollout=float(rollout[k]),
-            )
-        )
+        sample, token = int(batch.sample_ids[sequence]), int(target[k]) - first
+        differing.append(Difference(sample, token, float(trainer_logprobs[k]), float(rollout[k])))
     return differing
 
 
 def _float32(values: np.ndarray) -> np.ndarray:
     """Return contiguous log-probs; refuse another type than float32."""
-    if values.dtype != np.float32:
-        raise ValueError(f"log-probs must be float32 to be compared as bits, not {values.dtype}")
+    assert values.dtype == np.float32, values.dtype
     return np.ascontiguousarray(values)
 
 

@@ -1,9 +1,9 @@
 """The optimizer: AdamW on the float32 master weights, a schedule, and a global gradient-norm clip.
 
-With float32 states the update is `torch.optim.AdamW(fused=True)`. With compact states matrices use
-`CompactAdamW` (3 bytes per parameter, kernels/adamw.py), which applies the clip in the same pass;
-norms and biases keep float32. Weight decay applies to matrices only. State is saved by the name of
-the master weight, never by position.
+With float32 states the update is `torch.optim.AdamW(fused=True)`. Compact states of matrices take 3
+bytes per parameter (kernels/adamw.py), and the clip is applied in the same pass; norms and biases
+keep float32. Weight decay applies to matrices only. State is saved by the name of the master
+weight, never by position.
 
 The gradient norm has the same bits with any number of ranks: every block of 128 rows has its own
 sum of squares, computed by its owner; these are gathered and added in float64, in a fixed order.
@@ -12,9 +12,7 @@ sum of squares, computed by its owner; these are gathered and added in float64, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,28 +24,7 @@ from jetrl.errors import UserError
 from jetrl.kernels.adamw import adamw_, is_compact
 from jetrl.kernels.adamw_scalars import AdamWScalars, adamw_scalars, from_element
 from jetrl.kernels.norm import block_squares
-from jetrl.settings.loading import Settings
 from jetrl.settings.sections import TrainSettings
-
-if TYPE_CHECKING:
-    from jetrl.models.model import Model
-
-
-def gradient_norm(gradients: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Tensor:
-    """Return the norm of all gradients together, a float32 scalar on their device.
-
-    Args:
-        gradients: By name, own rows of a divided master weight; the same names on every rank.
-        shards: How the rows of divided weights are owned, by name.
-    """
-    # One sum of squares per 128 rows, which no division among ranks cuts.
-    squares = {name: block_squares(gradient) for name, gradient in gradients.items()}
-    if not squares:
-        return torch.zeros(())
-    divided = [name for name in squares if name in shards]
-    if divided:
-        squares |= _gathered({name: squares[name] for name in divided}, shards)
-    return torch.cat([squares[name] for name in gradients]).double().sum().sqrt().float()
 
 
 def _gathered(own: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
@@ -67,80 +44,13 @@ def _gathered(own: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[st
     }
 
 
-KEYS = {"ratio": torch.uint8, "root": torch.int16}
-
-
-@dataclass
-class _State:
-    """The moments of one master weight, and its number of updates."""
-
-    ratio: torch.Tensor
-    root: torch.Tensor
-    step: int = 0
-
-
-class CompactAdamW:
-    """AdamW over named float32 matrices with compact states (kernels/adamw.py)."""
-
-    def __init__(
-        self,
-        masters: Mapping[str, nn.Parameter],
-        settings: TrainSettings,
-        shards: Mapping[str, Shard],
-    ) -> None:
-        self._masters, self._shards = dict(masters), shards
-        self._settings = settings
-        self._states: dict[str, _State] = {}
-
-    @torch.no_grad()
-    def step(self, clip: torch.Tensor, lr: Callable[[int], float]) -> None:
-        """Update the matrices by their gradients, multiplied by `clip` (a float32 scalar)."""
-        settings = self._settings
-        scalars: dict[int, AdamWScalars] = {}  # by step, as a rule the same one for all
-        for name, master in self._masters.items():
-            if master.grad is None:
-                continue
-            state = self._states.get(name)
-            if state is None:
-                ratio, root = (torch.zeros_like(master, dtype=dtype) for dtype in KEYS.values())
-                state = _State(ratio, root)
-                self._states[name] = state
-            state.step += 1
-            if state.step not in scalars:
-                scalars[state.step] = adamw_scalars(
-                    state.step, lr, settings.betas, settings.eps, settings.weight_decay
-                )
-            # A rank rounds the rows that it owns as one rank would: random bits count elements.
-            own = scalars[state.step]
-            if name in self._shards:
-                own = from_element(own, self._shards[name].first_row * math.prod(master.shape[1:]))
-            gradient = master.grad.contiguous()
-            adamw_(master.detach(), gradient, state.ratio, state.root, clip, own)
-
-    def state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return a matrix's `ratio`, `root` and `step`; {} before its first gradient."""
-        state = self._states.get(name)
-        if state is None:
-            return {}
-        step = torch.tensor(float(state.step))
-        return {"step": step, "ratio": state.ratio, "root": state.root}
-
-    def load(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        self._states = {
-            name: _State(state["ratio"], state["root"], int(state["step"]))
-            for name, state in states.items()
-        }
-
-
 ADVICE = (
     "the weights, gradients and AdamW's moments take 16 bytes per parameter, or 11 with "
     "train.optimizer_states=compact (jetrl train --dry-run has the memory plan): use that, a GPU "
     "with more memory, or a smaller model. The last checkpoint is good"
 )
-_LAYOUTS = {
-    "fp32": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
-    "compact": KEYS,
-}
+_COMPACT = {"ratio": torch.uint8, "root": torch.int16}
+_LAYOUTS = {"fp32": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, "compact": _COMPACT}
 
 
 def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> float:
@@ -183,23 +93,20 @@ class Optimizer:
         self.total_updates = total_updates
         self.num_updates = 0
         # Vectors are few and sensitive: only matrices get compact states.
-        kinds = {
+        self._kinds = {
             name: "compact" if is_compact(p.ndim, settings.optimizer_states) else "fp32"
             for name, p in self.masters.items()
         }
-        self._kinds = kinds
-        compact = {name: p for name, p in self.masters.items() if kinds[name] == "compact"}
-        self._compact = CompactAdamW(compact, settings, self.shards)
-        self._wide = [p for name, p in self.masters.items() if kinds[name] == "fp32"]
-        groups = [
-            {
-                "params": [p for p in self._wide if p.ndim >= 2],
-                "weight_decay": settings.weight_decay,
-            },
-            {"params": [p for p in self._wide if p.ndim < 2], "weight_decay": 0.0},
-        ]
+        # By name, as torch.optim.AdamW has them by parameter; nothing before the first gradient.
+        self._compact: dict[str, dict[str, Tensor]] = {}
+        self._wide = [p for name, p in self.masters.items() if self._kinds[name] == "fp32"]
+        matrices = [p for p in self._wide if p.ndim >= 2]
+        vectors = [p for p in self._wide if p.ndim < 2]
         self._adamw = torch.optim.AdamW(
-            groups,
+            [
+                {"params": matrices, "weight_decay": settings.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -218,10 +125,18 @@ class Optimizer:
         for master in self.masters.values():
             master.grad = None
 
-    def gradient_norm(self) -> torch.Tensor:
+    def gradient_norm(self) -> Tensor:
         """Return the norm of all gradients together, a float32 scalar on the device."""
-        gradients = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
-        return gradient_norm(gradients, self.shards)
+        # One sum of squares per 128 rows, which no division among ranks cuts.
+        squares = {
+            name: block_squares(p.grad) for name, p in self.masters.items() if p.grad is not None
+        }
+        if not squares:
+            return torch.zeros(())
+        divided = {name: square for name, square in squares.items() if name in self.shards}
+        if divided:
+            squares |= _gathered(divided, self.shards)
+        return torch.cat(list(squares.values())).double().sum().sqrt().float()
 
     def nonfinite_gradients(self) -> list[str]:
         """Return the names of master weights whose gradient has a NaN or infinity."""
@@ -233,7 +148,7 @@ class Optimizer:
         found = set().union(*world().gather("the gradients that are not finite", own))
         return [name for name in self.masters if name in found]
 
-    def apply(self, total_norm: torch.Tensor) -> None:
+    def apply(self, total_norm: Tensor) -> None:
         """Clip the gradients to `grad_clip`, update the master weights, drop the gradients.
 
         Args:
@@ -245,56 +160,88 @@ class Optimizer:
             group["lr"] = self.lr
         self._adamw.step()
         clip = (self.settings.grad_clip / (total_norm + 1e-6)).clamp(max=1.0)  # as torch's
-        self._compact.step(clip, self._lr)
+        self._apply_compact(clip)
         self.num_updates += 1
         self.zero_grad()
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
+    @torch.no_grad()
+    def _apply_compact(self, clip: Tensor) -> None:
+        """Update the matrices with compact states by gradients times `clip`, a float32 scalar."""
+        settings = self.settings
+        scalars: dict[int, AdamWScalars] = {}  # by step, as a rule the same one for all
+        for name, master in self.masters.items():
+            if self._kinds[name] != "compact" or master.grad is None:
+                continue
+            if name not in self._compact:
+                zeros = {k: torch.zeros_like(master, dtype=d) for k, d in _COMPACT.items()}
+                self._compact[name] = {"step": torch.zeros(()), **zeros}
+            state = self._compact[name]
+            state["step"] += 1
+            step = int(state["step"])  # on the CPU
+            if step not in scalars:
+                scalars[step] = adamw_scalars(
+                    step, self._lr, settings.betas, settings.eps, settings.weight_decay
+                )
+            # A rank rounds the rows that it owns as one rank would: random bits count elements.
+            own = scalars[step]
+            if name in self.shards:
+                own = from_element(own, self.shards[name].first_row * math.prod(master.shape[1:]))
+            gradient = master.grad.contiguous()
+            adamw_(master.detach(), gradient, state["ratio"], state["root"], clip, own)
+
+    def _state(self, name: str) -> Mapping[str, Tensor]:
+        """Return the states of a master weight; {} before its first gradient."""
+        if self._kinds[name] == "compact":
+            return self._compact.get(name, {})
+        state: Mapping[str, Tensor] = self._adamw.state.get(self.masters[name], {})
+        return state
+
+    def state_tensors(self) -> dict[str, Tensor]:
         """Return the moments by name: the optimizer's own tensors, not copies.
 
         float32 `exp_avg.NAME` and `exp_avg_sq.NAME`, or compact `ratio.NAME` and `root.NAME`, and
         `step.NAME` (float32 scalar); nothing for a master weight that never had a gradient.
         """
-        tensors = {}
-        for name, master in self.masters.items():
-            if self._kinds[name] == "compact":
-                state = self._compact.state(name)
-            else:
-                state = self._adamw.state.get(master, {})
-            for key in ("step", *_LAYOUTS[self._kinds[name]]):
-                if key in state:
-                    tensors[f"{key}.{name}"] = state[key]
-        return tensors
+        return {
+            f"{key}.{name}": state[key]
+            for name in self.masters
+            if (state := self._state(name))
+            for key in ("step", *_LAYOUTS[self._kinds[name]])
+        }
 
     def shard_of(self, name: str) -> Shard | None:
         """Return how the rows of a state tensor are divided; None if every rank has it whole."""
         key, _, master = name.partition(".")
         return None if key == "step" else self.shards.get(master)
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], num_updates: int) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
         """Load the result of `state_tensors`, bit for bit, and the number of updates so far.
 
         Raises:
             UserError: States of the other kind, of an unknown master weight, or of another shape.
                 Nothing was changed then.
         """
-        states: dict[str, dict[str, torch.Tensor]] = {}
+        states: dict[str, dict[str, Tensor]] = {}
         for full_name, tensor in tensors.items():
             key, _, name = full_name.partition(".")
             self._check_state(full_name, tensor)
-            states.setdefault(name, {})[key] = tensor.to(self.masters[name].device, copy=True)
+            on_host = key == "step" and self._kinds[name] == "compact"
+            device = "cpu" if on_host else self.masters[name].device
+            states.setdefault(name, {})[key] = tensor.to(device, copy=True)
         for name, state in states.items():
             if len(state) != 1 + len(_LAYOUTS[self._kinds[name]]):
                 raise UserError(f"optimizer state of {name!r} is incomplete: {sorted(state)}")
         # Everything was checked before, so from here on nothing can fail half-way.
         self._adamw.state.clear()
+        self._compact.clear()
         for name, state in states.items():
-            if self._kinds[name] == "fp32":
+            if self._kinds[name] == "compact":
+                self._compact[name] = state
+            else:
                 self._adamw.state[self.masters[name]] = state
-        self._compact.load({n: s for n, s in states.items() if self._kinds[n] == "compact"})
         self.num_updates = num_updates
 
-    def _check_state(self, full_name: str, tensor: torch.Tensor) -> None:
+    def _check_state(self, full_name: str, tensor: Tensor) -> None:
         """Raise a `UserError` if a tensor is not one of this optimizer's states."""
         key, _, name = full_name.partition(".")
         master = self.masters.get(name)
@@ -315,12 +262,3 @@ class Optimizer:
                 f"optimizer state {full_name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
                 f"this model needs {expected} {tuple(shape)}"
             )
-
-
-def supervised_optimizer(model: Model, settings: Settings) -> Optimizer:
-    """Return an optimizer with lr, warm-up and schedule of `sft`, the rest of `train`."""
-    sft = settings.sft
-    train = settings.train.model_copy(
-        update={"lr": sft.lr, "warmup_steps": sft.warmup_steps, "schedule": sft.schedule}
-    )
-    return Optimizer(model.master_weights(), train, sft.steps, model.weights.shards)

@@ -1,8 +1,20 @@
-"""Packing: sequences end to end in micro-batches, by a budget of tokens, without padding.
+"""The samples of a step that each update is made on, and their packing. No torch here.
 
-The samples of an update are packed longest first into the first micro-batch with room (first fit
-decreasing); within a micro-batch they are in sample order. A sequence longer than the budget gets a
-micro-batch of its own. Nothing is random: the same samples give the same batches. No torch here.
+`data.batch` says how the minibatches are chosen:
+
+    all          every sample once; the groups are divided among the updates
+    shuffle_r1   pairs of samples, drawn by weight (Zhu et al. 2025, "Shuffle-R1", arXiv 2508.05612)
+
+Shuffle-R1 has two parts. Pairwise trajectory sampling: a group of 2N samples is sorted by advantage
+and sample i is paired with sample 2N + 1 - i; the first pairs, whose advantages differ most, are
+kept. Advantage-based batch shuffle: each update draws its share of the kept pairs with probability
+proportional to |A1| + |A2|, without repetition within the update; over a step a pair may come
+several times or never. Pairs of weight 0 are drawn only if there are no others.
+
+The samples of an update are packed end to end in micro-batches, by a budget of tokens, without
+padding: longest first into the first micro-batch with room (first fit decreasing); within a
+micro-batch they are in sample order. A sequence longer than the budget gets a micro-batch of its
+own. Nothing is random: the same samples give the same batches.
 
 With shared prompts (`models.packed`) a stem, the whole blocks of 128 tokens of a prompt, counts
 once per micro-batch. Samples of a prompt follow each other, and prefer a micro-batch that has their
@@ -13,13 +25,108 @@ tokens are saved. It decides by the samples' lengths only, so all ranks and a re
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jetrl.errors import UserError
+from jetrl.randomness import derive_seed, weighted_draw
+from jetrl.settings.loading import Settings
+from jetrl.training.advantages import group_advantages
 from jetrl.types import Batch, Example, Sample, stem_length
+
+
+def choose_minibatches(
+    samples: Sequence[Sample], settings: Settings, num_updates: int
+) -> list[list[int]]:
+    """Return the sample numbers of each update of a step, by `data.batch`."""
+    groups = [sample.group for sample in samples]
+    updates = settings.train.updates_per_step
+    if settings.data.batch == "all":
+        return split_minibatches(groups, updates)
+    advantages = group_advantages([sample.score.reward for sample in samples], groups)
+    pairs = contrast_pairs(advantages, groups, settings.data.keep_pairs)
+    return shuffled_minibatches(
+        pairs, updates, derive_seed(settings.run.seed, "minibatches", num_updates)
+    )
+
+
+def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[int]]:
+    """Return the sample numbers of each update, ascending: every sample once.
+
+    Groups stay whole if there are at least as many of them as minibatches. Sizes differ by at most
+    one group (or one sample).
+
+    Raises:
+        UserError: Fewer samples than minibatches.
+    """
+    if len(groups) < num_minibatches:
+        raise UserError(
+            f"train.updates_per_step = {num_minibatches} but the step has only {len(groups)} "
+            "samples: lower it, or raise rollout.prompts_per_step or rollout.samples_per_prompt"
+        )
+    # Whole groups if there are enough, else single samples.
+    units = _members(groups)
+    if len(units) < num_minibatches:
+        units = [[i] for i in range(len(groups))]
+    bounds = [len(units) * k // num_minibatches for k in range(num_minibatches + 1)]
+    return [sorted(itertools.chain(*units[start:end])) for start, end in itertools.pairwise(bounds)]
+
+
+def _members(groups: Sequence[int]) -> list[list[int]]:
+    """Return the sample numbers of each group."""
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    return list(members.values())
+
+
+class Pair(NamedTuple):
+    """Two samples of a group, by number, drawn in proportion to weight = |A1| + |A2|."""
+
+    best: int
+    worst: int
+    weight: float
+
+
+def contrast_pairs(
+    advantages: Sequence[float] | np.ndarray, groups: Sequence[int], keep: float
+) -> list[Pair]:
+    """Return the kept pairs of each group, those that differ most first.
+
+    Args:
+        advantages: [S].
+        groups: [S]; groups need not be contiguous. The middle sample of an odd group is in no pair.
+        keep: The share of a group's pairs that is kept; at least one is.
+    """
+    pairs = []
+    for members in _members(groups):
+        order = sorted(members, key=lambda i: (-advantages[i], i))
+        num_pairs = len(order) // 2
+        for rank in range(min(num_pairs, max(1, int(keep * num_pairs)))):
+            best, worst = order[rank], order[-1 - rank]
+            weight = abs(float(advantages[best])) + abs(float(advantages[worst]))
+            pairs.append(Pair(best, worst, weight))
+    return pairs
+
+
+def shuffled_minibatches(pairs: Sequence[Pair], num_minibatches: int, seed: int) -> list[list[int]]:
+    """Return the sample numbers of each update, ascending: its share of the pairs, drawn by weight.
+
+    Together the minibatches hold as many pairs as there are, or fewer if fewer have a weight.
+    """
+    # Pairs that teach nothing are used only if there are no others.
+    drawable = [pair for pair in pairs if pair.weight > 0] or list(pairs)
+    weights = np.array([pair.weight or 1.0 for pair in drawable])
+    bounds = [len(pairs) * k // num_minibatches for k in range(num_minibatches + 1)]
+    minibatches = []
+    for k in range(num_minibatches):
+        count = min(len(drawable), max(1, bounds[k + 1] - bounds[k]))
+        drawn = [drawable[i] for i in weighted_draw(weights, count, derive_seed(seed, k))]
+        minibatches.append(sorted(i for pair in drawn for i in (pair.best, pair.worst)))
+    return minibatches
 
 
 def pack(
@@ -38,7 +145,6 @@ def pack(
 
     Raises:
         UserError: A sample has an empty prompt: its first token would have no log-prob.
-        ValueError: Lengths do not agree.
     """
     chosen = range(len(samples)) if sample_ids is None else sample_ids
     for i in chosen:
@@ -47,11 +153,6 @@ def pack(
             raise UserError(
                 f"prompt {sample.prompt.id!r} has no tokens: a completion's first token needs at "
                 "least one token before it"
-            )
-        if len(sample.completion.token_ids) != len(sample.completion.logprobs):
-            raise ValueError(
-                f"sample {i}: {len(sample.completion.token_ids)} completion tokens but "
-                f"{len(sample.completion.logprobs)} log-probs"
             )
     sequences = {
         i: _Sequence(samples[i].prompt_token_ids, done.token_ids, done.logprobs, done.environment)
@@ -147,8 +248,6 @@ def _pack(
     sequences: Mapping[int, _Sequence], tokens_per_micro_batch: int, share_prompts: bool
 ) -> list[Batch]:
     """Return sequences, by sample number, as batches of at most so many computed tokens."""
-    if tokens_per_micro_batch < 1:
-        raise ValueError(f"tokens_per_micro_batch must be positive, not {tokens_per_micro_batch}")
     batches = []
     stems = _stems(sequences) if share_prompts else {i: _Stem(i, 0) for i in sequences}
     for ids in _first_fit_decreasing(sequences, stems, tokens_per_micro_batch):
@@ -176,46 +275,11 @@ def _pack(
                 rollout_logprobs=rollout_logprobs,
                 advantages=np.zeros(num_tokens, dtype=np.float32),
                 sample_ids=np.asarray(ids, dtype=np.int64),
-                stem_ids=_column(stems[i].id for i in ids) if share_prompts else None,
-                stem_lengths=_column(stems[i].length for i in ids) if share_prompts else None,
+                stem_ids=np.array([stems[i].id for i in ids]) if share_prompts else None,
+                stem_lengths=np.array([stems[i].length for i in ids]) if share_prompts else None,
             )
         )
     return batches
-
-
-def _column(numbers: Iterable[int]) -> np.ndarray:
-    return np.fromiter(numbers, dtype=np.int64)
-
-
-class _Rooms:
-    """The tokens that each batch has room for.
-
-    A tree of the largest room below each node finds the first batch with room in logarithmic time.
-    """
-
-    def __init__(self, count: int, budget: int) -> None:
-        self._size = 1
-        while self._size < count:
-            self._size *= 2
-        # Of node k, whose children are 2k and 2k + 1; leaves are batches.
-        self._room = [budget] * (2 * self._size)
-
-    def of(self, k: int) -> int:
-        return self._room[self._size + k]
-
-    def first(self, length: int) -> int:
-        """Return the first batch with room for some tokens, at most the budget."""
-        node = 1
-        while node < self._size:
-            node = 2 * node + (self._room[2 * node] < length)
-        return node - self._size
-
-    def take(self, k: int, length: int) -> None:
-        node = self._size + k
-        self._room[node] -= length
-        while node > 1:
-            node //= 2
-            self._room[node] = max(self._room[2 * node], self._room[2 * node + 1])
 
 
 def _first_fit_decreasing(
@@ -230,23 +294,23 @@ def _first_fit_decreasing(
     order = sorted(
         sequences, key=lambda i: (-longest[stems[i].id], stems[i].id, -sequences[i].length, i)
     )
-    # The sequences of each batch; `rooms` knows the tokens that each still takes.
+    # The sequences of each batch, and the tokens that each still takes.
     bins: list[list[int]] = []
-    rooms = _Rooms(len(sequences), budget)
+    rooms = np.full(len(sequences), budget)
     holders: dict[int, list[int]] = {}  # of each stem the batches that have it
     for i in order:
         stem = stems[i]
         cost = sequences[i].length - stem.length
-        k = next((k for k in holders.get(stem.id, ()) if cost <= rooms.of(k)), None)
+        k = next((k for k in holders.get(stem.id, ()) if cost <= rooms[k]), None)
         if k is None:
             # The stem is new in this batch, so it counts; a longer sequence fills a batch.
             cost = min(sequences[i].length, budget)
-            k = rooms.first(cost)
+            k = int(np.argmax(rooms >= cost))
             holders.setdefault(stem.id, []).append(k)
         if k == len(bins):
             bins.append([])
         bins[k].append(i)
-        rooms.take(k, cost)
+        rooms[k] -= cost
     return [sorted(ids) for ids in bins]
 
 
@@ -268,19 +332,15 @@ def shares_prompts(
     """
     if setting != "auto":
         return setting
-    chosen = range(len(samples)) if sample_ids is None else sample_ids
-    return saved_share([samples[i] for i in chosen]) >= WORTH_SHARING
-
-
-def saved_share(samples: Iterable[Sample]) -> float:
-    """Return the share of an update's tokens that is saved if every stem is computed once."""
     total = saved = 0
     stems: set[tuple[int, ...]] = set()
-    for sample in samples:
-        if not sample.completion.token_ids:
+    for i in range(len(samples)) if sample_ids is None else sample_ids:
+        prompt, completion = samples[i].prompt_token_ids, samples[i].completion.token_ids
+        if not completion:
             continue
-        total += len(sample.prompt_token_ids) + len(sample.completion.token_ids)
-        stem = tuple(sample.prompt_token_ids[: stem_length(len(sample.prompt_token_ids))])
+        total += len(prompt) + len(completion)
+        # Every stem is computed once, so all but its first sequence save it.
+        stem = tuple(prompt[: stem_length(len(prompt))])
         saved += len(stem) if stem in stems else 0
         stems.add(stem)
-    return saved / total if total else 0.0
+    return bool(total) and saved / total >= WORTH_SHARING

@@ -7,7 +7,7 @@ trainer and of the reference, values of the critic, and from them and the reward
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -18,13 +18,10 @@ import torch
 from jetrl.distributed.world import world
 from jetrl.errors import RunStopped
 from jetrl.memory.out_of_memory import on_all_ranks, within_memory
-from jetrl.training.advantages import (
-    Advantages,
-    StepRewards,
-    check_rewards,
-    overlong_penalties,
-)
-from jetrl.training.extras.critic import Critic, value_metrics
+from jetrl.models.policy import Policy
+from jetrl.settings.loading import Settings
+from jetrl.training import packing
+from jetrl.training.advantages import Advantages, StepRewards, check_rewards, overlong_penalties
 from jetrl.training.micro_batches import (
     MicroBatch,
     MicroBatchSize,
@@ -34,48 +31,44 @@ from jetrl.training.micro_batches import (
     sizes_of,
 )
 from jetrl.training.objectives import Objective
-from jetrl.training.packing import (
-    SharePrompts,
-    by_batch,
-    by_sample,
-    pack,
-    shares_prompts,
-    with_advantages,
-)
 from jetrl.types import Batch, Sample
 
 if TYPE_CHECKING:
-    from jetrl.models.policy import Policy
+    from jetrl.training.extras.critic import Critic
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """Prepares the samples of training steps for the updates of a policy.
-
-    Attributes:
-        choose: Returns the sample numbers of each update of a step.
-    """
+    """Prepares the samples of training steps for the updates of a policy."""
 
     policy: Policy
+    settings: Settings
     objective: Objective
     reference: Policy | None
     critic: Critic | None
     size: MicroBatchSize
-    choose: Callable[[Sequence[Sample]], list[list[int]]]
     temperature: float
-    share_prompts: SharePrompts = False
 
-    def __call__(self, samples: Sequence[Sample]) -> tuple[list[Minibatch], dict[str, float]]:
-        """Return the minibatch of each update, and metrics of the rewards and of the critic."""
+    def __call__(
+        self, samples: Sequence[Sample], num_updates: int
+    ) -> tuple[list[Minibatch], dict[str, float]]:
+        """Return the minibatch of each update, and metrics of the rewards and of the critic.
+
+        Args:
+            num_updates: The number of updates before this step.
+        """
+        chosen = packing.choose_minibatches(samples, self.settings, num_updates)
 
         def shrink(problem: str) -> None:
-            self.size.halve([sizes_of(batch) for batch in chain(*self._pack(samples))], problem)
+            packed = self._pack(samples, chosen)
+            self.size.halve([sizes_of(batch) for batch in chain(*packed)], problem)
 
-        return within_memory(lambda: self._prepare(samples), shrink)
+        return within_memory(lambda: self._prepare(samples, self._pack(samples, chosen)), shrink)
 
-    def _prepare(self, samples: Sequence[Sample]) -> tuple[list[Minibatch], dict[str, float]]:
-        # Pack by update: minibatches stay apart, and each is divided into micro-batches.
-        packed = self._pack(samples)
+    def _prepare(
+        self, samples: Sequence[Sample], packed: Sequence[Sequence[Batch]]
+    ) -> tuple[list[Minibatch], dict[str, float]]:
+        # Minibatches stay apart, and each is divided into micro-batches.
         forwarded = self._forward_all(packed)
         # Rewards less penalties, then one advantage per trained token.
         rewards, metrics = self._rewards(samples, list(chain(*forwarded)))
@@ -109,11 +102,16 @@ class Preparation:
             )
         return [[next(micro_batches) for _ in batches] for batches in packed]
 
-    def _pack(self, samples: Sequence[Sample]) -> list[list[Batch]]:
+    def _pack(
+        self, samples: Sequence[Sample], chosen: Sequence[Sequence[int]]
+    ) -> list[list[Batch]]:
         """Return the batches of each update, without updates that have no trained token."""
+        share = self.settings.train.share_prompts
         packed = [
-            pack(samples, self.size.tokens, ids, shares_prompts(self.share_prompts, samples, ids))
-            for ids in self.choose(samples)
+            packing.pack(
+                samples, self.size.tokens, ids, packing.shares_prompts(share, samples, ids)
+            )
+            for ids in chosen
         ]
         packed = [batches for batches in packed if batches]
         if not packed:
@@ -153,12 +151,14 @@ class Preparation:
             reward_S = reward_S - overlong
             metrics["reward/overlong_penalty"] = float(overlong.mean())
         batches = [micro.batch for micro in micro_batches]
-        penalties = by_sample(batches, [self._penalty(m) for m in micro_batches], len(samples))
+        penalties = packing.by_sample(
+            batches, [self._penalty(m) for m in micro_batches], len(samples)
+        )
         if objective.kl_in_reward:
             metrics["reward/kl_penalty"] = sum(float(p.sum()) for p in penalties) / len(samples)
         # The estimator works by samples, micro-batches are packed: reorder.
         values = [m.values.cpu().numpy() for m in micro_batches if m.values is not None]
-        by_token = by_sample(batches, values, len(samples)) if values else None
+        by_token = packing.by_sample(batches, values, len(samples)) if values else None
         return StepRewards(reward_S, group_S, penalties, by_token), metrics
 
     def _penalty(self, micro: MicroBatch) -> np.ndarray:
@@ -171,8 +171,24 @@ class Preparation:
 
 
 def _with_advantages(micro: MicroBatch, advantages: Advantages) -> MicroBatch:
-    batch = with_advantages(micro.batch, advantages.advantages)
+    batch = packing.with_advantages(micro.batch, advantages.advantages)
     if advantages.returns is None:
         return replace(micro, batch=batch)
-    returns = torch.from_numpy(by_batch(micro.batch, advantages.returns))
+    returns = torch.from_numpy(packing.by_batch(micro.batch, advantages.returns))
     return replace(micro, batch=batch, returns=returns)
+
+
+def value_metrics(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> dict[str, float]:
+    """Return critic/{value_mean, return_mean, explained_variance} of float32 [n] per sample.
+
+    The last is 1 - var(returns - values) / var(returns), or 0 if all returns are equal: a perfect
+    critic has 1; one that gives every token the same value has 0.
+    """
+    value_N, return_N = np.concatenate(values), np.concatenate(returns)
+    variance = float(np.var(return_N, dtype=np.float64))
+    unexplained = float(np.var(return_N - value_N, dtype=np.float64))
+    return {
+        "critic/value_mean": float(value_N.mean(dtype=np.float64)),
+        "critic/return_mean": float(return_N.mean(dtype=np.float64)),
+        "critic/explained_variance": 1.0 - unexplained / variance if variance else 0.0,
+    }

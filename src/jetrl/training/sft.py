@@ -5,33 +5,57 @@ Both use the same forward (and the same FP8) as reinforcement learning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from jetrl.errors import UserError
+from jetrl.models.model import Model
+from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
 from jetrl.training.guard import Guard
-from jetrl.training.losses import MicroBatchLoss, cross_entropy, preference_loss
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch, batch_logprobs
-from jetrl.training.optimizer import supervised_optimizer
+from jetrl.training.micro_batches import (
+    MicroBatch,
+    MicroBatchLoss,
+    MicroBatchSize,
+    Minibatch,
+    batch_logprobs,
+)
+from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import pack_examples
-from jetrl.training.update import Update, UpdateStats
+from jetrl.training.trainer import Update, UpdateStats
 from jetrl.types import Example
 
-if TYPE_CHECKING:
-    from jetrl.models.policy import Policy
+
+class _Supervised:
+    """A trainer with learning rate, warm-up and schedule of `sft`, and the rest of `train`."""
+
+    def __init__(
+        self,
+        model: Model,
+        settings: Settings,
+        size: MicroBatchSize | None,
+        guard: Guard | None,
+        loss: Callable[[Any, Any], MicroBatchLoss],
+    ) -> None:
+        self.micro_batch_size = size or MicroBatchSize.of(settings.train)
+        self.guard = guard or Guard(settings.train.on_nonfinite, "sft.lr")
+        sft = settings.sft
+        own = {"lr": sft.lr, "warmup_steps": sft.warmup_steps, "schedule": sft.schedule}
+        train = settings.train.model_copy(update=own)
+        self.optimizer = Optimizer(model.master_weights(), train, sft.steps, model.weights.shards)
+        self._update = Update(model, self.optimizer, self.guard, loss, "sft")
+
+    def _common(self, stats: UpdateStats) -> dict[str, float]:
+        """Return the metrics that a skipped update has too."""
+        common = {"sft/lr": stats.lr, "sft/tokens": float(stats.num_tokens)}
+        return common | self.micro_batch_size.take_metrics()
 
 
-class SftTrainer:
-    """Updates a policy on worked answers, with its own optimizer.
-
-    Args:
-        settings: Learning rate, warm-up and schedule are those of `sft`, the rest those of `train`.
-    """
+class SftTrainer(_Supervised):
+    """Updates a policy on worked answers, with its own optimizer."""
 
     def __init__(
         self,
@@ -40,14 +64,9 @@ class SftTrainer:
         micro_batch_size: MicroBatchSize | None = None,
         guard: Guard | None = None,
     ) -> None:
-        self.policy = policy
-        self.settings = settings
-        self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
-        self.guard = guard or Guard(settings.train.on_nonfinite, "sft.lr")
-        self.optimizer = supervised_optimizer(policy, settings)
         # Not a method: without a reference back, the moments are gone as soon as the trainer is.
         loss = partial(_loss, policy, settings.train.activation_checkpointing)
-        self._update = Update(policy, self.optimizer, self.guard, loss, "sft")
+        super().__init__(policy, settings, micro_batch_size, guard, loss)
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """Make one optimizer update on worked answers.
@@ -61,49 +80,40 @@ class SftTrainer:
             UserError: No examples, or one with an empty prompt or completion.
             NonFiniteError, OutOfMemoryStop: As `Update`.
         """
-        if not examples:
-            raise UserError("supervised training got no examples")
+        assert examples
         size = self.micro_batch_size
         batches = pack_examples(examples, size.tokens)
-        minibatch = Minibatch([MicroBatch(batch) for batch in batches], size)
-        stats = self._update.run(minibatch)
-        metrics = _metrics(stats) | size.take_metrics()
-        if stats.applied:
-            return metrics
-        del metrics["sft/loss"], metrics["sft/grad_norm"]
-        return metrics | {"policy/skipped_updates": 1.0}
+        stats = self._update.run(Minibatch([MicroBatch(batch) for batch in batches], size))
+        if not stats.applied:
+            return self._common(stats) | {"policy/skipped_updates": 1.0}
+        return {**stats.metrics, "sft/grad_norm": stats.grad_norm, **self._common(stats)}
 
 
 def _loss(
     policy: Policy, checkpoint_layers: bool, micro: MicroBatch, minibatch: Minibatch
 ) -> MicroBatchLoss:
     logprobs, _ = batch_logprobs(policy, micro.batch, checkpoint_layers=checkpoint_layers)
-    return MicroBatchLoss(cross_entropy(logprobs, minibatch.num_tokens))
-
-
-def _metrics(stats: UpdateStats) -> dict[str, float]:
-    return {
-        **stats.metrics,
-        "sft/grad_norm": stats.grad_norm,
-        "sft/lr": stats.lr,
-        "sft/tokens": float(stats.num_tokens),
-    }
+    return MicroBatchLoss(-logprobs.sum() / minibatch.num_tokens)
 
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids of the better and of the worse sequence, prompts included."""
 
 
-class PairMinibatch:
+def _num_tokens(pair: Pair) -> int:
+    return len(pair[0]) + len(pair[1])
+
+
+class PairMinibatch(Minibatch):
     """The pairs of one update, in micro-batches that get smaller when memory runs out."""
 
     def __init__(self, pairs: Sequence[Pair], size: MicroBatchSize) -> None:
         self.pairs, self._size = pairs, size
-        self.num_tokens = sum(map(_num_tokens, pairs))
+        self.num_tokens = self.tokens_of(pairs)
         self.micro_batches = self._packed()
 
     @staticmethod
-    def tokens_of(micro_batch: Sequence[Pair]) -> int:
+    def tokens_of(micro_batch: Any) -> int:
         return sum(map(_num_tokens, micro_batch))
 
     def shrink(self, problem: str) -> None:
@@ -112,7 +122,7 @@ class PairMinibatch:
         Raises:
             OutOfMemoryStop: Each micro-batch is one pair.
         """
-        sizes = [(sum(map(_num_tokens, pairs)), len(pairs)) for pairs in self.micro_batches]
+        sizes = [(self.tokens_of(pairs), len(pairs)) for pairs in self.micro_batches]
         self._size.halve(sizes, problem, "pair")
         self.micro_batches = self._packed()
 
@@ -121,22 +131,15 @@ class PairMinibatch:
         return [self.pairs[part.start : part.stop] for part in ranges]
 
 
-class RewardTrainer:
-    """Updates a scalar model on pairs of sequences, with its own optimizer.
-
-    Args:
-        settings: Learning rate, warm-up and schedule are those of `sft`, the rest those of `train`.
-    """
+class RewardTrainer(_Supervised):
+    """Updates a scalar model on pairs of sequences, with its own optimizer."""
 
     def __init__(
         self, model: ScalarModel, settings: Settings, size: MicroBatchSize | None = None
     ) -> None:
         self.model = model
-        self.micro_batch_size = size or MicroBatchSize.of(settings.train)
-        self.guard = Guard(settings.train.on_nonfinite, "sft.lr")
-        self.optimizer = supervised_optimizer(model, settings)
         self._checkpoint_layers = settings.train.activation_checkpointing
-        self._update = Update(model, self.optimizer, self.guard, self._loss, "sft")
+        super().__init__(model, settings, size, None, self._loss)
 
     def step(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Make one optimizer update on pairs of sequences.
@@ -151,8 +154,7 @@ class RewardTrainer:
             UserError: No pairs, or a sequence that the model cannot take.
             NonFiniteError, OutOfMemoryStop: As `Update`.
         """
-        if not pairs:
-            raise UserError("reward model training got no pairs")
+        assert pairs
         self.model.check_sequences([sequence for pair in pairs for sequence in pair])
         # Accuracy and margin are of all pairs, as scored before the weights change.
         accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
@@ -160,8 +162,7 @@ class RewardTrainer:
         accumulated.metrics["reward_model/accuracy"] = (margin > 0).double().mean()
         accumulated.metrics["reward_model/margin"] = margin.mean()
         stats = self._update.finish(accumulated)
-        metrics = {"sft/lr": stats.lr, "sft/tokens": float(stats.num_tokens)}
-        metrics |= self.micro_batch_size.take_metrics()
+        metrics = self._common(stats)
         if not stats.applied:
             return metrics | {"reward_model/skipped_updates": 1.0}
         return metrics | stats.metrics | {"sft/grad_norm": stats.grad_norm}
@@ -185,5 +186,9 @@ class RewardTrainer:
         return scores[0::2], scores[1::2]
 
 
-def _num_tokens(pair: Pair) -> int:
-    return len(pair[0]) + len(pair[1])
+def preference_loss(better: torch.Tensor, worse: torch.Tensor, num_pairs: int) -> torch.Tensor:
+    """Return -log sigmoid(better - worse) of scores float32 [P]: a share of the update's mean.
+
+    The Bradley-Terry model (Bradley and Terry 1952; Ouyang et al. 2022, "InstructGPT", eq. 1).
+    """
+    return -torch.nn.functional.logsigmoid(better - worse).sum() / num_pairs

@@ -12,54 +12,60 @@ Every step compares sampler and trainer on all trained tokens, before any weight
 several updates the later minibatches are therefore forwarded once without gradient under an exact
 plan too.) Under an exact plan one different bit ends the step with `StepMismatchError`.
 
-What is optimized is an `Objective` (objectives/), built from the pieces that the settings name.
+What is optimized is an `Objective` (objectives.py), built from the pieces that the settings name.
+
+`Update` is the only place that runs backward, the guard, AdamW and requantization. The policy in
+reinforcement learning and in supervised training, the reward model and the critic are all updated
+by one; they differ in the loss of a micro-batch, a function that each trainer hands over:
+
+    accumulate   forward and backward of every micro-batch; begun again with smaller micro-batches
+                 if memory runs out; then the gradient norm is launched
+    finish       one read of all numbers from the device; the guard; AdamW; requantization
+
+Between the two a trainer may look at what the forwards gave, before any weight has changed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from jetrl.errors import UserError
+from jetrl.distributed.agreement import OUT_OF_MEMORY, agree
+from jetrl.distributed.world import world
+from jetrl.memory.out_of_memory import Attempt, explained, raise_on_all_ranks, release
 from jetrl.models.model import Model
 from jetrl.models.packed import upload
+from jetrl.models.policy import Policy
 from jetrl.settings.loading import Settings
+from jetrl.training import mismatch
 from jetrl.training.extras import Extra
-from jetrl.training.extras.calibration import ClipCalibration
-from jetrl.training.extras.critic import Critic
-from jetrl.training.extras.draft_head import DraftHeadTraining
-from jetrl.training.guard import Guard
-from jetrl.training.losses import MicroBatchLoss
+from jetrl.training.extras.calibration import ClipBounds, ClipCalibration
+from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.micro_batches import (
     MicroBatch,
+    MicroBatchLoss,
     MicroBatchSize,
     Minibatch,
     at_targets,
     batch_logprobs,
 )
-from jetrl.training.minibatches import choose_minibatches
-from jetrl.training.mismatch import (
-    EXCESS,
-    VARIANCE,
-    StepMismatchError,
-    compare_step,
-    surprise_sums,
-    surprise_z,
-)
 from jetrl.training.objectives import Objective, Tokens, UpdateSize
-from jetrl.training.optimizer import Optimizer
+from jetrl.training.optimizer import ADVICE, Optimizer
 from jetrl.training.packing import trained_lengths
 from jetrl.training.preparation import Preparation
-from jetrl.training.update import Update, UpdateStats, mean_of_each
 from jetrl.types import Sample
 
 if TYPE_CHECKING:
-    from jetrl.models.policy import Policy
+    from jetrl.training.extras.critic import Critic
+    from jetrl.training.extras.draft_head import DraftHeadTraining
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,6 @@ class Trainer:
     Attributes:
         extras: What else takes part in steps, in the order in which it is called.
         calibration: Moves the clips of the ratio, if the settings ask for that; else None.
-
-    Raises:
-        UserError: algorithm.kl is positive without a reference; an algorithm that cannot be used.
     """
 
     def __init__(
@@ -98,50 +101,32 @@ class Trainer:
         guard: Guard | None = None,
         draft_head: DraftHeadTraining | None = None,
     ) -> None:
-        if settings.algorithm.kl > 0 and reference is None:
-            raise UserError(
-                f"algorithm.kl = {settings.algorithm.kl} needs a reference policy; give one, or "
-                "set algorithm.kl=0"
-            )
         self.policy = policy
         self.settings = settings
         self.objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
-        if self.objective.algorithm.needs_critic and critic is None:
-            raise UserError(
-                f"algorithm.name = {settings.algorithm.name} needs a critic: set critic.path"
-            )
+        assert reference is not None or not settings.algorithm.kl, "a KL needs a reference"
+        assert critic is not None or not self.objective.algorithm.needs_critic
         # The schedule counts updates, of which a step makes several.
-        self.optimizer = Optimizer(
-            policy.master_weights(),
-            settings.train,
-            total_updates=settings.loop.steps * settings.train.updates_per_step,
-            shards=policy.weights.shards,
-        )
+        total = settings.loop.steps * settings.train.updates_per_step
+        shards = policy.weights.shards
+        self.optimizer = Optimizer(policy.master_weights(), settings.train, total, shards)
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite)
         # Greedy sampling reports the log-probs of temperature 1 (types.SamplingParams).
         self._temperature = settings.rollout.temperature or 1.0
         self._all_draws = _trains_on_all_draws(settings, self.objective)
-        every = settings.algorithm.calibrate_clip_every
-        self.calibration = ClipCalibration.of(policy, self.objective, every, self._temperature)
+        self.calibration = None
+        if every := settings.algorithm.calibrate_clip_every:
+            bounds = ClipBounds(1 - self.objective.clips[0], 1 + self.objective.clips[1])
+            self.calibration = ClipCalibration(policy, bounds, every, self._temperature)
         parts: tuple[Extra | None, ...] = (self.calibration, draft_head, critic)
         self.extras = [extra for extra in parts if extra is not None]
         self.preparation = Preparation(
-            policy,
-            self.objective,
-            reference,
-            critic,
-            self.micro_batch_size,
-            lambda samples: choose_minibatches(samples, settings, self.optimizer.num_updates),
-            self._temperature,
-            settings.train.share_prompts,
+            *(policy, settings, self.objective, reference, critic),
+            *(self.micro_batch_size, self._temperature),
         )
         self._update = Update(
-            policy,
-            self.optimizer,
-            self.guard,
-            self._loss,
-            "policy",
+            *(policy, self.optimizer, self.guard, self._loss, "policy"),
             watched=("loss", "entropy"),
             synchronize=True,
         )
@@ -152,7 +137,7 @@ class Trainer:
         return [self.policy, *chain(*(extra.models() for extra in self.extras))]
 
     @property
-    def tensors_beside(self) -> dict[str, torch.Tensor]:
+    def tensors_beside(self) -> dict[str, Tensor]:
         """Other tensors, by name, that are equal on every rank."""
         return {n: t for extra in self.extras for n, t in extra.equal_tensors().items()}
 
@@ -181,7 +166,7 @@ class Trainer:
         """
         start = time.perf_counter()
         # What is known before the first update: packed samples, advantages, log-probs of others.
-        minibatches, metrics = self.preparation(samples)
+        minibatches, metrics = self.preparation(samples, self.optimizer.num_updates)
         for extra in self.extras:
             extra.begin(version, minibatches)
         updates: list[UpdateStats] = []
@@ -197,7 +182,7 @@ class Trainer:
                     metrics |= extra.before_last(accumulated)
             # The guard reads all numbers at once; then AdamW and requantization.
             stats = self._update.finish(accumulated, k)
-            metrics |= surprise_z(stats.metrics, self.policy.config.vocab_size)
+            metrics |= mismatch.surprise_z(stats.metrics, self.policy.config.vocab_size)
             updates.append(stats)
             if stats.applied:
                 for extra in self.extras:
@@ -221,10 +206,8 @@ class Trainer:
         """Run the forward of a micro-batch, and return its share of the minibatch's loss."""
         batch, device = micro.batch, self.policy.device
         recompute = self.settings.train.activation_checkpointing
-        observers = [seen for extra in self.extras if (seen := extra.observer(batch)) is not None]
-        logprobs, moments = batch_logprobs(
-            self.policy, batch, self._temperature, recompute, observers
-        )
+        seen = next(filter(None, (extra.observer(batch) for extra in self.extras)), None)
+        logprobs, moments = batch_logprobs(self.policy, batch, self._temperature, recompute, seen)
         # The policy that drew the tokens: the sampler's, or this one before the first update.
         # Of the tokens that are trained on; the sampler reported these log-probs.
         rollout_logprobs = at_targets(batch.rollout_logprobs, batch, device)
@@ -249,7 +232,7 @@ class Trainer:
             **loss.metrics,
         }
         if self._all_draws and micro.before is None:  # of the first update, by the sampler's policy
-            metrics |= surprise_sums(logprobs, moments)
+            metrics |= mismatch.surprise_sums(logprobs, moments)
         return replace(loss, metrics=metrics, outputs=logprobs.detach())
 
     def _compare(
@@ -257,23 +240,17 @@ class Trainer:
         samples: Sequence[Sample],
         version: int,
         minibatches: Sequence[Minibatch],
-        first_logprobs: Sequence[torch.Tensor],
+        first_logprobs: Sequence[Tensor],
     ) -> dict[str, float]:
         """Compare sampler and trainer on all trained tokens of the step; see `compare_step`."""
         # The first minibatch's training forward and the others' earlier one cover all tokens.
         micro_batches = list(chain(*(minibatch.micro_batches for minibatch in minibatches)))
         before = [micro.before for micro in micro_batches if micro.before is not None]
-        plan = self.policy.plan
+        logprobs = [part.cpu().numpy() for part in (*first_logprobs, *before)]
+        batches = [micro.batch for micro in micro_batches]
         try:
-            return compare_step(
-                plan.name,
-                plan.exact,
-                samples,
-                version,
-                [micro.batch for micro in micro_batches],
-                [logprobs.cpu().numpy() for logprobs in (*first_logprobs, *before)],
-            )
-        except StepMismatchError:
+            return mismatch.compare_step(self.policy.plan, samples, version, batches, logprobs)
+        except mismatch.StepMismatchError:
             self.optimizer.zero_grad()
             raise
 
@@ -287,23 +264,231 @@ def _trains_on_all_draws(settings: Settings, objective: Objective) -> bool:
 
 
 def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Return means over all tokens of the applied updates, the largest peaks, the mean norm."""
     applied = [update for update in updates if update.applied]
     metrics = {"policy/lr": applied[-1].lr} if applied else {}
-    metrics |= _means(applied)
-    skipped = len(updates) - len(applied)
-    return metrics | ({"policy/skipped_updates": float(skipped)} if skipped else {})
-
-
-def _means(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Return means over all tokens of some updates, the largest peaks, and the mean norm."""
-    metrics: dict[str, float] = {}
-    total = sum(update.num_tokens for update in updates)
-    for update in updates:
+    total = sum(update.num_tokens for update in applied)
+    for update in applied:
         # Updates differ in size: a mean over all tokens weighs each by its own.
         for name, mean in update.metrics.items():
-            if name in (EXCESS, VARIANCE):
+            if name in (mismatch.EXCESS, mismatch.VARIANCE):
                 continue
             metrics[name] = metrics.get(name, 0.0) + update.num_tokens / total * mean
         for name, peak in update.peaks.items():
             metrics[name] = max(metrics.get(name, 0.0), peak)
-    return metrics | mean_of_each([{"policy/grad_norm": update.grad_norm} for update in updates])
+    metrics |= mean_of_each([{"policy/grad_norm": update.grad_norm} for update in applied])
+    skipped = len(updates) - len(applied)
+    return metrics | ({"policy/skipped_updates": float(skipped)} if skipped else {})
+
+
+@dataclass
+class Accumulated:
+    """The forwards and backwards of one update; its numbers are float64 scalars on the device.
+
+    With several ranks each has those of its own micro-batches.
+
+    Attributes:
+        shares: By name per micro-batch, to be added over all.
+        peaks: By name per micro-batch, of which the largest counts.
+        metrics: By name, measured over the whole update.
+        outputs: Per micro-batch: log-probs [N] of a policy, score differences [P] of pairs.
+        grad_norm: float32, the norm of all gradients together.
+    """
+
+    minibatch: Minibatch
+    shares: list[dict[str, Tensor]] = field(default_factory=list)
+    peaks: list[dict[str, Tensor]] = field(default_factory=list)
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
+    grad_norm: Tensor = field(init=False)
+
+    def add(self, loss_name: str, loss: MicroBatchLoss) -> None:
+        self.shares.append({loss_name: loss.loss.detach().double(), **loss.metrics})
+        self.peaks.append(loss.peaks)
+        if loss.outputs is not None:
+            self.outputs.append(loss.outputs)
+
+    def all_outputs(self) -> list[Tensor]:
+        """Return the outputs of all micro-batches, in order, on every rank."""
+        if world().size == 1:
+            return self.outputs
+        own = [output.cpu() for output in self.outputs]
+        return world().gather_in_order("the outputs of the update's forwards", own)
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """The numbers of one update, as the host has read them.
+
+    Attributes:
+        weight_scales_norm: Norm of the scales of all FP8 weights together.
+        applied: False if the guard refused the update.
+    """
+
+    num_tokens: int
+    metrics: dict[str, float]
+    peaks: dict[str, float]
+    grad_norm: float
+    weight_scales_norm: float
+    lr: float
+    applied: bool = False
+    optimizer_s: float = 0.0
+    requantize_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer updates of one model.
+
+    Attributes:
+        loss: Runs the forward of a micro-batch of a minibatch, and returns its share of the loss.
+        prefix: The first part of the metric names: "policy", "sft" or "critic".
+        watched: Metrics, without prefix, that the guard watches in addition to the norms.
+        synchronize: Whether the seconds of AdamW and requantization are those of the device.
+    """
+
+    model: Model
+    optimizer: Optimizer
+    guard: Guard
+    loss: Callable[[Any, Any], MicroBatchLoss]
+    prefix: str
+    watched: Sequence[str] = ("loss",)
+    optimizer_name: str = "the optimizer"
+    synchronize: bool = False
+
+    def run(self, minibatch: Minibatch, index: int = 0) -> UpdateStats:
+        """Make update `index` of a step, both halves; `accumulate` and `finish` list the errors."""
+        return self.finish(self.accumulate(minibatch), index)
+
+    def accumulate(self, minibatch: Minibatch, retries: bool = True) -> Accumulated:
+        """Run forward and backward of all micro-batches, from gradients of zero.
+
+        If memory runs out, begin again with smaller micro-batches (`retries`), until none can be
+        divided: OutOfMemoryStop.
+        """
+        gradients, rank, size = self.model.weights.gradients, world().rank, world().size
+        while True:
+            loss: MicroBatchLoss | None = None
+            accumulated, micro_batches = Accumulated(minibatch), minibatch.micro_batches
+            with Attempt(catches=retries) as attempt:
+                self.optimizer.zero_grad()
+                # Gradients are summed in the order of micro-batches, whichever rank makes them.
+                gradients.begin_update()
+                # Ranks work in rounds of one micro-batch each; in the last one some may have none.
+                for first in range(0, len(micro_batches), size):
+                    in_round = micro_batches[first : first + size]
+                    own = in_round[rank : rank + 1]
+                    tokens = [minibatch.tokens_of(micro_batch) for micro_batch in in_round]
+                    gradients.begin_micro_batch(tokens, bool(own))
+                    # A rank that runs out of memory still meets the others at the round's end.
+                    with Attempt(catches=size > 1) as forward:
+                        for micro_batch in own:
+                            loss = self.loss(micro_batch, minibatch)
+                            loss.loss.backward()
+                            accumulated.add(self._name("loss"), loss)
+                    loss = None  # it holds the graph
+                    if forward.problem:
+                        release()
+                    gradients.end_micro_batch(failed=bool(forward.problem))
+                    raise_on_all_ranks(forward.problem)
+                gradients.end_update()
+            loss = None
+            # Every rank retries if one ran out of memory: all need the same micro-batches.
+            problem = agree(OUT_OF_MEMORY, attempt.problem) if retries else ""
+            if not problem:
+                break
+            release()
+            self.optimizer.zero_grad()
+            # Halves the limit for the rest of the run; raises if nothing can be divided.
+            minibatch.shrink(problem)
+        # Launched before the host waits for anything of the update.
+        accumulated.grad_norm = self.optimizer.gradient_norm()
+        return accumulated
+
+    def finish(self, accumulated: Accumulated, index: int = 0) -> UpdateStats:
+        """Apply the accumulated gradients, unless a number of the update is not finite.
+
+        Raises:
+            NonFiniteError: That, and `train.on_nonfinite` is "stop" or too many updates were
+                refused in a row. No weight was changed.
+            OutOfMemoryStop: The optimizer has no room for its states.
+        """
+        # The only wait for the device in an update. All that can be wrong shows in these numbers.
+        stats = self._read(accumulated)
+        watched = {name: stats.metrics[name] for name in map(self._name, self.watched)}
+        watched[self._name("grad_norm")] = stats.grad_norm
+        watched["norm of the FP8 scales"] = stats.weight_scales_norm
+        if not self.guard.passes(watched):
+            # Name the parameters, then drop the gradients: the guard may repeat the update.
+            nonfinite = self.optimizer.nonfinite_gradients()
+            self.optimizer.zero_grad()
+            repeat = partial(self._repeat, accumulated.minibatch)
+            self.guard.refuse(NonFiniteUpdate(index, self.model, watched, nonfinite, repeat))
+            return stats
+        with explained(self.optimizer_name, ADVICE):
+            # The master weights change here; forwards see that after requantization.
+            optimizer_s = self._seconds(partial(self.optimizer.apply, accumulated.grad_norm))
+            requantize_s = self._seconds(self.model.requantize)
+        return replace(stats, applied=True, optimizer_s=optimizer_s, requantize_s=requantize_s)
+
+    def _repeat(self, minibatch: Minibatch) -> None:
+        """Run forward and backward again, and drop the gradients."""
+        try:
+            self.accumulate(minibatch, retries=False)
+        finally:
+            self.optimizer.zero_grad()
+
+    def _read(self, accumulated: Accumulated) -> UpdateStats:
+        """Return the numbers of an update, in one read from the device."""
+        norm = accumulated.grad_norm
+        scales = torch.nn.utils.get_total_norm(list(self.model.weight_scales().values()))
+        # Stack every number on the device, so that the host waits once, then take them apart.
+        records = [*accumulated.shares, *accumulated.peaks, accumulated.metrics]
+        on_device = [*chain(*(record.values() for record in records)), norm, scales]
+        numbers = torch.stack([n.detach().double().to(norm.device) for n in on_device]).tolist()
+        *numbers, grad_norm, weight_scales_norm = numbers
+        values = iter(numbers)
+        read = [{name: next(values) for name in record} for record in records]
+        # Shares and peaks of all ranks, in the order of micro-batches: the sums have the same bits.
+        count = len(accumulated.shares)
+        of_micro_batches = list(zip(read[:count], read[count : 2 * count], strict=True))
+        metrics, peaks = _added(world().gather_in_order("metrics of the update", of_micro_batches))
+        return UpdateStats(
+            accumulated.minibatch.num_tokens,
+            metrics | read[-1],
+            peaks,
+            grad_norm,
+            weight_scales_norm,
+            self.optimizer.lr,
+        )
+
+    def _name(self, metric: str) -> str:
+        return f"{self.prefix}/{metric}"
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """Return the seconds that work took on a device that was idle before."""
+        start = time.perf_counter()
+        work()
+        if self.synchronize and self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter() - start
+
+
+def _added(
+    of_micro_batches: Sequence[tuple[dict[str, float], dict[str, float]]],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the sums of shares, in the order of micro-batches, and the largest of peaks."""
+    metrics: dict[str, float] = {}
+    peaks: dict[str, float] = {}
+    for shares, highest in of_micro_batches:
+        for name, share in shares.items():
+            metrics[name] = metrics[name] + share if name in metrics else share
+        for name, peak in highest.items():
+            peaks[name] = float(np.maximum(peaks.get(name, peak), peak))  # a NaN stays
+    return metrics, peaks
+
+
+def mean_of_each(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each number over records that all have it; {} for no record."""
+    names = records[0] if records else {}
+    return {name: sum(record[name] for record in records) / len(records) for name in names}

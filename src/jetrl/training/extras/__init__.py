@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from jetrl.distributed.shards import Shard
+from jetrl.errors import UserError
+from jetrl.training.optimizer import Optimizer
+
+if TYPE_CHECKING:
     from jetrl.models.model import Model
     from jetrl.training.micro_batches import Minibatch
     from jetrl.training.objectives import Objective
-    from jetrl.training.update import Accumulated
+    from jetrl.training.trainer import Accumulated
     from jetrl.types import Batch
 
 Metrics = Mapping[str, float]
@@ -27,7 +32,10 @@ class Extra:
         """Begin the step of a policy's version, before its first forward."""
 
     def observer(self, batch: Batch) -> Callable[[Tensor], None] | None:
-        """Return what is to see the hidden states [N, D] of a batch's N trained tokens, if any."""
+        """Return what is to see the hidden states [N, D] of a batch's N trained tokens, if any.
+
+        Only one extra of a trainer may return a function.
+        """
         return None
 
     def objective(self, objective: Objective) -> Objective:
@@ -38,7 +46,7 @@ class Extra:
         """Work after the first minibatch's forwards and backwards, before any weight changes."""
         return {}
 
-    def before_last(self, accumulated: Accumulated[Minibatch]) -> Metrics:
+    def before_last(self, accumulated: Accumulated) -> Metrics:
         """Work before the step's last update is applied, with its forwards and backwards."""
         return {}
 
@@ -56,3 +64,52 @@ class Extra:
     def equal_tensors(self) -> dict[str, Tensor]:
         """Return other tensors, by name, that are equal on every rank."""
         return {}
+
+
+class Learner(Extra):
+    """An extra with master weights and an optimizer of its own, which checkpoints keep.
+
+    Attributes:
+        name: Its part of a checkpoint.
+    """
+
+    name: str
+    masters: Mapping[str, nn.Parameter]
+    optimizer: Optimizer
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return master weights, moments and the number of updates: the tensors, not copies."""
+        masters = {f"master.{n}": p.detach() for n, p in self.masters.items()}
+        moments = {f"adamw.{n}": t for n, t in self.optimizer.state_tensors().items()}
+        return masters | moments | {"updates": torch.tensor(self.optimizer.num_updates)}
+
+    def shard_of(self, name: str) -> Shard | None:
+        """Return how the rows of a state tensor are divided; None if every rank has it whole."""
+        kind, _, own_name = name.partition(".")
+        if kind == "master":
+            return self.optimizer.shards.get(own_name)
+        return self.optimizer.shard_of(own_name)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the result of `state_tensors`, bit for bit.
+
+        Raises:
+            UserError: The tensors are those of another model; nothing was changed then.
+        """
+        for name, master in self.masters.items():
+            saved = tensors.get(f"master.{name}")
+            if saved is None or saved.shape != master.shape:
+                raise UserError(
+                    f"the checkpoint's {self.name} is of another model, first in {name}: resume "
+                    "with the settings it was made with"
+                )
+        updates = tensors.get("updates", torch.tensor(-1))
+        if updates.numel() != 1 or updates.is_floating_point() or int(updates) < 0:
+            raise UserError(
+                f"{self.name}.safetensors of the checkpoint has no count of updates: it is damaged"
+            )
+        moments = {n.removeprefix("adamw."): tensors[n] for n in tensors if n.startswith("adamw")}
+        self.optimizer.load_state(moments, int(updates))
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(tensors[f"master.{name}"])

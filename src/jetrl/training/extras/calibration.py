@@ -38,7 +38,7 @@ from jetrl.training.packing import targets
 if TYPE_CHECKING:
     from jetrl.models.policy import Policy
     from jetrl.training.objectives import Objective
-    from jetrl.training.update import Accumulated
+    from jetrl.training.trainer import Accumulated
 
 GRID_LOW = np.round(np.arange(0.5, 0.9 + 1e-9, 0.02), 2)
 GRID_HIGH = np.round(np.arange(1.2, 2.0 + 1e-9, 0.02), 2)
@@ -74,16 +74,6 @@ class ClipCalibration(Extra):
         self._steps = 0
         self._logprobs_before: list[np.ndarray] | None = None  # if a calibration is due
 
-    @classmethod
-    def of(
-        cls, policy: Policy, objective: Objective, every: int, temperature: float
-    ) -> ClipCalibration | None:
-        """Return the calibration of an objective's clips, None if `every` is 0."""
-        if not every:
-            return None
-        clip, clip_high = objective.clips
-        return cls(policy, ClipBounds(1 - clip, 1 + clip_high), every, temperature)
-
     def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
         """Forward the last minibatch of a step in BF16, if a calibration is due.
 
@@ -97,7 +87,7 @@ class ClipCalibration(Extra):
     def objective(self, objective: Objective) -> Objective:
         return objective.with_clips(1 - self.bounds.low, self.bounds.high - 1)
 
-    def before_last(self, accumulated: Accumulated[Minibatch]) -> dict[str, float]:
+    def before_last(self, accumulated: Accumulated) -> dict[str, float]:
         """Move the bounds if a calibration is due, unless a log-prob is not finite.
 
         Returns policy/clip_low and policy/clip_high, the bounds from now on, and after a
@@ -112,15 +102,12 @@ class ClipCalibration(Extra):
             if np.isfinite(trainer).all():
                 over = self._calibrate(before, accumulated.minibatch, trainer)
                 metrics["policy/over_clipped"] = over
-        return metrics | {
-            "policy/clip_low": self.bounds.low,
-            "policy/clip_high": self.bounds.high,
-        }
+        return metrics | {"policy/clip_low": self.bounds.low, "policy/clip_high": self.bounds.high}
 
     def _calibrate(
         self, before: Sequence[np.ndarray], minibatch: Minibatch, trainer: np.ndarray
     ) -> float:
-        """Move the bounds, and return the share of tokens that only FP8 clips."""
+        """Move the bounds; return the share of negative-advantage tokens that only FP8 clips."""
         logprobs_after = self._forward(minibatch)
         batches = [micro.batch for micro in minibatch.micro_batches]
         rollout = np.concatenate([b.rollout_logprobs[targets(b)] for b in batches])
@@ -130,7 +117,9 @@ class ClipCalibration(Extra):
         target = calibrated(fp8_ratios, bf16_ratios, advantages, np.exp(rollout), self._reference)
         if target is not None:
             self.bounds = moved(self.bounds, target)
-        return over_clipped(fp8_ratios, bf16_ratios, advantages, self._reference.low)
+        low, negative = self._reference.low, advantages < 0
+        over = (fp8_ratios <= low) & (bf16_ratios > low)
+        return float(over[negative].mean()) if negative.any() else 0.0
 
     def _forward(self, minibatch: Minibatch) -> list[np.ndarray]:
         """Return a minibatch's log-probs by BF16 weights, float32 [N] per micro-batch."""
@@ -197,14 +186,6 @@ def moved(bounds: ClipBounds, target: ClipBounds) -> ClipBounds:
     low = np.clip((target.low - bounds.low) / 2, -MOST_LOW, MOST_LOW)
     high = np.clip((target.high - bounds.high) / 2, -MOST_HIGH, MOST_HIGH)
     return ClipBounds(bounds.low + float(low), bounds.high + float(high))
-
-
-def over_clipped(fp8: np.ndarray, bf16: np.ndarray, advantages: np.ndarray, low: float) -> float:
-    """Return the share of negative-advantage tokens that a bound clips in FP8 and not in BF16."""
-    negative = advantages < 0
-    if not negative.any():
-        return 0.0
-    return float(((fp8 <= low) & (bf16 > low))[negative].mean())
 
 
 def _balance(ratios: np.ndarray, weight: np.ndarray, bounds: ClipBounds) -> float:

@@ -9,51 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
-from jetrl.distributed.shards import Shard
-from jetrl.errors import UserError
 from jetrl.models.model import Model
 from jetrl.models.packed import Stems
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
-from jetrl.training.extras import Extra
+from jetrl.training.extras import Learner
 from jetrl.training.guard import Guard
-from jetrl.training.losses import MicroBatchLoss, value_loss
-from jetrl.training.micro_batches import MicroBatch, Minibatch
+from jetrl.training.micro_batches import MicroBatch, MicroBatchLoss, Minibatch
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import targets
-from jetrl.training.update import Update, mean_of_each
+from jetrl.training.trainer import Update, mean_of_each
 from jetrl.types import Batch
 
 LR = "critic.lr"
 
 
-class Critic(Extra):
+class Critic(Learner):
     """A value model with its optimizer.
 
     Args:
         settings: `critic`, `train` and loop.steps.
     """
 
+    name = "critic"
+
     def __init__(self, model: ScalarModel, settings: Settings, guard: Guard | None = None) -> None:
-        self.model = model
+        self.model, self.masters = model, model.master_weights()
         self.guard = guard or Guard(settings.train.on_nonfinite, LR)
         self._clip = settings.critic.clip
         self._checkpoint_layers = settings.train.activation_checkpointing
-        self.optimizer = Optimizer(
-            model.master_weights(),
-            settings.train.model_copy(update={"lr": settings.critic.lr}),
-            total_updates=settings.loop.steps * settings.train.updates_per_step,
-            shards=model.weights.shards,
-        )
+        train = settings.train.model_copy(update={"lr": settings.critic.lr})
+        total = settings.loop.steps * settings.train.updates_per_step
+        self.optimizer = Optimizer(self.masters, train, total, model.weights.shards)
         self._update = Update(
-            model,
-            self.optimizer,
-            self.guard,
-            self._loss,
-            "critic",
+            *(model, self.optimizer, self.guard, self._loss, "critic"),
             optimizer_name="the critic's optimizer",
         )
         self._of_step: list[dict[str, float]] = []
@@ -104,42 +95,8 @@ class Critic(Extra):
         )
         return MicroBatchLoss(loss, {"critic/clip_fraction": clip_fraction})
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Return master weights, moments and the number of updates: the tensors, not copies."""
-        masters = {f"master.{n}": p.detach() for n, p in self.model.master_weights().items()}
-        moments = {f"adamw.{n}": t for n, t in self.optimizer.state_tensors().items()}
-        return masters | moments | {"updates": torch.tensor(self.optimizer.num_updates)}
-
-    def shard_of(self, name: str) -> Shard | None:
-        """Return how the rows of a state tensor are divided; None if every rank has it whole."""
-        kind, _, own_name = name.partition(".")
-        if kind == "master":
-            return self.optimizer.shards.get(own_name)
-        return self.optimizer.shard_of(own_name)
-
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load the result of `state_tensors`, bit for bit.
-
-        Raises:
-            UserError: The tensors are those of another model; nothing was changed then.
-        """
-        masters = self.model.master_weights()
-        saved = {n.removeprefix("master."): tensors[n] for n in tensors if n.startswith("master")}
-        if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in masters.items()}:
-            raise UserError(
-                "the checkpoint's critic is of another model: resume with the settings "
-                "it was made with"
-            )
-        moments = {n.removeprefix("adamw."): tensors[n] for n in tensors if n.startswith("adamw")}
-        updates = tensors.get("updates", torch.tensor(-1))
-        if updates.numel() != 1 or updates.is_floating_point() or int(updates) < 0:
-            raise UserError(
-                "critic.safetensors of the checkpoint has no count of updates: it is damaged"
-            )
-        self.optimizer.load_state(moments, int(updates))
-        with torch.no_grad():
-            for name, master in masters.items():
-                master.copy_(saved[name])
+        super().load_tensors(tensors)
         self.model.requantize()
 
     def _forward(self, batch: Batch) -> torch.Tensor:
@@ -153,22 +110,29 @@ class Critic(Extra):
         )
 
 
-def value_metrics(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return critic/{value_mean, return_mean, explained_variance} of float32 [n] per sample."""
-    value_N, return_N = np.concatenate(values), np.concatenate(returns)
-    return {
-        "critic/value_mean": float(value_N.mean(dtype=np.float64)),
-        "critic/return_mean": float(return_N.mean(dtype=np.float64)),
-        "critic/explained_variance": explained_variance(value_N, return_N),
-    }
+def value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    num_update_tokens: int,
+    clip: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), mean over tokens.
 
+    As in OpenAI's PPO and TRL. Also return the share of tokens whose clipped term was the larger
+    one, float64.
 
-def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
-    """Return 1 - var(returns - values) / var(returns), or 0 if all returns are equal.
-
-    A perfect critic has 1; one that gives every token the same value has 0.
+    Args:
+        values: float32 [N], V, differentiable.
+        old_values: float32 [N], V_old, the values before the training step.
+        returns: float32 [N], R.
+        clip: The limit of a value's move before the clipped term counts; 0 drops that term.
     """
-    variance = float(np.var(returns, dtype=np.float64))
-    if variance == 0:
-        return 0.0
-    return 1.0 - float(np.var(returns - values, dtype=np.float64)) / variance
+    squares = (values - returns).square()
+    clipped = torch.zeros_like(values, dtype=torch.bool)
+    if clip:
+        clipped_values = torch.clamp(values, old_values - clip, old_values + clip)
+        clipped_squares = (clipped_values - returns).square()
+        clipped = clipped_squares > squares
+        squares = torch.maximum(squares, clipped_squares)
+    return 0.5 * squares.sum() / num_update_tokens, clipped.double().sum() / num_update_tokens

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import explained
@@ -38,7 +37,7 @@ from jetrl.models.draft_head import DraftHead
 from jetrl.models.packed import upload
 from jetrl.randomness import derive_seed
 from jetrl.settings.loading import Settings
-from jetrl.training.extras import Extra
+from jetrl.training.extras import Learner
 from jetrl.training.micro_batches import MicroBatch, Minibatch
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import targets, trained_lengths
@@ -73,15 +72,17 @@ class _Lessons:
     seed: int
 
 
-class DraftHeadTraining(Extra):
+class DraftHeadTraining(Learner):
     """A draft head with its optimizer.
 
     Args:
         settings: `draft_head`, the rest of the optimizer in `train`, and run.seed.
     """
 
+    name = "draft_head"
+
     def __init__(self, head: DraftHead, settings: Settings) -> None:
-        self.head, self._settings = head, settings.draft_head
+        self.head, self.masters, self._settings = head, head.masters, settings.draft_head
         self._seed = settings.run.seed
         own = {
             "lr": self._settings.lr,
@@ -101,29 +102,32 @@ class DraftHeadTraining(Extra):
 
     def choose(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Choose the tokens to learn from."""
-        batches = {int(i): micro.batch for micro in micro_batches for i in micro.batch.sample_ids}
+        # Of each sample its batch, where its trained tokens are, and where it ends.
+        where: dict[int, tuple[Batch, np.ndarray, int]] = {}
+        for batch in (micro.batch for micro in micro_batches):
+            self._counts += np.bincount(
+                batch.token_ids[targets(batch)], minlength=len(self._counts)
+            )
+            for i, start, end in zip(
+                batch.sample_ids, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False
+            ):
+                where[int(i)] = (batch, start + np.flatnonzero(batch.loss_mask[start:end]), end)
+        samples = sorted(where)
         # A sample's last token has nothing behind it.
-        lengths = {
-            int(i): int(length) - 1
-            for micro in micro_batches
-            for i, length in zip(micro.batch.sample_ids, trained_lengths(micro.batch), strict=True)
-        }
-        samples = sorted(lengths)
-        ends = np.cumsum([lengths[i] for i in samples])
+        ends = np.cumsum([len(where[i][1]) - 1 for i in samples])
         total = int(ends[-1]) if samples else 0
         # Draw P of all tokens that have a follower, counted in sample order on every rank.
         count = min(math.ceil(total * self._settings.share), self._settings.most_tokens)
         seed = derive_seed(self._seed, "draft head", step)
         chance = np.random.Generator(np.random.Philox(key=seed))
         chosen = np.sort(chance.choice(total, count, replace=False)) if total else np.zeros(0, int)
-        sizes = (count, self.head.policy.config.hidden_size)
+        policy = self.head.policy
+        sizes = (count, policy.config.hidden_size)
         lessons = _Lessons(
             places={},
             tokens=np.zeros((count, 1 + self.head.tokens), dtype=np.int64),
             follows=np.zeros((count, self.head.tokens), dtype=bool),
-            hidden=torch.zeros(
-                sizes, dtype=self.head.policy.weights.dtype, device=self.head.policy.device
-            ),
+            hidden=torch.zeros(sizes, dtype=policy.weights.dtype, device=policy.device),
             copied=np.zeros(count, dtype=bool),
             seed=seed,
         )
@@ -131,25 +135,16 @@ class DraftHeadTraining(Extra):
         for number, sample in enumerate(samples):
             slots = np.arange(bounds[number], bounds[number + 1])
             if len(slots):
-                ordinals = chosen[slots] - (ends[number] - lengths[sample])
+                batch, trained, end = where[sample]
+                ordinals = chosen[slots] - (ends[number] - len(trained) + 1)
                 lessons.places[sample] = (ordinals, slots)
-                self._read(lessons, batches[sample], sample)
-        for batch in {id(micro.batch): micro.batch for micro in micro_batches}.values():
-            drawn = batch.token_ids[targets(batch)]
-            self._counts += np.bincount(drawn, minlength=len(self._counts))
+                # The token and the following ones, as far as they were sampled.
+                at = trained[ordinals][:, None] + np.arange(1 + self.head.tokens)
+                inside = np.minimum(at, end - 1)
+                lessons.tokens[slots] = batch.token_ids[inside]
+                sampled = (at < end) & batch.loss_mask[inside]
+                lessons.follows[slots] = sampled[:, 1:].cumprod(1).astype(bool)
         self._lessons = lessons
-
-    def _read(self, lessons: _Lessons, batch: Batch, sample: int) -> None:
-        """Read the chosen tokens of a sample, and the following ones, from its batch."""
-        ordinals, slots = lessons.places[sample]
-        which = int(np.flatnonzero(batch.sample_ids == sample)[0])
-        start, end = batch.cu_seqlens[which : which + 2]
-        trained = start + np.flatnonzero(batch.loss_mask[start:end])
-        at = trained[ordinals][:, None] + np.arange(1 + self.head.tokens)
-        inside = np.minimum(at, end - 1)
-        lessons.tokens[slots] = batch.token_ids[inside]
-        sampled = (at < end) & batch.loss_mask[inside]
-        lessons.follows[slots] = sampled[:, 1:].cumprod(1).astype(bool)
 
     def observer(self, batch: Batch) -> Callable[[Tensor], None] | None:
         """Return what copies the chosen hidden states of a batch [R, D], None without any."""
@@ -277,44 +272,18 @@ class DraftHeadTraining(Extra):
         return time.perf_counter()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return master weights, moments, the number of updates and the counts of tokens."""
-        masters = {f"master.{n}": p.detach() for n, p in self.head.masters.items()}
-        moments = {f"adamw.{n}": t for n, t in self.optimizer.state_tensors().items()}
-        numbers = {
-            "updates": torch.tensor(self.optimizer.num_updates),
-            "counts": torch.from_numpy(self._counts),
-        }
-        return masters | moments | numbers
-
-    def shard_of(self, name: str) -> Shard | None:
-        return None
+        """Return what other learners have, and the counts of tokens."""
+        return super().state_tensors() | {"counts": torch.from_numpy(self._counts)}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the result of `state_tensors`, bit for bit.
-
-        Raises:
-            UserError: The tensors are those of another head; nothing was changed then.
-        """
-        masters = {f"master.{n}": p for n, p in self.head.masters.items()}
-        updates, counts = tensors.get("updates"), tensors.get("counts")
-        wrong = [n for n, p in masters.items() if n not in tensors or tensors[n].shape != p.shape]
-        if wrong or counts is None or counts.shape != self._counts.shape:
+        counts = tensors.get("counts")
+        if counts is None or counts.shape != self._counts.shape or counts.is_floating_point():
             raise UserError(
-                "the checkpoint's draft head is of another model, first in "
-                f"{(wrong or ['counts'])[0]}: resume with the settings it was made with, or "
-                "without it (rollout.speculation=text)"
+                "the checkpoint's draft head is of another model, first in counts: resume with the "
+                "settings it was made with, or without it (rollout.speculation=text)"
             )
-        whole = (x is not None and not x.is_floating_point() for x in (updates, counts))
-        if not all(whole) or updates is None or updates.numel() != 1 or int(updates) < 0:
-            raise UserError(
-                "draft_head.safetensors of the checkpoint has no count of updates: it is damaged"
-            )
-        moments = {n.removeprefix("adamw."): tensors[n] for n in tensors if n.startswith("adamw")}
-        self.optimizer.load_state(moments, int(updates))
-        with torch.no_grad():
-            for name, master in masters.items():
-                master.copy_(tensors[name])
+        super().load_tensors(tensors)
         self._counts = counts.cpu().numpy().astype(np.int64)
-        self.head.trained = int(updates) > 0
+        self.head.trained = self.optimizer.num_updates > 0
         self.head.know(self._counts)
         self.head.round()

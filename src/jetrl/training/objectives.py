@@ -1,0 +1,578 @@
+"""The objective of a run: an algorithm's pieces, pure functions of log-probs, and their options.
+
+An algorithm may be a user's: a loss function or a whole record in a Python file. Each value that a
+user's function returns or raises is checked; the message names file and line.
+
+Token losses, named by algorithm.loss:
+    clipped_ratio    PPO's pessimistic clip of token ratios     PPO, GRPO, DAPO, REINFORCE++
+    sequence_ratio   the same clip of a sequence's ratio        GSPO
+    detached_ratio   log-likelihood, weighted by a capped ratio CISPO
+    ratio            the plain ratio                            REINFORCE, RLOO
+
+Aggregations, the weight of a token in the update's loss:
+    token_mean     1 / tokens of the update                             DAPO eq. 8
+    sequence_mean  1 / (sequences of the update x tokens of its own)    GRPO eq. 3
+    sequence_sum   1 / sequences of the update                          a completion is one action
+    constant       1 / (sequences of the update x rollout.max_tokens)   Dr. GRPO
+
+Corrections of the mismatch between sampler and trainer, by w = trainer / sampler for the same token
+and weights (1 in an exact flow), per token, or from a sequence's summed or mean log-ratio:
+    tis            min(w, high)                        truncated: biased, of bounded variance
+    mis            w if low <= w <= high, else 0       masked
+    icepop         mis of tokens, with wide bounds
+    sequence_mask  1 if low <= w <= high, else 0       drops sequences by their geometric mean
+
+Weights are those of the whole update, so the losses of its micro-batches add up. Masked tokens stay
+in the mean's denominator. Default bounds and sources are in `jetrl.settings.algorithms`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jetrl.errors import UserError
+from jetrl.memory.out_of_memory import is_out_of_memory
+from jetrl.settings.algorithms import (
+    ALGORITHMS,
+    CORRECTIONS,
+    USERS,
+    Aggregation,
+    Algorithm,
+    AlgorithmSettings,
+    Level,
+)
+from jetrl.training.advantages import ESTIMATORS, Advantages, StepRewards
+from jetrl.training.micro_batches import MicroBatchLoss
+from jetrl.untrusted import USERS_ERRORS, check_trusted
+
+MAX_LOG_RATIO = 88.72283172607422
+"""The largest float32 number whose exponential is finite in float32."""
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return exp(log_ratio), float32, at most the largest finite number.
+
+    An overflowing ratio would be infinite, and its gradient NaN even if the loss ignores it, as
+    behind a clip. No finite result changes, and no gradient of one.
+    """
+    return torch.exp(torch.clamp(log_ratio, max=MAX_LOG_RATIO))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The N trained tokens of S sequences, in order.
+
+        Tokens(trainer_logprobs=[-0.5, -1.0, -0.2], behavior_logprobs=[-0.5, -1.1, -0.2],
+               advantages=[1, 1, -1], lengths=[2, 1])
+
+    Attributes:
+        trainer_logprobs: float32 [N], differentiable.
+        behavior_logprobs: float32 [N], of the policy that the samples came from (the sampler's, or
+            the trainer's own before the step's first update); no gradient goes through them.
+        advantages: float32 [N].
+        lengths: int64 [S], trained tokens of each sequence, all positive, summing to N.
+    """
+
+    trainer_logprobs: torch.Tensor
+    behavior_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    lengths: torch.Tensor
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """Return log (trainer / behavior), float32 [N], differentiable."""
+        return self.trainer_logprobs - self.behavior_logprobs.detach()
+
+    def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return, at each token, the sum of float32 [N] values over its sequence: [N]."""
+        return self._spread(torch.segment_reduce(values, "sum", lengths=self.lengths))
+
+    def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return, at each token, the mean of float32 [N] values over its sequence: [N]."""
+        sums = torch.segment_reduce(values, "sum", lengths=self.lengths)
+        return self._spread(sums / self.lengths)
+
+    def _spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
+        return per_sequence.repeat_interleave(self.lengths, output_size=len(self.trainer_logprobs))
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The losses of the N tokens of a micro-batch.
+
+    Attributes:
+        loss: float32 [N], each token's contribution before it is weighted; differentiable.
+        clipped: bool [N], tokens whose gradient the clip removed or whose weight it cut.
+    """
+
+    loss: torch.Tensor
+    clipped: torch.Tensor
+
+
+def clipped_ratio(
+    tokens: Tokens, clip: float, clip_high: float, dual_clip: float | None = None
+) -> TokenLoss:
+    """Return -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A) of each token.
+
+    The ratio is exp(trainer_logprobs - behavior_logprobs). Schulman et al. 2017, "PPO", eq. 7; two
+    clips: Yu et al. 2025, "DAPO", eq. 10.
+
+    Args:
+        dual_clip: With a value c, the loss of a token with a negative advantage is at most -c A,
+            however large its ratio (Ye et al. 2020, arXiv 1912.09729, eq. 5).
+    """
+    ratio, advantages = bounded_exp(tokens.log_ratio), tokens.advantages
+    clipped = _clipped(ratio, advantages, clip, clip_high)
+    if dual_clip is None:
+        return clipped
+    over = (advantages < 0) & (ratio > dual_clip)
+    return TokenLoss(
+        torch.where(over, -dual_clip * advantages, clipped.loss), clipped.clipped | over
+    )
+
+
+def sequence_ratio(tokens: Tokens, clip: float, clip_high: float) -> TokenLoss:
+    """Return -min(s A, clip(s, 1 - clip, 1 + clip_high) A) of each token.
+
+    s = exp(mean log-ratio of the sequence) is the same at all tokens of a sequence (Zheng et al.
+    2025, "GSPO", eq. 5 to 7). Clips are much smaller than a token ratio's: 3e-4 and 4e-4 there.
+    """
+    ratio = bounded_exp(tokens.sequence_mean(tokens.log_ratio))
+    return _clipped(ratio, tokens.advantages, clip, clip_high)
+
+
+def detached_ratio(tokens: Tokens, clip_high: float) -> TokenLoss:
+    """Return -sg(min(ratio, 1 + clip_high)) A log p of each token.
+
+    MiniMax 2025, "MiniMax-M1", eq. 4 and 5. The ratio is only a weight, so every token keeps its
+    gradient; there is no lower bound, as in the paper's experiments.
+    """
+    ratio = bounded_exp(tokens.log_ratio.detach())
+    weight = torch.clamp(ratio, max=1.0 + clip_high)
+    return TokenLoss(-weight * tokens.advantages * tokens.trainer_logprobs, ratio > weight)
+
+
+def plain_ratio(tokens: Tokens) -> TokenLoss:
+    """Return -ratio A of each token, with the plain probability ratio.
+
+    At the first update of a step the gradient is REINFORCE's, -A grad log p (Williams 1992;
+    Ahmadian et al. 2024, "RLOO"); at later ones the ratio corrects for the updates before.
+    """
+    loss = -bounded_exp(tokens.log_ratio) * tokens.advantages
+    return TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
+
+
+LOSSES: dict[str, Callable[..., TokenLoss]] = {
+    "clipped_ratio": clipped_ratio,
+    "sequence_ratio": sequence_ratio,
+    "detached_ratio": detached_ratio,
+    "ratio": plain_ratio,
+}
+
+
+def _clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip: float, clip_high: float
+) -> TokenLoss:
+    """Return the pessimistic one of the plain and the clipped surrogate, for ratios float32 [N]."""
+    held = torch.clamp(ratio, 1.0 - clip, 1.0 + clip_high)
+    loss = -torch.minimum(ratio * advantages, held * advantages)
+    too_high = (ratio > 1.0 + clip_high) & (advantages > 0)
+    too_low = (ratio < 1.0 - clip) & (advantages < 0)
+    return TokenLoss(loss, too_high | too_low)
+
+
+@dataclass(frozen=True)
+class UpdateSize:
+    """The size of one update, which its token weights depend on."""
+
+    tokens: int
+    sequences: int
+    max_tokens: int
+
+
+def token_weights(
+    lengths: torch.Tensor, size: UpdateSize, aggregation: Aggregation, num_tokens: int | None = None
+) -> torch.Tensor:
+    """Return the weight of each token's loss, float32 [N].
+
+    Args:
+        lengths: int64 [S], trained tokens of each sequence of a micro-batch.
+        num_tokens: N, the sum of the lengths; without it the host waits for a GPU to add them.
+    """
+    if aggregation == "sequence_mean":
+        weights = (1.0 / (size.sequences * lengths.double())).float()
+    else:
+        divisor = {
+            "token_mean": size.tokens,
+            "sequence_sum": size.sequences,
+            "constant": size.sequences * size.max_tokens,
+        }[aggregation]
+        weights = torch.full_like(lengths, 1.0 / divisor, dtype=torch.float32)
+    return weights.repeat_interleave(lengths, output_size=num_tokens)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A correction of `jetrl.settings.algorithms.CORRECTIONS` with its level and bounds.
+
+    Attributes:
+        level: Whether a ratio is a token's, a sequence's, or a sequence's geometric mean.
+        low: The lower bound; 0 for a correction that has none.
+    """
+
+    name: str
+    level: Level
+    low: float
+    high: float
+
+    @classmethod
+    def from_settings(cls, settings: AlgorithmSettings) -> Correction | None:
+        if settings.correction == "none":
+            return None
+        bounds = CORRECTIONS[settings.correction]
+        return cls(
+            settings.correction,
+            settings.correction_level or bounds.levels[0],
+            settings.correction_low or bounds.low or 0.0,
+            settings.correction_high or bounds.high,
+        )
+
+    def __call__(
+        self, tokens: Tokens, rollout_logprobs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the weights of N tokens, float32 [N], and two measurements.
+
+        Those are which weights the bounds changed, bool [N], and the weights before, float32 [N].
+        """
+        log_ratio = tokens.behavior_logprobs.detach() - rollout_logprobs
+        if self.level == "sequence":
+            log_ratio = tokens.sequence_sum(log_ratio)
+        elif self.level == "geometric":
+            log_ratio = tokens.sequence_mean(log_ratio)
+        ratio = bounded_exp(log_ratio)
+        if self.name == "tis":
+            weights = torch.clamp(ratio, max=self.high)
+            return weights, ratio > self.high, ratio
+        inside = (ratio >= self.low) & (ratio <= self.high)
+        kept = torch.ones_like(ratio) if self.name == "sequence_mask" else ratio
+        return torch.where(inside, kept, 0.0), ~inside, ratio
+
+
+def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return log p - log ref, which is unbiased, of any sign.
+
+    Its expected gradient is zero, so it belongs into the reward, not into the loss.
+    """
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return (log p - log ref)^2 / 2: biased, but its expected gradient is that of the KL."""
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return exp(d) - d - 1 with d = log ref - log p: unbiased and never negative."""
+    difference = ref_logprobs - logprobs
+    return torch.expm1(torch.clamp(difference, max=MAX_LOG_RATIO)) - difference
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The function that a run optimizes: an algorithm with the values of all options.
+
+    Attributes:
+        settings: The section `[algorithm]`.
+        correction: Weighs tokens against the mismatch between sampler and trainer, if any.
+    """
+
+    algorithm: Algorithm
+    settings: AlgorithmSettings
+    max_tokens: int
+    advantages: Callable[[StepRewards], Advantages]
+    token_loss: Callable[..., TokenLoss]
+    aggregation: Aggregation
+    correction: Correction | None
+
+    @classmethod
+    def from_settings(cls, settings: AlgorithmSettings, max_tokens: int) -> Objective:
+        """Return the objective that the section `[algorithm]` asks for.
+
+        Raises:
+            UserError: A user's file does not import, or its function lacks given options.
+        """
+        name = settings.name
+        algorithm = load_algorithm(name) if settings.from_file else ALGORITHMS[name]
+        problems = list(settings.problems(algorithm))
+        if problems:
+            raise UserError("; ".join(problems))
+        # A set option, else the algorithm's own default.
+        values = {key: settings.value(key, algorithm) for key in algorithm.options}
+        own = settings.options
+        _check_own_options(name, own, algorithm)
+        token_loss = _piece(name, algorithm.loss, LOSSES, UsersLoss, values | own)
+        if not isinstance(algorithm.advantages, str):
+            values |= own
+        advantages = _piece(name, algorithm.advantages, ESTIMATORS, UsersEstimator, values)
+        aggregation = settings.aggregation or algorithm.aggregation
+        correction = Correction.from_settings(settings)
+        return cls(algorithm, settings, max_tokens, advantages, token_loss, aggregation, correction)
+
+    @property
+    def clips(self) -> tuple[float, float]:
+        """Return clip and clip_high of a loss that clips token ratios."""
+        assert isinstance(self.token_loss, partial)
+        return self.token_loss.keywords["clip"], self.token_loss.keywords["clip_high"]
+
+    def with_clips(self, clip: float, clip_high: float) -> Objective:
+        return replace(self, token_loss=partial(self.token_loss, clip=clip, clip_high=clip_high))
+
+    @property
+    def overlong_buffer(self) -> int:
+        """Return the tokens before the limit over which the reward falls; 0 for off."""
+        buffer = self.settings.value("overlong_buffer", self.algorithm)
+        return self.max_tokens // 5 if buffer is None else int(buffer)
+
+    @property
+    def dynamic_sampling(self) -> bool:
+        """Return whether more prompts are drawn in place of groups with equal rewards."""
+        return bool(self.settings.value("dynamic_sampling", self.algorithm))
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Return whether a KL to the reference is subtracted from the rewards."""
+        return self.settings.kl > 0 and self.settings.kl_term(self.algorithm)[1] == "reward"
+
+    def penalty(self, logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+        """Return the weighted KL of each token, float32 [N], from log-probs float32 [N]."""
+        estimate = KL_ESTIMATORS[self.settings.kl_term(self.algorithm)[0]]
+        return self.settings.kl * estimate(logprobs, ref_logprobs)
+
+    def __call__(
+        self,
+        tokens: Tokens,
+        size: UpdateSize,
+        rollout_logprobs: torch.Tensor,
+        ref_logprobs: torch.Tensor | None = None,
+    ) -> MicroBatchLoss:
+        """Return the loss of a micro-batch of N trained tokens: its share of the update's."""
+        share = 1.0 / size.tokens
+        # The algorithm's loss of each token, then the correction's weight.
+        token_loss = self.token_loss(tokens)
+        loss = token_loss.loss
+        metrics = {"policy/clip_fraction": token_loss.clipped.double().sum() * share}
+        peaks = {}
+        if self.correction is not None:
+            weights, touched, ratio = self.correction(tokens, rollout_logprobs)
+            loss = loss * weights
+            metrics["correction/weight_mean"] = weights.double().sum() * share
+            metrics["correction/touched_fraction"] = touched.double().sum() * share
+            peaks["correction/weight_max"] = weights.double().max()
+            peaks["correction/ratio_max"] = ratio.double().max()
+        if ref_logprobs is not None:
+            with torch.no_grad():
+                # Measured with a reference, also if it is not in the loss.
+                measured = k3(tokens.trainer_logprobs, ref_logprobs)
+            metrics["policy/kl_ref"] = measured.double().sum() * share
+            if self.settings.kl and not self.kl_in_reward:
+                loss = loss + self.penalty(tokens.trainer_logprobs, ref_logprobs)
+        # Weighed by the whole update's size: shares of micro-batches add up.
+        weights = token_weights(tokens.lengths, size, self.aggregation, len(loss))
+        return MicroBatchLoss((loss * weights).sum(), metrics, peaks)
+
+
+def _check_own_options(name: str, own: Mapping[str, Any], algorithm: Algorithm) -> None:
+    """Check that each of algorithm.options is an argument of the loss or a user's estimator."""
+    loss, estimator = algorithm.loss, algorithm.advantages
+    known = _arguments(LOSSES[loss] if isinstance(loss, str) else loss)
+    known |= {} if isinstance(estimator, str) else _arguments(estimator)
+    for key in own:
+        if key not in known:
+            raise UserError(
+                f"algorithm.options.{key}: {name} has no such argument; it has "
+                f"{', '.join(known) or 'none'}"
+            )
+
+
+def _arguments(piece: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the options of a piece, by name: all of its arguments but the first."""
+    return dict(list(inspect.signature(piece).parameters.items())[1:])
+
+
+def _piece(
+    name: str,
+    piece: str | Callable[..., Any],
+    built_in: Mapping[str, Callable[..., Any]],
+    users: Callable[..., Any],
+    values: Mapping[str, Any],
+) -> Any:
+    """Return a loss or an estimator, built in or a user's, with its options."""
+    function = built_in[piece] if isinstance(piece, str) else piece
+    if values.get("clip_high") is None and "clip" in values:
+        values = {**values, "clip_high": values["clip"]}
+    arguments = _arguments(function)
+    for key, argument in arguments.items():
+        if argument.default is inspect.Parameter.empty and key not in values:
+            default = f"a default in its record: Algorithm(options={{{key!r}: ...}})"
+            raise UserError(f"{name} needs algorithm.options.{key}, or {default}")
+    options = {key: values[key] for key in arguments if key in values}
+    if isinstance(piece, str):
+        return partial(function, **options)
+    return users(name, function, options)  # which checks what the function returns
+
+
+def load_algorithm(name: str) -> Algorithm:
+    """Return the algorithm at `file.py:name`.
+
+    That is an `Algorithm`, or a loss function of (Tokens, **options), which takes GRPO's place:
+    group advantages, mean over the update's tokens.
+
+    Raises:
+        UserError: There is no such file, it does not run (with its line), or it has no such member.
+    """
+    path, _, member = name.rpartition(":")
+    file = Path(path)
+    check_trusted(file)
+    if not file.is_file():
+        where = "paths start at the working folder"
+        raise UserError(f"algorithm.name = {name}: no such file ({where})")
+    spec = importlib.util.spec_from_file_location(f"jetrl_user_algorithm_{file.stem}", file)
+    assert spec is not None  # it ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except USERS_ERRORS as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename) == file]
+        line = lines[-1] if lines else getattr(error, "lineno", None)
+        problem = f"line {line}: {type(error).__name__}: {error}"
+        raise UserError(f"algorithm file {file}, {problem}") from error
+    algorithm = getattr(module, member, None)
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    if not callable(algorithm):
+        raise UserError(
+            f"algorithm file {file}: {member!r} is not a function or an Algorithm; the file has "
+            f"{', '.join(key for key, value in vars(module).items() if callable(value)) or 'none'}"
+        )
+    return replace(USERS, title=member, loss=algorithm)
+
+
+@dataclass(frozen=True)
+class UsersFunction:
+    """A user's function with its options, which are passed as keyword arguments.
+
+    Attributes:
+        name: The algorithm's name in the settings, for messages.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    options: Mapping[str, Any]
+
+    def _call(self, argument: object, subject: str) -> Any:
+        """Return the function's result; an error in the function becomes a `UserError`."""
+        try:
+            return self.function(argument, **self.options)
+        except USERS_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{last.filename}, line {last.lineno}"
+            if last.filename == __file__:  # the call itself failed
+                place = "it is called with one argument, and with algorithm.options by name"
+            raised = f"{type(error).__name__}: {error} ({place})"
+            raise self._error(f"{subject} raised {raised}") from error
+
+    def _error(self, problem: str) -> UserError:
+        return UserError(f"algorithm.name = {self.name}: {problem}")
+
+
+class UsersLoss(UsersFunction):
+    """A user's loss: a function of (Tokens, **options)."""
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        loss = self._call(tokens, "it")
+        if isinstance(loss, torch.Tensor):
+            loss = TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
+        if not isinstance(loss, TokenLoss) or loss.loss.shape != tokens.advantages.shape:
+            shape = list(loss.loss.shape) if isinstance(loss, TokenLoss) else type(loss).__name__
+            raise self._error(
+                "it must return one loss for each of the "
+                f"{len(tokens.advantages)} tokens, not {shape}"
+            )
+        if tokens.trainer_logprobs.requires_grad and not loss.loss.requires_grad:
+            raise self._error(
+                "its loss has no gradient; make it of tokens.trainer_logprobs or "
+                "tokens.log_ratio, and detach neither"
+            )
+        return loss
+
+
+class UsersEstimator(UsersFunction):
+    """A user's advantage estimator: a function of (StepRewards, **options)."""
+
+    def __call__(self, step: StepRewards) -> Advantages:
+        returned = self._call(step, "its advantages")
+        lengths = [len(penalty) for penalty in step.penalties]
+        whole = returned if isinstance(returned, Advantages) else Advantages(returned)
+        problem = _problem(whole.advantages, lengths)
+        if not problem and step.values is not None:
+            problem = "have no returns, which the critic learns: return Advantages(..., returns)"
+            if whole.returns is not None:
+                problem = _problem(whole.returns, lengths)
+                problem = problem and f"have returns that do not fit: they {problem}"
+        if problem:
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            raise self._error(f"its advantages {problem}; {name} returned {_described(returned)}")
+        return replace(whole, advantages=list(whole.advantages))
+
+
+def _described(value: object) -> str:
+    """Return the type of a value in words, with the shape and dtype of arrays."""
+    name = type(value).__name__
+    if isinstance(value, Advantages):
+        return f"Advantages of {_described(value.advantages)}"
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return f"{name} of shape {list(value.shape)}, {value.dtype}"
+    if isinstance(value, list | tuple):
+        first = f", the first {_described(value[0])}" if value else ""
+        return f"{name} of {len(value)}{first}"
+    return "None" if value is None else name
+
+
+def _problem(per_sample: object, lengths: Sequence[int]) -> str:
+    """Return what is wrong with a user's advantages or returns, or an empty text."""
+    arrays = []
+    if isinstance(per_sample, Sequence | np.ndarray):
+        try:
+            arrays = list(map(np.asarray, per_sample))
+        except (RuntimeError, TypeError, ValueError) as error:  # as of a tensor with a gradient
+            return f"cannot be made NumPy arrays ({type(error).__name__}: {error})"
+    if len(arrays) != len(lengths) or any(array.ndim != 1 for array in arrays):
+        return (
+            f"must be one array for each of the {len(lengths)} samples, with a number per token; "
+            "step.at_tokens(values) makes these from one number per sample"
+        )
+    for i, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
+        if len(array) != length:
+            return f"of sample {i} are {len(array)} numbers for its {length} tokens"
+        if array.dtype.kind not in "fiub":
+            return f"of sample {i} are {array.dtype}, and must be real numbers"
+        if not np.isfinite(array).all():
+            return f"of sample {i} are not finite"
+    return ""
