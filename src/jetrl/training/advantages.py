@@ -78,6 +78,7 @@ def leave_one_out(step: StepRewards) -> Advantages:
     advantage_S = np.zeros(len(step.rewards))
     for members, reward in _groups(step.scores, step.groups):
         count = len(members)
+        # A sample alone in its group has nothing to be compared with.
         if count > 1 and not _constant(reward):
             advantage_S[members] = (reward - reward.mean()) * (count / (count - 1))
     return Advantages(step.at_tokens(advantage_S))
@@ -88,6 +89,7 @@ def whole_step(step: StepRewards) -> Advantages:
 
     Hu 2025, "REINFORCE++", with discount 1.
     """
+    # A token is credited with the reward less the penalties from it on.
     rewards_to_go = [
         reward - np.cumsum(penalty[::-1])[::-1]
         for reward, penalty in zip(step.rewards, step.penalties, strict=True)
@@ -97,6 +99,7 @@ def whole_step(step: StepRewards) -> Advantages:
 
 def group_then_step(step: StepRewards) -> Advantages:
     """Reward minus its group's mean, normalized over tokens ("REINFORCE++ with baseline")."""
+    # Baseline per group, scale over all tokens of the step.
     centred_S = group_advantages(step.scores, step.groups, normalize_std=False)
     return Advantages(_normalized(step.at_tokens(centred_S)))
 
@@ -111,6 +114,7 @@ def gae(step: StepRewards, gamma: float = 1.0, gae_lambda: float = 0.95) -> Adva
     assert step.values is not None, "gae needs a critic's values"
     advantages, returns = [], []
     for reward, penalty, value in zip(step.rewards, step.penalties, step.values, strict=True):
+        # The reward comes with the last token, penalties with theirs.
         rewards = -penalty.astype(np.float64)
         rewards[-1:] += reward
         values = value.astype(np.float64)
@@ -200,6 +204,7 @@ def _constant(values: np.ndarray) -> bool:
 def _normalized(values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return values with mean 0 and variance 1 (n - 1) over all tokens: float32 [n] per sample."""
     everything = np.concatenate([np.asarray(part, dtype=np.float64) for part in values])
+    # Equal values say nothing, and one value has no variance.
     if len(everything) < 2 or _constant(everything):
         return [np.zeros(len(part), dtype=np.float32) for part in values]
     scale = 1.0 / np.sqrt(everything.var(ddof=1) + _VARIANCE_EPS)

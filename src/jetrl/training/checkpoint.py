@@ -257,6 +257,7 @@ class Checkpoints:
             UserError: The checkpoint is damaged, or its precision plan, model or tensors are not
                 this run's: each difference is named. Nothing was changed then.
         """
+        # `latest` has just compared the checksums of the path that it returned.
         path, ranks = Path(path), self._ranks
         if path != self._verified:
             ranks.from_first("whether a checkpoint is good", lambda: self.check(path))
@@ -328,6 +329,7 @@ class Checkpoints:
 
     def _put_back(self) -> None:
         """Undo a replacement that a crash cut before the successor had taken the name."""
+        # The old folder is whole: it goes back to its name.
         for entry in self._hidden(_REPLACED):
             target = self.directory / entry.name.removeprefix(_REPLACED)
             if not target.exists():

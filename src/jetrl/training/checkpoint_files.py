@@ -170,6 +170,7 @@ def state_of(path: Path, any_format: bool = False) -> dict[str, Any]:
         FileNotFoundError: There is no state.json.
         UserError: The file is not a checkpoint's state, or has another format.
     """
+    # Another version may have other fields, so its format is looked at first.
     state: Any = read_json(path / STATE_FILE, MOST_STATE_BYTES)
     version = state.get("format") if isinstance(state, dict) else None
     if type(version) is not int or version in (FORMAT, SHARDED_FORMAT):
@@ -296,6 +297,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes, one buffer at a time; each must be used before the next."""
+    # Bytes, in parts of one buffer: a tensor on a GPU needs no copy of its size on the host.
     values = tensor.detach().contiguous().flatten().view(torch.uint8)
     buffer = None if tensor.device.type == "cpu" else _pinned()
     for part in values.split(_BUFFER):
@@ -328,6 +330,7 @@ def fingerprint(path: Path) -> Fingerprint:
     of those of its pieces of 1 GiB, which are computed in parallel.
     """
     size = path.stat().st_size
+    # Pieces are hashed in parallel: one core would take minutes for a large model.
     if size <= _PIECE:
         return {"bytes": size, _WHOLE: _digest(path).hex()}
     return {"bytes": size, _PIECES: _digest_of_pieces(path, size)}
@@ -343,6 +346,7 @@ def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
     """
     if _PIECES in expected:
         return _digest_of_pieces(path, path.stat().st_size) == str(expected[_PIECES])
+    # Older versions stored either digest under the same key.
     known = str(expected[_WHOLE])
     size = path.stat().st_size
     if size > _PIECE and _digest_of_pieces(path, size) == known:
@@ -427,6 +431,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         shape = self.layouts[name].shape
         if shard is None:
             return self._read(name, None)
+        # The rows are divided by the model, so their number must be its own.
         if shape[:1] != (shard.num_rows,):
             raise UserError(
                 f"{self._path}: {name} is {tuple(shape)}; this model needs {shard.num_rows} rows"

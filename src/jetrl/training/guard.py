@@ -67,6 +67,7 @@ class Guard:
         self.report: Callable[[NonFiniteUpdate], str] = lambda refused: ""
 
     def passes(self, values: Mapping[str, float]) -> bool:
+        # One rank that refuses makes all refuse: they must not diverge.
         if not agree(UPDATE_IS_FINITE, all(map(math.isfinite, values.values()))):
             return False
         self._in_a_row = 0
@@ -78,6 +79,7 @@ class Guard:
         Raises:
             NonFiniteError: The setting is "stop", or too many updates were skipped in a row.
         """
+        # What the run reports is part of the error, so it is made first.
         self._in_a_row += 1
         problem = ". ".join(text for text in (str(update), self.report(update)) if text)
         if self._action == "stop":

@@ -132,6 +132,7 @@ class Minibatch:
         Raises:
             OutOfMemoryStop: Each micro-batch is one sequence.
         """
+        # The smaller size stays for the run; only this update is divided again.
         self._size.halve([sizes_of(micro.batch) for micro in self.micro_batches], problem)
         self.micro_batches = self._size.split(self.micro_batches)
 
@@ -176,6 +177,7 @@ class MicroBatchSize:
                 "not, train on shorter ones (rollout.max_tokens), or use a GPU with more memory. "
                 "No weight of this update was changed and the last checkpoint is good"
             )
+        # All ranks take the smallest proposal, since they share the micro-batches.
         self.tokens = agree(LARGEST_SIZE, max(1, min(self.tokens, max(divisible)) // 2))
         self._retries += 1
         logger.warning(
@@ -216,6 +218,7 @@ class MicroBatchSize:
             # A stem that the range already holds costs nothing again.
             stem, shared = stems[i] if stems is not None else (i, 0)
             added = length - shared if stem in held else length
+            # A range is full: this sequence begins the next one.
             if i > start and total + added > self.tokens:
                 ranges.append(range(start, i))
                 start, total, added = i, 0, length

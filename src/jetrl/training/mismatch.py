@@ -92,6 +92,7 @@ def mismatch_metrics(
     """
     trainer, rollout = _float32(trainer_logprobs), _float32(rollout_logprobs)
     assert trainer.shape == rollout.shape == (len(trainer),), (trainer.shape, rollout.shape)
+    # A NaN differs from everything; equal bits count as exactly 0.
     same = ~different(trainer, rollout)
     with np.errstate(over="ignore", invalid="ignore"):
         d = np.where(same, 0.0, trainer.astype(np.float64) - rollout.astype(np.float64))
@@ -192,6 +193,7 @@ def present_tokens(batch: Batch, samples: Sequence[Sample], version: int) -> np.
     """Return which of a batch's trained tokens a policy's version has drawn, bool [N]."""
     masks = []
     for index, count in zip(batch.sample_ids, trained_lengths(batch), strict=True):
+        # Without versions the whole completion is of the present policy.
         versions = samples[index].completion.versions
         masks.append(np.array(versions) == version if versions else np.ones(count, dtype=np.bool_))
     return np.concatenate(masks)
@@ -216,6 +218,7 @@ def differences(
     rollout = batch.rollout_logprobs[target]
     ends = batch.cu_seqlens[1:]
     differing = []
+    # Translate a packed position back into sample and completion token.
     for k in np.flatnonzero(different(trainer_logprobs, rollout) & compared):
         sequence = int(np.searchsorted(ends, target[k], side="right"))
         start = int(batch.cu_seqlens[sequence])

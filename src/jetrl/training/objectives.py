@@ -158,6 +158,7 @@ def detached_ratio(tokens: Tokens, clip_high: float) -> TokenLoss:
     gradient; there is no lower bound, as in the paper's experiments.
     """
     ratio = bounded_exp(tokens.log_ratio.detach())
+    # A constant weight: the gradient goes through log p only.
     weight = torch.clamp(ratio, max=1.0 + clip_high)
     return TokenLoss(-weight * tokens.advantages * tokens.trainer_logprobs, ratio > weight)
 
@@ -184,6 +185,7 @@ def _clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, clip: float, clip_high: float
 ) -> TokenLoss:
     """Return the pessimistic one of the plain and the clipped surrogate, for ratios float32 [N]."""
+    # The smaller of both surrogates: a clip never makes a step look better than it is.
     held = torch.clamp(ratio, 1.0 - clip, 1.0 + clip_high)
     loss = -torch.minimum(ratio * advantages, held * advantages)
     too_high = (ratio > 1.0 + clip_high) & (advantages > 0)
@@ -209,6 +211,7 @@ def token_weights(
         lengths: int64 [S], trained tokens of each sequence of a micro-batch.
         num_tokens: N, the sum of the lengths; without it the host waits for a GPU to add them.
     """
+    # One weight per sequence, spread over its tokens.
     if aggregation == "sequence_mean":
         weights = (1.0 / (size.sequences * lengths.double())).float()
     else:
@@ -255,6 +258,7 @@ class Correction:
         Those are which weights the bounds changed, bool [N], and the weights before, float32 [N].
         """
         log_ratio = tokens.behavior_logprobs.detach() - rollout_logprobs
+        # One ratio for all tokens of a sequence, or one of each token.
         if self.level == "sequence":
             log_ratio = tokens.sequence_sum(log_ratio)
         elif self.level == "geometric":
@@ -263,6 +267,7 @@ class Correction:
         if self.name == "tis":
             weights = torch.clamp(ratio, max=self.high)
             return weights, ratio > self.high, ratio
+        # The other corrections drop what is outside of the bounds.
         inside = (ratio >= self.low) & (ratio <= self.high)
         kept = torch.ones_like(ratio) if self.name == "sequence_mask" else ratio
         return torch.where(inside, kept, 0.0), ~inside, ratio
@@ -316,6 +321,7 @@ class Objective:
         """
         name = settings.name
         algorithm = load_algorithm(name) if settings.from_file else ALGORITHMS[name]
+        # Settings that mean nothing to the algorithm, known only with its record.
         problems = list(settings.problems(algorithm))
         if problems:
             raise UserError("; ".join(problems))
@@ -399,6 +405,7 @@ def _check_own_options(name: str, own: Mapping[str, Any], algorithm: Algorithm) 
     loss, estimator = algorithm.loss, algorithm.advantages
     known = _arguments(LOSSES[loss] if isinstance(loss, str) else loss)
     known |= {} if isinstance(estimator, str) else _arguments(estimator)
+    # A misspelt option would otherwise change nothing, silently.
     for key in own:
         if key not in known:
             raise UserError(
@@ -449,6 +456,7 @@ def load_algorithm(name: str) -> Algorithm:
     if not file.is_file():
         where = "paths start at the working folder"
         raise UserError(f"algorithm.name = {name}: no such file ({where})")
+    # A module of its own for each load: nothing is shared with an earlier one.
     spec = importlib.util.spec_from_file_location(f"jetrl_user_algorithm_{file.stem}", file)
     assert spec is not None  # it ends in .py
     assert spec.loader is not None
@@ -507,6 +515,7 @@ class UsersLoss(UsersFunction):
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         loss = self._call(tokens, "it")
+        # A plain tensor says nothing of clips.
         if isinstance(loss, torch.Tensor):
             loss = TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
         if not isinstance(loss, TokenLoss) or loss.loss.shape != tokens.advantages.shape:
@@ -529,6 +538,7 @@ class UsersEstimator(UsersFunction):
     def __call__(self, step: StepRewards) -> Advantages:
         returned = self._call(step, "its advantages")
         lengths = [len(penalty) for penalty in step.penalties]
+        # Arrays of advantages, or a record that has returns for a critic too.
         whole = returned if isinstance(returned, Advantages) else Advantages(returned)
         problem = _problem(whole.advantages, lengths)
         if not problem and step.values is not None:

@@ -63,6 +63,7 @@ def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> f
         return settings.lr * (update + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return settings.lr
+    # The last update of the run has the smallest rate.
     span = max(1, total_updates - settings.warmup_steps - 1)
     progress = min(1.0, (update - settings.warmup_steps) / span)
     if settings.schedule == "linear":
@@ -140,6 +141,7 @@ class Optimizer:
 
     def nonfinite_gradients(self) -> list[str]:
         """Return the names of master weights whose gradient has a NaN or infinity."""
+        # Each rank looks at its own rows; a name counts if any rank found it.
         own = [
             name
             for name, master in self.masters.items()
@@ -154,6 +156,7 @@ class Optimizer:
         Args:
             total_norm: The result of `gradient_norm`, known to be finite.
         """
+        # In place, for the states of eight bytes.
         torch.nn.utils.clip_grads_with_norm_(self._wide, self.settings.grad_clip, total_norm)
         # Both optimizers use the schedule's rate; the compact one also clips in its own pass.
         for group in self._adamw.param_groups:
@@ -222,6 +225,7 @@ class Optimizer:
                 Nothing was changed then.
         """
         states: dict[str, dict[str, Tensor]] = {}
+        # Check and move everything first.
         for full_name, tensor in tensors.items():
             key, _, name = full_name.partition(".")
             self._check_state(full_name, tensor)

@@ -44,6 +44,7 @@ def choose_minibatches(
     """Return the sample numbers of each update of a step, by `data.batch`."""
     groups = [sample.group for sample in samples]
     updates = settings.train.updates_per_step
+    # Shuffle-R1 needs advantages before the step has any: they are those of the rewards.
     if settings.data.batch == "all":
         return split_minibatches(groups, updates)
     advantages = group_advantages([sample.score.reward for sample in samples], groups)
@@ -71,6 +72,7 @@ def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[
     units = _members(groups)
     if len(units) < num_minibatches:
         units = [[i] for i in range(len(groups))]
+    # Neighbouring units, in shares that differ by at most one.
     bounds = [len(units) * k // num_minibatches for k in range(num_minibatches + 1)]
     return [sorted(itertools.chain(*units[start:end])) for start, end in itertools.pairwise(bounds)]
 
@@ -103,6 +105,7 @@ def contrast_pairs(
     """
     pairs = []
     for members in _members(groups):
+        # Best with worst, then inwards; ties by number, so every rank pairs alike.
         order = sorted(members, key=lambda i: (-advantages[i], i))
         num_pairs = len(order) // 2
         for rank in range(min(num_pairs, max(1, int(keep * num_pairs)))):
@@ -147,6 +150,7 @@ def pack(
         UserError: A sample has an empty prompt: its first token would have no log-prob.
     """
     chosen = range(len(samples)) if sample_ids is None else sample_ids
+    # The first trained token is predicted from the last one of the prompt.
     for i in chosen:
         sample = samples[i]
         if not sample.prompt_token_ids:
@@ -208,6 +212,7 @@ def by_batch(batch: Batch, values: Sequence[np.ndarray]) -> np.ndarray:
 
 def with_advantages(batch: Batch, advantages: Sequence[np.ndarray]) -> Batch:
     """Return a batch with the advantages float32 [n] of each sample of the step."""
+    # Prompt and environment tokens keep advantage 0.
     advantage_T = np.zeros(batch.num_tokens, dtype=np.float32)
     advantage_T[targets(batch)] = by_batch(batch, advantages)
     return dataclasses.replace(batch, advantages=advantage_T)

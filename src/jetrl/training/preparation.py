@@ -59,6 +59,7 @@ class Preparation:
         """
         chosen = packing.choose_minibatches(samples, self.settings, num_updates)
 
+        # Forwards without gradient can run out of memory too: pack again, smaller.
         def shrink(problem: str) -> None:
             packed = self._pack(samples, chosen)
             self.size.halve([sizes_of(batch) for batch in chain(*packed)], problem)
@@ -171,6 +172,7 @@ class Preparation:
 
 
 def _with_advantages(micro: MicroBatch, advantages: Advantages) -> MicroBatch:
+    # Advantages are stored with the tokens, returns next to the values.
     batch = packing.with_advantages(micro.batch, advantages.advantages)
     if advantages.returns is None:
         return replace(micro, batch=batch)

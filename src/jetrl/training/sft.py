@@ -82,6 +82,7 @@ class SftTrainer(_Supervised):
         """
         assert examples
         size = self.micro_batch_size
+        # The same packing and forward as in reinforcement learning.
         batches = pack_examples(examples, size.tokens)
         stats = self._update.run(Minibatch([MicroBatch(batch) for batch in batches], size))
         if not stats.applied:

@@ -96,6 +96,7 @@ class Learner(Extra):
         Raises:
             UserError: The tensors are those of another model; nothing was changed then.
         """
+        # Check everything before anything is changed.
         for name, master in self.masters.items():
             saved = tensors.get(f"master.{name}")
             if saved is None or saved.shape != master.shape:

@@ -80,6 +80,7 @@ class ClipCalibration(Extra):
         With one update per step every ratio is 1, and there is nothing to calibrate. Without room
         for the BF16 weights, or for one sequence, this raises OutOfMemoryStop.
         """
+        # Only a step with several updates has ratios other than 1.
         self._steps += 1
         if self._steps % self._every == 0 and len(minibatches) > 1:
             self._logprobs_before = self._forward(minibatches[-1])
@@ -183,6 +184,7 @@ def calibrated(
 
 def moved(bounds: ClipBounds, target: ClipBounds) -> ClipBounds:
     """Return bounds half of the way to a target, but at most 0.05 (low) and 0.1 (high) away."""
+    # Half of the way damps the noise of one minibatch.
     low = np.clip((target.low - bounds.low) / 2, -MOST_LOW, MOST_LOW)
     high = np.clip((target.high - bounds.high) / 2, -MOST_HIGH, MOST_HIGH)
     return ClipBounds(bounds.low + float(low), bounds.high + float(high))

@@ -128,6 +128,7 @@ def value_loss(
         returns: float32 [N], R.
         clip: The limit of a value's move before the clipped term counts; 0 drops that term.
     """
+    # Plain and clipped error: the larger one counts.
     squares = (values - returns).square()
     clipped = torch.zeros_like(values, dtype=torch.bool)
     if clip:
