@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World, world
@@ -60,7 +60,7 @@ class Snapshot:
 
     step: int
     state: str
-    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    tensors: Mapping[str, Mapping[str, Tensor]]
     shards: Mapping[str, Mapping[str, Shard]]
 
     @property

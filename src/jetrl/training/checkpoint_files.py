@@ -22,6 +22,7 @@ from typing import IO, Annotated, Any, NamedTuple, Self
 import torch
 from pydantic import Field, TypeAdapter, model_validator
 from safetensors import safe_open
+from torch import Tensor
 
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World
@@ -186,7 +187,7 @@ def state_of(path: Path, any_format: bool = False) -> dict[str, Any]:
 
 def write_parts(
     folder: Path,
-    parts: Mapping[str, Mapping[str, torch.Tensor]],
+    parts: Mapping[str, Mapping[str, Tensor]],
     shards: Mapping[str, Mapping[str, Shard]],
     ranks: World,
 ) -> dict[str, Fingerprint]:
@@ -261,7 +262,7 @@ _PIECE, _READ = 2**30, 2**22  # bytes of a file's pieces for its fingerprint, an
 _WHOLE, _PIECES = "sha256", "sha256_of_gib_pieces"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file, which is on disk when this returns.
 
     Tensors go through a buffer of 64 MiB: safetensors' own writer takes as much CPU memory as the
@@ -279,7 +280,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         _flush(file)
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
     """Return a file's head: the length of a JSON, and in it each tensor's type and place."""
     entries: dict[str, Any] = {}
     end = 0
@@ -295,7 +296,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes, one buffer at a time; each must be used before the next."""
     # Bytes, in parts of one buffer: a tensor on a GPU needs no copy of its size on the host.
     values = tensor.detach().contiguous().flatten().view(torch.uint8)
@@ -306,7 +307,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 @functools.cache
-def _pinned() -> torch.Tensor:
+def _pinned() -> Tensor:
     """Return a buffer in pinned memory, for one writer at a time."""
     return torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=True)
 
@@ -382,7 +383,7 @@ class Layout(NamedTuple):
     shape: torch.Size
 
 
-class StoredTensors(Mapping[str, torch.Tensor]):
+class StoredTensors(Mapping[str, Tensor]):
     """The tensors of a file, or of a folder of several ranks' files, read from disk at each access.
 
     Any number of ranks reads either, whole tensors or own rows.
@@ -394,7 +395,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._shard_of: ShardOf = lambda name: None
-        self._read: Callable[[str, slice | None], torch.Tensor]
+        self._read: Callable[[str, slice | None], Tensor]
         if path.is_dir():
             # Torch's checkpoints take half a second to import: few processes read any.
             from jetrl.distributed.shard_files import ShardFiles
@@ -414,15 +415,15 @@ class StoredTensors(Mapping[str, torch.Tensor]):
                 self.layouts[name] = Layout(self._rows_of_file(name, slice(0, 0)).dtype, shape)
         self._read = self._rows_of_file
 
-    def _rows_of_file(self, name: str, rows: slice | None) -> torch.Tensor:
+    def _rows_of_file(self, name: str, rows: slice | None) -> Tensor:
         shape = self._file.get_slice(name).get_shape()
         if rows is None or not shape:
-            tensor: torch.Tensor = self._file.get_tensor(name)
+            tensor: Tensor = self._file.get_tensor(name)
         else:
             tensor = self._file.get_slice(name)[rows]
         return tensor
 
-    def rows(self, name: str, shard: Shard | None) -> torch.Tensor:
+    def rows(self, name: str, shard: Shard | None) -> Tensor:
         """Return the rows of a tensor that this rank owns, in CPU memory; all if shard is None.
 
         Raises:
@@ -461,13 +462,13 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         for name, master in model.master_weights().items():
             master.copy_(self.rows(name, model.weights.shards.get(name)))
 
-    def own(self, shard_of: ShardOf) -> Mapping[str, torch.Tensor]:
+    def own(self, shard_of: ShardOf) -> Mapping[str, Tensor]:
         """Return the same tensors, with this rank's rows of those that `shard_of` divides."""
         own = copy.copy(self)
         own._shard_of = shard_of
         return own
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         if name not in self.layouts:
             raise KeyError(name)
         return self.rows(name, self._shard_of(name))
@@ -479,7 +480,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return len(self.layouts)
 
 
-def divided(tensors: Mapping[str, torch.Tensor], shard_of: ShardOf) -> dict[str, Shard]:
+def divided(tensors: Mapping[str, Tensor], shard_of: ShardOf) -> dict[str, Shard]:
     """Return the division of those tensors that are divided among ranks, by name."""
     return {name: shard for name in tensors if (shard := shard_of(name)) is not None}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.errors import OutOfMemoryStop
@@ -44,10 +45,10 @@ class MicroBatch:
     """
 
     batch: Batch
-    before: torch.Tensor | None = None
-    ref_logprobs: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
+    before: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def select(self, sequences: range) -> MicroBatch:
         """Return a micro-batch of some consecutive sequences."""
@@ -73,7 +74,7 @@ class MicroBatch:
             **{name: tensor[trained] for name, tensor in self.known().items()},
         )
 
-    def known(self) -> dict[str, torch.Tensor]:
+    def known(self) -> dict[str, Tensor]:
         """Return the numbers [N] that are set, by name."""
         names = (field.name for field in dataclasses.fields(self) if field.name != "batch")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
@@ -90,10 +91,10 @@ class MicroBatchLoss:
         outputs: The model's outputs, without gradient, if the trainer looks at them later.
     """
 
-    loss: torch.Tensor
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-    peaks: dict[str, torch.Tensor] = field(default_factory=dict)
-    outputs: torch.Tensor | None = None
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    peaks: dict[str, Tensor] = field(default_factory=dict)
+    outputs: Tensor | None = None
 
 
 def sizes_of(batch: Batch) -> tuple[int, int]:
@@ -241,8 +242,8 @@ def batch_logprobs(
     batch: Batch,
     temperature: float = 1.0,
     checkpoint_layers: bool = False,
-    seen: Callable[[torch.Tensor], None] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    seen: Callable[[Tensor], None] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return log-probs and moments of the N trained tokens of a batch, in batch order.
 
     Args:
@@ -264,6 +265,6 @@ def batch_logprobs(
     )
 
 
-def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> torch.Tensor:
+def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> Tensor:
     """Return values [T] of a batch's tokens at its N trained tokens, on a device."""
     return upload(torch.from_numpy(values[targets(batch)]), torch.device(device))

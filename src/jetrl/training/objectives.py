@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import is_out_of_memory
@@ -59,7 +60,7 @@ MAX_LOG_RATIO = 88.72283172607422
 """The largest float32 number whose exponential is finite in float32."""
 
 
-def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+def bounded_exp(log_ratio: Tensor) -> Tensor:
     """Return exp(log_ratio), float32, at most the largest finite number.
 
     An overflowing ratio would be infinite, and its gradient NaN even if the loss ignores it, as
@@ -83,26 +84,26 @@ class Tokens:
         lengths: int64 [S], trained tokens of each sequence, all positive, summing to N.
     """
 
-    trainer_logprobs: torch.Tensor
-    behavior_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    lengths: torch.Tensor
+    trainer_logprobs: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    lengths: Tensor
 
     @property
-    def log_ratio(self) -> torch.Tensor:
+    def log_ratio(self) -> Tensor:
         """Return log (trainer / behavior), float32 [N], differentiable."""
         return self.trainer_logprobs - self.behavior_logprobs.detach()
 
-    def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
+    def sequence_sum(self, values: Tensor) -> Tensor:
         """Return, at each token, the sum of float32 [N] values over its sequence: [N]."""
         return self._spread(torch.segment_reduce(values, "sum", lengths=self.lengths))
 
-    def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
+    def sequence_mean(self, values: Tensor) -> Tensor:
         """Return, at each token, the mean of float32 [N] values over its sequence: [N]."""
         sums = torch.segment_reduce(values, "sum", lengths=self.lengths)
         return self._spread(sums / self.lengths)
 
-    def _spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
+    def _spread(self, per_sequence: Tensor) -> Tensor:
         return per_sequence.repeat_interleave(self.lengths, output_size=len(self.trainer_logprobs))
 
 
@@ -115,8 +116,8 @@ class TokenLoss:
         clipped: bool [N], tokens whose gradient the clip removed or whose weight it cut.
     """
 
-    loss: torch.Tensor
-    clipped: torch.Tensor
+    loss: Tensor
+    clipped: Tensor
 
 
 def clipped_ratio(
@@ -181,9 +182,7 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
 }
 
 
-def _clipped(
-    ratio: torch.Tensor, advantages: torch.Tensor, clip: float, clip_high: float
-) -> TokenLoss:
+def _clipped(ratio: Tensor, advantages: Tensor, clip: float, clip_high: float) -> TokenLoss:
     """Return the pessimistic one of the plain and the clipped surrogate, for ratios float32 [N]."""
     # The smaller of both surrogates: a clip never makes a step look better than it is.
     held = torch.clamp(ratio, 1.0 - clip, 1.0 + clip_high)
@@ -203,8 +202,8 @@ class UpdateSize:
 
 
 def token_weights(
-    lengths: torch.Tensor, size: UpdateSize, aggregation: Aggregation, num_tokens: int | None = None
-) -> torch.Tensor:
+    lengths: Tensor, size: UpdateSize, aggregation: Aggregation, num_tokens: int | None = None
+) -> Tensor:
     """Return the weight of each token's loss, float32 [N].
 
     Args:
@@ -250,9 +249,7 @@ class Correction:
             settings.correction_high or bounds.high,
         )
 
-    def __call__(
-        self, tokens: Tokens, rollout_logprobs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __call__(self, tokens: Tokens, rollout_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of N tokens, float32 [N], and two measurements.
 
         Those are which weights the bounds changed, bool [N], and the weights before, float32 [N].
@@ -273,7 +270,7 @@ class Correction:
         return torch.where(inside, kept, 0.0), ~inside, ratio
 
 
-def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return log p - log ref, which is unbiased, of any sign.
 
     Its expected gradient is zero, so it belongs into the reward, not into the loss.
@@ -281,12 +278,12 @@ def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     return logprobs - ref_logprobs
 
 
-def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return (log p - log ref)^2 / 2: biased, but its expected gradient is that of the KL."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
-def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return exp(d) - d - 1 with d = log ref - log p: unbiased and never negative."""
     difference = ref_logprobs - logprobs
     return torch.expm1(torch.clamp(difference, max=MAX_LOG_RATIO)) - difference
@@ -362,7 +359,7 @@ class Objective:
         """Return whether a KL to the reference is subtracted from the rewards."""
         return self.settings.kl > 0 and self.settings.kl_term(self.algorithm)[1] == "reward"
 
-    def penalty(self, logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    def penalty(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Return the weighted KL of each token, float32 [N], from log-probs float32 [N]."""
         estimate = KL_ESTIMATORS[self.settings.kl_term(self.algorithm)[0]]
         return self.settings.kl * estimate(logprobs, ref_logprobs)
@@ -371,8 +368,8 @@ class Objective:
         self,
         tokens: Tokens,
         size: UpdateSize,
-        rollout_logprobs: torch.Tensor,
-        ref_logprobs: torch.Tensor | None = None,
+        rollout_logprobs: Tensor,
+        ref_logprobs: Tensor | None = None,
     ) -> MicroBatchLoss:
         """Return the loss of a micro-batch of N trained tokens: its share of the update's."""
         share = 1.0 / size.tokens
@@ -516,7 +513,7 @@ class UsersLoss(UsersFunction):
     def __call__(self, tokens: Tokens) -> TokenLoss:
         loss = self._call(tokens, "it")
         # A plain tensor says nothing of clips.
-        if isinstance(loss, torch.Tensor):
+        if isinstance(loss, Tensor):
             loss = TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
         if not isinstance(loss, TokenLoss) or loss.loss.shape != tokens.advantages.shape:
             shape = list(loss.loss.shape) if isinstance(loss, TokenLoss) else type(loss).__name__
@@ -557,7 +554,7 @@ def _described(value: object) -> str:
     name = type(value).__name__
     if isinstance(value, Advantages):
         return f"Advantages of {_described(value.advantages)}"
-    if isinstance(value, np.ndarray | torch.Tensor):
+    if isinstance(value, np.ndarray | Tensor):
         return f"{name} of shape {list(value.shape)}, {value.dtype}"
     if isinstance(value, list | tuple):
         first = f", the first {_described(value[0])}" if value else ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from jetrl.distributed.world import world
 from jetrl.errors import RunStopped
@@ -133,7 +134,7 @@ class Preparation:
         )
 
     @torch.no_grad()
-    def _logprobs(self, policy: Policy, batch: Batch) -> torch.Tensor:
+    def _logprobs(self, policy: Policy, batch: Batch) -> Tensor:
         return batch_logprobs(policy, batch, self.temperature)[0]
 
     def _rewards(

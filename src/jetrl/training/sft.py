@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from jetrl.models.model import Model
 from jetrl.models.policy import Policy
@@ -173,7 +174,7 @@ class RewardTrainer(_Supervised):
         loss = preference_loss(better, worse, len(minibatch.pairs))
         return MicroBatchLoss(loss, outputs=(better - worse).detach())
 
-    def _scores(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scores(self, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """Return the scores of the better and of the worse sequences, float32 [P] each."""
         device = self.model.device
         # Better and worse sequences alternate in one packed batch.
@@ -187,7 +188,7 @@ class RewardTrainer(_Supervised):
         return scores[0::2], scores[1::2]
 
 
-def preference_loss(better: torch.Tensor, worse: torch.Tensor, num_pairs: int) -> torch.Tensor:
+def preference_loss(better: Tensor, worse: Tensor, num_pairs: int) -> Tensor:
     """Return -log sigmoid(better - worse) of scores float32 [P]: a share of the update's mean.
 
     The Bradley-Terry model (Bradley and Terry 1952; Ouyang et al. 2022, "InstructGPT", eq. 1).

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from jetrl.models.model import Model
 from jetrl.models.packed import Stems
@@ -66,7 +67,7 @@ class Critic(Learner):
         return [self.model]
 
     @torch.no_grad()
-    def values(self, batch: Batch) -> torch.Tensor:
+    def values(self, batch: Batch) -> Tensor:
         """Return the expected return before each of the N trained tokens: float32 [N]."""
         return self._forward(batch)
 
@@ -95,11 +96,11 @@ class Critic(Learner):
         )
         return MicroBatchLoss(loss, {"critic/clip_fraction": clip_fraction})
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         super().load_tensors(tensors)
         self.model.requantize()
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
+    def _forward(self, batch: Batch) -> Tensor:
         """Return the value before each trained token, float32 [N], differentiable."""
         return self.model.values(
             torch.from_numpy(batch.token_ids),
@@ -111,12 +112,8 @@ class Critic(Learner):
 
 
 def value_loss(
-    values: torch.Tensor,
-    old_values: torch.Tensor,
-    returns: torch.Tensor,
-    num_update_tokens: int,
-    clip: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    values: Tensor, old_values: Tensor, returns: Tensor, num_update_tokens: int, clip: float
+) -> tuple[Tensor, Tensor]:
     """Return 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), mean over tokens.
 
     As in OpenAI's PPO and TRL. Also return the share of tokens whose clipped term was the larger
