@@ -107,7 +107,7 @@ class NonFiniteReports:
             if not is_out_of_memory(error):  # watching takes memory that the update did not need
                 raise
             logger.warning("not enough memory to watch every operation again: %s", error)
-        return str(operations.first) if operations is not None and operations.first else ""
+        return operations.first if operations is not None else ""
 
     def _where(self, step: int, first: str, update: int = 0) -> str:
         """Return in words in which step and operation the first such value was met."""

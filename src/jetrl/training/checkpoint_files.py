@@ -248,13 +248,9 @@ Fingerprint = dict[str, Any]
 _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
-    torch.float16: "F16",
     torch.int64: "I64",
-    torch.int32: "I32",
     torch.int16: "I16",
-    torch.int8: "I8",
     torch.uint8: "U8",
-    torch.bool: "BOOL",
 }
 _BUFFER = 2**26  # bytes of a tensor that are in CPU memory at once
 _FLUSHED = 2**30  # bytes between flushes: the system need not hold a whole file for the disk

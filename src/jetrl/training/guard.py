@@ -103,28 +103,16 @@ class Guard:
         self._in_a_row = state["in_a_row"]
 
 
-@dataclass(frozen=True)
-class NonFiniteValue:
-    """A tensor, named by its operation, with values that are not finite."""
-
-    what: str
-    row: int
-    count: int
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.what}, first in row {self.row} ({self.count} of {self.size} values)"
-
-
 class Watch:
     """Looks at the tensors of a model's forwards and backwards.
 
     Attributes:
-        first: The first value that was not finite, in the order of computation; None so far.
+        first: The first tensor with a value that is not finite, in the order of computation, named
+            by its operation; empty so far.
     """
 
     def __init__(self, model: Model) -> None:
-        self.first: NonFiniteValue | None = None
+        self.first = ""
         self._model = model
         self._in_backward = False
 
@@ -150,16 +138,15 @@ class Watch:
         self._look(f"gradient of {of}", gradient)
 
     def _look(self, what: str, value: Tensor) -> None:
-        if self.first is not None:
+        if self.first:
             return
         finite = torch.isfinite(value.detach().float())
         if bool(finite.all()):
             return
         # Only now, once per search: find the first row and the count.
         rows = (~finite).reshape(len(finite), -1).any(1) if finite.dim() else ~finite[None]
-        self.first = NonFiniteValue(
-            what, int(rows.nonzero()[0]), int((~finite).sum()), finite.numel()
-        )
+        values = f"{int((~finite).sum())} of {finite.numel()} values"
+        self.first = f"{what}, first in row {int(rows.nonzero()[0])} ({values})"
 
 
 @contextlib.contextmanager

@@ -102,13 +102,6 @@ def sizes_of(batch: Batch) -> tuple[int, int]:
     return batch.num_computed_tokens, batch.num_sequences
 
 
-def _stems_of(batch: Batch) -> list[tuple[int, int]] | None:
-    """Return the number and length of each sequence's stem; None if none is shared."""
-    if batch.stem_ids is None or batch.stem_lengths is None:
-        return None
-    return list(zip(batch.stem_ids.tolist(), batch.stem_lengths.tolist(), strict=True))
-
-
 class Minibatch:
     """The samples of one update, in micro-batches that get smaller when memory runs out.
 
@@ -195,13 +188,13 @@ class MicroBatchSize:
 
     def split(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the same sequences, in order, in micro-batches of the current size."""
-        return [
-            micro.select(sequences)
-            for micro in micro_batches
-            for sequences in self.ranges(
-                np.diff(micro.batch.cu_seqlens).tolist(), _stems_of(micro.batch)
-            )
-        ]
+        parts = []
+        for micro in micro_batches:
+            lengths, stems = np.diff(micro.batch.cu_seqlens).tolist(), None
+            if micro.batch.stem_ids is not None and micro.batch.stem_lengths is not None:
+                stems = list(zip(micro.batch.stem_ids, micro.batch.stem_lengths, strict=True))
+            parts += [micro.select(sequences) for sequences in self.ranges(lengths, stems)]
+        return parts
 
     def ranges(
         self, lengths: Sequence[int], stems: Sequence[tuple[int, int]] | None = None

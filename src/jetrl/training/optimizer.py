@@ -94,15 +94,15 @@ class Optimizer:
         self.total_updates = total_updates
         self.num_updates = 0
         # Vectors are few and sensitive: only matrices get compact states.
-        self._kinds = {
-            name: "compact" if is_compact(p.ndim, settings.optimizer_states) else "fp32"
+        self._wide = {
+            name: p
             for name, p in self.masters.items()
+            if not is_compact(p.ndim, settings.optimizer_states)
         }
         # By name, as torch.optim.AdamW has them by parameter; nothing before the first gradient.
         self._compact: dict[str, dict[str, Tensor]] = {}
-        self._wide = [p for name, p in self.masters.items() if self._kinds[name] == "fp32"]
-        matrices = [p for p in self._wide if p.ndim >= 2]
-        vectors = [p for p in self._wide if p.ndim < 2]
+        matrices = [p for p in self._wide.values() if p.ndim >= 2]
+        vectors = [p for p in self._wide.values() if p.ndim < 2]
         self._adamw = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": settings.weight_decay},
@@ -157,7 +157,9 @@ class Optimizer:
             total_norm: The result of `gradient_norm`, known to be finite.
         """
         # In place, for the states of eight bytes.
-        torch.nn.utils.clip_grads_with_norm_(self._wide, self.settings.grad_clip, total_norm)
+        torch.nn.utils.clip_grads_with_norm_(
+            self._wide.values(), self.settings.grad_clip, total_norm
+        )
         # Both optimizers use the schedule's rate; the compact one also clips in its own pass.
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
@@ -173,7 +175,7 @@ class Optimizer:
         settings = self.settings
         scalars: dict[int, AdamWScalars] = {}  # by step, as a rule the same one for all
         for name, master in self.masters.items():
-            if self._kinds[name] != "compact" or master.grad is None:
+            if name in self._wide or master.grad is None:
                 continue
             if name not in self._compact:
                 zeros = {k: torch.zeros_like(master, dtype=d) for k, d in _COMPACT.items()}
@@ -192,9 +194,12 @@ class Optimizer:
             gradient = master.grad.contiguous()
             adamw_(master.detach(), gradient, state["ratio"], state["root"], clip, own)
 
+    def _kind(self, name: str) -> str:
+        return "fp32" if name in self._wide else "compact"
+
     def _state(self, name: str) -> Mapping[str, Tensor]:
         """Return the states of a master weight; {} before its first gradient."""
-        if self._kinds[name] == "compact":
+        if name not in self._wide:
             return self._compact.get(name, {})
         state: Mapping[str, Tensor] = self._adamw.state.get(self.masters[name], {})
         return state
@@ -209,7 +214,7 @@ class Optimizer:
             f"{key}.{name}": state[key]
             for name in self.masters
             if (state := self._state(name))
-            for key in ("step", *_LAYOUTS[self._kinds[name]])
+            for key in ("step", *_LAYOUTS[self._kind(name)])
         }
 
     def shard_of(self, name: str) -> Shard | None:
@@ -229,20 +234,20 @@ class Optimizer:
         for full_name, tensor in tensors.items():
             key, _, name = full_name.partition(".")
             self._check_state(full_name, tensor)
-            on_host = key == "step" and self._kinds[name] == "compact"
+            on_host = key == "step" and name not in self._wide
             device = "cpu" if on_host else self.masters[name].device
             states.setdefault(name, {})[key] = tensor.to(device, copy=True)
         for name, state in states.items():
-            if len(state) != 1 + len(_LAYOUTS[self._kinds[name]]):
+            if len(state) != 1 + len(_LAYOUTS[self._kind(name)]):
                 raise UserError(f"optimizer state of {name!r} is incomplete: {sorted(state)}")
         # Everything was checked before, so from here on nothing can fail half-way.
         self._adamw.state.clear()
         self._compact.clear()
         for name, state in states.items():
-            if self._kinds[name] == "compact":
-                self._compact[name] = state
-            else:
+            if name in self._wide:
                 self._adamw.state[self.masters[name]] = state
+            else:
+                self._compact[name] = state
         self.num_updates = num_updates
 
     def _check_state(self, full_name: str, tensor: Tensor) -> None:
@@ -252,7 +257,7 @@ class Optimizer:
         saved = next((kind for kind, keys in _LAYOUTS.items() if key in keys), None)
         if master is None or (saved is None and key != "step"):
             raise UserError(f"optimizer state {full_name!r} belongs to no parameter of the model")
-        kind = self._kinds[name]
+        kind = self._kind(name)
         if saved not in (None, kind):
             raise UserError(
                 f"the checkpoint has {saved} optimizer states, and train.optimizer_states is "

@@ -170,22 +170,17 @@ class RewardTrainer(_Supervised):
         return metrics | stats.metrics | {"sft/grad_norm": stats.grad_norm}
 
     def _loss(self, pairs: Sequence[Pair], minibatch: PairMinibatch) -> MicroBatchLoss:
-        better, worse = self._scores(pairs)
-        loss = preference_loss(better, worse, len(minibatch.pairs))
-        return MicroBatchLoss(loss, outputs=(better - worse).detach())
-
-    def _scores(self, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-        """Return the scores of the better and of the worse sequences, float32 [P] each."""
         device = self.model.device
-        # Better and worse sequences alternate in one packed batch.
+        # Better and worse sequences alternate in one packed batch; the last token has the score.
         sequences = [sequence for pair in pairs for sequence in pair]
         lengths = torch.tensor([len(s) for s in sequences], device=device)
         token_ids = torch.tensor([t for s in sequences for t in s], device=device)
         cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        scores = self.model.values(
-            token_ids, cu_seqlens, cu_seqlens[1:] - 1, self._checkpoint_layers
-        )
-        return scores[0::2], scores[1::2]
+        last = cu_seqlens[1:] - 1
+        scores = self.model.values(token_ids, cu_seqlens, last, self._checkpoint_layers)
+        better, worse = scores[0::2], scores[1::2]
+        loss = preference_loss(better, worse, len(minibatch.pairs))
+        return MicroBatchLoss(loss, outputs=(better - worse).detach())
 
 
 def preference_loss(better: Tensor, worse: Tensor, num_pairs: int) -> Tensor:
