@@ -50,12 +50,9 @@ _WRITING, _REPLACED = ".writing-", ".replaced-"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The contents of a checkpoint, before they are written.
+    """The contents of a checkpoint, before they are written: `state` is the text of state.json.
 
-    Attributes:
-        state: The text of state.json.
-        tensors: By part and name; own rows of divided ones.
-        shards: How divided tensors are owned by ranks, by part and name.
+    Tensors are by part and name, and only the own rows of those that `shards` divides.
     """
 
     step: int
@@ -154,9 +151,6 @@ class Checkpoints:
         Args:
             extra: Other values needed to continue: JSON under string keys (floats survive exactly).
             parts: Other parts with tensors, by name.
-
-        Raises:
-            TypeError: extra holds what JSON cannot express.
         """
         size = self._ranks.size
         sharded = {"format": files.SHARDED_FORMAT, "ranks": size}
@@ -299,11 +293,7 @@ class Checkpoints:
 
     @classmethod
     def check(cls, path: Path) -> None:
-        """Compare the sizes and checksums of a checkpoint's files with its manifest.
-
-        Raises:
-            UserError: The checkpoint is damaged, or has another format; the message says how.
-        """
+        """Compare a checkpoint's files with its manifest; the UserError says how it is damaged."""
         problem = files.problem_of(path)
         if problem is not None:
             raise UserError(f"checkpoint {path} is damaged: {problem}; use another one")

@@ -141,12 +141,7 @@ def _beside(path: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the fingerprints of a checkpoint's files by their names.
-
-    Raises:
-        FileNotFoundError: There is no manifest.
-        UserError: The file is not a manifest, or lacks a file that every checkpoint has.
-    """
+    """Return the fingerprints of a checkpoint's files by their names."""
     try:
         manifest: dict[str, dict[str, Any]] = read_json(path / MANIFEST_FILE)
         checked(MANIFEST, manifest, str(path / MANIFEST_FILE))
@@ -165,11 +160,7 @@ def state_of(path: Path, any_format: bool = False) -> dict[str, Any]:
     """Return the contents of state.json.
 
     Args:
-        any_format: Whether a format of another version is returned, unchecked, and not refused.
-
-    Raises:
-        FileNotFoundError: There is no state.json.
-        UserError: The file is not a checkpoint's state, or has another format.
+        any_format: Whether another version's format is returned, unchecked, instead of refused.
     """
     # Another version may have other fields, so its format is looked at first.
     state: Any = read_json(path / STATE_FILE, MOST_STATE_BYTES)
@@ -193,12 +184,8 @@ def write_parts(
 ) -> dict[str, Fingerprint]:
     """Write a checkpoint's tensors: a file per part, or a folder of the ranks' files; a collective.
 
-    Returns the fingerprints of all ranks' files, which are on disk, by their names in the folder.
-    If a rank could not write, every rank raises its OSError.
-
-    Args:
-        parts: The tensors by part and name; own rows of divided ones.
-        shards: How divided tensors are owned by ranks, by part and name.
+    Returns the fingerprints of all ranks' files, by their names in the folder. If a rank could not
+    write, every rank raises its OSError.
     """
     own: list[Path] = []
     if ranks.size == 1:
@@ -220,11 +207,7 @@ def write_parts(
 
 
 def complete_folder(folder: Path, state: str, files: Mapping[str, Fingerprint]) -> None:
-    """Write state.json and, when all else is on disk, the manifest; on rank 0.
-
-    Raises:
-        OSError: A file could not be written, or one of another rank is missing.
-    """
+    """Write state.json and, when all else is on disk, the manifest; on rank 0."""
     # Without a shared file system rank 0 would seal a folder that lacks other ranks' files.
     for name, expected in files.items():
         file = folder / name
@@ -334,13 +317,7 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
-    """Return whether a file matches a fingerprint.
-
-    That of a large file may be older: "sha256" of the whole or of the pieces.
-
-    Raises:
-        KeyError: The fingerprint has neither.
-    """
+    """Return whether a file matches a fingerprint, which an older version may have written."""
     if _PIECES in expected:
         return _digest_of_pieces(path, path.stat().st_size) == str(expected[_PIECES])
     # Older versions stored either digest under the same key.
@@ -383,9 +360,6 @@ class StoredTensors(Mapping[str, Tensor]):
     """The tensors of a file, or of a folder of several ranks' files, read from disk at each access.
 
     Any number of ranks reads either, whole tensors or own rows.
-
-    Raises:
-        UserError: A file is missing or damaged; it is named.
     """
 
     def __init__(self, path: Path) -> None:
@@ -420,11 +394,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return tensor
 
     def rows(self, name: str, shard: Shard | None) -> Tensor:
-        """Return the rows of a tensor that this rank owns, in CPU memory; all if shard is None.
-
-        Raises:
-            UserError: The tensor has another number of rows.
-        """
+        """Return the rows of a tensor that this rank owns, in CPU memory; all if shard is None."""
         shape = self.layouts[name].shape
         if shard is None:
             return self._read(name, None)

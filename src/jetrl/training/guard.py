@@ -74,11 +74,7 @@ class Guard:
         return True
 
     def refuse(self, update: NonFiniteUpdate) -> None:
-        """Report an update that is not applied; return if the run continues without it.
-
-        Raises:
-            NonFiniteError: The setting is "stop", or too many updates were skipped in a row.
-        """
+        """Report an update that is not applied; return if the run continues without it."""
         # What the run reports is part of the error, so it is made first.
         self._in_a_row += 1
         problem = ". ".join(text for text in (str(update), self.report(update)) if text)

@@ -121,11 +121,7 @@ class Minibatch:
         return micro_batch.batch.num_computed_tokens
 
     def shrink(self, problem: str) -> None:
-        """Halve the run's size, and divide the micro-batches accordingly.
-
-        Raises:
-            OutOfMemoryStop: Each micro-batch is one sequence.
-        """
+        """Halve the run's size, and divide the micro-batches accordingly; see `halve`."""
         # The smaller size stays for the run; only this update is divided again.
         self._size.halve([sizes_of(micro.batch) for micro in self.micro_batches], problem)
         self.micro_batches = self._size.split(self.micro_batches)
@@ -155,11 +151,8 @@ class MicroBatchSize:
         """Make the next micro-batches at most half as large as those that did not fit.
 
         Args:
-            sizes: Tokens and indivisible units of each micro-batch that did not fit.
+            sizes: Tokens and units of each micro-batch; if each is one, raises OutOfMemoryStop.
             unit: "sequence" or "pair".
-
-        Raises:
-            OutOfMemoryStop: Each micro-batch is one unit.
         """
         # A micro-batch of one unit cannot get smaller.
         divisible = [tokens for tokens, num_units in sizes if num_units > 1]
@@ -202,8 +195,7 @@ class MicroBatchSize:
         """Return ranges of neighbors with at most the current size together, or a longer one.
 
         Args:
-            lengths: The tokens of each sequence or pair.
-            stems: Number and length of each sequence's stem, which counts once per range.
+            stems: Number and length of the stem of each sequence, which counts once per range.
         """
         ranges: list[range] = []
         start = total = 0
@@ -237,15 +229,11 @@ def batch_logprobs(
     checkpoint_layers: bool = False,
     seen: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and moments of the N trained tokens of a batch, in batch order.
+    """Return log-probs, float32 [N], and moments, float32 [2, N], of the N trained tokens.
 
     Args:
         checkpoint_layers: Whether backward computes layers again instead of saving activations.
         seen: Called with the hidden states [N, D] from which the tokens were drawn.
-
-    Returns:
-        Log-probs, float32 [N], differentiable unless under no_grad, and the moments of
-        `Policy.train_logprobs`, float32 [2, N].
     """
     return policy.train_logprobs(
         torch.from_numpy(batch.token_ids),

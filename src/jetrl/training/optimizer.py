@@ -151,11 +151,7 @@ class Optimizer:
         return [name for name in self.masters if name in found]
 
     def apply(self, total_norm: Tensor) -> None:
-        """Clip the gradients to `grad_clip`, update the master weights, drop the gradients.
-
-        Args:
-            total_norm: The result of `gradient_norm`, known to be finite.
-        """
+        """Clip the gradients to `grad_clip`, update the master weights, drop the gradients."""
         # In place, for the states of eight bytes.
         torch.nn.utils.clip_grads_with_norm_(
             self._wide.values(), self.settings.grad_clip, total_norm
@@ -223,12 +219,7 @@ class Optimizer:
         return None if key == "step" else self.shards.get(master)
 
     def load_state(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
-        """Load the result of `state_tensors`, bit for bit, and the number of updates so far.
-
-        Raises:
-            UserError: States of the other kind, of an unknown master weight, or of another shape.
-                Nothing was changed then.
-        """
+        """Load the result of `state_tensors`, bit for bit; a UserError has changed nothing."""
         states: dict[str, dict[str, Tensor]] = {}
         # Check and move everything first.
         for full_name, tensor in tensors.items():

@@ -57,11 +57,7 @@ def choose_minibatches(
 def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[int]]:
     """Return the sample numbers of each update, ascending: every sample once.
 
-    Groups stay whole if there are at least as many of them as minibatches. Sizes differ by at most
-    one group (or one sample).
-
-    Raises:
-        UserError: Fewer samples than minibatches.
+    Groups stay whole if there are enough of them; sizes differ by at most one group (or sample).
     """
     if len(groups) < num_minibatches:
         raise UserError(
@@ -98,10 +94,7 @@ def contrast_pairs(
 ) -> list[Pair]:
     """Return the kept pairs of each group, those that differ most first.
 
-    Args:
-        advantages: [S].
-        groups: [S]; groups need not be contiguous. The middle sample of an odd group is in no pair.
-        keep: The share of a group's pairs that is kept; at least one is.
+    The middle sample of an odd group is in no pair; `keep` is the kept share, at least one pair.
     """
     pairs = []
     for members in _members(groups):
@@ -141,13 +134,7 @@ def pack(
     """Return samples as micro-batches of at most so many tokens (or one longer sequence).
 
     The loss_mask is True at exactly the sampled tokens; advantages are 0 (`with_advantages` sets
-    them). Samples without a completion token are left out.
-
-    Args:
-        sample_ids: The samples to pack; by default all.
-
-    Raises:
-        UserError: A sample has an empty prompt: its first token would have no log-prob.
+    them). Samples without a completion token are left out. An empty prompt is a UserError.
     """
     chosen = range(len(samples)) if sample_ids is None else sample_ids
     # The first trained token is predicted from the last one of the prompt.
@@ -167,11 +154,7 @@ def pack(
 
 
 def pack_examples(examples: Sequence[Example], tokens_per_micro_batch: int) -> list[Batch]:
-    """Return worked answers as micro-batches, as `pack` does, with rollout_logprobs of 0.
-
-    Raises:
-        UserError: An example has an empty prompt or completion.
-    """
+    """Return worked answers as micro-batches, as `pack` does, with rollout_logprobs of 0."""
     for i, example in enumerate(examples):
         for part, name in ((example.prompt, "prompt"), (example.completion, "completion")):
             if not len(part):
@@ -329,12 +312,7 @@ WORTH_SHARING = 0.08
 def shares_prompts(
     setting: SharePrompts, samples: Sequence[Sample], sample_ids: Iterable[int] | None = None
 ) -> bool:
-    """Return whether the samples of an update are packed with shared prompts.
-
-    Args:
-        setting: `train.share_prompts`.
-        sample_ids: The update's samples; by default all.
-    """
+    """Return whether an update is packed with shared prompts, by `train.share_prompts`."""
     if setting != "auto":
         return setting
     total = saved = 0

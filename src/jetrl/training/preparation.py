@@ -53,11 +53,7 @@ class Preparation:
     def __call__(
         self, samples: Sequence[Sample], num_updates: int
     ) -> tuple[list[Minibatch], dict[str, float]]:
-        """Return the minibatch of each update, and metrics of the rewards and of the critic.
-
-        Args:
-            num_updates: The number of updates before this step.
-        """
+        """Return the minibatch of each update, and metrics of the rewards and of the critic."""
         chosen = packing.choose_minibatches(samples, self.settings, num_updates)
 
         # Forwards without gradient can run out of memory too: pack again, smaller.

@@ -119,11 +119,7 @@ class PairMinibatch(Minibatch):
         return sum(map(_num_tokens, micro_batch))
 
     def shrink(self, problem: str) -> None:
-        """Halve the size of micro-batches, and divide the pairs again.
-
-        Raises:
-            OutOfMemoryStop: Each micro-batch is one pair.
-        """
+        """Halve the run's size, and divide the pairs again."""
         sizes = [(self.tokens_of(pairs), len(pairs)) for pairs in self.micro_batches]
         self._size.halve(sizes, problem, "pair")
         self.micro_batches = self._packed()

@@ -285,14 +285,9 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 class Accumulated:
     """The forwards and backwards of one update; its numbers are float64 scalars on the device.
 
-    With several ranks each has those of its own micro-batches.
-
-    Attributes:
-        shares: By name per micro-batch, to be added over all.
-        peaks: By name per micro-batch, of which the largest counts.
-        metrics: By name, measured over the whole update.
-        outputs: Per micro-batch: log-probs [N] of a policy, score differences [P] of pairs.
-        grad_norm: float32, the norm of all gradients together.
+    With several ranks each has those of its own micro-batches. `shares` (to be added) and `peaks`
+    (of which the largest counts) are by name per micro-batch, `metrics` are of the whole update,
+    `outputs` are log-probs [N] of a policy or score differences [P] of pairs.
     """
 
     minibatch: Minibatch
@@ -318,12 +313,7 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """The numbers of one update, as the host has read them.
-
-    Attributes:
-        weight_scales_norm: Norm of the scales of all FP8 weights together.
-        applied: False if the guard refused the update.
-    """
+    """The numbers of one update, as the host has read them; not `applied` if refused."""
 
     num_tokens: int
     metrics: dict[str, float]

@@ -91,11 +91,7 @@ class Learner(Extra):
         return self.optimizer.shard_of(own_name)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the result of `state_tensors`, bit for bit.
-
-        Raises:
-            UserError: The tensors are those of another model; nothing was changed then.
-        """
+        """Load the result of `state_tensors`, bit for bit; a UserError has changed nothing."""
         # Check everything before anything is changed.
         for name, master in self.masters.items():
             saved = tensors.get(f"master.{name}")

@@ -56,12 +56,9 @@ _NOT_KNOWN = -100  # the target that a cross entropy leaves out
 class _Lessons:
     """The P tokens of one step that the head learns from.
 
-    Attributes:
-        places: By sample number, which of its trained tokens, ascending, and where among the P.
-        tokens: int64 [P, 1 + K], each token and the following ones.
-        follows: bool [P, K], whether that following token exists and was sampled.
-        hidden: [P, D] on the device, the hidden states from which the tokens were drawn.
-        copied: bool [P], which of these have been copied on this rank.
+    places: by sample, which of its trained tokens, and where among the P. tokens: int64 [P, 1 + K].
+    follows, bool [P, K]: whether a following token exists and was sampled. hidden [P, D]. copied,
+    bool [P]: on this rank.
     """
 
     places: dict[int, tuple[np.ndarray, np.ndarray]]
