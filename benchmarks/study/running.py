@@ -9,8 +9,8 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-import torch
 from benchmarks.study import scheduler
 from benchmarks.study.definition import Definition, definition_of, read_definition
 from benchmarks.study.final_evaluation import answer_request
@@ -22,8 +22,6 @@ from benchmarks.study.scheduler import Progress, Sitting, Work, entries_of, part
 
 from jetrl.cli.arguments import table, tell
 from jetrl.errors import Terminated, TimeLimitReached, UserError
-from jetrl.memory.device import free_bytes
-from jetrl.memory.plan import GIB, OtherModels, Workload, memory_plan
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.attempts import RunLock, run_state
 from jetrl.session.building import model_config
@@ -95,11 +93,6 @@ def work_off(args: argparse.Namespace, queue: Sequence[Work]) -> int:
     first = queue[0]
     cards = cards_for(first.runs[0].settings.run.device)
     jobs = args.jobs or first.definition.study.jobs or (4 if cards else 1)
-    left = [run for work in queue for run in work.runs if run.name not in work.results.runs]
-    warnings = [room_warning(left, jobs, len(cards), room_of(cards))]
-    warnings += [kind_warning(work.runs, work.results, cards) for work in queue]
-    for warning in dict.fromkeys(filter(None, warnings)):
-        tell(warning)
     before = signal.signal(signal.SIGTERM, _terminate)
     with contextlib.ExitStack() as locks:
         locks.callback(signal.signal, signal.SIGTERM, before)
@@ -172,116 +165,17 @@ def check_runs(runs: Sequence[PlannedRun]) -> None:
     for run in runs:
         settings = run.settings
         first = run.start.settings if run.start is not None else settings
-
-        def task(run: PlannedRun = run) -> object:
-            return build_task(run.settings.task)
-
-        def plan(run: PlannedRun = run) -> object:
-            settings = run.settings
-            return PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
-
-        def model(run: PlannedRun = run) -> object:
-            return model_config(run.start.settings if run.start else run.settings)
-
-        _check_once(seen, run, settings.task, task)
-        _check_once(seen, run, (settings.precision, settings.sampler_deviation), plan)
-        _check_once(seen, run, first.model, model)
-
-
-def _check_once(
-    seen: set[str], run: PlannedRun, section: object, check: Callable[[], object]
-) -> None:
-    """Make a check of a section of the settings, unless it was made of an equal section."""
-    if repr(section) in seen:
-        return
-    seen.add(repr(section))
-    try:
-        check()
-    except UserError as error:
-        raise UserError(f"{error}\n(settings of the run {run.name})") from None
-
-
-def room_of(cards: Sequence[str]) -> int | None:
-    """Return the bytes of the smallest card, or those that the CPU has free; None: not known.
-
-    Args:
-        cards: The GPUs of the study; none: it runs on the CPU.
-    """
-    if not cards:
-        return free_bytes("cpu")
-    visible = range(torch.cuda.device_count())
-    return min((torch.cuda.get_device_properties(n).total_memory for n in visible), default=None)
-
-
-def room_warning(runs: Sequence[PlannedRun], jobs: int, num_cards: int, room: int | None) -> str:
-    """Return a warning about runs side by side that may need more memory than the device has.
-
-    The warning is empty where they fit.
-
-    Args:
-        num_cards: The number of cards; 0: the runs are made on the CPU.
-        room: The bytes of a card, or of the CPU; None: not known.
-    """
-    needs = _needs(runs, "cuda" if num_cards else "cpu")
-    needs.sort(key=lambda one: -one[0])
-    places = max(num_cards, 1)
-
-    def held(count: int) -> int:
-        """Return the bytes of so many runs a card, the largest ones, dealt out evenly."""
-        largest = [need for need, _ in needs[: count * places]]
-        return -(-sum(largest) // places)
-
-    if room is None or held(jobs) <= room:
-        return ""
-    fitting = max((count for count in range(1, jobs) if held(count) <= room), default=0)
-    need, name = needs[0]
-    fewer = f"take --jobs {fitting} or" if fitting else "not even one is sure to fit, so take"
-    return (
-        f"warning: {min(jobs, len(needs))} runs at once may need {held(jobs) / GIB:.1f} GiB, and "
-        f"{'a card' if num_cards else 'the CPU'} has {room / GIB:.1f} ({name} alone "
-        f"{need / GIB:.1f}, with prompts as long as answers): {fewer} a smaller "
-        "train.tokens_per_micro_batch. A run that finds too little makes smaller micro-batches by "
-        "itself, which changes its bits"
-    )
-
-
-def kind_warning(runs: Sequence[PlannedRun], results: Results, cards: Sequence[str]) -> str:
-    """Return a warning about starts that would be trained again on another kind of card.
-
-    The warning is empty where there is no such start.
-
-    Args:
-        cards: The GPUs of the study; none: it runs on the CPU.
-    """
-    numbers = range(torch.cuda.device_count()) if cards else ()
-    here = sorted({torch.cuda.get_device_name(number) for number in numbers}) or ["CPU"]
-    starts = {run.name: run.start for run in runs if run.start is not None}
-    begun = {start.name for name, start in starts.items() if name in results.runs}
-    again = {
-        start.name
-        for name, start in starts.items()
-        if name not in results.runs and not (start.path / "model" / "config.json").is_file()
-    }
-    if not begun & again or set(here) & set(results.devices):
-        return ""
-    return (
-        f"warning: {results.path} has runs of {', '.join(results.devices)}, and this machine has "
-        f"{', '.join(here)}: if {', '.join(sorted(begun & again))} gets other weights when it is "
-        "trained again here, the runs that begin from it fail. Take the same kind of card, or put "
-        "the start back from a copy"
-    )
-
-
-def _needs(runs: Sequence[PlannedRun], device: str) -> list[tuple[int, str]]:
-    """Return the bytes that each run needs, with its name."""
-    known: dict[tuple[object, ...], int] = {}
-    needs = []
-    for run in runs:
-        kind = (run.arm, *run.point.values())  # seeds change nothing
-        if kind not in known:
-            config = model_config(run.start.settings if run.start else run.settings)
-            others, load = OtherModels.of(run.settings), Workload.of(run.settings, config)
-            plan = memory_plan(run.settings, config, others, load, device=device)
-            known[kind] = plan.needed
-        needs.append((known[kind], run.name))
-    return needs
+        precision = (settings.precision, settings.sampler_deviation)
+        checks: list[tuple[object, Callable[..., object], tuple[Any, ...]]] = [
+            (settings.task, build_task, (settings.task,)),
+            (precision, PrecisionPlan.from_settings, precision),
+            (first.model, model_config, (first,)),
+        ]
+        for section, check, words in checks:
+            if repr(section) in seen:
+                continue
+            seen.add(repr(section))
+            try:
+                check(*words)
+            except UserError as error:
+                raise UserError(f"{error}\n(settings of the run {run.name})") from None

@@ -218,16 +218,10 @@ def to_score(value: object, task: str, prompt_id: str) -> Score:
     where = f"task {task}, prompt {prompt_id!r}"
     if isinstance(value, Score):
         if not isinstance(value.parts, Mapping):
-            raise ScoreError(
-                f"{where}: Score.parts is a mapping of names, not {_show(value.parts)}"
-            )
-        return Score(
-            _number(value.reward, f"{where}: score"),
-            {
-                str(key): _number(part, f"{where}: part {key!r} of the score")
-                for key, part in value.parts.items()
-            },
-        )
+            raise ScoreError(f"{where}: Score.parts is a mapping, not {_show(value.parts)}")
+        what = f"{where}: part {{!r}} of the score"
+        parts = {str(k): _number(part, what.format(k)) for k, part in value.parts.items()}
+        return Score(_number(value.reward, f"{where}: score"), parts)
     return Score(_number(value, f"{where}: score"))
 
 
@@ -243,9 +237,7 @@ def _number(value: object, what: str) -> float:
     if not math.isfinite(number):
         raise ScoreError(f"{what} returned {number}, which is not a finite number")
     if abs(number) > LARGEST:
-        raise ScoreError(
-            f"{what} returned {number}; give a number from -{LARGEST:g} to {LARGEST:g}"
-        )
+        raise ScoreError(f"{what} returned {number}; give at most {LARGEST:g}")
     return number
 
 

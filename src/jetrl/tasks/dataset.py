@@ -83,16 +83,16 @@ class Dataset(Task):
     ) -> None:
         if not answer and checker in ("math", "exact"):
             raise UserError(
-                f"task.options.answer is empty, but the checker {checker!r} compares with it: name "
-                "the field, or use the checker regex or file.py:function"
+                f"task.options.answer is empty, but the checker {checker!r} compares with it; the "
+                "checkers regex and file.py:function need none"
             )
         check_path(path)
         self.path, self.config = path, config
+        self.template, self.format = template, format
+        self.test_share, self.seed = test_share, seed
         self.fields = {"prompt": prompt, "answer": answer, "demonstration": demonstration, "id": id}
         self.fields |= {"chosen": chosen, "rejected": rejected}
-        self.template, self.format = template, format
         self._check_template()
-        self.test_share, self.seed = test_share, seed
         self.stop = to_stops(stop, "task.options.stop")
         self._check = get_checker(checker, pattern, strict)
         self._needs_answer, self._strict = checker == "math", strict
@@ -139,8 +139,7 @@ class Dataset(Task):
                 if f"{self.fields[role]}.".startswith(f"{field}."):
                     raise UserError(
                         f"task.options.template takes {{{field}}}, the field of task.options.{role}"
-                        ", so the prompt would hold what the model is to write; take it out. To "
-                        f"write these words as they are, put spaces inside: {{ {field} }}"
+                        f"; take it out, or put spaces inside to write it as it is: {{ {field} }}"
                     )
 
     def _shuffled_split(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
@@ -262,7 +261,6 @@ def _message(item: object, field: str) -> Mapping[str, str]:
 
 
 Checker = Callable[[Prompt, str], float | Score]
-NAMES = ("math", "exact", "regex")
 
 
 def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> Checker:
@@ -281,23 +279,18 @@ def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> 
         return lambda prompt, text: float(text.strip() == (prompt.answer or "").strip())
     if name == "regex":
         return _regex(pattern)
-    raise UserError(
-        f"task.options.checker = {name!r}{nearest(name, list(NAMES))} (also possible: "
-        "file.py:function)"
-    )
+    near = nearest(name, ("math", "exact", "regex"))
+    raise UserError(f"task.options.checker = {name!r}{near} (also possible: file.py:function)")
 
 
 def _regex(pattern: str | None) -> Checker:
+    key = "task.options.pattern"
     if pattern is None:
-        raise UserError(
-            "task.options.pattern: the checker 'regex' needs one, such as '<answer>(.*?)</answer>'"
-        )
+        raise UserError(f"{key}: the checker 'regex' needs one, such as '<answer>(.*?)</answer>'")
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except (re.error, OverflowError, RecursionError) as error:
-        raise UserError(
-            f"task.options.pattern = {pattern!r}: not a regular expression: {error}"
-        ) from None
+        raise UserError(f"{key} = {pattern!r}: not a regular expression: {error}") from None
 
     def check(prompt: Prompt, completion: str) -> Score:
         matches = list(compiled.finditer(completion))

@@ -56,14 +56,10 @@ class ReasoningGym(Task):
         gym = _import_reasoning_gym()
         known = gym.factory.DATASETS
         if dataset not in known:
-            raise UserError(
-                f"reasoning-gym has no data set {dataset!r}{nearest(dataset, list(known))}"
-            )
-        own = ["size", "test_size", "seed", "format", "instruction"]
+            raise UserError(f"reasoning-gym has no data set {dataset!r}{nearest(dataset, known)}")
         fields = [field.name for field in dataclasses.fields(known[dataset][1])]
-        check_options(
-            own + [f for f in fields if f not in own], options, f"reasoning_gym:{dataset}"
-        )
+        own = ["test_size", "format", "instruction"]
+        check_options([*own, *fields], options, f"reasoning_gym:{dataset}")
         self.name = dataset
         self.format = format
         self.instruction = instruction if format == "chat" else ""
@@ -120,7 +116,5 @@ def _import_reasoning_gym() -> ModuleType:
     try:
         return importlib.import_module("reasoning_gym")
     except ImportError as error:
-        raise UserError(
-            "tasks of reasoning-gym need its package: pip install 'jetrl[reasoning-gym]' "
-            f"({type(error).__name__}: {error})"
-        ) from error
+        how = "pip install 'jetrl[reasoning-gym]'"
+        raise UserError(f"tasks of reasoning-gym need its package: {how} ({error})") from error

@@ -9,10 +9,10 @@ get_task("my_task.py:MyTask", path="data/")   a class in a file of yours
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -35,11 +35,10 @@ from jetrl.tasks.user_files import load_task_class
 from jetrl.types import Prompt, Reply, Score, Turn
 from jetrl.untrusted import USERS_ERRORS
 
-GSM8K_ON_THE_HUB = "openai/gsm8k"
-BUILT_IN: dict[str, type[Task]] = {
-    task.name: task for task in (Arithmetic, Dataset, Gsm8k, Multiplication, Program)
-}
-OWN = (*BUILT_IN.values(), Benchmark, ReasoningGym)  # a user's class may have any annotations
+T = TypeVar("T")
+_TASKS: tuple[type[Task], ...] = (Arithmetic, Dataset, Gsm8k, Multiplication, Program)
+BUILT_IN = {**{task.name: task for task in _TASKS}, "openai/gsm8k": Gsm8k}
+OWN = (*_TASKS, Benchmark, ReasoningGym)  # a user's class may have any annotations
 
 
 def get_single_task(name: str, options: dict[str, Any]) -> Task:
@@ -55,8 +54,6 @@ def get_single_task(name: str, options: dict[str, Any]) -> Task:
     benchmark = benchmark_name(name)
     if benchmark is not None and name not in BUILT_IN:
         return build(Benchmark, name, {**options, "set": benchmark})
-    if name == GSM8K_ON_THE_HUB:
-        return build(Gsm8k, name, options)
     if name not in BUILT_IN:
         raise UserError(
             f"unknown task {name!r}{nearest(name, [*BUILT_IN, 'mix', *SOURCES])} "
@@ -93,12 +90,7 @@ def build(task_class: type[Task], name: str, options: dict[str, Any]) -> Task:
 
 
 def read_prompts(task: Task, split: str) -> list[Prompt]:
-    """Return all prompts of a split.
-
-    Raises:
-        UserError: The task raised this error itself, `prompts` raised another (with file and line),
-            or `prompts` gave something that is no `Prompt`.
-    """
+    """Return all prompts of a split; raise `UserError` for a task that fails to give them."""
     try:
         items = task.prompts(split)
         prompts = None if items is None else list(items)
@@ -112,10 +104,8 @@ def read_prompts(task: Task, split: str) -> list[Prompt]:
         raise UserError(f"task {task.label}: prompts({split!r}) returned nothing: add the return")
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, Prompt):
-            raise UserError(
-                f"task {task.label}: item {number} of prompts({split!r}) is no Prompt but "
-                f"{str(prompt)[:60]!r}; write Prompt(id=..., text=...), from jetrl.types"
-            )
+            what = f"item {number} of prompts({split!r}) is no Prompt but {str(prompt)[:60]!r}"
+            raise UserError(f"task {task.label}: {what}; write Prompt(id=..., text=...)")
     return prompts
 
 
@@ -208,42 +198,36 @@ class Mix(Task):
             messages = ({"role": "system", "content": system}, *messages)
         return replace(prompt, id=f"{label}/{prompt.id}", messages=messages, task=label)
 
-    def _own(self, prompt: Prompt) -> tuple[Task, Prompt]:
-        """Return a prompt's task, and the prompt as that task made it, but for a system prompt."""
-        task = self.tasks[prompt.task]
-        return task, replace(prompt, id=prompt.id.removeprefix(f"{prompt.task}/"), task="")
+    def _ask(self, method: Callable[..., T], prompt: Prompt, *rest: Any) -> T:
+        """Ask a prompt's task, with the prompt as that task made it, except for a system prompt."""
+        own = replace(prompt, id=prompt.id.removeprefix(f"{prompt.task}/"), task="")
+        answer: T = getattr(self.tasks[prompt.task], method.__name__)(own, *rest)
+        return answer
 
     def stops(self, prompt: Prompt) -> tuple[str, ...]:
-        task, own = self._own(prompt)
-        return task.stops(own)
+        return self._ask(Task.stops, prompt)
 
     def score(self, prompt: Prompt, completion: str) -> float | Score:
-        task, own = self._own(prompt)
-        return task.score(own, completion)
+        return self._ask(Task.score, prompt, completion)
 
     def score_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float | Score:
-        task, own = self._own(prompt)
-        return task.score_turns(own, turns)
+        return self._ask(Task.score_turns, prompt, turns)
 
     def step(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> Reply | None:
-        task, own = self._own(prompt)
-        return task.step(own, turns, completion) if len(turns) + 1 < task.max_turns else None
+        over = len(turns) + 1 >= self.tasks[prompt.task].max_turns
+        return None if over else self._ask(Task.step, prompt, turns, completion)
 
     def readable(self, prompt: Prompt, completion: str) -> str:
-        task, own = self._own(prompt)
-        return task.readable(own, completion)
+        return self._ask(Task.readable, prompt, completion)
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
-        task, own = self._own(prompt)
-        return task.vote(own, completion)
+        return self._ask(Task.vote, prompt, completion)
 
     def demonstration(self, prompt: Prompt) -> str | Sequence[Turn] | None:
-        task, own = self._own(prompt)
-        return task.demonstration(own)
+        return self._ask(Task.demonstration, prompt)
 
     def preference(self, prompt: Prompt) -> tuple[str, str] | None:
-        task, own = self._own(prompt)
-        return task.preference(own)
+        return self._ask(Task.preference, prompt)
 
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
         for label, task in self.tasks.items():

@@ -79,9 +79,7 @@ def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
     for number, contents in enumerate(_lines(file), start=1):
         where = f"{file}, line {number}"
         if len(contents) > MOST_TEXT:
-            raise UserError(
-                f"{where}: longer than {MOST_TEXT / 2**20:g} MiB; JSONL has one object a line"
-            )
+            raise UserError(f"{where}: longer than {MOST_TEXT / 2**20:g} MiB, too long for a row")
         try:
             line = contents.decode("utf-8-sig" if number == 1 else "utf-8")  # editors put a mark
         except UnicodeDecodeError as error:
@@ -92,9 +90,8 @@ def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             hint = "; JSONL has one object a line" if line.lstrip().startswith("[") else ""
-            raise UserError(
-                f"{where}: not JSON: {error.msg} (column {error.colno}){hint}"
-            ) from None
+            problem = f"not JSON: {error.msg} (column {error.colno}){hint}"
+            raise UserError(f"{where}: {problem}") from None
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
             raise UserError(f"{where}: not JSON that can be read: {error}") from None
         if not isinstance(row, dict):
@@ -103,10 +100,8 @@ def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
             try:
                 json.dumps(row, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
-                raise UserError(
-                    f"{where}: {error.object[error.start : error.end]!r} is half of a character, "
-                    "which no text can hold; was a string cut in two?"
-                ) from None
+                half = error.object[error.start : error.end]
+                raise UserError(f"{where}: {half!r} is half of a character") from None
         yield row, where
 
 
@@ -170,6 +165,5 @@ def _package(name: str, why: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(
-            f"{why}: the package `{name.partition('.')[0]}` is needed: pip install 'jetrl[data]'"
-        ) from error
+        package = name.partition(".")[0]
+        raise UserError(f"{why}: it needs {package}: pip install 'jetrl[data]'") from error

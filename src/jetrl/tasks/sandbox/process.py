@@ -58,7 +58,6 @@ class WorkerProcess:
 
     @property
     def running(self) -> bool:
-        """Return whether the process has been started and not been ended."""
         return self._process is not None
 
     def start(self) -> None:
