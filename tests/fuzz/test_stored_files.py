@@ -60,14 +60,9 @@ ODD_NUMBERS = st.sampled_from(
 ) | st.sampled_from([float("nan"), float("inf"), float("-inf"), 0.5, -0.0, True, False])
 ODD_TEXTS = st.text(max_size=12) | st.sampled_from(
     [
-        *(
-            "\x1b]0;title\x07\x1b[2J",
-            "\u202e\u2066reversed",
-            "[red]markup[/red][link=file:x]",
-            "[/]",
-        ),
+        *("\x1b]0;title\x07\x1b[2J", "\u202e\u2066reversed", "[red]markup[/red][link=file:x]"),
         *("\ud800", "\0", "../../x", "/dev/stdin", "$\\frac{", "<script>", "running", "x" * 5000),
-        "eval/\x1b[2J/mean",
+        *("[/]", "eval/\x1b[2J/mean"),
     ]
 )
 ODD = st.recursive(

@@ -152,24 +152,3 @@ def test_wrong_words(
 ) -> None:
     assert main(["study", *(word.replace("FILE", str(copy)) for word in words)]) == 2
     assert message.replace("FILE", str(copy)) in capsys.readouterr().err
-
-
-def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
-    tiny_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A learning rate beyond all measure: the weights are not finite after the first update."""
-    file = tmp_path / "wild.toml"
-    text = tiny_study.read_text().replace("points = 2", f"results = '{tmp_path / 'wild.json'}'")
-    text = text.replace("seeds = [0, 1]", "seeds = [1]").replace("[arms.pages]", "[arms.wild]")
-    wild = "\ntrain.lr = 1e18\ntrain.grad_clip = 1e20\n[eval]"
-    file.write_text(text.replace("\n[eval]", wild))
-    monkeypatch.setattr("benchmarks.study.report.to_png", lambda *_: None)
-    monkeypatch.setattr("jetrl.runs.report.to_svg", lambda _: "")
-    monkeypatch.setattr("benchmarks.study.running.Pool", PoolInThisProcess)
-    monkeypatch.setattr("benchmarks.study.scheduler.POLL_S", 0.0)
-    assert main(["study", str(file), "--only", "wild"]) == 0
-    (run,) = read_results(tmp_path / "wild.json").runs.values()
-    assert (run.end, run.steps, run.common) == ("nonfinite", 1, None)
-    assert "not finite" in run.reason
-    tables = (tiny_study.parent / "out" / "report.md").read_text()
-    assert f"| pages of 8 | 0 (1 without weights) {'| - ' * 9}| 1 of 1 |" in tables
