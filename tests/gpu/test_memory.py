@@ -62,7 +62,7 @@ def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
     assert kept - logits == pytest.approx(planned, rel=0.05, abs=2**20)
     batch = PlannedMicroBatch(tokens, max(lengths), several=True)
     # Backward begins behind the chunk of logits.
-    on_top = max(logits, activations._layer_backward_bytes(config, plan, batch))
+    on_top = max(logits, activations.layer_backward_bytes(config, plan, batch))
     planned = activations.kept_bytes(config, plan, tokens, recomputed) + on_top
     # What lies between two kernels is a larger part of small models than at 8B.
     assert peak == pytest.approx(planned, rel=0.25 if recomputed else 0.15, abs=2**25)

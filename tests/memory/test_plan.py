@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.memory.fitting import check_fits, plan_table
+from jetrl.memory.fitting import check_fits, shown
 from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.adapter import Adapter, LoRA
@@ -225,7 +225,7 @@ def test_a_reward_models_training_has_a_plan_of_its_own() -> None:
     assert row(plan, "optimizer states", "backward") == 2 * masters
     assert row(plan, "gradients", "optimizer") == masters
     assert plan.micro_batch.tokens == 200, "a pair is not divided"
-    assert [cell.strip() for cell in plan_table(plan)[0]] == ["GiB", "backward", "optimizer"]
+    assert shown(plan).splitlines()[0].split() == ["GiB", "backward", "optimizer"]
 
 
 def test_the_plan_is_within_5_percent_of_what_an_h200_held_at_8b() -> None:

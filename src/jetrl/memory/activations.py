@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jetrl.kernels.attention.backward_lists import (
     BACKWARD_KEYS,
@@ -32,87 +33,11 @@ from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.precision.layout import rows_at_once
 from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
-from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan
+from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
 
 # As of precision.gradients: bytes that travel at one time, and how many times together,
 # the one that has just begun among them.
 _AT_ONCE, _TOGETHER = 2**29, 4
-
-
-@dataclass(frozen=True)
-class ProductBytes:
-    """The bytes of products next to the sums, at the highest moments of a backward.
-
-    Attributes:
-        in_layer: While the last layer's MLP makes the product of its first linear, which itself is
-            counted with the layer.
-        at_end: While the embedding's rows are added, on several GPUs next to the products of the
-            first layer.
-    """
-
-    in_head: int = 0
-    in_layer: int = 0
-    at_end: int = 0
-
-    @staticmethod
-    def of(
-        config: ModelConfig,
-        plan: PrecisionPlan,
-        tokens: int,
-        several: bool,
-        cards: int,
-        lora: LoRA | None = None,
-    ) -> ProductBytes:
-        if lora is not None:
-            return _of_adapter(config, tokens, several, cards, lora)
-        tied = config.tie_word_embeddings
-        head = 0 if config.head == "score" else 4 * config.vocab_size * config.hidden_size
-        if cards == 1:  # The product of the first micro-batch is the sum.
-            beside = head if several else 0
-            return ProductBytes(beside, beside, 0 if tied else beside)
-        shapes = parameter_shapes(config)
-        in_bf16 = plan.train_linear == "fp8" and plan.grad_output != "bf16"
-
-        def product(linear: str) -> int:
-            rows, columns = shapes[f"layers.0.{linear}.weight"]
-            return (2 if in_bf16 else 4) * rows * columns
-
-        # While the MLP makes its products: all slices of lm_head's, then the latest with the MLP's.
-        slice_bytes = min(head, _AT_ONCE)
-        first, last = config.block.linears
-        mlp = 2 * (product(last) + product(first))
-        mlp -= product(first) if in_bf16 else 0
-        received = max(_TOGETHER * slice_bytes, (_TOGETHER - 2) * slice_bytes + mlp)
-        if tied:  # It is received whole, and waits for the embedding's rows.
-            received = max(head, mlp)
-        rows = 2 * (cards + 1) * tokens * config.hidden_size  # BF16, of all GPUs and the own ones
-        return ProductBytes(
-            in_head=head,
-            in_layer=head + min(received, head + mlp),
-            at_end=rows
-            + (head if tied else 0)
-            + 2 * (product(first) + product("o") + product("qkv")),
-        )
-
-
-def _of_adapter(
-    config: ModelConfig, tokens: int, several: bool, cards: int, lora: LoRA
-) -> ProductBytes:
-    """Return the bytes of products if an adapter is trained instead of the layers' weights."""
-    trains_head = config.head == "lm" and (
-        lora.train_embeddings if config.tie_word_embeddings else lora.train_head
-    )
-    head = 4 * config.vocab_size * config.hidden_size if trains_head else 0
-    if cards == 1:
-        beside = head if several else 0
-        return ProductBytes(beside, beside, 0 if config.tie_word_embeddings else beside)
-    shapes = lora.shapes(config).values()
-    whole = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
-    rows = 2 * (cards + 1) * tokens * config.hidden_size if lora.train_embeddings else 0
-    return ProductBytes(head, 2 * head, (cards + 1) * whole + rows + 2 * head)
-
-
-_NONE = ProductBytes()
 
 
 @dataclass(frozen=True)
@@ -131,6 +56,56 @@ class PlannedMicroBatch:
     shared: bool = False
 
 
+class ProductBytes(NamedTuple):
+    """The bytes of products next to the sums, at the highest moments of a backward.
+
+    Attributes:
+        in_layer: While the last layer's MLP makes the product of its first linear, which itself is
+            counted with the layer.
+        at_end: While the embedding's rows are added, on several GPUs next to the products of the
+            first layer.
+    """
+
+    in_head: int = 0
+    in_layer: int = 0
+    at_end: int = 0
+
+
+def product_bytes(
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    batch: PlannedMicroBatch,
+    cards: int,
+    lora: LoRA | None,
+) -> ProductBytes:
+    tied = config.tie_word_embeddings
+    trained = lora is None or (lora.train_embeddings if tied else lora.train_head)
+    head = 4 * config.vocab_size * config.hidden_size if trained and config.head == "lm" else 0
+    if cards == 1:  # The product of the first micro-batch is the sum.
+        head = head if batch.several else 0
+        return ProductBytes(head, head, 0 if tied else head)
+    rows = 2 * (cards + 1) * batch.tokens * config.hidden_size  # BF16, of all GPUs and the own ones
+    if lora is not None:
+        shapes = lora.shapes(config).values()
+        whole = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
+        rows = rows if lora.train_embeddings else 0
+        return ProductBytes(head, 2 * head, (cards + 1) * whole + rows + 2 * head)
+    in_bf16 = plan.train_linear == "fp8" and plan.grad_output != "bf16"
+    parameters = parameter_shapes(config)
+    first, last, qkv, o = (
+        (2 if in_bf16 else 4) * math.prod(parameters[f"layers.0.{linear}.weight"])
+        for linear in (*config.block.linears, "qkv", "o")
+    )
+    # While the MLP makes its products: all slices of lm_head's, then the latest with the MLP's.
+    mlp = 2 * last + (1 if in_bf16 else 2) * first
+    slice_bytes = min(head, _AT_ONCE)
+    received = max(_TOGETHER * slice_bytes, (_TOGETHER - 2) * slice_bytes + mlp)
+    if tied:  # It is received whole, and waits for the embedding's rows.
+        received = max(head, mlp)
+    at_end = rows + (head if tied else 0) + 2 * (first + o + qkv)
+    return ProductBytes(head, head + min(received, head + mlp), at_end)
+
+
 def kept_bytes(
     config: ModelConfig,
     plan: PrecisionPlan,
@@ -145,45 +120,46 @@ def kept_bytes(
             are held while backward computes it again.
         lora: The adapter that is trained: each of its linears saves its product with A.
     """
-    wide = _wide(plan)
-    layers = [
-        _layer_bytes(config, plan, plan.linear_format("train", i, config.num_layers), tokens, lora)
-        for i in range(config.num_layers)
-    ]
+    wide, hidden = _wide(plan), config.hidden_size
+    heads, groups = config.num_heads, config.num_kv_heads
+    # Per token of a layer: Q, K and V, the stored keys and values, and queries, attention's output
+    # and the log-sum-exp.
+    attention = wide * (heads + 2 * groups) * config.head_dim
+    attention += kv_bytes_per_token(config, plan) // config.num_layers
+    attention += 2 * wide * heads * config.head_dim + 4 * heads
+    layers = []
+    for layer in range(config.num_layers):
+        format = plan.linear_format("train", layer, config.num_layers)
+        inputs = format != "fp8" and lora is None  # others are quantized again
+        # Of each norm the residual stream, the inverse rms, and the normalized values.
+        entered = wide * hidden * (2 if inputs else 1) + 4
+        layers.append(2 * entered + attention + wide * config.block.kept_values(inputs))
     if lora is not None:
-        for layer, shape in lora.shapes(config).items():
-            layers[int(layer.split(".")[1])] += wide * len(shape.parts) * shape.padded_rank * tokens
+        for name, shape in lora.shapes(config).items():
+            layers[int(name.split(".")[1])] += wide * len(shape.parts) * shape.padded_rank
     # Each layer has two inputs, the residual stream and what is added to it; the first has one.
-    inputs = (2 * config.num_layers - 1) * wide * config.hidden_size * tokens
-    kept = inputs + max(layers) if recomputed else sum(layers)
-    last_norm = (wide * config.hidden_size + 4) * tokens
-    head_input = wide * config.hidden_size * tokens
-    return kept + last_norm + head_input
+    inputs_only = (2 * config.num_layers - 1) * wide * hidden
+    kept = inputs_only + max(layers) if recomputed else sum(layers)
+    return (kept + (wide * hidden + 4) + wide * hidden) * tokens  # the last norm, lm_head's input
 
 
 def on_top_bytes(
     config: ModelConfig,
     plan: PrecisionPlan,
     batch: PlannedMicroBatch,
-    recomputed: bool = False,
-    products: ProductBytes = _NONE,
-    lora: LoRA | None = None,
+    recomputed: bool,
+    products: ProductBytes,
+    lora: LoRA | None,
 ) -> int:
     """Return the maximum bytes on top of saved activations: in lm_head or in a layer."""
-    in_head = _head_bytes(config, batch, recomputed, products.in_head)
-    in_layer = _layer_backward_bytes(config, plan, batch, lora is not None)
-    return max(in_head, in_layer + products.in_layer)
-
-
-def _head_bytes(
-    config: ModelConfig, batch: PlannedMicroBatch, recomputed: bool, product: int
-) -> int:
+    in_layer = layer_backward_bytes(config, plan, batch, lora is not None) + products.in_layer
     if config.head == "score":
-        return 0
-    logits, hidden = logits_bytes(config, batch.tokens), 10 * batch.tokens * config.hidden_size
+        return in_layer
+    logits = logits_bytes(config, batch.tokens)
+    hidden = 10 * batch.tokens * config.hidden_size + products.in_head
     if recomputed:
-        return logits + logits // 2 + hidden + product
-    return 2 * batch.tokens * config.vocab_size + max(logits, hidden + product)
+        return max(in_layer, logits + logits // 2 + hidden)
+    return max(in_layer, 2 * batch.tokens * config.vocab_size + max(logits, hidden))
 
 
 def logits_bytes(config: ModelConfig, tokens: int) -> int:
@@ -191,7 +167,7 @@ def logits_bytes(config: ModelConfig, tokens: int) -> int:
     return 4 * min(tokens, rows_at_once(config.vocab_size)) * config.vocab_size
 
 
-def _layer_backward_bytes(
+def layer_backward_bytes(
     config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, adapted: bool = False
 ) -> int:
     tokens, hidden, fp8 = batch.tokens, config.hidden_size, plan.train_linear == "fp8"
@@ -212,7 +188,7 @@ def _layer_backward_bytes(
 
 
 def last_bytes(
-    config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, lora: LoRA | None = None
+    config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, lora: LoRA | None
 ) -> int:
     """Return the bytes on top at the end of backward.
 
@@ -238,39 +214,14 @@ def forward_bytes(
         contexts: Tokens whose keys the forward reads, its own included; 0 for its own only.
         adapted: Whether linears have adapters, which read BF16 values in addition to codes.
     """
-    wide = _wide(plan)
-    hidden, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
+    wide, hidden = _wide(plan), config.hidden_size
+    heads, groups = config.num_heads, config.num_kv_heads
     mlp = wide * config.block.forward_values(hidden, adapted)
     attention = wide * (3 * hidden + (3 * heads + 6 * groups) * config.head_dim)
     attention += 4 * heads * config.head_dim
     earlier = max(0, contexts - tokens) * staged_bytes_per_token(config, plan)
     product = nvfp4_product_bytes(config, plan, tokens)
     return max(tokens * mlp, tokens * attention + earlier) + product
-
-
-def _layer_bytes(
-    config: ModelConfig,
-    plan: PrecisionPlan,
-    linear: LinearFormat,
-    tokens: int,
-    lora: LoRA | None = None,
-) -> int:
-    """Return the bytes that one layer saves for backward."""
-    wide, hidden = _wide(plan), config.hidden_size
-    heads, groups = config.num_heads, config.num_kv_heads
-
-    def linear_input(columns: int) -> int:
-        return 0 if linear == "fp8" or lora is not None else wide * columns * tokens
-
-    # The residual stream, the norm's inverse rms, and the normalized values.
-    entered = (wide * hidden + 4) * tokens + linear_input(hidden)
-    qkv = wide * (heads + 2 * groups) * config.head_dim
-    # Queries, attention's output, and the log-sum-exp.
-    attended = 2 * wide * heads * config.head_dim + 4 * heads
-    stored = kv_bytes_per_token(config, plan) // config.num_layers
-    block = wide * config.block.kept_values(inputs=linear_input(1) > 0) * tokens
-    attention = (qkv + attended + stored) * tokens
-    return 2 * entered + attention + block
 
 
 def _wide(plan: PrecisionPlan) -> int:
@@ -287,27 +238,19 @@ def nvfp4_product_bytes(
     if plan.base != "nvfp4" or (tokens <= FEW_ROWS and not backward):
         return 0
     shapes, coded = parameter_shapes(config), is_nvfp4(config)
-    sizes = []
+    most, rows = 0, min(tokens, ROWS_AT_ONCE)
     for name, parts in stored_tensors(config).items():
-        if parts[0].linear_weight and name.startswith("layers.0."):
-            num_rows, num_columns = shapes[name]
-            own_scales = coded and len(parts) > 1
-            sums = sums_bytes(num_rows, num_columns, tokens, own_scales)
-            sizes.append(2 * num_rows * num_columns + sums)
-    return max(sizes)
-
-
-def sums_bytes(num_rows: int, num_columns: int, tokens: int, own_scales: bool) -> int:
-    """Return the maximum bytes of float32 sums held in FProp or DGrad of one weight.
-
-    Args:
-        own_scales: Whether the weight is stacked from matrices with their own scales.
-    """
-    rows, fprop = min(tokens, ROWS_AT_ONCE), 0
-    if tokens > FEW_ROWS:
-        # Next to the sums, the product of the next part, or the sums of the piece of X before.
-        in_parts = parts_of(num_rows, num_columns)[0] > 1
-        scaled = 4 * min(tokens, 2 * SCALED_ROWS_AT_ONCE) * num_rows if own_scales else 0
-        fprop = 8 * rows * num_rows if in_parts else scaled
-    # DGrad holds the sums, and the product of one of the matrices.
-    return max(fprop, 8 * rows * num_columns if own_scales else 0)
+        if not parts[0].linear_weight or not name.startswith("layers.0."):
+            continue
+        num_rows, num_columns = shapes[name]
+        own_scales = coded and len(parts) > 1
+        fprop = 0
+        if tokens > FEW_ROWS:
+            # Next to the sums, the product of the next part, or the sums of the piece of X before.
+            in_parts = parts_of(num_rows, num_columns)[0] > 1
+            scaled = 4 * min(tokens, 2 * SCALED_ROWS_AT_ONCE) * num_rows if own_scales else 0
+            fprop = 8 * rows * num_rows if in_parts else scaled
+        # DGrad holds the sums, and the product of one of the matrices.
+        sums = max(fprop, 8 * rows * num_columns if own_scales else 0)
+        most = max(most, 2 * num_rows * num_columns + sums)
+    return most

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.memory.plan import GIB, MOMENTS, MemoryPlan, Moment, OtherModels, Workload, memory_plan
+from jetrl.memory.plan import GIB, MOMENTS, MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings, as_override
 
 STEP = 1024  # Micro-batches are planned in multiples of so many tokens.
 _MORE_GPUS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried where one run does not fit
-Remedy = tuple[str, str, object]  # section, key and value of a setting
+_Remedy = tuple[str, str, object]  # section, key and value of a setting
 _FEW_SEQUENCES = 256  # Decode's graphs and logits take little for so many at once.
 
 
@@ -44,11 +44,6 @@ class _Run:
     load: Workload
     cards: int
 
-    @property
-    def can_be_divided(self) -> bool:
-        """True if more GPUs hold less each: not if forwards read the master weights."""
-        return PrecisionPlan.from_settings(self.settings.precision).rest != "fp32"
-
     def plan(self, free: int | None, tokens: int, device: str = "cuda") -> MemoryPlan:
         return memory_plan(
             self.settings, self.config, self.others, self.load, free, tokens, device, self.cards
@@ -63,6 +58,26 @@ class _Run:
             if all(plan.needed <= free for plan in plans):
                 return Fitted(self.plan(free, tokens), tokens, free)
         return None
+
+    def fits_with(self, remedies: Sequence[_Remedy], free: int, cards: int = 0) -> str:
+        """Return in words how the run fits with some settings changed; "" if it does not."""
+        settings = self.settings
+        for section, key, value in remedies:
+            new = getattr(settings, section).model_copy(update={key: value})
+            settings = settings.model_copy(update={section: new})
+        run = replace(self, settings=settings, cards=cards or self.cards)
+        fitted = run.largest(free)
+        if fitted is None:
+            return ""
+        words = " ".join(f"{part}.{key}={as_override(value)}" for part, key, value in remedies)
+        where = f"with {words}"
+        if cards:
+            where = f"on {cards} GPUs like this one (torchrun --nproc-per-node)"
+            where += f", with {words}" if words else ""
+        return (
+            f"it fits {where}: {fitted.plan.needed / GIB:.1f} GiB{' on each' if cards else ''}, "
+            f"in micro-batches of up to {fitted.plan.micro_batch.tokens} tokens"
+        )
 
 
 def check_fits(
@@ -123,63 +138,25 @@ def check_fits(
 
 def _advice(run: _Run, free: int) -> str:
     """Return, in words, the fewest settings with which the run fits, and the fewest GPUs."""
-    settings_words = _settings_that_fit(run, free)
-    more = _more_gpus_that_fit(run, free)
-    if settings_words and more:
-        return f"{settings_words}\n{more}"
-    shorter = ", or lower rollout.max_tokens" if run.load.sequences else ""
-    nothing = (
-        f"no setting makes it fit: take a smaller model or a GPU with more memory{shorter}"
-        if not more
-        else "no setting by itself makes it fit"
-    )
-    return settings_words or (f"{nothing}; {more}" if more else nothing)
-
-
-def _settings_that_fit(run: _Run, free: int) -> str:
     remedies = list(_remedies(run))
-    for count in range(1, len(remedies) + 1):
-        for chosen in itertools.combinations(remedies, count):
-            fitted = _with(run, chosen).largest(free)
-            if fitted is not None:
-                return f"it fits with {_as_words(chosen)}: {_what_fits(fitted)}"
-    return ""
+    sets = (itertools.combinations(remedies, n) for n in range(1, len(remedies) + 1))
+    by_settings = (run.fits_with(chosen, free) for chosen in itertools.chain(*sets))
+    # More GPUs hold less each, unless forwards read the master weights.
+    divided = PrecisionPlan.from_settings(run.settings.precision).rest != "fp32"
+    counts = [n for n in _MORE_GPUS if divided and n > run.cards]
+    pinned = bool(run.settings.distributed.same_bits_down_to)
+    by_cards = (
+        run.fits_with((*chosen, *[("distributed", "same_bits_down_to", n)] * pinned), free, n)
+        for chosen in dict.fromkeys(((), tuple(remedies)))
+        for n in counts
+    )
+    found = [next(filter(None, ways), "") for ways in (by_settings, by_cards)]
+    nothing = "no setting makes it fit: use a smaller model or a GPU with more memory"
+    nothing += ", or lower rollout.max_tokens" if run.load.sequences else ""
+    return "\n".join(filter(None, found)) or nothing
 
 
-def _more_gpus_that_fit(run: _Run, free: int) -> str:
-    counts = [n for n in _MORE_GPUS if n > run.cards and run.can_be_divided]
-    fewest = bool(run.settings.distributed.same_bits_down_to)
-    for remedies in {(): None, tuple(_remedies(run)): None}:
-        for cards in counts:
-            chosen = (*remedies, *[("distributed", "same_bits_down_to", cards)] * fewest)
-            fitted = _with(run, chosen, cards).largest(free)
-            if fitted is not None:
-                words = f", with {_as_words(chosen)}" if chosen else ""
-                return (
-                    f"it fits on {cards} GPUs like this one (torchrun --nproc-per-node){words}: "
-                    f"{_what_fits(fitted, ' on each')}"
-                )
-    return ""
-
-
-def _with(run: _Run, chosen: Sequence[Remedy], cards: int | None = None) -> _Run:
-    settings = run.settings
-    for section, key, value in chosen:
-        new = getattr(settings, section).model_copy(update={key: value})
-        settings = settings.model_copy(update={section: new})
-    return replace(run, settings=settings, cards=cards or run.cards)
-
-
-def _as_words(chosen: Sequence[Remedy]) -> str:
-    return " ".join(f"{part}.{key}={as_override(value)}" for part, key, value in chosen)
-
-
-def _what_fits(fitted: Fitted, each: str = "") -> str:
-    tokens = fitted.plan.micro_batch.tokens
-    return f"{fitted.plan.needed / GIB:.1f} GiB{each}, in micro-batches of up to {tokens} tokens"
-
-
-def _remedies(run: _Run) -> Iterator[Remedy]:
+def _remedies(run: _Run) -> Iterator[_Remedy]:
     """Yield settings that save memory, the cheapest first."""
     settings = run.settings
     train = settings.train
@@ -199,29 +176,23 @@ def _remedies(run: _Run) -> Iterator[Remedy]:
 _LEAST = GIB / 2000  # bytes: less is 0.000 in the table
 
 
-def plan_table(plan: MemoryPlan) -> list[tuple[str, ...]]:
-    """Return a plan's table as lines of cells: a head, the rows, and what the run needs.
+def shown(plan: MemoryPlan, indent: str = "  ") -> str:
+    """Return a plan's table: a head, the rows, and what the run needs.
 
     Rows that would be 0.000 in every column are left out; the sums count them.
     """
     moments = [moment for moment in MOMENTS if plan.at(moment)]
-
-    def cells(what: str, sizes: Mapping[Moment, int]) -> tuple[str, ...]:
-        shown = (f"{sizes[m] / GIB:9.3f}" if sizes.get(m) else " " * 9 for m in moments)
-        return (what, *shown)
-
-    head = ("GiB", *(f"{moment:>9}" for moment in moments))
-    rows = [cells(row.what, row.bytes) for row in plan.rows if max(row.bytes.values()) >= _LEAST]
-    held = cells("held", {moment: plan.at(moment) for moment in moments})
-    if not plan.reserve:
-        return [head, *rows, held]
-    reserve = cells("left for kernels' code and holes", dict.fromkeys(moments, plan.reserve))
-    needed = cells("needed", {moment: plan.at(moment) + plan.reserve for moment in moments})
-    return [head, *rows, held, reserve, needed]
-
-
-def shown(plan: MemoryPlan, indent: str = "  ") -> str:
-    lines = plan_table(plan)
+    rows = [(row.what, row.bytes) for row in plan.rows if max(row.bytes.values()) >= _LEAST]
+    rows.append(("held", {moment: plan.at(moment) for moment in moments}))
+    if plan.reserve:
+        reserve = dict.fromkeys(moments, plan.reserve)
+        rows.append(("left for kernels' code and holes", reserve))
+        rows.append(("needed", {m: plan.at(m) + plan.reserve for m in moments}))
+    lines = [("GiB", *(f"{moment:>9}" for moment in moments))]
+    for what, sizes in rows:
+        lines.append(
+            (what, *(f"{sizes[m] / GIB:9.3f}" if sizes.get(m) else " " * 9 for m in moments))
+        )
     width = max(len(cells[0]) for cells in lines)
     return "\n".join(
         (indent + "  ".join((cells[0].ljust(width), *cells[1:]))).rstrip() for cells in lines

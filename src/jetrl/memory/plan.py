@@ -24,7 +24,7 @@ from typing import Literal, get_args
 from jetrl.distributed.shards import shard_of
 from jetrl.kernels.adamw import state_bytes
 from jetrl.memory import activations
-from jetrl.memory.activations import PlannedMicroBatch, ProductBytes
+from jetrl.memory.activations import PlannedMicroBatch
 from jetrl.memory.pages import gpu_pages_room, most_contexts, most_rows, text_bytes
 from jetrl.models import hf
 from jetrl.models.adapter import LoRA, adapter_names
@@ -207,251 +207,224 @@ def memory_plan(
             many pages as the load can use.
         tokens: Tokens of a micro-batch; by default train.tokens_per_micro_batch.
     """
-    plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
     config = adapted_config(settings.adapter, config)
-    lora = lora_of(settings.adapter, config)
-    load, others = load or Workload.of(settings, config), others or OtherModels()
-    load = load.of_a_rank(settings, cards)
+    load = (load or Workload.of(settings, config)).of_a_rank(settings, cards)
     tokens = settings.train.tokens_per_micro_batch if tokens is None else tokens
-    batch = _micro_batch(tokens, load, settings.train.share_prompts is not False)
-    moments = _moments(settings, others, load)
-    rows = _trained_model(settings, config, plan, moments, cards, lora)
+    run = _Run(settings, config, others or OtherModels(), load, tokens, device, cards)
+    run.add_weights()
     if load.sequences:
-        rows += _others(settings, config, others, plan, moments, cards)
-        resident = sum(row.bytes.get("rollout", 0) for row in rows)
-        left = None if free is None else max(0, free - resident)
-        # On a GPU the captured graphs of decode stay for the whole step.
-        with_graphs: tuple[Moment, ...] = ("rollout",) if device == "cpu" else moments
-        rows += _rollout(settings, config, plan, load, left, with_graphs, device)
-        rows += _forwards(settings, config, others, plan, load, tokens, moments)
-    rows += _training("", "backward", config, plan, batch, settings, cards, lora)
+        run.add_other_weights()
+        run.add_rollout(free)
+        run.add_forwards()
+    run.add_training("", "backward", "optimizer", config, run.plan, run.lora)
     if device != "cpu":
-        rows.append(_always(moments, "libraries", _LIBRARIES))
-    if "critic" in moments:
-        critic = (others.critic or config).with_scalar_head()
-        own = plan.without_base
-        rows += _training("critic: ", "critic", critic, own, batch, settings, cards)
-    held = tuple(row for row in rows if any(row.bytes.values()))
-    return MemoryPlan(held, batch, 0 if device == "cpu" else _RESERVE)
+        run.add("libraries", _LIBRARIES)
+    if "critic" in run.moments:
+        run.add_training("critic: ", "critic", "critic", run.critic, run.plan.without_base, None)
+    return MemoryPlan(tuple(run.rows), run.batch, 0 if device == "cpu" else _RESERVE)
 
 
-def _moments(settings: Settings, others: OtherModels, load: Workload) -> tuple[Moment, ...]:
-    occurs: dict[Moment, bool] = {
-        "rollout": load.sequences > 0,
-        "reward": load.sequences > 0 and others.reward is not None,
-        "reference": load.sequences > 0 and _measures(settings) and settings.reference.offload,
-        "critic": load.sequences > 0 and settings.critic.path is not None,
-    }
-    return tuple(moment for moment in MOMENTS if occurs.get(moment, True))
+class _Run:
+    """The rows of a plan, and what they are computed from."""
 
+    def __init__(
+        self,
+        settings: Settings,
+        config: ModelConfig,
+        others: OtherModels,
+        load: Workload,
+        tokens: int,
+        device: str,
+        cards: int,
+    ) -> None:
+        self.settings, self.config, self.others, self.load = settings, config, others, load
+        self.tokens, self.device, self.cards = tokens, device, cards
+        self.plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+        self.lora = lora_of(settings.adapter, config)
+        self.critic = (others.critic or config).with_scalar_head()
+        self.rows: list[Row] = []
+        # The largest micro-batch that packing makes.
+        whole = load.trained * load.tokens
+        most = min(max(tokens, load.together * load.tokens), whole)
+        shared = settings.train.share_prompts is not False
+        self.batch = PlannedMicroBatch(most, load.tokens, several=whole > most, shared=shared)
+        reference = settings.reference
+        self.has_reference = settings.algorithm.kl > 0 or reference.path is not None
+        occurs: dict[Moment, bool] = {
+            "rollout": True,
+            "reward": others.reward is not None,
+            "reference": self.has_reference and reference.offload,
+            "critic": settings.critic.path is not None,
+        }
+        sampled = load.sequences > 0
+        self.moments = tuple(m for m in MOMENTS if m not in occurs or (sampled and occurs[m]))
 
-def _measures(settings: Settings) -> bool:
-    """Return whether the run has a reference model."""
-    return settings.algorithm.kl > 0 or settings.reference.path is not None
+    def add(self, what: str, size: int | Mapping[Moment, int]) -> None:
+        """Add a thing with its bytes, in all moments or by moment."""
+        by_moment = dict.fromkeys(self.moments, size) if isinstance(size, int) else size
+        if any(by_moment.values()):
+            self.rows.append(Row(what, by_moment))
 
-
-def _shares_base(settings: Settings) -> bool:
-    """Return whether the reference is the policy's base, without its adapter."""
-    return settings.adapter.kind is not None and settings.reference.path is None
-
-
-def _micro_batch(limit: int, load: Workload, shared: bool) -> PlannedMicroBatch:
-    """Return the largest micro-batch that packing makes."""
-    whole = load.trained * load.tokens
-    tokens = min(max(limit, load.together * load.tokens), whole)
-    return PlannedMicroBatch(tokens, load.tokens, several=whole > tokens, shared=shared)
-
-
-def _always(moments: tuple[Moment, ...], what: str, size: int) -> Row:
-    return Row(what, dict.fromkeys(moments, size))
-
-
-def _trained_model(
-    settings: Settings,
-    config: ModelConfig,
-    plan: PrecisionPlan,
-    moments: tuple[Moment, ...],
-    cards: int,
-    lora: LoRA | None,
-) -> list[Row]:
-    states = f"optimizer states, {settings.train.optimizer_states}"
-    sides = " for sampling and training" if config.head == "lm" else ""
-    base, masters = quantized_bytes(config, plan), "master weights, FP32"
-    if lora is not None:
-        masters = "master weights of the adapter, FP32"
-        if plan.rest == "fp32":  # forwards read the frozen base in FP32
+    def add_weights(self) -> None:
+        config, plan, lora = self.config, self.plan, self.lora
+        base = quantized_bytes(config, plan)
+        if lora is not None and plan.rest == "fp32":  # forwards read the frozen base in FP32
             base += 4 * num_parameters(config)
-    return [
-        _always(moments, masters, 4 * trained_parameters(config, cards, lora)),
-        _always(moments, states, optimizer_bytes(settings, config, cards, lora)),
-        _always(moments, "adapter as forwards read it", adapter_bytes(config, plan, lora)),
-        _always(moments, f"quantized weights{sides}", base),
-    ]
+        masters = "master weights, FP32" if lora is None else "master weights of the adapter, FP32"
+        self.add(masters, 4 * trained_parameters(config, self.cards, lora))
+        states = self._optimizer_bytes(trained_shapes(config, self.cards, lora))
+        self.add(f"optimizer states, {self.settings.train.optimizer_states}", states)
+        self.add("adapter as forwards read it", adapter_bytes(config, plan, lora))
+        sides = " for sampling and training" if config.head == "lm" else ""
+        self.add(f"quantized weights{sides}", base)
 
+    def add_other_weights(self) -> None:
+        settings, others, plan = self.settings, self.others, self.plan
 
-def _others(
-    settings: Settings,
-    config: ModelConfig,
-    others: OtherModels,
-    plan: PrecisionPlan,
-    moments: tuple[Moment, ...],
-    cards: int,
-) -> list[Row]:
-    rows = []
-    held: tuple[Moment, ...]
-    if _measures(settings) and not _shares_base(settings):
-        held = ("reference",) if settings.reference.offload else moments
-        size = frozen_bytes(others.reference or config, plan)
-        rows.append(_always(held, "reference: quantized weights only", size))
-    if settings.critic.path is not None:
-        critic = (others.critic or config).with_scalar_head()
-        weights = 4 * trained_parameters(critic, cards)
-        weights += quantized_bytes(critic, plan.without_base)
-        size = weights + optimizer_bytes(settings, critic, cards)
-        rows.append(_always(moments, "critic: weights, optimizer states", size))
-    if settings.rollout.asks_head:
-        size = draft_head_bytes(settings, config, plan)
-        rows.append(_always(moments, "draft head: weights, optimizer states", size))
-    if others.reward is not None:
-        held = ("reward",) if settings.reward.offload else moments
-        size = frozen_bytes(others.reward, plan.without_base)
-        rows.append(_always(held, "reward model: quantized weights only", size))
-    return rows
+        # The reference of an adapter is its base, unless it has a path.
+        if self.has_reference and (settings.adapter.kind is None or settings.reference.path):
+            size = quantized_bytes(others.reference or self.config, plan, sides=("train",))
+            offloaded = settings.reference.offload
+            self.add(
+                "reference: quantized weights only", {"reference": size} if offloaded else size
+            )
+        if settings.critic.path is not None:
+            weights = 4 * trained_parameters(self.critic, self.cards)
+            weights += quantized_bytes(self.critic, plan.without_base)
+            states = self._optimizer_bytes(trained_shapes(self.critic, self.cards))
+            self.add("critic: weights, optimizer states", weights + states)
+        if settings.rollout.asks_head:
+            self.add("draft head: weights, optimizer states", self._draft_head_bytes())
+        if others.reward is not None:
+            size = quantized_bytes(others.reward, plan.without_base, sides=("train",))
+            offloaded = settings.reward.offload
+            self.add(
+                "reward model: quantized weights only", {"reward": size} if offloaded else size
+            )
 
+    def _optimizer_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        states = self.settings.train.optimizer_states
+        return sum(state_bytes(shape, states) for shape in shapes.values())
 
-def _forwards(
-    settings: Settings,
-    config: ModelConfig,
-    others: OtherModels,
-    plan: PrecisionPlan,
-    load: Workload,
-    micro_batch_tokens: int,
-    moments: tuple[Moment, ...],
-) -> list[Row]:
-    completions = settings.rollout.prompts_per_step * settings.rollout.samples_per_prompt
-    tokens = min(max(micro_batch_tokens, load.tokens), completions * load.tokens)
-    rows = []
-    if others.reward is not None:
-        size = activations.forward_bytes(others.reward, plan.without_base, tokens)
-        rows.append(Row(f"reward model: a forward of {tokens} tokens", {"reward": size}))
-    if "reference" in moments:
-        reference = others.reference or config
-        size = activations.forward_bytes(reference, plan, tokens)
-        size += activations.logits_bytes(reference, tokens)
-        rows.append(Row(f"reference: a forward of {tokens} tokens", {"reference": size}))
-    return rows
+    def _draft_head_bytes(self) -> int:
+        width, size = 4 if self.plan.rest == "fp32" else 2, self.config.hidden_size
+        shapes = draft_head_shapes(size)
+        weights = sum(map(math.prod, shapes.values())) * (4 + width) + self._optimizer_bytes(shapes)
+        rows = min(KNOWN_TOKENS, self.config.vocab_size) + self.settings.draft_head.most_tokens
+        return weights + width * size * rows
 
+    def add_rollout(self, free: int | None) -> None:
+        """Add KV pages, decode and prefill.
 
-def _rollout(
-    settings: Settings,
-    config: ModelConfig,
-    plan: PrecisionPlan,
-    load: Workload,
-    left: int | None,
-    with_graphs: tuple[Moment, ...],
-    device: str,
-) -> list[Row]:
-    rollout = settings.rollout
-    drafts = verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample)
-    contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
-    sampler = plan.on("rollout")
-    page = rollout.page_size * kv_bytes_per_token(config, sampler)
-    needed = -(-load.tokens // rollout.page_size)
-    pages = rollout.num_pages or needed * load.sequences
-    if left is not None and rollout.num_pages is None:
-        room = gpu_pages_room(left, contexts * staged_bytes_per_token(config, sampler))
-        pages = max(needed, min(pages, room // page))
-    what = f"KV pages: {pages} of {rollout.page_size} tokens"
-    # Where pages are short, sequences lose theirs and continue later by prefilling what they have.
-    held = needed * load.sequences
-    if load.most_held is not None:
-        # A sequence's last page is partly filled.
-        held = min(held, load.most_held // rollout.page_size + load.sequences)
-    continues = load.continues or pages < held
-    read = load.sequences * load.tokens if continues else load.prompts
-    prompts = min(rollout.max_prefill_tokens, read)
-    logit = 4 * config.vocab_size
-    # Decode's graphs keep what a forward of the largest batch makes; the first tokens after prompts
-    # are drawn from logits outside of them, at most as many.
-    adapted = settings.adapter.kind is not None
-    rows = most_rows(load.sequences, drafts)
-    graphs = activations.forward_bytes(config, plan, rows, 0, adapted) + rows * logit
-    decode = dict.fromkeys(with_graphs, graphs) | {"rollout": graphs + load.sequences * logit}
-    text = text_bytes(rollout.max_batch_size, config.max_position_embeddings, drafts)
-    earlier = contexts if continues else 0
-    prefill = activations.forward_bytes(config, plan, prompts, earlier, adapted)
-    over = f", contexts of {contexts}" if continues else ""
-    return [
-        Row(what, {"rollout": pages * page}),
-        Row("decode's graphs and logits", decode),
-        Row("text of drafts", dict.fromkeys(with_graphs, text)),
-        Row(f"a forward of {prompts} prompt tokens{over}", {"rollout": prefill}),
-    ]
+        Args:
+            free: Bytes free before anything is loaded, None: unknown.
+        """
+        rollout, config, plan, load = self.settings.rollout, self.config, self.plan, self.load
+        drafts = verified_drafts(rollout.speculation, plan.exact, self.device, rollout.oversample)
+        contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
+        sampler = plan.on("rollout")
+        page = rollout.page_size * kv_bytes_per_token(config, sampler)
+        needed = -(-load.tokens // rollout.page_size)
+        pages = rollout.num_pages or needed * load.sequences
+        if free is not None and rollout.num_pages is None:
+            left = max(0, free - sum(row.bytes.get("rollout", 0) for row in self.rows))
+            room = gpu_pages_room(left, contexts * staged_bytes_per_token(config, sampler))
+            pages = max(needed, min(pages, room // page))
+        # If pages are short, sequences lose theirs and continue later by prefilling what they have.
+        held = needed * load.sequences
+        if load.most_held is not None:
+            # A sequence's last page is partly filled.
+            held = min(held, load.most_held // rollout.page_size + load.sequences)
+        continues = load.continues or pages < held
+        read = load.sequences * load.tokens if continues else load.prompts
+        prompts = min(rollout.max_prefill_tokens, read)
+        # Decode's graphs keep what a forward of the largest batch makes; the first tokens after
+        # prompts are drawn from logits outside of them, at most as many. On a GPU the captured
+        # graphs stay for the whole step.
+        adapted, logit = self.settings.adapter.kind is not None, 4 * config.vocab_size
+        stays: tuple[Moment, ...] = ("rollout",) if self.device == "cpu" else self.moments
+        rows = most_rows(load.sequences, drafts)
+        graphs = activations.forward_bytes(config, plan, rows, 0, adapted) + rows * logit
+        decode = dict.fromkeys(stays, graphs) | {"rollout": graphs + load.sequences * logit}
+        text = text_bytes(rollout.max_batch_size, config.max_position_embeddings, drafts)
+        earlier = contexts if continues else 0
+        prefill = activations.forward_bytes(config, plan, prompts, earlier, adapted)
+        over = f", contexts of {contexts}" if continues else ""
+        self.add(f"KV pages: {pages} of {rollout.page_size} tokens", {"rollout": pages * page})
+        self.add("decode's graphs and logits", decode)
+        self.add("text of drafts", dict.fromkeys(stays, text))
+        self.add(f"a forward of {prompts} prompt tokens{over}", {"rollout": prefill})
 
+    def add_forwards(self) -> None:
+        rollout, load, reward = self.settings.rollout, self.load, self.others.reward
+        completions = rollout.prompts_per_step * rollout.samples_per_prompt
+        tokens = min(max(self.tokens, load.tokens), completions * load.tokens)
+        if reward is not None:
+            size = activations.forward_bytes(reward, self.plan.without_base, tokens)
+            self.add(f"reward model: a forward of {tokens} tokens", {"reward": size})
+        if "reference" in self.moments:
+            reference = self.others.reference or self.config
+            size = activations.forward_bytes(reference, self.plan, tokens)
+            size += activations.logits_bytes(reference, tokens)
+            self.add(f"reference: a forward of {tokens} tokens", {"reference": size})
 
-def _training(
-    whose: str,
-    moment: Moment,
-    config: ModelConfig,
-    plan: PrecisionPlan,
-    batch: PlannedMicroBatch,
-    settings: Settings,
-    cards: int,
-    lora: LoRA | None = None,
-) -> list[Row]:
-    """Return the rows of gradients and activations of one model's update."""
-    end: Moment = "optimizer" if moment == "backward" else moment
-    trained = trained_shapes(config, cards, lora)
-    gradients = 4 * trained_parameters(config, cards, lora)
-    head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
-    head = "score.weight" if config.head == "score" else head
-    first = gradients if batch.several else 4 * math.prod(trained.get(head, (0,)))
-    recomputed = settings.train.activation_checkpointing
-    kept = activations.kept_bytes(config, plan, batch.tokens, recomputed, lora)
-    products = ProductBytes.of(config, plan, batch.tokens, batch.several, cards, lora)
-    alone = activations.on_top_bytes(config, plan, batch, recomputed, lora=lora)
-    on_top = activations.on_top_bytes(config, plan, batch, recomputed, products, lora)
-    last = activations.last_bytes(config, plan, batch, lora)
-    beside = on_top - alone, products.at_end
-    if end == moment:  # One column stands for both moments: the higher of the two.
-        if not batch.several and gradients + last + beside[1] > first + kept + on_top:
-            first, kept, alone, beside = gradients, 0, last, (products.at_end, 0)
-        sizes = {moment: first}, {moment: kept}, {moment: alone}, {moment: beside[0]}
-    else:
-        sizes = (
-            {moment: first, end: gradients},
-            {moment: kept},
-            {moment: alone, end: last},
-            {moment: beside[0], end: beside[1]},
+    def add_training(
+        self,
+        whose: str,
+        moment: Moment,
+        end: Moment,
+        config: ModelConfig,
+        plan: PrecisionPlan,
+        lora: LoRA | None,
+    ) -> None:
+        """Add gradients and activations of one model's update.
+
+        Args:
+            end: The moment of backward's end; the same as `moment` for both in one column.
+        """
+        batch, recomputed = self.batch, self.settings.train.activation_checkpointing
+        trained = trained_shapes(config, self.cards, lora)
+        gradients = 4 * sum(map(math.prod, trained.values()))
+        head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
+        head = "score.weight" if config.head == "score" else head
+        first = gradients if batch.several else 4 * math.prod(trained.get(head, (0,)))
+        kept = activations.kept_bytes(config, plan, batch.tokens, recomputed, lora)
+        products = activations.product_bytes(config, plan, batch, self.cards, lora)
+        on_top = activations.on_top_bytes(config, plan, batch, recomputed, products, lora)
+        last = activations.last_bytes(config, plan, batch, lora) + products.at_end
+        at_start, at_end = {moment: (first, kept, on_top)}, {end: (gradients, 0, last)}
+        if end == moment:  # One column stands for both moments: the higher of the two.
+            higher = not batch.several and gradients + last > first + kept + on_top
+            sizes = at_end if higher else at_start
+        else:
+            sizes = at_start | at_end
+        names = (
+            "gradients, FP32",
+            f"activations of {batch.tokens} tokens",
+            "while gradients are made",
         )
-    names = (
-        "gradients, FP32",
-        f"activations of {batch.tokens} tokens",
-        "while gradients are made",
-        "lm_head's gradient of a micro-batch" if cards == 1 else "gradients between GPUs",
-    )
-    return [Row(whose + name, size) for name, size in zip(names, sizes, strict=True)]
-
-
-def owned_shapes(config: ModelConfig, cards: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each master weight's rows on the rank that owns the most."""
-
-    def owned(shape: tuple[int, ...]) -> tuple[int, ...]:
-        shard = shard_of(shape[0], 0, cards) if len(shape) > 1 else None
-        return shape if shard is None else (max(shard.counts()), *shape[1:])
-
-    return {name: owned(shape) for name, shape in parameter_shapes(config).items()}
+        for index, name in enumerate(names):
+            self.add(whose + name, {moment: three[index] for moment, three in sizes.items()})
 
 
 def trained_shapes(
     config: ModelConfig, cards: int, lora: LoRA | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Return `owned_shapes` of trained weights; every rank has an adapter's whole."""
-    owned = owned_shapes(config, cards)
-    if lora is None:
-        return owned
-    shapes = {name: shape for name, shape in owned.items() if lora.trains(name)}
-    for layer, adapter in lora.shapes(config).items():
+    """Return the shape of each trained weight's rows on the rank that owns the most.
+
+    Every rank has an adapter's whole.
+    """
+
+    def owned(shape: tuple[int, ...]) -> tuple[int, ...]:
+        shard = shard_of(shape[0], 0, cards) if len(shape) > 1 else None
+        return shape if shard is None else (max(shard.counts()), *shape[1:])
+
+    shapes = {
+        name: owned(shape)
+        for name, shape in parameter_shapes(config).items()
+        if lora is None or lora.trains(name)
+    }
+    for layer, adapter in ({} if lora is None else lora.shapes(config)).items():
         shapes |= dict(zip(adapter_names(layer), (adapter.a_shape, adapter.b_shape), strict=True))
     return shapes
 
@@ -467,29 +440,6 @@ def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -
     shapes = lora.shapes(config).values()
     rows = sum(len(s.parts) * s.padded_rank * s.num_columns for s in shapes)
     return 2 * (rows + sum(s.num_rows * s.padded_rank for s in shapes))
-
-
-def optimizer_bytes(
-    settings: Settings, config: ModelConfig, cards: int = 1, lora: LoRA | None = None
-) -> int:
-    """Return the bytes of the optimizer's states, by train.optimizer_states."""
-    states = settings.train.optimizer_states
-    shapes = trained_shapes(config, cards, lora).values()
-    return sum(state_bytes(shape, states) for shape in shapes)
-
-
-def draft_head_bytes(settings: Settings, config: ModelConfig, plan: PrecisionPlan) -> int:
-    width = 4 if plan.rest == "fp32" else 2
-    size, shapes = config.hidden_size, draft_head_shapes(config.hidden_size).values()
-    weights = sum(map(math.prod, shapes)) * (4 + width)
-    weights += sum(state_bytes(shape, settings.train.optimizer_states) for shape in shapes)
-    rows = min(KNOWN_TOKENS, config.vocab_size) + settings.draft_head.most_tokens
-    return weights + width * size * rows
-
-
-def frozen_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:
-    """Return the bytes of a frozen model: the weights that its forward reads."""
-    return quantized_bytes(config, plan, sides=("train",))
 
 
 def quantized_bytes(
