@@ -27,10 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.shapes import SHAPES
 
 from jetrl.distributed.world import world
 from jetrl.errors import MismatchError
-from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
+from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.rollout.options import Progress
 from jetrl.types import Completion, Prompt, Sample, Score
 

@@ -31,13 +31,14 @@ from benchmarks.harness import (
     watched,
     write_results,
 )
+from benchmarks.shapes import SHAPES
 from torch import Tensor
 
 from jetrl.models import attention_hopper, dense_hopper, layer_hopper
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import DecoderLayer
-from jetrl.models.families import SHAPES, ModelConfig
+from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.precision import linear
 from jetrl.precision.plan import PrecisionPlan

@@ -32,9 +32,10 @@ from typing import Any
 
 import torch
 from benchmarks.harness import print_table, write_results
+from benchmarks.shapes import SHAPES
 
 from jetrl.models.adapter import Adapter, LoRA
-from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
+from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.hf import model_config
 from jetrl.models.hf_save import save_model
 from jetrl.models.policy import Policy

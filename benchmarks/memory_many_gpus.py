@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shapes import SHAPES
+
 from jetrl.errors import UserError
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import GIB, OtherModels, Workload
-from jetrl.models.families import SHAPES, ModelConfig
+from jetrl.models.families import ModelConfig
 from jetrl.settings.loading import load_config
 
 FREE_GIB = {"H200": 139.8, "H100": 78.8}

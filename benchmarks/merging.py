@@ -26,9 +26,9 @@ import torch
 from benchmarks.harness import Row, begins, command_typed, print_table, write_results
 from benchmarks.parity import ALPHA, make_policy
 from benchmarks.rollout import run_case
+from benchmarks.shapes import SHAPES
 
 from jetrl.models.adapter import LoRA
-from jetrl.models.families import SHAPES
 from jetrl.models.peft import MergedWeights, merging_losses
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import RandomWeights

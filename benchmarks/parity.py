@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.harness import add_shape_arguments, begins, bench_parser, command_typed, versions
+from benchmarks.shapes import SHAPES
 
 from jetrl.models.adapter import Adapter, LoRA
-from jetrl.models.families import SHAPES, ModelConfig
+from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.session.compiling import compiled_ahead

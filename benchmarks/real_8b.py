@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 from benchmarks.parity import make_policy
+from benchmarks.shapes import SHAPES
 
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import OtherModels, Workload
-from jetrl.models.families import SHAPES
 from jetrl.models.tiny import character_tokenizer
 from jetrl.session.building import model_config
 from jetrl.settings.loading import load_config

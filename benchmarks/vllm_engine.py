@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from benchmarks.harness import Row, tailed_load
 from benchmarks.rollout import warm_lengths
-
-from jetrl.models.families import SHAPES
+from benchmarks.shapes import SHAPES
 
 PREFILL_PROMPTS, PREFILL_PROMPT = 64, 8192
 LINEARS = ("none", "fp8", "fp8_per_block", "fp8_per_channel")

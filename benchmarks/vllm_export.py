@@ -132,8 +132,7 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> None:
     from benchmarks.harness import command_typed, print_table, write_results
-
-    from jetrl.models.families import SHAPES
+    from benchmarks.shapes import SHAPES
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

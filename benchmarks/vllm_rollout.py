@@ -56,10 +56,9 @@ from benchmarks.harness import (
     print_table,
     write_results,
 )
+from benchmarks.shapes import SHAPES
 from in_turn import in_turn
 from vllm_engine import DRAFTS, LINEARS, Setup, measure
-
-from jetrl.models.families import SHAPES
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from benchmarks.flow import Choices, policy_of
 from benchmarks.harness import Load, flops
+from benchmarks.shapes import SHAPES
 from benchmarks.step import compare, measure
 from benchmarks.step_parts import tensor_digest
 from tests.distributed.ranks import run_ranks
 
 from benchmarks import step_parts
-from jetrl.models.families import SHAPES, ModelConfig
+from jetrl.models.families import ModelConfig
 
 LOAD = Load(prompts=2, samples=2, prompt_length=20, response_length=12)
 CHOICES = Choices("tiny", "cpu", None, 1e-3, None, None, {})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.harness import tailed_load
-
-from jetrl.models.families import SHAPES
+from benchmarks.shapes import SHAPES
 
 VOCABULARY = SHAPES["qwen3-8b"]["vocab_size"]
 

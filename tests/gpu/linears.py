@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from benchmarks.shapes import SHAPES
 from small_models import config
 
 from jetrl import Policy
 from jetrl.models.adapter import Adapter, LoRA
-from jetrl.models.families import SHAPES, ModelConfig
+from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import random_weights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.adapter import AdapterShape, AdapterWeight

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.shapes import SHAPES as MODELS
 from linears import assert_replays, layers, random
 
-from jetrl.models.families import SHAPES as MODELS
 from jetrl.precision.gemm import fp8_matmul
 from jetrl.precision.quantize import QTensor, quantize
 

@@ -35,6 +35,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver, jit
 
+sys.path.append(str(Path(__file__).parents[2]))  # benchmarks, of a process of its own
+
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 META = torch.device("meta")
 MODELS = (("qwen3-8b", "unified"), ("qwen3-0.6b", "jet"), ("qwen2.5-7b", "mixed"))
@@ -176,9 +178,11 @@ def sources_for_meta() -> Iterator[None]:
 @functools.cache
 def policy_of(shape: str, plan: Any, rank: int = 0) -> Any:
     """A policy of two layers; with a rank it has adapters."""
+    from benchmarks.shapes import SHAPES
+
     import jetrl.models.model
     from jetrl.models.adapter import Adapter, LoRA
-    from jetrl.models.families import SHAPES, ModelConfig, parameter_shapes
+    from jetrl.models.families import ModelConfig, parameter_shapes
     from jetrl.models.policy import Policy
     from jetrl.precision import PrecisionPlan
 
@@ -325,8 +329,10 @@ def long_attention() -> None:
 
 def stored_formats(kv: str, head_dim: int) -> None:
     """Compile what reads and writes keys and values of a format: training, prompts and decode."""
+    from benchmarks.shapes import SHAPES
+
     from jetrl.models.attention import PackedKeyValues
-    from jetrl.models.families import SHAPES, ModelConfig
+    from jetrl.models.families import ModelConfig
     from jetrl.models.layer import Rotary
     from jetrl.precision import PrecisionPlan
     from jetrl.rollout.kv_cache import PagedCache

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.shapes import SHAPES
 from tests.distributed.ranks import run_ranks
 from tests.memory.test_plan import held, row
 
@@ -13,7 +14,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.plan import OtherModels, Workload, memory_plan
-from jetrl.models.families import SHAPES, ModelConfig
+from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import load_config

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.shapes import SHAPES
 
 from jetrl.errors import UserError
 from jetrl.memory.fitting import check_fits, shown
@@ -16,7 +17,7 @@ from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.draft_head import DraftHead
-from jetrl.models.families import SHAPES, ModelConfig
+from jetrl.models.families import ModelConfig
 from jetrl.models.layer import RMSNorm
 from jetrl.models.model import Model
 from jetrl.models.policy import Policy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.shapes import SHAPES
 
 from jetrl import Policy
-from jetrl.models.families import SHAPES
 from jetrl.models.norm_noise import NoiseSchedule, NormNoise
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.sections import Settings

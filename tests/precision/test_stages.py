@@ -6,8 +6,8 @@ That what is counted is what Triton allocates: tests/kernels/compile_kernels.py.
 from __future__ import annotations
 
 import pytest
+from benchmarks.shapes import SHAPES, linear_shapes
 
-from jetrl.models.families import SHAPES, linear_shapes
 from jetrl.precision.nvfp4 import FEW_ROWS, parts_of
 
 pytest.importorskip("triton", reason="it is there on Linux alone")

@@ -13,8 +13,10 @@ import pytest
 
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
+from benchmarks.shapes import SHAPES
+
 from jetrl.models.adapter import LoRA
-from jetrl.models.families import SHAPES, ModelConfig
+from jetrl.models.families import ModelConfig
 from jetrl.precision import PrecisionPlan
 from jetrl.session import compiling
 from jetrl.session.compiling import Work

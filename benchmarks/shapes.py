@@ -1,0 +1,62 @@
+"""The shapes of well-known models, which benchmarks and tests share, as contents of config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jetrl.models.block import DenseShape
+from jetrl.models.families import ModelConfig, parameter_shapes
+
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6}
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
+
+
+def _shape(
+    base: dict[str, Any],
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+) -> dict[str, Any]:
+    return {
+        **base,
+        "hidden_size": hidden,
+        **DenseShape(inner).to_hf(),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": vocab,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
+
+
+# `tiny` is no well-known model: for trying a benchmark out on a CPU.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {**_shape(_QWEN3, 1024, 3072, 28, 16, 8, 151936), "tie_word_embeddings": True},
+    "qwen3-1.7b": {**_shape(_QWEN3, 2048, 6144, 28, 16, 8, 151936), "tie_word_embeddings": True},
+    "qwen3-8b": _shape(_QWEN3, 4096, 12288, 36, 32, 8, 151936),
+    "qwen3-14b": _shape(_QWEN3, 5120, 17408, 40, 40, 8, 151936),
+    "qwen3-32b": _shape(_QWEN3, 5120, 25600, 64, 64, 8, 151936),
+    "qwen2.5-7b": _shape(_QWEN2, 3584, 18944, 28, 28, 4, 152064),
+    "llama3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, 8, 128256),
+    "llama3.1-70b": _shape(_LLAMA, 8192, 28672, 80, 64, 8, 128256),
+    "tiny": _shape(_QWEN3, 256, 512, 2, 2, 1, 256),
+}
+
+
+def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
+    """Return (N, K) of each linear layer of a model of `SHAPES`, as our layers stack them."""
+    config = ModelConfig.from_hf(SHAPES[model])
+    shapes = parameter_shapes(dataclasses.replace(config, num_layers=1))
+    found = {}
+    for name in ("qkv", "o", *config.block.linears):
+        rows, columns = shapes[f"layers.0.{name}.weight"]
+        found[name] = (rows, columns)
+    return found
