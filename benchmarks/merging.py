@@ -7,7 +7,7 @@ Two policies have the same random base and the same adapter, whose B is random w
 deviation. One keeps the adapter beside the base, as training does. The other has the adapter merged
 into the base's weights before these are rounded to FP8. For each deviation:
 
-    error, changed    what is left of the adapter's change in the merged weights (`models.peft`)
+    error, changed    what is left of the adapter's change in the merged weights
     effect            mean absolute difference of log-probs that the adapter makes to the base
     merged            mean absolute difference of log-probs between a sampler with merged weights
                       and the trainer, whose adapter stays apart; K3 KL; tokens that differ
@@ -19,7 +19,8 @@ The decode step of both is timed at each --batch, on a GPU alone.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,15 +28,66 @@ from benchmarks.harness import Row, begins, command_typed, print_table, write_re
 from benchmarks.parity import ALPHA, make_policy
 from benchmarks.rollout import run_case
 from benchmarks.shapes import SHAPES
+from torch import Tensor
 
 from jetrl.models.adapter import LoRA
-from jetrl.models.peft import MergedWeights, merging_losses
+from jetrl.models.peft import MergedWeights
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import RandomWeights
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import dequantize, quantize
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.types import SamplingParams
 
 _TEMPERATURE = 0.6
+_MEASURED_LINEARS = 28
+
+
+@dataclass(frozen=True)
+class MergingLoss:
+    """The loss of an adapter's change when the merged weights are rounded to a format.
+
+    Attributes:
+        error: The norm of the difference between the change of the rounded weights and the
+            adapter's change, over the norm of the latter; 1 where rounding leaves nothing of it.
+        changed: The share of the stored numbers that the adapter changes.
+    """
+
+    error: float
+    changed: float
+
+
+def merging_losses(base: Mapping[str, Tensor], merged: MergedWeights) -> dict[str, MergingLoss]:
+    """Return the losses of merging into BF16 and into FP8, by format; none where nothing changes.
+
+    They are measured on linear layers from the first to the last, 28 at most.
+    """
+    step = max(1, -(-len(merged.adapted) // _MEASURED_LINEARS))
+    sums = {format: torch.zeros(4, dtype=torch.float64) for format in ("bfloat16", "fp8")}
+    for layer in merged.adapted[::step]:
+        change = merged.change(layer)
+        before = base[f"{layer}.weight"].to(change.device, torch.float32)
+        for format, total in sums.items():
+            left, left_stored = _rounded(before, format)
+            right, right_stored = _rounded(before + change, format)
+            error = (right - left - change).double().square().sum()
+            differ = (right_stored != left_stored).sum()
+            numbers = (error, change.double().square().sum(), differ, change.numel())
+            total += torch.tensor([float(n) for n in numbers], dtype=torch.float64)
+    losses = {}
+    for format, (error, norm, differ, count) in ((f, t.tolist()) for f, t in sums.items()):
+        if norm:
+            losses[format] = MergingLoss((error / norm) ** 0.5, differ / count)
+    return losses
+
+
+def _rounded(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Return a weight rounded to a format, as float32, and the stored numbers: of FP8 the codes."""
+    if format == "bfloat16":
+        rounded = weight.bfloat16().float()
+        return rounded, rounded
+    quantized = quantize(weight, (FP8_BLOCK, FP8_BLOCK))
+    return dequantize(quantized), quantized.codes.view(torch.uint8)
 
 
 def set_deviation(policy: Policy, deviation: float) -> None:

@@ -236,11 +236,11 @@ def test_an_adapter_is_the_one_that_peft_reads_also_when_it_is_saved_again_and_m
 
 NAME = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
-    "dora": (edited(use_dora=True), "use_dora is true, and DoRA"),
-    "rank": (edited(r=4096), "r = 4096: a rank from 1 to 512"),
+    "dora": (edited(use_dora=True), "use_dora = True is not supported"),
+    "rank": (edited(r=4096), "r = 4096: should be less than or equal to 512"),
     "alpha": (edited(lora_alpha=None), "lora_alpha = None"),
     "unknown": (edited(use_wave=7), "use_wave = 7 is not supported"),
-    "pissa": (edited(init_lora_weights="pissa"), "may have changed the base"),
+    "pissa": (edited(init_lora_weights="pissa"), "init_lora_weights = 'pissa'"),
     "targets": (edited(target_modules=["wq"]), r"config\.json: target_modules: 'wq' matches no"),
     "more targets": (edited(target_modules=["q_proj"]), "have no place for tensor .* more"),
     "missing": (retensored(lambda t: t.pop(NAME)), f"tensor {NAME} is missing"),

@@ -182,7 +182,7 @@ REFUSED = [
     ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
      "nearest family is qwen3, but it has mixtures of experts; supported: qwen3"),
     ({"architectures": None, "model_type": "gemma2"}, "nearest family is llama, but.*GeGLU"),
-    ({"architectures": None, "model_type": "bert"}, "'bert' is not supported; supported"),
+    ({"architectures": None, "model_type": "bert"}, "model_type bert is not supported; supported"),
     ({"architectures": None, "model_type": None}, "no model_type and no architectures"),
     ({"model_type": "llama"}, "Qwen3ForCausalLM .model_type llama"),
     ({"hidden_size": "64"}, "hidden_size = '64': should be a valid integer"),

@@ -145,7 +145,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (content(WEIGHTS, lambda b: b[: len(b) // 2]), r"model\.safetensors: truncated"),
     "header": (content(WEIGHTS, lambda b: b[:8] + b"x" * 100 + b[108:]), "not a safetensors"),
     "missing": (tensors(lambda t: t.pop(NORM)), rf"model\.safetensors: tensor {NORM}"),
-    "head": (tensors(lambda t: t.pop("lm_head.weight")), "set tie_word_embeddings to true"),
+    "head": (tensors(lambda t: t.pop("lm_head.weight")), "is tie_word_embeddings true"),
     "extra": (tensors(lambda t: t.update({EXTRA: torch.ones(64)})), f"no place for: {EXTRA}"),
     "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), r"torch\.int8"),
     "shape": (

@@ -176,13 +176,13 @@ def _merged_parts(args: argparse.Namespace) -> _Parts:
 
 
 def _merge(args: argparse.Namespace, parts: _Parts) -> None:
-    """Write the base with the adapter merged into its weights, and print the rounding loss."""
+    """Write the base with the adapter merged into its weights."""
     import torch
 
     from jetrl.models import hf
     from jetrl.models.adapter import stored_base_digest
     from jetrl.models.nvfp4_files import is_nvfp4
-    from jetrl.models.peft import MergedWeights, merging_losses
+    from jetrl.models.peft import MergedWeights
     from jetrl.session.building import choose_device
 
     device = torch.device(choose_device(args.device))
@@ -191,7 +191,6 @@ def _merge(args: argparse.Namespace, parts: _Parts) -> None:
         if parts.adapter is not None:
             parts.adapter.check_base(stored_base_digest(parts.config, base))
         merged = MergedWeights(parts.config, parts.lora, base, parts.masters, device)
-        losses = merging_losses(base, merged)
         hf.save_model(
             args.out,
             parts.config,
@@ -204,14 +203,6 @@ def _merge(args: argparse.Namespace, parts: _Parts) -> None:
     print(f"wrote {args.out} ({args.dtype}, the adapter merged)")
     if is_nvfp4(parts.base_config):
         print("the base is in NVFP4: the adapter was added to its dequantized weights")
-    for format, loss in losses.items():
-        name = {"bfloat16": "BF16", "fp8": "FP8"}[format]
-        print(
-            f"measured: after rounding to {name}, the adapter's change is off by {loss.error:.0%}, "
-            f"and {loss.changed:.1%} of the stored numbers differ from the base"
-        )
-    if not losses:
-        print("the adapter is still zero: the merged model equals the base")
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.files import shown_value
-from jetrl.models.families import ModelConfig, StoredTensor, parameter_shapes, stored_tensors
+from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import CodedWeights, codes_of, left_wide
 from jetrl.models.patterns import matching
 from jetrl.precision.adapter import AdapterShape
@@ -71,18 +72,14 @@ class LoRA:
             return self.train_head
         return name == _SCORE or (name.endswith("norm.weight") and self.train_norms)
 
-    def check(self, config: ModelConfig) -> None:
-        """Raise a UserError where the model's head cannot be trained or frozen as asked for."""
+    def shapes(self, config: ModelConfig) -> dict[str, AdapterShape]:
+        """Return the shape of each adapter by the name of its linear layer."""
         tied = config.tie_word_embeddings and config.head == "lm"
         if tied and self.train_head != self.train_embeddings:
             raise UserError(
                 "adapter.train_head and adapter.train_embeddings: the model ties its output head "
                 "to its embedding, so set both or none of them"
             )
-
-    def shapes(self, config: ModelConfig) -> dict[str, AdapterShape]:
-        """Return the shape of each adapter by the name of its linear layer."""
-        self.check(config)
         whole = parameter_shapes(config)
         shapes: dict[str, AdapterShape] = {}
         for layer, parts in adapted_parts(config, self.targets).items():
@@ -121,44 +118,40 @@ def adapted_parts(
     }
     names = [part.name.removesuffix(".weight") for parts in linears.values() for part in parts]
     chosen = _chosen(names, targets, key)
-    adapted = {layer: tuple(_with_rows(parts, chosen)) for layer, parts in linears.items()}
-    return {layer: parts for layer, parts in adapted.items() if parts}
-
-
-def _with_rows(parts: tuple[StoredTensor, ...], chosen: set[str]) -> Iterator[AdaptedPart]:
-    row = 0
-    for part in parts:
-        name = part.name.removesuffix(".weight")
-        if name in chosen:
-            yield AdaptedPart(name, row, part.shape[0])
-        row += part.shape[0]
+    adapted: dict[str, tuple[AdaptedPart, ...]] = {}
+    for layer, parts in linears.items():
+        row = 0
+        for part in parts:
+            name = part.name.removesuffix(".weight")
+            if name in chosen:
+                own = AdaptedPart(name, row, part.shape[0])
+                adapted[layer] = (*adapted.get(layer, ()), own)
+            row += part.shape[0]
+    return adapted
 
 
 def _chosen(names: list[str], targets: tuple[str, ...] | str, key: str) -> set[str]:
     """Return the names that targets stand for; a message calls the targets by a key."""
     if targets in (ALL_LINEAR, (ALL_LINEAR,)):
         return set(names)
-    kinds = sorted({name.rpartition(".")[2] for name in names})
-    known = f"the model's linear layers are called {', '.join(kinds)}"
+    last = sorted({name.rpartition(".")[2] for name in names})
+    known = f"matches no linear layer; the model's are called {', '.join(last)}"
     if isinstance(targets, str):
         short = {name.removeprefix("model."): name for name in names}
-        matched = matching([targets], [*names, *short], key)
-        chosen = {short.get(name, name) for name in matched}
+        chosen = {short.get(name, name) for name in matching([targets], [*names, *short], key)}
         if not chosen:
-            raise UserError(f"{key} = {shown_value(targets)} matches no linear layer; {known}")
+            raise UserError(f"{key} = {shown_value(targets)} {known}")
         return chosen
     chosen = set()
     for target in targets:
         matched = {name for name in names if name == target or name.endswith(f".{target}")}
         if not matched:
-            hint = ""
-            if target in ("lm_head", "embed_tokens"):
-                hint = " (adapter.train_head and adapter.train_embeddings train these whole)"
-            shown = shown_value(target)
-            raise UserError(f"{key}: {shown} matches no linear layer of the decoder{hint}; {known}")
+            whole = "; adapter.train_head and train_embeddings train lm_head and embed_tokens"
+            hint = whole if target in ("lm_head", "embed_tokens") else ""
+            raise UserError(f"{key}: {shown_value(target)} {known}{hint}")
         chosen |= matched
     if not chosen:
-        raise UserError(f"{key} is empty: name linear layers, or {ALL_LINEAR}; {known}")
+        raise UserError(f"{key} is empty: name linear layers, or {ALL_LINEAR}")
     return chosen
 
 
@@ -189,8 +182,23 @@ class Adapter:
     @staticmethod
     def new(config: ModelConfig, lora: LoRA, seed: int) -> Adapter:
         """Return an adapter that changes nothing yet: A of small numbers, and B zero."""
-        shapes = lora.shapes(config)
-        return Adapter(lora, shapes, _NewTensors(config, lora, shapes, seed))
+        shapes, parts = lora.shapes(config), adapted_parts(config, lora.targets)
+
+        def drawn(name: str) -> Tensor:
+            layer, _, kind = name.rpartition(".")
+            shape = shapes[layer]
+            if kind == "lora_B":
+                return torch.zeros(shape.b_shape)
+            bound, values = 1 / math.sqrt(shape.num_columns), []
+            for part in parts[layer]:
+                key = derive_seed(seed, "lora_A", part.name)
+                one = torch.empty(shape.rank, shape.num_columns)
+                generator = torch.Generator().manual_seed(key)
+                values.append(one.uniform_(-bound, bound, generator=generator))
+            return torch.cat(values)
+
+        names = [name for layer in shapes for name in adapter_names(layer)]
+        return Adapter(lora, shapes, CodedWeights(names, drawn))
 
     @staticmethod
     def outline(config: ModelConfig, lora: LoRA) -> Adapter:
@@ -211,10 +219,8 @@ class Adapter:
         """
         if not self.replaced and self.base_digest not in (None, digest):
             raise UserError(
-                f"{self.origin}: this adapter was trained on another base than the one here: "
-                "its names, shapes or values differ; give the model that it was made on, to a run "
-                "as model.path, and where an adapter's directory is opened as "
-                "base_model_name_or_path in its adapter_config.json"
+                f"{self.origin}: this adapter was trained on another base than the one here; give "
+                "its own base as model.path, or as base_model_name_or_path of its directory"
             )
 
     def shape(self, config: ModelConfig) -> ModelConfig:
@@ -223,7 +229,19 @@ class Adapter:
 
     def over(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the parameters of the base with those that the adapter replaces."""
-        return _Over(self.replaced, weights, self.unties) if self.replaced else weights
+        if not self.replaced:
+            return weights
+        first, head = self.replaced, (_HEAD,) if self.unties else ()
+
+        def value(name: str) -> Tensor:
+            if name in first:
+                return first[name]
+            return weights[_EMBEDDINGS if name in head else name]  # an untied head begins so
+
+        def codes(name: str) -> NVFP4Tensor | None:
+            return None if name in (*first, *head) else codes_of(weights, name)
+
+        return CodedWeights(chain(weights, head), value, codes, partial(left_wide, weights))
 
 
 def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tensor) -> str:
@@ -244,67 +262,8 @@ def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tenso
     return digest.hexdigest()[:32]
 
 
-class _NewTensors(Mapping[str, Tensor]):
-    """A and B of a new adapter, each made when it is asked for, on the CPU."""
-
-    def __init__(
-        self, config: ModelConfig, lora: LoRA, shapes: Mapping[str, AdapterShape], seed: int
-    ) -> None:
-        self._parts, self._seed = adapted_parts(config, lora.targets), seed
-        self._shapes = shapes
-        self._names = [name for layer in shapes for name in adapter_names(layer)]
-
-    def __getitem__(self, name: str) -> Tensor:
-        layer, _, kind = name.rpartition(".")
-        shape = self._shapes[layer]
-        if kind == "lora_B":
-            return torch.zeros(shape.b_shape)
-        bound = 1 / math.sqrt(shape.num_columns)
-        drawn = []
-        for part in self._parts[layer]:
-            generator = torch.Generator().manual_seed(derive_seed(self._seed, "lora_A", part.name))
-            values = torch.empty(shape.rank, shape.num_columns)
-            drawn.append(values.uniform_(-bound, bound, generator=generator))
-        return torch.cat(drawn)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def stored_base_digest(config: ModelConfig, weights: Mapping[str, Tensor]) -> str:
     """Return the `base_digest` of a base's parameters, read by name."""
     shapes = parameter_shapes(config)
     vectors = [weights[name] for name, shape in shapes.items() if len(shape) == 1]
     return base_digest(config, vectors, weights[_EMBEDDINGS])
-
-
-class _Over(CodedWeights):
-    """Tensors by name, some of which come from another mapping; an untied head is the embedding."""
-
-    def __init__(
-        self, first: Mapping[str, Tensor], then: Mapping[str, Tensor], unties: bool
-    ) -> None:
-        self._first, self._then = first, then
-        self._head = (_HEAD,) if unties else ()
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self._first:
-            return self._first[name]
-        return self._then[_EMBEDDINGS if name in self._head else name]
-
-    def codes(self, name: str) -> NVFP4Tensor | None:
-        """Return the codes of a tensor that comes from the second mapping, if it has codes."""
-        return None if name in (*self._first, *self._head) else codes_of(self._then, name)
-
-    def left_wide(self, name: str) -> bool:
-        """Return whether a tensor has 16 or 32 bits in a directory with others in NVFP4."""
-        return left_wide(self._then, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return chain(self._then, self._head)
-
-    def __len__(self) -> int:
-        return len(self._then) + len(self._head)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jetrl.errors import UserError
-from jetrl.models.config_schema import flag, integer
+from jetrl.models.config_schema import HfConfig
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,15 @@ class DenseShape:
     """The linear layers in the order of the forward pass; the last writes the residual stream."""
 
     @staticmethod
-    def from_hf(config: Mapping[str, Any]) -> DenseShape:
+    def from_hf(config: HfConfig) -> DenseShape:
         """Return the shape of a config.json; a UserError names a key that is not supported."""
-        if flag(config, "mlp_bias"):
+        if config.mlp_bias:
             raise UserError("config.json: mlp_bias is true, which is not supported")
-        activation = config.get("hidden_act")
-        if activation not in ("silu", "swish"):  # two names of one function
-            raise UserError(f"config.json: hidden_act = {activation!r}; only 'silu' is supported")
-        return DenseShape(integer(config, "intermediate_size"))
+        if config.hidden_act not in ("silu", "swish"):  # two names of one function
+            raise UserError(
+                f"config.json: hidden_act = {config.hidden_act!r}; only 'silu' is supported"
+            )
+        return DenseShape(config.intermediate_size)
 
     def to_hf(self) -> dict[str, Any]:
         """Return the block's keys of config.json."""

@@ -22,7 +22,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
 from jetrl.models.chat_template import render_messages
-from jetrl.models.tokenizer import encode, encode_hidden, has_special_tokens, hide_special_tokens
+from jetrl.models.tokenizer import (
+    encode,
+    encode_hidden,
+    has_special_tokens,
+    hide_special_tokens,
+    shown,
+)
 from jetrl.types import Example, PlainText, Prompt, Turn
 from jetrl.untrusted import LimitError
 
@@ -48,16 +54,12 @@ def encode_prompt(
     where = f"prompt {prompt.id!r}"
     if tokenizer is None:
         raise UserError(
-            f"{where}: the model has no tokenizer, so it only takes token ids; set model.tokenizer "
-            "to a directory that has one"
+            f"{where}: the model has no tokenizer; set model.tokenizer to a directory that has one"
         )
     if prompt.messages is not None:
         token_ids = _encode_messages(tokenizer, prompt.messages, system_prompt, where, plain_text)
     elif system_prompt is not None:
-        raise UserError(
-            f"{where} is plain text, which a system prompt cannot be put before; unset the system "
-            "prompt or use a task whose prompts are messages"
-        )
+        raise UserError(f"{where} is plain text, which a system prompt cannot be put before")
     else:
         assert prompt.text is not None  # Prompt holds exactly one of text and messages
         token_ids = encode_text(tokenizer, prompt.text, where, as_text=plain_text == "all")
@@ -72,14 +74,18 @@ def encode_text(
     where: str = "text",
     begin: bool = True,
     as_text: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> list[int]:
     """Return the token ids of a text, behind the beginning-of-sequence token if one is added.
 
     Args:
         begin: False for the continuation of a sequence (an answer), which gets no such token.
         as_text: Encode special tokens in the text as text.
+        names: Special tokens that are text, by the placeholders that stand for them.
     """
     try:
+        if names:
+            return encode_hidden(tokenizer, text, names)
         as_text = as_text and has_special_tokens(tokenizer, text)
         plain = encode(tokenizer, text, as_text=as_text)
         bos = tokenizer.bos_token_id
@@ -112,37 +118,26 @@ def encode_reply(
     Raises:
         ReplyError: The reply's text is at fault; another text in the same message would do.
     """
+    names: dict[str, str] = {}
     if isinstance(reply, str):
-        return _encode_reply_text(tokenizer, reply, where, {}, as_text)
-    hidden = hide_special_tokens(tokenizer, [dict(reply)] if as_text else [])
-    message = hidden.messages[0] if as_text else reply
+        text = reply
+    else:
+        messages = [dict(reply)]
+        if as_text:
+            messages, names = hide_special_tokens(tokenizer, messages)
+        try:
+            end, after = _reply_text(tokenizer, messages[0], where)
+        except UserError as error:
+            _reply_text(tokenizer, {**reply, "content": "?"}, where)  # raises if any text does
+            raise ReplyError(shown(str(error), names)) from None
+        # The model may have drawn the token that ends its turn: the template's is not repeated.
+        drawn = tokenizer.decode(list(completion[-1:])) if completion else ""
+        assert isinstance(drawn, str)
+        text, as_text = end.removeprefix(drawn) + after, False
     try:
-        end, after = _reply_text(tokenizer, message, where)
-    except UserError as error:
-        _reply_text(tokenizer, {**reply, "content": "?"}, where)  # raises if any text is refused
-        raise ReplyError(hidden.shown(str(error))) from None
-    # The model may have drawn the token that ends its turn: the template's end is not repeated.
-    drawn = tokenizer.decode(list(completion[-1:])) if completion else ""
-    assert isinstance(drawn, str)
-    return _encode_reply_text(tokenizer, end.removeprefix(drawn) + after, where, hidden.names)
-
-
-def _encode_reply_text(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    where: str,
-    names: Mapping[str, str],
-    as_text: bool = False,
-) -> list[int]:
-    """Return the token ids of a reply's text."""
-    try:
-        if names:
-            return encode_hidden(tokenizer, text, names)
-        return encode_text(tokenizer, text, where, begin=False, as_text=as_text)
+        return encode_text(tokenizer, text, where, begin=False, as_text=as_text, names=names)
     except UserError as error:
         raise ReplyError(str(error)) from None
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise ReplyError(f"{where}: {_lacking(tokenizer, text) or error}") from error
 
 
 def _reply_text(
@@ -165,8 +160,7 @@ def _reply_text(
     if not mark or not mark_again or not rest.startswith(end):
         raise UserError(
             f"{where}: the tokenizer's chat template does not write an assistant's message the "
-            "same when another one follows, so a sequence cannot go on where it is; use another "
-            "template, or text prompts"
+            "same when another one follows; use another template, or text prompts"
         )
     after = rest.removeprefix(end)
     _check_written(reply, after, where)
@@ -256,15 +250,13 @@ def _encode_messages(
     if begun and opening and begun.lstrip().startswith(opening[0]):
         raise UserError(
             f"{where}: its last message, the assistant's, begins with {opening[0]!r}, with which "
-            "the chat template opens the turn already; leave that out of the message"
+            "the chat template opens the turn: leave it out"
         )
     text += begun  # as the model would have written it; transformers: continue_final_message
     for message in conversation:
         if message["role"] != "assistant":  # of which templates leave out old thoughts
             _check_written(message, text, where)
-    if names:
-        return _encode_reply_text(tokenizer, text, where, names)
-    return encode_text(tokenizer, text, where, begin=False)
+    return encode_text(tokenizer, text, where, begin=False, names=names)
 
 
 def _render(
@@ -277,8 +269,7 @@ def _render(
     if not tokenizer.chat_template:
         raise UserError(
             f"{where} is made of messages, but the tokenizer has no chat template; use an "
-            "instruct model, put chat_template.jinja beside its tokenizer, or use text prompts "
-            '(task.options.format="text", where the task has it)'
+            "instruct model, put chat_template.jinja next to its tokenizer, or use text prompts"
         )
     _check_messages(messages, where)
     try:
@@ -300,8 +291,7 @@ def _check_written(message: Mapping[str, str], text: str, where: str) -> None:
     if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
         raise UserError(
             f"{where}: the tokenizer's chat template leaves out the message of role "
-            f"{message['role']!r}: {content!r:.60}; give it a role that the template knows, "
-            "such as user"
+            f"{message['role']!r}: {content!r:.60}; give it a role that the template knows"
         )
 
 
@@ -312,10 +302,5 @@ def _lacking(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         return f"{' '.join(halves[:10])} is half of a character (a surrogate), which is no text"
     vocabulary = tokenizer.get_vocab()
     characters = sorted({character for character in text if character not in vocabulary})
-    if not characters:
-        return ""
-    shown = " ".join(repr(character) for character in characters[:10])
-    return (
-        f"the tokenizer has no token for {shown}; one of single characters (model.tokenizer) has "
-        "those of the task's alphabet"
-    )
+    lacking = " ".join(repr(character) for character in characters[:10])
+    return f"the tokenizer (model.tokenizer) has no token for {lacking}" if lacking else ""

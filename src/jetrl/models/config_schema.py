@@ -2,17 +2,15 @@
 
 The bounds are far above every model there is, and low enough that a file of a few bytes cannot ask
 for years of work: what is within them is compared with the tensors before anything of its size is
-made. `families` says what is missing and what is not supported.
+made. `families` says what is not supported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from jetrl.errors import UserError
 from jetrl.files import Stored
 
 Name = Annotated[str, Field(max_length=200)]
@@ -27,19 +25,12 @@ Theta = Annotated[float, Field(gt=1, le=1e30)]
 
 
 class Rope(Stored):
-    """The contents of `rope_scaling` or `rope_parameters`.
-
-    Attributes:
-        factor: The divisor of slow frequencies, of llama3.
-        low_freq_factor: The bound of slow frequencies, of llama3.
-        high_freq_factor: The bound of fast frequencies, of llama3.
-        original_max_position_embeddings: The original context, of llama3 and YaRN.
-        beta_fast: The turns from which on a frequency is kept, of YaRN.
-    """
+    """The contents of `rope_scaling` or `rope_parameters`; `rope` says what a key means."""
 
     rope_type: Name | None = None
     type: Name | None = None
     rope_theta: Theta | None = None
+    partial_rotary_factor: Any = None
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
@@ -53,39 +44,40 @@ class Rope(Stored):
 
 
 class Quantization(Stored):
-    """The contents of `quantization_config`.
-
-    Attributes:
-        weight_block_size: The rows and columns of a block with one scale.
-    """
+    """The contents of `quantization_config`."""
 
     quant_method: Name | None = None
     weight_block_size: list[int] | None = None
 
 
-class HfConfig(Stored):
-    """The contents of config.json.
+class Named(Stored):
+    """What names a model's family."""
+
+    architectures: Annotated[list[Name], Field(max_length=16)] | None = None
+    model_type: Name | None = None
+
+
+class HfConfig(Named):
+    """The contents of config.json, a family's defaults filled in.
 
     Attributes:
         original_max_position_embeddings: The original context, of llama3.
-        rope_parameters: The rotary rule, of transformers 5.
+        rope_scaling: The rotary rule, of transformers 4; `rope_parameters` is that of 5.
         no_rope_layers: 0 for each layer without rotary positions, of SmolLM3.
         no_rope_layer_interval: The distance of such layers, of SmolLM3.
     """
 
-    architectures: Annotated[list[Name], Field(max_length=16)] | None = None
-    model_type: Name | None = None
-    vocab_size: Vocabulary | None = None
-    hidden_size: Width | None = None
-    intermediate_size: Width | None = None
-    num_hidden_layers: Layers | None = None
-    num_attention_heads: Heads | None = None
+    vocab_size: Vocabulary
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
     num_key_value_heads: Heads | None = None
     head_dim: Heads | None = None
-    max_position_embeddings: Positions | None = None
+    max_position_embeddings: Positions
     original_max_position_embeddings: Positions | None = None
-    rms_norm_eps: Positive | None = None
-    rope_theta: Theta | None = None
+    rms_norm_eps: Positive
+    rope_theta: Theta
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
     tie_word_embeddings: bool | None = None
@@ -102,39 +94,4 @@ class HfConfig(Stored):
     quantization_config: Quantization | None = None
 
 
-HF_CONFIG = TypeAdapter(HfConfig)
-
-
-def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a whole number of at least 1.
-
-    Args:
-        default: The value where the key is absent; None where it must be there.
-    """
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise UserError(f"config.json: {key} is missing")
-    return int(value)
-
-
-def positive(
-    config: Mapping[str, Any], key: str, where: str = "config.json", default: float | None = None
-) -> float:
-    """Return a number above 0.
-
-    Args:
-        default: The value where the key is absent; None where it must be there.
-    """
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise UserError(f"{where}: {key} is missing")
-    return float(value)
-
-
-def flag(config: Mapping[str, Any], key: str) -> bool:
-    """Return true or false; false where the key is absent."""
-    return bool(config.get(key))
+NAMED, HF_CONFIG = TypeAdapter(Named), TypeAdapter(HfConfig)

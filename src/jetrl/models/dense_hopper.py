@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.norm_hopper import rms_norm_backward
 from jetrl.kernels.swiglu_backward_hopper import swiglu_backward_quantize
 from jetrl.kernels.swiglu_hopper import (
     swiglu_backward,
@@ -28,7 +27,7 @@ from jetrl.kernels.swiglu_hopper import (
     swiglu_quantize_with_values,
 )
 from jetrl.models.layer import NormedLinears, tell
-from jetrl.models.layer_hopper import NONE, AdaptedFixed, Fixed, enter, entered_again, leave
+from jetrl.models.layer_hopper import NONE, Fixed, enter, entered_again
 from jetrl.precision.adapter import adapter_gradients, rank_gradient
 from jetrl.precision.linear import (
     GEMMInput,
@@ -50,25 +49,14 @@ def norm_mlp_hopper(x: Tensor, delta: Tensor, layers: NormedLinears) -> tuple[Te
         delta: What is added to the stream first, bfloat16 [T, D].
     """
     gate_up, down = layers.linears
-    if not (gate_up.adapter is None and down.adapter is None):
-        return _norm_mlp_adapted(x, delta, layers)
-    assert gate_up.bias is None, "SwiGLU reads the product of gate_up alone"
     fixed = Fixed.of(layers)
-    masters = (gate_up.weight, down.weight)
-    total, y = _NormMLP.apply(x, delta, layers.norm.weight, *masters, fixed)
-    return total, down.with_bias(y)
-
-
-def _norm_mlp_adapted(x: Tensor, delta: Tensor, layers: NormedLinears) -> tuple[Tensor, Tensor]:
-    """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), as `models.layer.norm_mlp`.
-
-    Args:
-        x: The residual stream, bfloat16 [T, D].
-        delta: What is added to the stream first, bfloat16 [T, D].
-    """
-    fixed = AdaptedFixed.of(layers)
-    masters = (*fixed.linears[0].masters, *fixed.linears[1].masters)
-    total, y = _AdaptedNormMLP.apply(x, delta, layers.norm.weight, *masters, fixed)
+    if gate_up.adapter is None and down.adapter is None:
+        assert gate_up.bias is None, "SwiGLU reads the product of gate_up alone"
+        masters = (gate_up.weight, down.weight)
+        total, y = _NormMLP.apply(x, delta, layers.norm.weight, *masters, fixed)
+        return total, down.with_bias(y)
+    adapters = (*fixed.linears[0].masters, *fixed.linears[1].masters)
+    total, y = _AdaptedNormMLP.apply(x, delta, layers.norm.weight, *adapters, fixed)
     return total, y
 
 
@@ -84,13 +72,13 @@ class _NormMLP(torch.autograd.Function):
         s: Fixed,
     ) -> tuple[Tensor, Tensor]:
         # The norm's and SwiGLU's outputs are made as the codes that the GEMM behind them reads.
-        total, inverse, entered = enter(x, delta, s)
+        total, inverse, entered, _ = enter(x, delta, s)
         tell(s.trace, "post_norm", entered)
-        gate_up = fprop(entered, s.weights[0], s.plan)
+        gate_up = fprop(entered, s.linears[0].weight, s.plan)
         tell(s.trace, "gate_up", gate_up)
         gated = swiglu_quantize(gate_up, s.plan.scales) if s.fp8 else swiglu_forward(gate_up)
         tell(s.trace, "swiglu", gated)
-        y = fprop(gated, s.weights[1], s.plan)
+        y = fprop(gated, s.linears[1].weight, s.plan)
         if s.keep:
             kept = [value for value in (entered, gated) if isinstance(value, Tensor)]
             ctx.save_for_backward(total, inverse, gate_up, *kept)
@@ -103,20 +91,22 @@ class _NormMLP(torch.autograd.Function):
         dtotal, dy = grads
         total, inverse, gate_up, *kept = ctx.saved_tensors
         # Through `down` and SwiGLU: one kernel makes gate_up's dY and, again, down's X.
-        operands = quantize_output_gradient(dy.contiguous(), s.weights[1], s.plan)
-        dgate_up, gated = _swiglu_backward(dgrad(operands.rows, s.weights[1]), gate_up, kept[1:], s)
+        operands = quantize_output_gradient(dy.contiguous(), s.linears[1].weight, s.plan)
+        dgated = dgrad(operands.rows, s.linears[1].weight)
+        dgate_up, gated = _swiglu_backward(dgated, gate_up, kept[1:], s)
+        del dgated
         dw_gate_up = dw_down = None
         if ctx.needs_input_grad[4]:
             dw_down = wgrad(operands, gated, ctx.masters[1], s.gradients)
         del operands, gated  # here a backward holds most
         # Through `gate_up`, whose X the norm makes again, and the norm.
-        dnormed = dgrad(dgate_up.rows, s.weights[0])
+        dnormed = dgrad(dgate_up.rows, s.linears[0].weight)
         if ctx.needs_input_grad[3]:
             entered = entered_again(total, inverse, kept, s)
             dw_gate_up = wgrad(dgate_up, entered, ctx.masters[0], s.gradients)
             del entered
         del dgate_up
-        dx, dnorm = leave(dnormed, total, inverse, dtotal, s)
+        dx, dnorm = s.leave(dnormed, total, inverse, dtotal)
         return dx, dx, dnorm, dw_gate_up, dw_down, None
 
 
@@ -132,7 +122,7 @@ def _swiglu_backward(
         return OutputGradient(rows, tokens), gated
     dgate_up = swiglu_backward(dgated, gate_up)
     y = quantize_for_wgrad(swiglu_forward(gate_up), plan) if s.fp8 else kept[0]
-    return quantize_output_gradient(dgate_up, s.weights[0], plan), y
+    return quantize_output_gradient(dgate_up, s.linears[0].weight, plan), y
 
 
 class _AdaptedNormMLP(torch.autograd.Function):
@@ -146,14 +136,17 @@ class _AdaptedNormMLP(torch.autograd.Function):
         gate_up_b: Tensor | None,
         down_a: Tensor | None,
         down_b: Tensor | None,
-        s: AdaptedFixed,
+        s: Fixed,
     ) -> tuple[Tensor, Tensor]:
-        total, inverse, entered, values = s.enter(x, delta)
+        total, inverse, entered, values = enter(x, delta, s, with_values=True)
         tell(s.trace, "post_norm", entered)
         gate_up, u_gate_up = s.linears[0].forward(entered, values)
         del entered, values
         tell(s.trace, "gate_up", gate_up)
-        entered, values = _gated(s, gate_up)
+        if s.fp8:
+            entered, values = swiglu_quantize_with_values(gate_up, s.plan.scales)
+        else:
+            entered = values = swiglu_forward(gate_up)
         tell(s.trace, "swiglu", entered)
         y, u_down = s.linears[1].forward(entered, values)
         if s.keep:
@@ -163,27 +156,19 @@ class _AdaptedNormMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        s: AdaptedFixed = ctx.fixed
+        s: Fixed = ctx.fixed
         dtotal, dy = grads[0].contiguous(), grads[1].contiguous()
         total, inverse, gate_up, u_gate_up, u_down = ctx.saved_tensors
         dgate_up, codes, da_down, db_down = _through_swiglu(s, dy, gate_up, u_down)
         values = s.normed(total) if s.linears[0].adapter is not None else NONE
         dnormed, da, db = s.linears[0].backward(dgate_up, values, u_gate_up, codes)
         del values, dgate_up, codes
-        dx, dnorm = rms_norm_backward(dnormed, total, s.norm_weight, inverse, dtotal)
+        dx, dnorm = s.leave(dnormed, total, inverse, dtotal)
         return dx, dx, dnorm, da, db, da_down, db_down, None
 
 
-def _gated(s: AdaptedFixed, gate_up: Tensor) -> tuple[GEMMInput, Tensor]:
-    """Return SwiGLU's output as FProp reads it and in BF16."""
-    if not s.fp8:
-        y = swiglu_forward(gate_up)
-        return y, y
-    return swiglu_quantize_with_values(gate_up, s.linears[0].plan.scales)
-
-
 def _through_swiglu(
-    s: AdaptedFixed, dy: Tensor, gate_up: Tensor, u_down: Tensor
+    s: Fixed, dy: Tensor, gate_up: Tensor, u_down: Tensor
 ) -> tuple[Tensor, GEMMInput | None, Tensor | None, Tensor | None]:
     """Return the gradient of gate_up in BF16 and perhaps as codes, and those of `down`'s A and B.
 

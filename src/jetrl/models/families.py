@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -41,7 +42,7 @@ from transformers import CONFIG_MAPPING
 from jetrl.errors import UserError
 from jetrl.files import checked, printable, shown_value
 from jetrl.models.block import DenseShape
-from jetrl.models.config_schema import HF_CONFIG, HfConfig, flag, integer, positive
+from jetrl.models.config_schema import HF_CONFIG, NAMED, HfConfig, Named
 from jetrl.models.rope import TYPES, Scaling, frequencies_of, read_rope
 
 
@@ -73,34 +74,25 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family("SmolLM3ForCausalLM"),
     "phi3": Family("Phi3ForCausalLM", fused=True, window_in_use=True, rope_types=("default",)),
 }
-_EXPERTS, _IMAGES = "it has mixtures of experts", "it reads images"
-# By model_type of what is refused: the family that is nearest, and what that one lacks.
-_NEAREST = {
-    "qwen3_moe": ("qwen3", _EXPERTS),
-    "qwen3_next": ("qwen3", "it has linear attention and mixtures of experts"),
-    "qwen3_vl": ("qwen3", _IMAGES),
-    "qwen2_moe": ("qwen2", _EXPERTS),
-    "qwen2_vl": ("qwen2", _IMAGES),
-    "qwen2_5_vl": ("qwen2", _IMAGES),
-    "llama4": ("llama", _EXPERTS),
-    "mllama": ("llama", _IMAGES),
-    "mixtral": ("mistral", _EXPERTS),
-    "mistral3": ("mistral", _IMAGES),
-    "ministral3": ("mistral", "it scales queries by their position"),
-    "phi": ("phi3", "its norms are LayerNorms, and only part of a head is rotated"),
-    "phimoe": ("phi3", _EXPERTS),
-    "phi4_multimodal": ("phi3", _IMAGES),
-    "seed_oss": ("qwen2", "its attention output may have a bias"),
-    "granite": ("llama", "it multiplies embeddings, residuals, scores and logits"),
-    "olmo2": ("llama", "its norms stand behind attention and feed-forward"),
-    "olmo3": ("llama", "its norms stand behind attention and feed-forward"),
-    "gemma": ("llama", "its feed-forward is GeGLU, and its norms add 1 to their weights"),
-    "gemma2": ("llama", "its feed-forward is GeGLU, and it caps its logits"),
-    "gemma3_text": ("llama", "its feed-forward is GeGLU, and most of its layers have windows"),
-    "deepseek_v3": ("llama", "it has latent attention and mixtures of experts"),
-    "gpt_oss": ("llama", "it has mixtures of experts, windows and attention sinks"),
-    "glm4": ("llama", "only part of a head is rotated, and it has more norms"),
-}
+# Patterns of a refused model_type: the nearest family, and what that one lacks.
+_NEAREST = (
+    ("qwen3", "qwen3"),
+    ("qwen2|seed_oss", "qwen2"),
+    ("mistral|mixtral", "mistral"),
+    ("phi", "phi3"),
+    ("llama|granite|olmo|gemma|deepseek|gpt_oss|glm4", "llama"),
+)
+_LACKING = (
+    ("moe|mixtral|llama4|qwen3_next|deepseek|gpt_oss", "it has mixtures of experts"),
+    ("_vl|mllama|^mistral3|multimodal", "it reads images"),
+    ("ministral3", "it scales queries by their position"),
+    ("^phi$", "its norms are LayerNorms, and only part of a head is rotated"),
+    ("seed_oss", "its attention output may have a bias"),
+    ("granite", "it multiplies embeddings, residuals, scores and logits"),
+    ("olmo", "its norms stand behind attention and feed-forward"),
+    ("gemma", "its feed-forward is GeGLU, and its norms add 1 to their weights"),
+    ("glm4", "only part of a head is rotated, and it has more norms"),
+)
 Head = Literal["lm", "score"]
 """What the decoder ends in: logits of tokens (ForCausalLM), or one number
 (ForSequenceClassification with one label)."""
@@ -167,42 +159,38 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Return the model of a config.json, in the layout of transformers 4 or 5."""
-        checked(HF_CONFIG, config, "config.json")
-        family, head = _family(config)
-        raw, config = config, {**defaults(family), **config}
-        _refuse_unsupported(config, family)
+        family, head = _family(checked(NAMED, config, "config.json"), config)
+        hf = checked(HF_CONFIG, {**defaults(family), **config}, "config.json")
+        _refuse_unsupported(hf, family)
         shared = FAMILIES[family]
-        hidden_size = integer(config, "hidden_size")
-        num_heads = integer(config, "num_attention_heads")
-        num_kv_heads = integer(config, "num_key_value_heads", num_heads)
+        num_heads = hf.num_attention_heads
+        num_kv_heads = hf.num_key_value_heads or num_heads
         if num_heads % num_kv_heads:
             raise UserError(
                 f"config.json: num_attention_heads = {num_heads} is not a multiple of "
                 f"num_key_value_heads = {num_kv_heads}"
             )
-        max_position_embeddings = integer(config, "max_position_embeddings")
-        rope_theta, rope_scaling = read_rope(config, max_position_embeddings, shared.rope_types)
-        num_layers = integer(config, "num_hidden_layers")
+        rope_theta, rope_scaling = read_rope(hf, shared.rope_types)
         model = cls(
             family=family,
-            vocab_size=integer(config, "vocab_size"),
-            hidden_size=hidden_size,
-            block=DenseShape.from_hf(config),
-            num_layers=num_layers,
+            vocab_size=hf.vocab_size,
+            hidden_size=hf.hidden_size,
+            block=DenseShape.from_hf(hf),
+            num_layers=hf.num_hidden_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(config, hidden_size, num_heads),
-            rms_norm_eps=positive(config, "rms_norm_eps"),
+            head_dim=_head_dim(hf),
+            rms_norm_eps=hf.rms_norm_eps,
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tie_word_embeddings=head == "lm" and flag(config, "tie_word_embeddings"),
+            tie_word_embeddings=head == "lm" and bool(hf.tie_word_embeddings),
             qkv_bias=shared.qkv_bias,
             qk_norm=shared.qk_norm,
-            max_position_embeddings=max_position_embeddings,
+            max_position_embeddings=hf.max_position_embeddings,
             eos_token_ids=token_ids(config.get("eos_token_id"), "config.json: eos_token_id"),
-            raw=dict(raw),
+            raw=dict(config),
             head=head,
-            layers_without_rope=_layers_without_rope(config, family, num_layers),
+            layers_without_rope=_layers_without_rope(hf, family),
         )
         _check_positions(model)
         return model
@@ -272,108 +260,92 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _family(config: Mapping[str, Any]) -> tuple[str, Head]:
+def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
     """Return the family and the head that config.json names, by architecture or model_type."""
-    supported = ", ".join(f"{name} ({entry.architecture})" for name, entry in FAMILIES.items())
-    model_type = config.get("model_type")
-    architectures = config.get("architectures") or []
-    if model_type is None and not architectures:
-        raise UserError(f"config.json: no model_type and no architectures; supported: {supported}")
-    by_architecture = {entry.architecture: name for name, entry in FAMILIES.items()}
-    if architectures:
-        architecture = str(architectures[0])
-        scores = architecture.endswith(_SCORE)
-        causal = architecture.removesuffix(_SCORE) + _LM if scores else architecture
+    model_type, architecture = named.model_type, (named.architectures or [""])[0]
+    scores = architecture.endswith(_SCORE)
+    causal = architecture.removesuffix(_SCORE) + _LM if scores else architecture
+    family = model_type
+    if architecture:
+        by_architecture = {entry.architecture: name for name, entry in FAMILIES.items()}
         family = by_architecture.get(causal)
-        if family is None or model_type not in (None, family):
+    if family not in FAMILIES or model_type not in (None, family):
+        supported = ", ".join(f"{name} ({entry.architecture})" for name, entry in FAMILIES.items())
+        named_type = f"model_type {printable(str(model_type))}"
+        what = f"architecture {printable(architecture)} ({named_type})"
+        what = (what if architecture else named_type) + f" is not supported{_nearest(model_type)}"
+        if not architecture and model_type is None:
+            what = "no model_type and no architectures"
+        raise UserError(f"config.json: {what}; supported: {supported}")
+    if scores:
+        labels = config.get("id2label")
+        count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
+        if count != 1:
             raise UserError(
-                f"config.json: architecture {printable(architecture)} (model_type "
-                f"{printable(str(model_type))}) is not "
-                f"supported{_nearest(model_type)}; supported: {supported}"
+                f"config.json: {count} labels; a reward model or critic has one (num_labels = 1)"
             )
-        if scores:
-            _check_one_label(config)
-        return family, "score" if scores else "lm"
-    if model_type not in FAMILIES:
-        raise UserError(
-            f"config.json: model_type {model_type!r} is not supported{_nearest(model_type)}; "
-            f"supported: {supported}"
-        )
-    return str(model_type), "lm"
+    assert family is not None, "a key of FAMILIES"
+    return family, "score" if scores else "lm"
 
 
-def _nearest(model_type: object) -> str:
-    """Return the words that name the family nearest to a refused one; "" where none is near."""
-    near = _NEAREST.get(str(model_type))
-    return f": the nearest family is {near[0]}, but {near[1]}" if near else ""
+def _nearest(model_type: str | None) -> str:
+    """Return the words that name the family nearest to a refused one; "" if none is near."""
+    found = [
+        [value for pattern, value in table if re.search(pattern, str(model_type))]
+        for table in (_NEAREST, _LACKING)
+    ]
+    return f": the nearest family is {found[0][0]}, but {found[1][0]}" if all(found) else ""
 
 
-def _check_one_label(config: Mapping[str, Any]) -> None:
-    """Raise where a model with a scalar head has another number of labels than one."""
-    labels = config.get("id2label")
-    count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
-    if count != 1:
-        raise UserError(
-            f"config.json: {count} labels; a reward model or critic has one (num_labels = 1, or an "
-            "id2label of one entry)"
-        )
-
-
-def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
+def _refuse_unsupported(config: HfConfig, family: str) -> None:
     """Raise for an option of config.json that this decoder does not compute."""
-    if flag(config, "use_sliding_window"):
-        raise UserError(
-            "config.json: use_sliding_window is true, and sliding-window attention is not "
-            "supported; set it to false if full attention is meant"
+    window, context = config.sliding_window, config.max_position_embeddings
+    layer_types = set(config.layer_types or ()) - {"full_attention"}
+    problem = None
+    if config.use_sliding_window:
+        problem = "use_sliding_window is true; set it to false if full attention is meant"
+    elif FAMILIES[family].window_in_use and window is not None and window < context:
+        problem = (
+            f"sliding_window = {window!r} is below max_position_embeddings = {context}; set it to "
+            "null (absent, it is transformers' default) if full attention is meant"
         )
-    window, context = config.get("sliding_window"), config.get("max_position_embeddings", 0)
-    if FAMILIES[family].window_in_use and window is not None and window < context:
-        raise UserError(
-            f"config.json: sliding_window = {window!r} is below max_position_embeddings = "
-            f"{context}, and sliding-window attention is not supported; set it to null (absent, it "
-            f"is transformers' default) if full attention is meant, or max_position_embeddings to "
-            f"{window}"
-        )
-    layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
-    if layer_types:
-        raise UserError(
-            f"config.json: layer_types has {printable(', '.join(sorted(layer_types)))}; only "
-            "full_attention is supported"
-        )
-    if flag(config, "attention_bias"):
-        raise UserError(f"config.json: attention_bias is true, which is not supported for {family}")
+    elif layer_types:
+        shown = printable(", ".join(sorted(layer_types)))
+        problem = f"layer_types has {shown}; only full_attention is supported"
+    elif config.attention_bias:
+        problem = f"attention_bias is true, which is not supported for {family}"
+    if problem:
+        raise UserError(f"config.json: {problem}")
 
 
-def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
+def _head_dim(config: HfConfig) -> int:
     """Return the head size of a config.json, or else the quotient of its sizes."""
-    if config.get("head_dim") is None:
-        if hidden_size % num_heads:
-            raise UserError(
-                f"config.json: hidden_size = {hidden_size} is not a multiple of "
-                f"num_attention_heads = {num_heads}, and head_dim is not given"
-            )
-        head_dim = hidden_size // num_heads
-    else:
-        head_dim = integer(config, "head_dim")
+    hidden_size, num_heads = config.hidden_size, config.num_attention_heads
+    if config.head_dim is None and hidden_size % num_heads:
+        raise UserError(
+            f"config.json: hidden_size = {hidden_size} is not a multiple of "
+            f"num_attention_heads = {num_heads}, and head_dim is not given"
+        )
+    head_dim = config.head_dim or hidden_size // num_heads
     if head_dim % 2:
         raise UserError(f"config.json: head_dim = {head_dim} is odd; rotary positions need pairs")
     return head_dim
 
 
-def _layers_without_rope(
-    config: Mapping[str, Any], family: str, num_layers: int
-) -> tuple[int, ...]:
+def _layers_without_rope(config: HfConfig, family: str) -> tuple[int, ...]:
     """Return the layers that do not rotate: those of SmolLM3's `no_rope_layers` that are 0."""
     if family != "smollm3":
         return ()
-    rotated = config.get("no_rope_layers")
+    rotated, num_layers = config.no_rope_layers, config.num_hidden_layers
     if rotated is None:
-        every = integer(config, "no_rope_layer_interval")
+        every = config.no_rope_layer_interval
+        if every is None:
+            raise UserError("config.json: no_rope_layer_interval is missing")
         return tuple(range(every - 1, num_layers, every))
-    if not isinstance(rotated, list) or len(rotated) < num_layers or set(rotated) - {0, 1}:
+    if len(rotated) < num_layers or set(rotated) - {0, 1}:
         raise UserError(
-            f"config.json: no_rope_layers = {rotated!r}: a list of {num_layers} numbers is "
-            "expected, 1 for a layer with rotary positions and 0 for one without"
+            f"config.json: no_rope_layers = {shown_value(rotated)}: a list of {num_layers} numbers "
+            "is expected, 1 for a layer with rotary positions and 0 for one without"
         )
     return tuple(index for index in range(num_layers) if not rotated[index])
 
@@ -384,15 +356,12 @@ def _check_positions(model: ModelConfig) -> None:
     if size > max(_SMALL_TABLE, 4 * num_parameters(model)):
         raise UserError(
             f"config.json: max_position_embeddings = {model.max_position_embeddings}: the table of "
-            f"rotary positions would take {size / 2**30:.1f} GiB, more than the weights; lower it "
-            "to the longest sequence that is needed, prompt and completion"
+            f"rotary positions would take {size / 2**30:.1f} GiB; lower it to the longest sequence"
         )
 
 
 FP8_BLOCK = (128, 128)  # of weights, in checkpoints as in the policy
-SCALE_SUFFIX = (
-    "_scale_inv"  # of the tensor of scales next to an FP8 weight; a scale, not its inverse
-)
+SCALE_SUFFIX = "_scale_inv"  # of the scales next to an FP8 weight; factors, not their inverses
 
 _WHOLE = {
     "embed.weight": "model.embed_tokens.weight",
@@ -407,7 +376,6 @@ _IN_LAYER = {
     "k_norm": ("self_attn.k_norm",),
     "o": ("self_attn.o_proj",),
 }
-_FUSED_QKV = ("self_attn.qkv_proj",)  # Phi-3 and Phi-4
 
 
 @dataclass(frozen=True)
@@ -443,15 +411,12 @@ def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Stor
     names = {**_IN_LAYER, **config.block.stored_names(fused)}[module]
     rows = [shape[0] // len(names)] * len(names)
     if module == "qkv":
-        names = _FUSED_QKV if fused else names
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        names = ("self_attn.qkv_proj",) if fused else names  # of Phi-3 and Phi-4
         rows = [shape[0]] if fused else [query, key, key]
+    linear = kind == "weight" and module in ("qkv", "o", *config.block.linears)
+    prefix = f"model.layers.{number}"
     return tuple(
-        StoredTensor(
-            name=f"model.layers.{number}.{part}.{kind}",
-            shape=(num_rows, *shape[1:]),
-            layer=int(number),
-            linear_weight=kind == "weight" and module in ("qkv", "o", *config.block.linears),
-        )
+        StoredTensor(f"{prefix}.{part}.{kind}", (num_rows, *shape[1:]), int(number), linear)
         for part, num_rows in zip(names, rows, strict=True)
     )

@@ -1,25 +1,59 @@
 """Reading a Hugging Face model directory: config.json, weights, tokenizer, generation settings.
 
-A path may be a name of the hub (hub.py), whose files are in its cache; no code from a model
+A path may be a name of the hub (`hf_files`), whose files are in its cache; no code from a model
 directory is ever run. What a directory lacks or has too much of is an error that names the file and
-the tensor. Weights are read in hf_weights.py; `save_model` (hf_save.py) writes what is read here.
+the tensor. `save_model` (`hf_save`) writes what is read here.
+
+Weights are read tensor by tensor under our names, from safetensors files mapped into memory, so
+that loading reads each byte once and holds little. FP8 weights are dequantized as they are read; of
+NVFP4 weights (`nvfp4_files`) the codes are read as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
-from jetrl.models.families import ModelConfig, token_ids
-from jetrl.models.hf_files import TOKENIZER_FILES, first_line, model_directory, read_object
+from jetrl.models.families import (
+    FP8_BLOCK,
+    SCALE_SUFFIX,
+    ModelConfig,
+    StoredTensor,
+    parameter_shapes,
+    stored_tensors,
+    token_ids,
+)
+from jetrl.models.hf_files import (
+    INDEX,
+    TOKENIZER_FILES,
+    first_line,
+    is_hub_name,
+    model_directory,
+    open_tensors,
+    read_object,
+    tensor_files,
+)
 from jetrl.models.hf_save import save_model
-from jetrl.models.hf_weights import open_weights
-from jetrl.models.nvfp4_files import SIDECAR, nvfp4_layout
+from jetrl.models.nvfp4_files import (
+    SIDECAR,
+    CodedWeights,
+    NVFP4Layout,
+    left_in_16_bits,
+    nvfp4_layout,
+    read_nvfp4,
+)
 from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
+from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
+from jetrl.precision.quantize import QTensor, dequantize
 
 __all__ = [
     "eos_token_ids",
@@ -32,6 +66,8 @@ __all__ = [
 ]
 
 _GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # tokenizer.json alone
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints kept; recomputed here
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -39,8 +75,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     directory = model_directory(path)
     if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
         raise UserError(
-            f"{directory}: an adapter, not a whole model: train or sample with it by "
-            "adapter.kind=lora and adapter.path, or write a whole model with `jetrl export --merge`"
+            f"{directory}: an adapter, not a whole model: use it by adapter.kind=lora and "
+            "adapter.path, or write a whole model with `jetrl export --merge`"
         )
     return read_object(directory / "config.json")
 
@@ -50,20 +86,16 @@ def model_config(path: str | Path) -> ModelConfig:
     contents = read_config(path)
     sidecar = model_directory(path) / SIDECAR
     if "quantization_config" not in contents and sidecar.exists():
-        contents = {**contents, "quantization_config": _of_modelopt(sidecar)}
+        said = read_object(sidecar).get("quantization")
+        if not isinstance(said, dict):
+            raise UserError(f"{sidecar}: no object `quantization`, which ModelOpt writes there")
+        of_modelopt = {"quant_method": "modelopt", "quantization": said}
+        contents = {**contents, "quantization_config": of_modelopt}
     try:
         nvfp4_layout(contents.get("quantization_config"))
         return ModelConfig.from_hf(contents)
     except UserError as error:  # which begins with config.json
         raise UserError(f"{path}/{error}") from None
-
-
-def _of_modelopt(sidecar: Path) -> dict[str, Any]:
-    """Return what is read of ModelOpt's file beside config.json, as a quantization_config."""
-    contents = read_object(sidecar)
-    if not isinstance(contents.get("quantization"), dict):
-        raise UserError(f"{sidecar}: no object `quantization`, which ModelOpt writes there")
-    return {"quant_method": "modelopt", "quantization": contents["quantization"]}
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
@@ -97,7 +129,29 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     does that, tokenizer.json alone is read.
     """
     directory = model_directory(path)
-    tokenizer = _load_tokenizer(directory)
+    if not has_tokenizer(directory):
+        raise UserError(
+            f"{directory}: no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's there, or "
+            "set model.tokenizer to a directory that has them"
+        )
+    check_tokenizer_files(directory)
+    settings_file = directory / "tokenizer_config.json"
+    settings = read_object(settings_file) if settings_file.exists() else {}
+    declared = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    complete = (directory / "tokenizer.json").exists()
+    tokenizer: PreTrainedTokenizerBase | None = None
+    try:
+        if not (complete and declared in _GENERIC_TOKENIZERS):
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
+        named = type(tokenizer).__name__.removesuffix("Fast")
+        if tokenizer is None or (complete and named != declared):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                str(directory), local_files_only=True
+            )
+    except Exception as error:  # the tokenizer libraries raise bare Exception for damaged files
+        raise UserError(f"{directory}: the tokenizer does not load: {first_line(error)}") from error
     check_vocabulary(tokenizer, directory)
     files = tokenizer.vocab_files_names.values()
     if files and not any((directory / file).is_file() for file in files):
@@ -109,25 +163,220 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Return a directory's tokenizer, of the class that the directory declares."""
-    if not has_tokenizer(directory):
-        raise UserError(
-            f"{directory}: no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the tokenizer files "
-            "of the model into it, or set model.tokenizer to a directory that has them"
-        )
-    check_tokenizer_files(directory)
-    settings_file = directory / "tokenizer_config.json"
-    settings = read_object(settings_file) if settings_file.exists() else {}
-    declared = str(settings.get("tokenizer_class")).removesuffix("Fast")
-    complete = (directory / "tokenizer.json").exists()
+@contextmanager
+def open_weights(
+    path: str | Path, config: ModelConfig, device: str | torch.device = "cpu"
+) -> Iterator[CodedWeights]:
+    """Yield the parameters of a model directory by our names (`families.parameter_shapes`), fused.
+
+    Each is read when it is asked for, straight to the device, and not kept: a model is never whole
+    in CPU memory on its way to a GPU.
+
+    Values keep their stored dtype (float32, bfloat16, float16, float64), except FP8 weights, which
+    are dequantized to float32 with their `weight_scale_inv` of [ceil(N / 128), ceil(K / 128)], and
+    NVFP4 weights, whose float32 values are a code times its scales. The codes of these are
+    `CodedWeights.codes`. On the CPU a parameter stored as one tensor stays mapped to its file.
+
+    Args:
+        device: The device that tensors are put on; with "meta" they have shapes only, and of a
+            name of the hub no file of weights is needed.
+    """
     try:
-        if not (complete and declared in _GENERIC_TOKENIZERS):
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
+        layout = check_quantization(config.raw.get("quantization_config"))
+    except UserError as error:  # which begins with the file's name
+        raise UserError(f"{path}/{error}") from None
+    outline = torch.device(device).type == "meta"
+    if outline and is_hub_name(path):
+        yield _outline(config, layout)
+        return
+    directory = model_directory(path, "weights")
+    with ExitStack() as stack:
+        files = tensor_files(directory)
+        handles = {file: stack.enter_context(open_tensors(file)) for file in set(files.values())}
+        weights = _StoredWeights(directory, files, handles, torch.device(device), config, layout)
+        weights.check_complete()
+        yield _outline(config, layout) if outline else weights
+
+
+def _outline(config: ModelConfig, layout: NVFP4Layout | None) -> CodedWeights:
+    """Return the parameters of a directory as its config.json has them, without memory."""
+    shapes, wide = parameter_shapes(config), left_in_16_bits(config)
+    parts = {} if layout is None else stored_tensors(config)
+    coded = {name for name in parts if parts[name][0].linear_weight} - wide
+
+    def codes(name: str) -> NVFP4Tensor | None:
+        if name not in coded:
+            return None
+        rows, columns = shapes[name]
+        packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta")
+        scales = torch.empty(rows, columns // NVFP4_GROUP, device="meta")
+        return NVFP4Tensor(packed, scales, torch.empty((), device="meta"))
+
+    def value(name: str) -> Tensor:
+        return torch.empty(shapes[name], device="meta")
+
+    return CodedWeights(shapes, value, codes, wide.__contains__)
+
+
+class _StoredWeights(CodedWeights):
+    """The parameters of a checkpoint by our names, each read from open files when asked for."""
+
+    def __init__(
+        self,
+        directory: Path,
+        files: dict[str, Path],
+        handles: dict[Path, Any],
+        device: torch.device,
+        config: ModelConfig,
+        layout: NVFP4Layout | None,
+    ) -> None:
+        self._parts, self._tied = stored_tensors(config), config.tie_word_embeddings
+        super().__init__(self._parts, self._weight, self._codes, self._left_wide)
+        self._directory, self._files, self._handles = directory, files, handles
+        self._device, self._layout = device, layout
+
+    def _weight(self, name: str) -> Tensor:
+        coded = self._codes(name)
+        if coded is not None:
+            return dequantize_nvfp4(coded)
+        tensors = [self._read(part) for part in self._parts[name]]
+        weight = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        if self._tied and name == "embed.weight" and "lm_head.weight" in self._files:
+            head = self._tensor("lm_head.weight", tuple(weight.shape))
+            if head.dtype != weight.dtype or not torch.equal(head, weight):
+                raise UserError(
+                    f"{self._files['lm_head.weight']}: lm_head.weight differs from the embedding; "
+                    "set tie_word_embeddings to false in config.json to use both"
+                )
+        return weight
+
+    def _codes(self, name: str) -> NVFP4Tensor | None:
+        """Return a parameter's codes and scales; None if it has 16 or 32 bits, or FP8."""
+        parts, layout = self._parts[name], self._layout
+        coded = [part for part in parts if self._has_codes(part)]
+        if layout is None or not coded:
+            return None
+        if len(coded) < len(parts):
+            plain = next(part for part in parts if part not in coded)
+            raise UserError(
+                f"{self._files[plain.name]}: {plain.name} is not in NVFP4, and {coded[0].name} is; "
+                "they are multiplied as one matrix here, so both have to be"
             )
-            if not complete or type(tokenizer).__name__.removesuffix("Fast") == declared:
-                return tokenizer
-        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
-    except Exception as error:  # the tokenizer libraries raise bare Exception for damaged files
-        raise UserError(f"{directory}: the tokenizer does not load: {first_line(error)}") from error
+        read = [read_nvfp4(layout, part, self._files, self._tensor) for part in parts]
+        return stacked_nvfp4(read)
+
+    def _left_wide(self, name: str) -> bool:
+        return self._layout is not None and not any(map(self._has_codes, self._parts[name]))
+
+    def _has_codes(self, part: StoredTensor) -> bool:
+        """Return whether the files have any NVFP4 tensor of a stored weight."""
+        if self._layout is None:
+            return False
+        names = {name for name in self._layout.names(part.name) if name in self._files}
+        if names != {part.name}:
+            return bool(names)
+        stored = self._handles[self._files[part.name]].get_slice(part.name)
+        return bool(stored.get_dtype() == "U8")  # without its scales
+
+    def check_complete(self) -> None:
+        """Raise for a tensor that is missing, and for tensors that no parameter needs."""
+        # A tied checkpoint may hold the embedding a second time.
+        used = {"lm_head.weight"} if self._tied else set()
+        for part in chain(*self._parts.values()):
+            if self._layout is not None and self._has_codes(part):
+                used |= self._coded_names(part, self._layout)
+                continue
+            if part.name not in self._files:
+                tie = ": is tie_word_embeddings true?" if part.name == "lm_head.weight" else ""
+                one = len(self._handles) == 1
+                raise UserError(
+                    f"{next(iter(self._handles)) if one else self._directory / INDEX}: tensor "
+                    f"{part.name} {list(part.shape)} is missing; config.json asks for it{tie}"
+                )
+            used |= {part.name, part.name + SCALE_SUFFIX}
+        unread = () if self._layout is None else self._layout.unread
+        ignored = (*_IGNORED_SUFFIXES, *unread)
+        extra = sorted(name for name in set(self._files) - used if not name.endswith(ignored))
+        if extra:
+            shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if extra[5:] else "")
+            raise UserError(
+                f"{self._directory}: tensors that config.json has no place for: {shown}; are "
+                "config.json and the weights of the same model?"
+            )
+
+    def _coded_names(self, part: StoredTensor, layout: NVFP4Layout) -> set[str]:
+        """Return the names of a weight's tensors in NVFP4, or raise for one that is missing."""
+        names = layout.names(part.name)
+        there = next(name for name in names if name in self._files)
+        for name in names:
+            if name not in self._files:
+                raise UserError(
+                    f"{self._files[there]}: there is {there}, but no tensor {name}: NVFP4 in "
+                    f"{layout.tool}'s layout has {', '.join(names)}"
+                )
+        return set(names)
+
+    def _read(self, part: StoredTensor) -> Tensor:
+        """Return a stored tensor on the device, dequantized if it is FP8."""
+        file, scales_name = self._files[part.name], part.name + SCALE_SUFFIX
+        tensor, scaled = self._tensor(part.name, part.shape), scales_name in self._files
+        fp8 = tensor.dtype == torch.float8_e4m3fn
+        if tensor.dtype not in _DTYPES and not fp8:
+            raise UserError(
+                f"{file}: tensor {part.name} is {tensor.dtype}; supported: float32, bfloat16, "
+                "float16, float64, and float8_e4m3fn with scales"
+            )
+        if scaled and not fp8:
+            raise UserError(
+                f"{file}: tensor {part.name} is {tensor.dtype}, and {scales_name} is for FP8"
+            )
+        if not fp8:
+            return tensor
+        if len(part.shape) != 2 or not scaled:
+            raise UserError(f"{file}: {part.name} is in FP8, but there is no tensor {scales_name}")
+        grid = tuple(-(-size // block) for size, block in zip(part.shape, FP8_BLOCK, strict=True))
+        scales = self._tensor(scales_name, grid)
+        if scales.dtype not in (torch.float32, torch.bfloat16):
+            raise UserError(f"{file}: {scales_name} is {scales.dtype}: float32 or bfloat16 is read")
+        return dequantize(QTensor(tensor, scales.float(), FP8_BLOCK))
+
+    def _tensor(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
+        """Return a tensor of the files on the device, checked to have one of the shapes."""
+        file = self._files[name]
+        try:
+            stored = tuple(self._handles[file].get_slice(name).get_shape())
+            if stored not in shapes:
+                expected = " or ".join(str(list(shape)) for shape in shapes)
+                raise UserError(
+                    f"{file}: tensor {name} has shape {list(stored)}, config.json expects "
+                    f"{expected}"
+                )
+            # Opened for only this tensor: a mapping keeps every page that was read through it, and
+            # one for the whole load would end with the directory's size in this process's memory.
+            with open_tensors(file) as handle:
+                tensor: Tensor = handle.get_tensor(name)
+            return tensor.to(self._device)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file}: tensor {name} cannot be read: {error}") from error
+
+
+def check_quantization(quantization: Any) -> NVFP4Layout | None:
+    """Return the layout of NVFP4 weights that config.json's quantization_config describes.
+
+    None without a quantization, and of FP8 in blocks; every other one is refused.
+    """
+    layout = nvfp4_layout(quantization)
+    if quantization is None or layout is not None:
+        return layout
+    where = "config.json: quantization_config"
+    if not isinstance(quantization, Mapping):
+        raise UserError(f"{where} = {quantization!r}: an object is expected")
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8":
+        raise UserError(
+            f"{where}.quant_method = {method!r} is not supported; use a checkpoint in 16 or 32 "
+            "bits, 'fp8' with 128 x 128 blocks, or as a frozen base NVFP4"
+        )
+    if block is None or tuple(block) != FP8_BLOCK:
+        raise UserError(f"{where}.weight_block_size = {block!r}; supported: [128, 128]")
+    return None

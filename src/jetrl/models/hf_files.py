@@ -63,7 +63,15 @@ def is_hub_name(path: str | Path) -> bool:
 def snapshot(name: str, part: Part) -> Path:
     """Return the folder of the hub's cache that holds a model, downloading what it lacks."""
     repository, _, revision = name.partition("@")
-    cached = _cached(repository, revision or None)
+    cached: Path | None = None
+    with contextlib.suppress(OSError, ValueError):
+        folder = huggingface_hub.snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns="config.json",
+            local_files_only=True,
+        )
+        cached = Path(folder)
     if cached is not None and _is_whole(cached, part):
         return cached
     if not constants.HF_HUB_OFFLINE:
@@ -77,17 +85,6 @@ def snapshot(name: str, part: Part) -> Path:
         if cached is not None and part == "small" and (cached / "config.json").is_file():
             return cached
         raise UserError(f"{name}: no such directory here, and {_why(name, error)}") from error
-    return Path(folder)
-
-
-def _cached(repository: str, revision: str | None) -> Path | None:
-    """Return a model's folder in the cache, complete or not; None where the cache has none."""
-    try:
-        folder = huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns="config.json", local_files_only=True
-        )
-    except (OSError, ValueError):
-        return None
     return Path(folder)
 
 
@@ -109,29 +106,18 @@ def _why(name: str, error: Exception) -> str:
     """Return why a model of the hub cannot be read, and what to do."""
     repository, _, revision = name.partition("@")
     page = f"https://huggingface.co/{repository}"
-    cache = f"its cache ({constants.HF_HUB_CACHE})"
+    lacks = f"its cache ({constants.HF_HUB_CACHE}) does not hold it"
+    copy = f"run `hf download {repository}` where there is network and copy the cache"
     if isinstance(error, errors.GatedRepoError):
-        return (
-            f"the hub gives {repository} to those who accept its terms: {page}, then set HF_TOKEN"
-        )
+        return f"the hub wants you to accept its terms: {page}, then set HF_TOKEN"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"it has no revision {revision or 'main'!r} on the hub: see {page}/tree/main"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"the hub has no model {repository} that this user may see; check the name, or set "
-            "HF_TOKEN if it is private"
-        )
+        return f"the hub has no model {repository}; set HF_TOKEN if it is private"
     if constants.HF_HUB_OFFLINE:
-        return (
-            f"{cache} does not hold it, and HF_HUB_OFFLINE is set: unset it, or run "
-            f"`hf download {repository}` where there is network and copy the cache"
-        )
-    reason = str(error).strip().splitlines()
-    return (
-        f"{cache} does not hold it, and the hub cannot be reached ({type(error).__name__}: "
-        f"{reason[0][:200] if reason else ''}): give a directory, check the network, or run "
-        f"`hf download {repository}` where there is one and copy the cache"
-    )
+        return f"{lacks}, and HF_HUB_OFFLINE is set: unset it, or {copy}"
+    reason = f"{type(error).__name__}: {first_line(error)[:200]}"
+    return f"{lacks}, and the hub cannot be reached ({reason}): check the network, or {copy}"
 
 
 _CONTENTS = (
@@ -142,13 +128,12 @@ _CONTENTS = (
 
 def tensor_files(directory: Path) -> dict[str, Path]:
     """Return the file that holds each tensor, by the tensor's name; from one file or the index."""
-    single = directory / "model.safetensors"
+    single, index = directory / "model.safetensors", directory / INDEX
     if single.exists():
         with open_tensors(single) as handle:
             return dict.fromkeys(handle.keys(), single)
-    index = directory / INDEX
     if not index.exists():
-        _refuse_without_weights(directory)
+        raise _without_weights(directory)
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: no weight_map; download the file again")
@@ -168,23 +153,19 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     return files
 
 
-def _refuse_without_weights(directory: Path) -> None:
-    """Raise the error of a directory without safetensors weights of the usual names."""
+def _without_weights(directory: Path) -> UserError:
+    """Return the error of a directory without safetensors weights of the usual names."""
     other = sorted(file.name for file in directory.glob("*.safetensors"))
+    pickled = sorted(f.name for f in directory.iterdir() if f.suffix in (".bin", ".pt", ".pth"))
+    problem = f"no weights; {_CONTENTS}"
     if other:
-        raise UserError(
-            f"{directory}: neither model.safetensors nor {INDEX}, but {', '.join(other[:3])}; "
-            "rename a single file to model.safetensors, or add the index of the shards"
-        )
-    pickled = sorted(
-        file.name for suffix in ("bin", "pt", "pth") for file in directory.glob(f"*.{suffix}")
-    )
-    if pickled:
-        raise UserError(
-            f"{directory}: only pickled weights ({pickled[0]}); convert them to safetensors: "
+        problem = f"neither model.safetensors nor {INDEX}, but {other[0]}; rename a single file"
+    elif pickled:
+        problem = (
+            f"only pickled weights ({pickled[0]}); convert them to safetensors: "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
         )
-    raise UserError(f"{directory}: no weights; {_CONTENTS}")
+    return UserError(f"{directory}: {problem}")
 
 
 @contextlib.contextmanager

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -68,17 +70,18 @@ def save_model(
         overwrite: Replace a model directory that is already at `path`, which stays as it was until
             the new one is complete.
     """
-    if dtype not in ("bfloat16", "float32", "fp8"):
-        raise ValueError(f"save_model: dtype = {dtype!r}; one of bfloat16, float32, fp8")
-    _check_names(config, weights)
-    plan = _ShardPlan(config, dtype, frozenset(bf16_layers), scales, max_shard_bytes)
+    assert dtype in ("bfloat16", "float32", "fp8"), dtype
+    parameters = stored_tensors(config)
+    assert parameters.keys() == set(weights), parameters.keys() ^ set(weights)
+    encoding = _Encoding(dtype, frozenset(bf16_layers), scales)
+    shards = _shards(parameters, encoding, max_shard_bytes)
     target = Path(path)
     scratch = world().from_first(
         "a folder to write into", lambda: begin_directory(target, overwrite)
     )
 
     def finish() -> None:
-        write_json(scratch / "config.json", plan.config_json())
+        write_json(scratch / "config.json", _config_json(config, encoding))
         if tokenizer is not None:
             save_tokenizer(scratch, tokenizer)
         if generation_config:
@@ -86,7 +89,7 @@ def save_model(
         publish_directory(scratch, target)
 
     with filling(scratch, target):
-        plan.write(scratch, weights)
+        _write_shards(scratch, shards, encoding, weights)
         world().from_first("the end of a model directory", finish)
 
 
@@ -98,7 +101,7 @@ def filling(scratch: Path, target: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"{target}: not written: {error}. Make room there and type the command again; a run "
-            "goes on with --resume"
+            "continues with --resume"
         ) from error
     finally:
         if world().is_first:
@@ -117,104 +120,24 @@ def begin_directory(target: Path, overwrite: bool) -> Path:
         raise kind(message) from error
 
 
-class _ShardPlan:
-    """The file of each tensor of a directory, decided from shapes alone."""
+@dataclass(frozen=True)
+class _Encoding:
+    """How the tensors of a directory are written; the fields are those of `save_model`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: SaveDtype,
-        bf16_layers: frozenset[int],
-        scales: Literal["fp32", "pow2"],
-        max_shard_bytes: int,
-    ) -> None:
-        self.config = config
-        self.dtype = dtype
-        self.bf16_layers = bf16_layers
-        self.scales = scales
-        self.torch_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
-        self._parameters = stored_tensors(config)
-        self.total_bytes = 0
-        # a shard: (our parameter, first row of the part in it, the part)
-        self.shards: list[list[tuple[str, int, StoredTensor]]] = [[]]
-        used = 0
-        for name, parts in self._parameters.items():
-            row = 0
-            for part in parts:
-                size = self._num_bytes(part)
-                if self.shards[-1] and used + size > max_shard_bytes:
-                    self.shards.append([])
-                    used = 0
-                self.shards[-1].append((name, row, part))
-                used += size
-                self.total_bytes += size
-                row += part.shape[0]
+    dtype: SaveDtype
+    bf16_layers: frozenset[int]
+    scales: Literal["fp32", "pow2"]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of tensors that are not FP8."""
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
     def is_fp8(self, part: StoredTensor) -> bool:
         """Return whether a tensor is written as FP8 codes and scales."""
         return self.dtype == "fp8" and part.linear_weight and part.layer not in self.bf16_layers
 
-    def write(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write the safetensors files, and an index where they are several."""
-        weight_map: dict[str, str] = {}
-        name, whole = "", torch.empty(0)
-        for number, shard in enumerate(self.shards, start=1):
-            file = "model.safetensors"
-            if len(self.shards) > 1:
-                file = f"model-{number:05d}-of-{len(self.shards):05d}.safetensors"
-            tensors: dict[str, Tensor] = {}
-            for parameter, row, part in shard:
-                if parameter != name:  # whose parts may be in two files
-                    whole = torch.empty(0)  # one at a time is in memory
-                    name, whole = parameter, self._whole(weights, parameter)
-                if world().is_first:
-                    tensors |= self._encode(part, whole[row : row + part.shape[0]])
-            path = directory / file
-            world().from_first("a file of weights", partial(save_file, tensors, path))
-            weight_map |= dict.fromkeys(tensors, file)
-        if len(self.shards) > 1:
-            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-            index_file = directory / "model.safetensors.index.json"
-            world().from_first("the index of the files", partial(write_json, index_file, index))
-
-    def _whole(self, weights: Mapping[str, Tensor], name: str) -> Tensor:
-        """Return one of the weights, of the shape that the config has."""
-        parts, weight = self._parameters[name], weights[name].detach()
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        if tuple(weight.shape) != shape:
-            raise ValueError(f"save_model: {name} is {list(weight.shape)}, not {list(shape)}")
-        return weight
-
-    def config_json(self) -> dict[str, Any]:
-        """Return config.json with these weights' dtype and, for FP8, their layout."""
-        contents = dict(self.config.raw)
-        contents["architectures"] = [self.config.architecture]
-        contents["model_type"] = self.config.family
-        contents["tie_word_embeddings"] = self.config.tie_word_embeddings
-        named = "float32" if self.dtype == "float32" else "bfloat16"
-        contents["dtype"] = contents["torch_dtype"] = named  # transformers 5 and 4
-        contents.pop("quantization_config", None)
-        if self.config.head == "score":
-            contents |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
-        if self.dtype == "fp8":
-            kept = [
-                part.name.removesuffix(".weight")
-                for parts in self._parameters.values()
-                for part in parts
-                if part.linear_weight and part.layer in self.bf16_layers
-            ]
-            contents["quantization_config"] = {
-                "quant_method": "fp8",
-                "fmt": "e4m3",
-                "weight_block_size": list(FP8_BLOCK),
-                "activation_scheme": "dynamic",
-                "modules_to_not_convert": ["lm_head", *kept],
-            }
-            if kept:  # what vLLM calls it: there are versions of it that read no other name
-                contents["quantization_config"]["ignored_layers"] = kept
-        return contents
-
-    def _encode(self, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
+    def encode(self, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
         """Return the tensors to write, by name, for one part of a parameter."""
         if not self.is_fp8(part):
             # a copy: safetensors refuses tensors that share memory with each other; rounded where
@@ -226,17 +149,101 @@ class _ShardPlan:
             part.name + SCALE_SUFFIX: quantized.scales.cpu().contiguous(),
         }
 
-    def _num_bytes(self, part: StoredTensor) -> int:
+    def num_bytes(self, part: StoredTensor) -> int:
         """Return the bytes that a tensor takes in a file."""
         if not self.is_fp8(part):
             return part.num_elements * self.torch_dtype.itemsize
-        blocks = [divmod(size, block) for size, block in zip(part.shape, FP8_BLOCK, strict=True)]
-        if any(rest for _, rest in blocks):
+        if any(size % block for size, block in zip(part.shape, FP8_BLOCK, strict=True)):
             raise UserError(
                 f"{part.name} {list(part.shape)} is not made of whole 128 x 128 blocks, which FP8 "
                 "checkpoints need; save it as bfloat16"
             )
-        return part.num_elements + 4 * blocks[0][0] * blocks[1][0]
+        return part.num_elements + 4 * part.num_elements // math.prod(FP8_BLOCK)
+
+
+class _Piece(NamedTuple):
+    """A stored tensor of a file: the rows of our parameter that it holds, and its bytes there."""
+
+    parameter: str
+    rows: slice
+    part: StoredTensor
+    num_bytes: int
+
+
+def _shards(
+    parameters: Mapping[str, Sequence[StoredTensor]], encoding: _Encoding, most: int
+) -> list[list[_Piece]]:
+    """Return the tensors of each file, decided from shapes alone."""
+    shards: list[list[_Piece]] = [[]]
+    for name, parts in parameters.items():
+        row = 0
+        for part in parts:
+            size, end = encoding.num_bytes(part), row + part.shape[0]
+            if shards[-1] and sum(piece.num_bytes for piece in shards[-1]) + size > most:
+                shards.append([])
+            shards[-1].append(_Piece(name, slice(row, end), part, size))
+            row = end
+    return shards
+
+
+def _write_shards(
+    directory: Path, shards: list[list[_Piece]], encoding: _Encoding, weights: Mapping[str, Tensor]
+) -> None:
+    """Write the safetensors files, and an index if there are several."""
+    weight_map: dict[str, str] = {}
+    name, whole = "", torch.empty(0)
+    for number, shard in enumerate(shards, start=1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for piece in shard:
+            if piece.parameter != name:  # whose parts may be in two files
+                whole = torch.empty(0)  # one at a time is in memory
+                name, whole = piece.parameter, weights[piece.parameter].detach()
+            rows = whole[piece.rows]
+            assert tuple(rows.shape) == piece.part.shape, f"{name} is {list(whole.shape)}"
+            if world().is_first:
+                tensors |= encoding.encode(piece.part, rows)
+        world().from_first("a file of weights", partial(save_file, tensors, directory / file))
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        total = sum(piece.num_bytes for shard in shards for piece in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write = partial(write_json, directory / "model.safetensors.index.json", index)
+        world().from_first("the index of the files", write)
+
+
+def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
+    """Return config.json with the weights' dtype and, for FP8, their layout."""
+    named = "float32" if encoding.dtype == "float32" else "bfloat16"
+    contents = dict(config.raw) | {
+        "architectures": [config.architecture],
+        "model_type": config.family,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "dtype": named,
+        "torch_dtype": named,  # of transformers 4
+    }
+    contents.pop("quantization_config", None)
+    if config.head == "score":
+        contents |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    if encoding.dtype == "fp8":
+        kept = [
+            part.name.removesuffix(".weight")
+            for parts in stored_tensors(config).values()
+            for part in parts
+            if part.linear_weight and not encoding.is_fp8(part)
+        ]
+        contents["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": list(FP8_BLOCK),
+            "activation_scheme": "dynamic",
+            "modules_to_not_convert": ["lm_head", *kept],
+        }
+        if kept:  # what vLLM calls it: there are versions of it that read no other name
+            contents["quantization_config"]["ignored_layers"] = kept
+    return contents
 
 
 def save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -257,14 +264,6 @@ def save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     write_json(file, settings)
 
 
-def _check_names(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """Raise where weights are not the config's parameters, by name."""
-    names = set(stored_tensors(config))
-    if names != set(weights):
-        missing, extra = sorted(names - set(weights)), sorted(set(weights) - names)
-        raise ValueError(f"save_model: missing {missing[:5]}, not of this config {extra[:5]}")
-
-
 def save_file(tensors: dict[str, Tensor], file: Path) -> None:
     """Write a safetensors file."""
     try:
@@ -274,18 +273,18 @@ def save_file(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
-    """Raise where something is in the way of the directory."""
+    """Raise if something is in the way of the directory."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
+    problem = None
     if not target.is_dir():
-        raise UserError(f"{target}: a file is there already; name another directory")
-    if not overwrite:
-        raise UserError(
-            f"{target}: exists and is not empty; name another directory, or say --overwrite "
-            "(overwrite=True)"
-        )
-    if not any((target / name).exists() for name in ("config.json", "adapter_config.json")):
-        raise UserError(f"{target}: not a model directory (no config.json); it is not overwritten")
+        problem = "a file is there already; name another directory"
+    elif not overwrite:
+        problem = "exists and is not empty; name another directory, or say --overwrite"
+    elif not any((target / name).exists() for name in ("config.json", "adapter_config.json")):
+        problem = "not a model directory (no config.json); it is not overwritten"
+    if problem:
+        raise UserError(f"{target}: {problem}")
 
 
 def publish_directory(scratch: Path, target: Path) -> None:
@@ -298,11 +297,8 @@ def publish_directory(scratch: Path, target: Path) -> None:
         file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())
         sync(file)
     sync(scratch)
-    if not target.exists():
-        scratch.rename(target)
-    elif not any(target.iterdir()):
-        target.rmdir()
-        scratch.rename(target)
+    if not target.exists() or not any(target.iterdir()):
+        scratch.rename(target)  # which may take the place of an empty directory
     else:
         before = scratch.with_name(scratch.name + ".before")
         target.rename(before)

@@ -51,44 +51,8 @@ NONE = torch.empty(0)  # instead of a tensor that a layer without an adapter doe
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """The arguments of a fused function that get no gradients.
-
-    Attributes:
-        norm_weight: The norm's rounded weight, bfloat16 [D].
-        trace: A function that sees the outputs of operations, or None.
-    """
-
-    eps: float
-    norm_weight: Tensor
-    weights: tuple[Operand, ...]
-    plan: PrecisionPlan
-    gradients: Gradients
-    keep: bool
-    trace: Trace | None
-
-    @staticmethod
-    def of(layers: NormedLinears) -> Fixed:
-        """Read from the layers what one call on a side needs."""
-        norm, first, keep = layers.norm, layers.linears[0], torch.is_grad_enabled()
-        weights = tuple(linear.operand(layers.side) for linear in layers.linears)
-        plan, gradients, trace = first.plan.on(layers.side), first.gradients, layers.trace
-        return Fixed(norm.eps, norm.rounded, weights, plan, gradients, keep, trace)
-
-    @property
-    def fp8(self) -> bool:
-        """True where the linear layers multiply codes."""
-        return isinstance(self.weights[0], FP8Weight)
-
-
-@dataclass(frozen=True)
-class FrozenLinear:
-    """A linear layer with a frozen weight, and perhaps an adapter, as one call on a side reads it.
-
-    Attributes:
-        bias: The bias, or None.
-        adapter: The adapter, or None.
-    """
+class FusedLinear:
+    """A linear layer as one call on a side reads it; with an adapter its weight is frozen."""
 
     weight: Operand
     bias: Tensor | None
@@ -96,23 +60,24 @@ class FrozenLinear:
     plan: PrecisionPlan
 
     @staticmethod
-    def of(linear: Linear, side: Side) -> FrozenLinear:
+    def of(linear: Linear, side: Side) -> FusedLinear:
         """Read from a layer what one call on a side needs."""
         bias = None if linear.bias is None else linear.bias.detach()
-        return FrozenLinear(linear.operand(side), bias, linear.adapter, linear.plan.on(side))
+        return FusedLinear(linear.operand(side), bias, linear.adapter, linear.plan.on(side))
 
     @property
     def masters(self) -> tuple[Tensor | None, Tensor | None]:
         """The adapter's master weights, which are inputs for their gradients alone."""
         return (None, None) if self.adapter is None else (self.adapter.a, self.adapter.b)
 
-    def forward(self, entered: GEMMInput, values: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, entered: GEMMInput, values: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the layer's output, and the adapter's product with A.
 
         Args:
             values: X in BF16.
         """
         if self.adapter is not None:
+            assert values is not None, "an adapter reads values"
             return adapted_fprop(entered, values, self.weight, self.plan, self.bias, self.adapter)
         y = fprop(entered, self.weight, self.plan)
         if self.bias is not None:
@@ -138,7 +103,7 @@ class FrozenLinear:
 
 
 @dataclass(frozen=True)
-class AdaptedFixed:
+class Fixed:
     """The arguments of a fused function that get no gradients.
 
     Attributes:
@@ -148,69 +113,59 @@ class AdaptedFixed:
 
     eps: float
     norm_weight: Tensor
-    linears: tuple[FrozenLinear, ...]
+    linears: tuple[FusedLinear, ...]
+    gradients: Gradients
     keep: bool
     trace: Trace | None
 
     @staticmethod
-    def of(layers: NormedLinears) -> AdaptedFixed:
+    def of(layers: NormedLinears) -> Fixed:
         """Read from the layers what one call on a side needs."""
         norm, keep = layers.norm, torch.is_grad_enabled()
-        frozen = tuple(FrozenLinear.of(linear, layers.side) for linear in layers.linears)
-        return AdaptedFixed(norm.eps, norm.rounded, frozen, keep, layers.trace)
+        linears = tuple(FusedLinear.of(linear, layers.side) for linear in layers.linears)
+        gradients = layers.linears[0].gradients
+        return Fixed(norm.eps, norm.rounded, linears, gradients, keep, layers.trace)
+
+    @property
+    def plan(self) -> PrecisionPlan:
+        """The plan of the side."""
+        return self.linears[0].plan
 
     @property
     def fp8(self) -> bool:
-        """True where the linear layers multiply codes."""
+        """True if the linear layers multiply codes."""
         return isinstance(self.linears[0].weight, FP8Weight)
-
-    def enter(
-        self, x: Tensor, delta: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, GEMMInput, Tensor]:
-        """Return x + delta, the inverse rms, and the norm as FProp reads it and in BF16."""
-        if not self.fp8:
-            y, inverse, total = rms_norm_forward(x, self.norm_weight, self.eps, delta)
-            return total, inverse, y, y
-        scales = self.linears[0].plan.scales
-        n = rms_norm_quantize(x, self.norm_weight, self.eps, delta, self.keep, scales, True)
-        assert n.values is not None, "the values were asked for"
-        return n.total, n.inverse_rms, n.rows, n.values
 
     def normed(self, total: Tensor) -> Tensor:
         """Return the norm of the residual stream in BF16 once more."""
         return rms_norm_forward(total, self.norm_weight, self.eps)[0]
 
+    def leave(
+        self, dnormed: Tensor, total: Tensor, inverse: Tensor, dtotal: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x (which is delta's as well) and of the norm's weight.
+
+        The gradient of the sum x + delta, which the residual stream brings, joins inside the
+        norm's.
+        """
+        return rms_norm_backward(dnormed, total, self.norm_weight, inverse, dtotal.contiguous())
+
 
 def norm_linear_hopper(
     x: Tensor, delta: Tensor | None, layers: NormedLinears
 ) -> tuple[Tensor, Tensor]:
-    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], as `models.layer.norm_linear`.
+    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], as `models.decoder.norm_linear`.
 
     Args:
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D] or None.
     """
-    [linear] = layers.linears
-    if linear.adapter is not None:
-        return _norm_linear_adapted(x, delta, layers)
-    fixed = Fixed.of(layers)
-    total, y = _NormLinear.apply(x, delta, layers.norm.weight, linear.weight, fixed)
-    return total, linear.with_bias(y)
-
-
-def _norm_linear_adapted(
-    x: Tensor, delta: Tensor | None, layers: NormedLinears
-) -> tuple[Tensor, Tensor]:
-    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], as `models.layer.norm_linear`.
-
-    Args:
-        x: The residual stream, bfloat16 [T, D].
-        delta: What is added to the stream first, bfloat16 [T, D] or None.
-    """
-    fixed = AdaptedFixed.of(layers)
-    total, y = _AdaptedNormLinear.apply(
-        x, delta, layers.norm.weight, *fixed.linears[0].masters, fixed
-    )
+    [linear], fixed = layers.linears, Fixed.of(layers)
+    if linear.adapter is None:
+        total, y = _NormLinear.apply(x, delta, layers.norm.weight, linear.weight, fixed)
+        return total, linear.with_bias(y)
+    masters = fixed.linears[0].masters
+    total, y = _AdaptedNormLinear.apply(x, delta, layers.norm.weight, *masters, fixed)
     return total, y
 
 
@@ -225,13 +180,15 @@ def add_norm_hopper(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
     return y
 
 
-def enter(x: Tensor, delta: Tensor | None, s: Fixed) -> tuple[Tensor, Tensor | None, GEMMInput]:
-    """Return x + delta, the inverse rms, and the normalised values as FProp reads them."""
-    if s.fp8:
-        n = rms_norm_quantize(x, s.norm_weight, s.eps, delta, s.keep, s.plan.scales)
-        return n.total, n.inverse_rms, n.rows
-    y, inverse, total = rms_norm_forward(x, s.norm_weight, s.eps, delta)
-    return total, inverse, y
+def enter(
+    x: Tensor, delta: Tensor | None, s: Fixed, with_values: bool = False
+) -> tuple[Tensor, Tensor | None, GEMMInput, Tensor | None]:
+    """Return x + delta, the inverse rms, and the norm as FProp reads it and in BF16 if asked."""
+    if not s.fp8:
+        y, inverse, total = rms_norm_forward(x, s.norm_weight, s.eps, delta)
+        return total, inverse, y, y
+    n = rms_norm_quantize(x, s.norm_weight, s.eps, delta, s.keep, s.plan.scales, with_values)
+    return n.total, n.inverse_rms, n.rows, n.values
 
 
 def entered_again(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: Fixed) -> GEMMInput:
@@ -240,17 +197,7 @@ def entered_again(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: Fix
         return kept[0]
     if s.plan.wgrad_input == "128x128":
         return rms_norm_squares(total, s.norm_weight, inverse, s.plan.scales)
-    return quantize_for_wgrad(rms_norm_forward(total, s.norm_weight, s.eps)[0], s.plan)
-
-
-def leave(
-    dnormed: Tensor, total: Tensor, inverse: Tensor, dtotal: Tensor, s: Fixed
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x (which is delta's as well) and of the norm's weight.
-
-    The gradient of the sum x + delta, which the residual stream brings, joins inside the norm's.
-    """
-    return rms_norm_backward(dnormed, total, s.norm_weight, inverse, dtotal.contiguous())
+    return quantize_for_wgrad(s.normed(total), s.plan)
 
 
 class _NormLinear(torch.autograd.Function):
@@ -260,9 +207,9 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, master: Tensor, s: Fixed
     ) -> tuple[Tensor, Tensor]:
-        total, inverse, entered = enter(x, delta, s)
+        total, inverse, entered, _ = enter(x, delta, s)
         tell(s.trace, "input_norm", entered)
-        y = fprop(entered, s.weights[0], s.plan)
+        y = fprop(entered, s.linears[0].weight, s.plan)
         if s.keep:
             kept = (entered,) if isinstance(entered, Tensor) else ()
             ctx.save_for_backward(total, inverse, *kept)
@@ -274,12 +221,13 @@ class _NormLinear(torch.autograd.Function):
         s: Fixed = ctx.fixed
         dtotal, dy = grads
         total, inverse, *kept = ctx.saved_tensors
-        operands = quantize_output_gradient(dy.contiguous(), s.weights[0], s.plan)
-        dnormed = dgrad(operands.rows, s.weights[0])
+        weight = s.linears[0].weight
+        operands = quantize_output_gradient(dy.contiguous(), weight, s.plan)
+        dnormed = dgrad(operands.rows, weight)
         dw = None
         if ctx.needs_input_grad[3]:
             dw = wgrad(operands, entered_again(total, inverse, kept, s), ctx.master, s.gradients)
-        dx, dnorm = leave(dnormed, total, inverse, dtotal, s)
+        dx, dnorm = s.leave(dnormed, total, inverse, dtotal)
         return dx, dx if ctx.two_inputs else None, dnorm, dw, None
 
 
@@ -292,9 +240,9 @@ class _AdaptedNormLinear(torch.autograd.Function):
         norm: Tensor,
         a: Tensor | None,
         b: Tensor | None,
-        s: AdaptedFixed,
+        s: Fixed,
     ) -> tuple[Tensor, Tensor]:
-        total, inverse, entered, values = s.enter(x, delta)
+        total, inverse, entered, values = enter(x, delta, s, with_values=True)
         tell(s.trace, "input_norm", entered)
         y, u = s.linears[0].forward(entered, values)
         if s.keep:
@@ -304,11 +252,11 @@ class _AdaptedNormLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        s: AdaptedFixed = ctx.fixed
+        s: Fixed = ctx.fixed
         dtotal, dy = grads
         total, inverse, u = ctx.saved_tensors
         dnormed, da, db = s.linears[0].backward(dy.contiguous(), s.normed(total), u)
-        dx, dnorm = rms_norm_backward(dnormed, total, s.norm_weight, inverse, dtotal.contiguous())
+        dx, dnorm = s.leave(dnormed, total, inverse, dtotal)
         return dx, dx if ctx.two_inputs else None, dnorm, da, db, None
 
 

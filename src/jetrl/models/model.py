@@ -17,15 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
 from jetrl.models import hf
-from jetrl.models.adapter import Adapter, LoRA, base_digest
+from jetrl.models.adapter import Adapter, base_digest
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
-from jetrl.models.nvfp4_files import check_base
+from jetrl.models.nvfp4_files import CodedWeights, check_base
 from jetrl.models.packed import Stems, token_positions, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.tiny import RandomWeights
-from jetrl.models.weights import Weights, WholeMasters
+from jetrl.models.weights import Weights
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.types import PlainText
 
@@ -91,16 +91,11 @@ class Model:
         replaced = {} if adapter is None else adapter.replaced
         self._replaced = {n: t for n, t in replaced.items() if n not in self.weights.masters}
         if adapter is not None and self.device.type != "meta":
-            self.base_digest = self._checked_base(adapter)
-
-    def _checked_base(self, adapter: Adapter) -> str:
-        """Return the digest of the base, after comparing it with that of the adapter's own."""
-        embedding = self.decoder.embedding.operand("train")
-        assert isinstance(embedding, Tensor), "an embedding is never FP8"
-        vectors = [value for name, value in self.decoder.named_parameters() if value.dim() == 1]
-        digest = base_digest(self.config, vectors, embedding)
-        adapter.check_base(digest)
-        return digest
+            embedding = self.decoder.embedding.operand("train")
+            assert isinstance(embedding, Tensor), "an embedding is never FP8"
+            vectors = [value for value in self.decoder.parameters() if value.dim() == 1]
+            self.base_digest = base_digest(config, vectors, embedding)
+            adapter.check_base(self.base_digest)
 
     @property
     def frozen(self) -> bool:
@@ -125,10 +120,9 @@ class Model:
         """
         config = hf.model_config(path)
         if config.head != cls.head:
-            raise UserError(
-                f"{path}: {config.architecture} has a head for {_HEADS[config.head]}, and one for "
-                f"{_HEADS[cls.head]} is needed here"
-            )
+            heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
+            has, needs = heads[config.head], heads[cls.head]
+            raise UserError(f"{path}: {config.architecture} has a head for {has}, not for {needs}")
         check_base(config, plan, path)
         tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
         generation_config = hf.read_generation_config(path)
@@ -175,8 +169,10 @@ class Model:
                 and leaves the layers in BF16 that the plan keeps so.
         """
         assert not self.frozen, "a frozen model has no master weights to save"
+        files: dict[str, Any] = {"tokenizer": self.tokenizer, "overwrite": overwrite}
         if self.lora is not None:
-            self._save_adapter(path, self.lora, overwrite)
+            masters, base = self.adapter_tensors(), self.base_path
+            save_adapter(path, self.config, self.lora, masters, base, self.base_digest, **files)
             return
         num_layers = self.config.num_layers
         hf.save_model(
@@ -184,24 +180,10 @@ class Model:
             self.config,
             self.whole_masters(),
             dtype,
-            tokenizer=self.tokenizer,
             generation_config=self.generation_config or None,
             bf16_layers=[i for i in range(num_layers) if self.plan.keeps_bf16(i, num_layers)],
             scales=self.plan.scales,
-            overwrite=overwrite,
-        )
-
-    def _save_adapter(self, path: str | Path, lora: LoRA, overwrite: bool) -> None:
-        """Write the adapter and what is trained beside it."""
-        save_adapter(
-            path,
-            self.config,
-            lora,
-            self.adapter_tensors(),
-            base=self.base_path,
-            digest=self.base_digest,
-            tokenizer=self.tokenizer,
-            overwrite=overwrite,
+            **files,
         )
 
     def adapter_tensors(self) -> dict[str, Tensor]:
@@ -221,7 +203,7 @@ class Model:
         Every rank reads the same names in the same order.
         """
         assert self.lora is None, "of a model with an adapter the base has no master weights"
-        return WholeMasters(self.weights)
+        return CodedWeights(self.weights.masters, self.weights.whole)
 
     def weight_scales(self) -> dict[str, Tensor]:
         """Return the float32 scales of each FP8 weight by its layer's name."""
@@ -248,10 +230,9 @@ class Model:
             stems: The rows that are computed, where sequences share their first tokens; None: all.
         """
         kv = PackedKeyValues(cu_seqlens, self.plan, self.device, stems)
-        if stems is None:
-            positions = upload(token_positions(cu_seqlens), self.device)
-        else:
-            positions = upload(stems.positions, self.device)
+        positions = token_positions(cu_seqlens) if stems is None else stems.positions
+        positions = upload(positions, self.device)
+        if stems is not None:
             token_ids = token_ids[upload(stems.rows, self.device)]
             rows = upload(stems.row_of, self.device)[rows]
         hidden: Tensor = self.decoder(token_ids, positions, kv, "train", checkpoint_layers)
@@ -313,9 +294,3 @@ def check_device(
             f"the GPU's attention takes head_dim 64 or 128 and at most 16 query heads a key "
             f"head, not {config.head_dim} and {group}; use run.device=cpu, or the fp32 preset"
         )
-
-
-_HEADS: dict[Head, str] = {
-    "lm": "tokens (ForCausalLM)",
-    "score": "scores (ForSequenceClassification)",
-}

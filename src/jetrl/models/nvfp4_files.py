@@ -22,27 +22,67 @@ of memory. Scales of keys and values are not read: their format is the precision
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.files import shown_value
+from jetrl.files import Stored, checked
 from jetrl.models.families import ModelConfig, StoredTensor, stored_tensors
 from jetrl.models.patterns import matching
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor
 from jetrl.precision.plan import PrecisionPlan
 
 SIDECAR = "hf_quant_config.json"  # ModelOpt's, of whose older exports config.json says nothing
+_WHERE = "config.json: quantization_config"
 _OF_KEYS_AND_VALUES = (".k_scale", ".v_scale", ".q_scale")
-_MODELOPT_FORMATS = ("NVFP4", "W4A16_NVFP4")
-_CT_FORMAT = "nvfp4-pack-quantized"
+_NotThere = Annotated[dict[str, Any], Field(max_length=0)] | None
+
+
+class _GroupSize(Stored):
+    group_size: Literal[16] = 16
+
+
+class _CodedWeights(Stored):
+    num_bits: Literal[4]
+    type: Literal["float"]
+    group_size: Literal[16]
+    strategy: Literal["tensor_group"] = "tensor_group"
+    symmetric: Literal[True] = True
+
+
+class _ModelOptGroup(Stored):
+    weights: _GroupSize | None = None
+
+
+class _CodedGroup(Stored):
+    weights: _CodedWeights
+    format: Literal["nvfp4-pack-quantized"]
+    targets: list[str] | None = None
+
+
+class _ModelOpt(_GroupSize):
+    """What is read of a directory that ModelOpt wrote."""
+
+    quant_algo: Literal["NVFP4", "W4A16_NVFP4"]
+    config_groups: dict[str, _ModelOptGroup] | None = None
+    ignore: list[str] | None = None
+    exclude_modules: list[str] | None = None
+
+
+class _CompressedTensors(Stored):
+    """What is read of a directory that compressed-tensors wrote."""
+
+    config_groups: Annotated[dict[str, _CodedGroup], Field(min_length=1)]
+    ignore: list[str] | None = None
+    transform_config: _NotThere = None
+    sparsity_config: _NotThere = None
 
 
 @dataclass(frozen=True)
@@ -71,18 +111,12 @@ class NVFP4Layout:
         """
         return tuple(weight + end for end in self.ends)
 
-    def left_in_16_bits(self, layers: Sequence[str]) -> set[str]:
-        """Return the stored layers that stay in 16 bits, by what config.json says."""
-        coded = _matching(self.coded, layers) if self.coded else set(layers)
-        return set(layers) - coded | _matching(self.left_out, layers)
-
 
 def _matching(patterns: Sequence[str], layers: Sequence[str]) -> set[str]:
     """Return the layers that one of some patterns stands for."""
     plain = [pattern for pattern in patterns if not pattern.startswith("re:")]
     expressions = [p.removeprefix("re:") for p in patterns if p.startswith("re:")]
-    key = "config.json: quantization_config"
-    return matching(expressions, layers, key, whole=False) | {
+    return matching(expressions, layers, _WHERE, whole=False) | {
         layer
         for layer in layers
         if any(fnmatchcase(layer, p) or layer.startswith(f"{p}.") for p in plain)
@@ -104,7 +138,7 @@ _COMPRESSED_TENSORS = NVFP4Layout(
 
 
 def nvfp4_layout(quantization: Any) -> NVFP4Layout | None:
-    """Return the layout of a directory's NVFP4 weights; None where another method is named.
+    """Return the layout of a directory's NVFP4 weights; None if another method is named.
 
     Args:
         quantization: config.json's `quantization_config`, or the contents of
@@ -117,95 +151,31 @@ def nvfp4_layout(quantization: Any) -> NVFP4Layout | None:
     producer = quantization.get("producer")
     named = [quantization.get("quant_method"), quantization.get("quant_library")]
     named.append(producer.get("name") if isinstance(producer, Mapping) else None)
-    if any(str(name).lower().startswith("modelopt") for name in named):
-        return _modelopt_layout(quantization)
-    return None
-
-
-def _modelopt_layout(quantization: Mapping[str, Any]) -> NVFP4Layout:
-    """Return the layout of a directory that ModelOpt wrote."""
-    where, said = "config.json: quantization_config", quantization
+    if not any(str(name).lower().startswith("modelopt") for name in named):
+        return None
+    where, said = _WHERE, quantization
     if isinstance(quantization.get("quantization"), Mapping):
         where, said = f"{SIDECAR}: quantization", quantization["quantization"]
-    algorithm = str(said.get("quant_algo")).upper()
-    if algorithm not in _MODELOPT_FORMATS:
-        raise UserError(
-            f"{where}.quant_algo = {shown_value(said.get('quant_algo'))} is not supported; of "
-            f"ModelOpt's formats {' and '.join(_MODELOPT_FORMATS)} are read, as a frozen base"
-        )
-    groups = said.get("config_groups")
-    sizes = {f"{where}.group_size": said.get("group_size", NVFP4_GROUP)}
-    for name, group in (groups if isinstance(groups, Mapping) else {}).items():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and "group_size" in weights:
-            sizes[f"{where}.config_groups.{name}.weights.group_size"] = weights["group_size"]
-    for key, size in sizes.items():
-        _check_group_size(key, size)
-    key = "exclude_modules" if "exclude_modules" in said else "ignore"
-    return _leaving_out(_MODELOPT, f"{where}.{key}", said.get(key))
+    algorithm = said.get("quant_algo")
+    upper = algorithm.upper() if isinstance(algorithm, str) else algorithm
+    read = checked(TypeAdapter(_ModelOpt), {**said, "quant_algo": upper}, where)
+    return replace(_MODELOPT, left_out=tuple(read.exclude_modules or read.ignore or ()))
 
 
 def _compressed_tensors_layout(quantization: Mapping[str, Any]) -> NVFP4Layout:
-    where = "config.json: quantization_config"
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        shown = shown_value(groups)
-        raise UserError(f"{where}.config_groups = {shown}: an object of groups is expected")
-    for name, group in groups.items():
-        _check_group(f"{where}.config_groups.{name}", group, quantization.get("format"))
-    for key in ("transform_config", "sparsity_config"):
-        if quantization.get(key):
-            raise UserError(f"{where}.{key} is not supported: {shown_value(quantization[key])}")
-    layout = _leaving_out(_COMPRESSED_TENSORS, f"{where}.ignore", quantization.get("ignore"))
-    targets = [
-        target
-        for name, group in groups.items()
-        for target in _texts(f"{where}.config_groups.{name}.targets", group.get("targets"))
-    ]
-    return replace(layout, coded=() if "Linear" in targets else tuple(targets))
-
-
-def _check_group(where: str, group: Any, shared_format: Any) -> None:
-    """Raise for a group of compressed-tensors' layers that are not in NVFP4."""
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping):
-        raise UserError(f"{where}.weights = {shown_value(weights)}: an object is expected")
-    format = group.get("format") or shared_format
-    kind = f"{shown_value(weights.get('num_bits'))} bits of type {shown_value(weights.get('type'))}"
-    if format != _CT_FORMAT or (weights.get("num_bits"), weights.get("type")) != (4, "float"):
-        raise UserError(
-            f"{where}: format {shown_value(format)} with {kind} is not supported; of "
-            f"compressed-tensors' formats {_CT_FORMAT!r} with 4 bits of type 'float' is read, as a "
-            "frozen base"
-        )
-    _check_group_size(f"{where}.weights.group_size", weights.get("group_size"))
-    if weights.get("strategy", "tensor_group") != "tensor_group" or not weights.get(
-        "symmetric", True
-    ):
-        raise UserError(
-            f"{where}.weights: strategy {shown_value(weights.get('strategy'))} with symmetric = "
-            f"{shown_value(weights.get('symmetric'))}; NVFP4 has 'tensor_group' and true"
-        )
-
-
-def _check_group_size(key: str, size: Any) -> None:
-    """Raise for another group size than NVFP4's."""
-    if size != NVFP4_GROUP:
-        shown = shown_value(size)
-        raise UserError(f"{key} = {shown}: NVFP4 weights are read in groups of {NVFP4_GROUP}")
-
-
-def _leaving_out(layout: NVFP4Layout, key: str, patterns: Any) -> NVFP4Layout:
-    """Return a layout with the patterns of the layers that stay in 16 bits."""
-    return replace(layout, left_out=tuple(_texts(key, patterns)))
-
-
-def _texts(key: str, value: Any) -> list[str]:
-    """Return a list of texts in config.json; a missing one is empty."""
-    listed = [] if value is None else value
-    if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
-        raise UserError(f"{key} = {shown_value(value)}: a list of texts is expected")
-    return listed
+    said, groups = dict(quantization), quantization.get("config_groups")
+    if isinstance(groups, Mapping):  # a group has the format of all, unless it names its own
+        shared = {"format": quantization.get("format")}
+        said["config_groups"] = {
+            name: shared | {k: v for k, v in group.items() if k != "format" or v}
+            if isinstance(group, Mapping)
+            else group
+            for name, group in groups.items()
+        }
+    read = checked(TypeAdapter(_CompressedTensors), said, _WHERE)
+    targets = [t for group in read.config_groups.values() for t in group.targets or ()]
+    coded = () if "Linear" in targets else tuple(targets)
+    return replace(_COMPRESSED_TENSORS, left_out=tuple(read.ignore or ()), coded=coded)
 
 
 def is_nvfp4(config: ModelConfig) -> bool:
@@ -226,27 +196,30 @@ def left_in_16_bits(config: ModelConfig) -> set[str]:
         for name, parts in stored_tensors(config).items()
         if parts[0].linear_weight
     }
-    left = layout.left_in_16_bits([layer for layers in linears.values() for layer in layers])
+    every = [layer for layers in linears.values() for layer in layers]
+    left = _matching(layout.left_out, every)
+    if layout.coded:
+        left |= set(every) - _matching(layout.coded, every)
     return {name for name, layers in linears.items() if layers <= left}
 
 
 def check_base(config: ModelConfig, plan: PrecisionPlan, path: str | Path) -> None:
-    """Raise where a directory is in NVFP4 and a plan would round its linear layers again."""
+    """Raise if a directory is in NVFP4 and a plan would round its linear layers again."""
     layout = nvfp4_layout(config.raw.get("quantization_config"))
     if layout is None:
         return
+    begin = f"{path}: its linear layers are in NVFP4 ({layout.tool})"
     if plan.base != "nvfp4":
         raise UserError(
-            f"{path}: its linear layers are in NVFP4 ({layout.tool}), which is read as a frozen "
-            "base alone: set precision.base=nvfp4 and adapter.kind=lora; to train all parameters, "
-            "or for a critic or a reward model, take the model in 16 bits"
+            f"{begin}, which is read as a frozen base alone: set precision.base=nvfp4 and "
+            "adapter.kind=lora, or take the model in 16 bits"
         )
     for layer in range(config.num_layers):
         if set(plan.linear_formats(layer, config.num_layers).values()) != {"nvfp4"}:
             raise UserError(
-                f"{path}: its linear layers are in NVFP4 ({layout.tool}), and the precision plan "
-                f"has layer {layer} in BF16: leave precision.first_layers_bf16, last_layers_bf16 "
-                "and sampler_deviation.bf16_layers out"
+                f"{begin}, and the precision plan has layer {layer} in BF16: leave "
+                "precision.first_layers_bf16, last_layers_bf16 and sampler_deviation.bf16_layers "
+                "out"
             )
 
 
@@ -262,54 +235,70 @@ def read_nvfp4(
         read: Returns the tensor of a name, after comparing its shape with those that may be.
     """
     num_rows, num_columns = part.shape
+    names = layout.names(part.name)
     if num_columns % NVFP4_GROUP:
         raise UserError(
-            f"{files[layout.names(part.name)[0]]}: {part.name} has {num_columns} columns, and "
-            f"NVFP4 needs multiples of {NVFP4_GROUP}"
+            f"{files[names[0]]}: {part.name} has {num_columns} columns, and NVFP4 needs multiples "
+            f"of {NVFP4_GROUP}"
         )
     of_codes, of_scales = (num_rows, num_columns // 2), (num_rows, num_columns // NVFP4_GROUP)
     shapes: tuple[tuple[tuple[int, ...], ...], ...] = ((of_codes,), (of_scales,), ((), (1,)))
     dtypes = (torch.uint8, torch.float8_e4m3fn, torch.float32)
     tensors = []
-    for name, dtype, allowed in zip(layout.names(part.name), dtypes, shapes, strict=True):
-        tensor = read(name, *allowed)
-        if tensor.dtype != dtype:
+    for name, dtype, allowed in zip(names, dtypes, shapes, strict=True):
+        tensors.append(read(name, *allowed))
+        if tensors[-1].dtype != dtype:
             raise UserError(
-                f"{files[name]}: tensor {name} is {tensor.dtype}, and NVFP4 in {layout.tool}'s "
-                f"layout has {dtype} there"
+                f"{files[name]}: tensor {name} is {tensors[-1].dtype}, and NVFP4 in "
+                f"{layout.tool}'s layout has {dtype} there"
             )
-        tensors.append(tensor)
     codes, scales, scale = tensors
-    _, of_groups, of_matrix = layout.names(part.name)
     if bool((~(scales.float() >= 0)).any()):
-        raise UserError(f"{files[of_groups]}: {of_groups} has scales that are negative or NaN")
+        raise UserError(f"{files[names[1]]}: {names[1]} has scales that are negative or NaN")
     scale = scale.reshape(())
     own = 1 / scale if layout.divides else scale
     if not (bool(scale > 0) and bool(own > 0) and bool(own.isfinite())):
         raise UserError(
-            f"{files[of_matrix]}: {of_matrix} = {float(scale):g}, and a finite positive number is "
+            f"{files[names[2]]}: {names[2]} = {float(scale):g}, and a finite positive number is "
             "expected"
         )
     return NVFP4Tensor(codes, scales, own)
 
 
 class CodedWeights(Mapping[str, Tensor]):
-    """The parameters of a model by name, with the codes of those that are in NVFP4.
+    """The parameters of a model by name, each made or read when it is asked for, and not kept.
 
-    As an item such a parameter has the values that its codes stand for, in float32.
+    Args:
+        value: Returns a parameter; of one in NVFP4 the float32 values that its codes stand for.
+        codes: Returns a parameter's codes and scales; None if it has 16 or 32 bits, or FP8.
+        left_wide: Whether a parameter has 16 or 32 bits in a directory with others in NVFP4.
     """
 
-    @abstractmethod
-    def codes(self, name: str) -> NVFP4Tensor | None:
-        """Return a parameter's codes and scales; None where it has 16 or 32 bits, or FP8."""
+    def __init__(
+        self,
+        names: Iterable[str],
+        value: Callable[[str], Tensor],
+        codes: Callable[[str], NVFP4Tensor | None] = lambda name: None,
+        left_wide: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        self._names, self._value = dict.fromkeys(names), value
+        self.codes, self.left_wide = codes, left_wide
 
-    @abstractmethod
-    def left_wide(self, name: str) -> bool:
-        """Return whether a parameter has 16 or 32 bits in a directory with others in NVFP4."""
+    def __getitem__(self, name: str) -> Tensor:
+        return self._value(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
 
 def codes_of(weights: Mapping[str, Tensor], name: str) -> NVFP4Tensor | None:
-    """Return the codes and scales of one of a model's parameters; None where it has none."""
+    """Return the codes and scales of one of a model's parameters; None if it has none."""
     return weights.codes(name) if isinstance(weights, CodedWeights) else None
 
 

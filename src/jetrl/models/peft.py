@@ -10,7 +10,7 @@ A key of adapter_config.json that this reader does not know is refused unless it
 of another kind would be read as something that it is not.
 
 A merged weight is W + s B A, made in FP32. An adapter that changes a weight by less than a rounding
-step does not change what is stored: `merging_losses` measures that for BF16 and for FP8.
+step does not change what is stored (benchmarks/merging.py measures that).
 """
 
 from __future__ import annotations
@@ -18,26 +18,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.files import printable, shown_value
-from jetrl.models.adapter import (
-    ALL_LINEAR,
-    AdaptedPart,
-    Adapter,
-    LoRA,
-    adapted_parts,
-    adapter_names,
-)
+from jetrl.files import Stored, checked, printable, shown_value
+from jetrl.models.adapter import Adapter, LoRA, adapted_parts, adapter_names
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.hf_files import is_hub_name, load_tensors, read_object
 from jetrl.models.hf_save import (
@@ -48,31 +41,54 @@ from jetrl.models.hf_save import (
     save_tokenizer,
     write_json,
 )
+from jetrl.models.nvfp4_files import CodedWeights
 from jetrl.precision.adapter import AdapterShape
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import dequantize, quantize
 from jetrl.settings.model_sections import MOST_RANK, AdapterSettings
 
 logger = logging.getLogger(__name__)
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
 _BASE = "base_model_name_or_path"
 _NEEDED = "write the directory of the model that this adapter was trained on there"
 # Next to PEFT's files, since the order of two entries in a safetensors head is left to chance.
 _OWN, _DIGEST, _TIED = "jetrl_adapter.json", "base_digest", "tied"
-_EMBEDDINGS = "embed.weight"
+_EMBEDDINGS, _HEAD = "embed.weight", "lm_head.weight"
 # Keys of adapter_config.json that change no number here, whatever they say.
 _WITHOUT_MEANING = {
-    "auto_mapping", _BASE, "inference_mode", "peft_version", "revision",
+    "auto_mapping", "inference_mode", "peft_version", "revision",
     "task_type", "qalora_group_size", "megatron_core", "runtime_config",
 }  # fmt: skip
-_READ = {
-    "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
-    "modules_to_save", "init_lora_weights", "bias", "ensure_weight_tying",
-}  # fmt: skip
 _WHOLE = ("train_embeddings", "train_norms", "train_head")
-# How A and B began, where the base stayed as it was. PiSSA and its like change the base.
-_HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+class _Peft(Stored):
+    """What is read of adapter_config.json; the base must be as it was when A and B began."""
+
+    peft_type: Literal["LORA"]
+    r: Annotated[int, Field(ge=1, le=MOST_RANK)]
+    lora_alpha: Annotated[float, Field(gt=0, lt=1e30)]
+    target_modules: Any
+    use_rslora: bool | None = None
+    modules_to_save: list[str] | None = None
+    lora_dropout: float | None = None
+    bias: Literal["none"] = "none"
+    init_lora_weights: Literal[True, False, None, "gaussian", "eva", "orthogonal"] = True
+    ensure_weight_tying: bool | None = None
+    task_type: Any = None
+    base_model_name_or_path: Any = None
+
+
+def _read(path: str | Path) -> _Peft:
+    """Return the adapter_config.json of a directory, if it describes a plain LoRA."""
+    file = Path(path) / CONFIG
+    if not file.is_file():
+        raise UserError(f"{path}: no adapter there; PEFT's directory has {CONFIG} and {TENSORS}")
+    read = checked(TypeAdapter(_Peft), read_object(file), str(file))
+    for key, value in sorted((read.model_extra or {}).items()):
+        if value and key not in _WITHOUT_MEANING:
+            raise UserError(f"{file}: {printable(key)} = {shown_value(value)} is not supported")
+    return read
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -81,14 +97,13 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def base_of(path: str | Path) -> str | None:
-    """Return the model that an adapter's directory names as its base, None where it names none."""
-    base = read_object(Path(path) / CONFIG).get(_BASE)
+    """Return the model that an adapter's directory names as its base, None if it names none."""
+    base = _read(path).base_model_name_or_path
     if not isinstance(base, str) or not base:
         return None
     if not is_hub_name(base) and not os.path.isdir(base):
-        raise UserError(
-            f"{Path(path) / CONFIG}: {_BASE} = {shown_value(base)}: no such directory; {_NEEDED}"
-        )
+        shown = f"{_BASE} = {shown_value(base)}"
+        raise UserError(f"{Path(path) / CONFIG}: {shown}: no such directory; {_NEEDED}")
     return base
 
 
@@ -97,43 +112,31 @@ def without_base(path: str | Path) -> UserError:
     return UserError(f"{Path(path) / CONFIG}: {_BASE} names no base; {_NEEDED}")
 
 
-def lora_of(settings: AdapterSettings, config: ModelConfig) -> LoRA | None:
-    """Return the kind of the adapter that settings ask for; None without one.
+def is_scalar(path: str | Path) -> bool:
+    """Return whether an adapter's directory is of a model with a scalar head, a reward model."""
+    return bool(_read(path).task_type == "SEQ_CLS")
 
-    Args:
-        settings: The section [adapter].
-    """
+
+def lora_of(settings: AdapterSettings, config: ModelConfig) -> LoRA | None:
+    """Return the kind of the adapter that settings ask for; None without one."""
     if settings.kind is None:
         return None
-    whole = settings.train_embeddings, settings.train_norms, settings.train_head
-    given = {
-        key: value
-        for key in ("rank", "alpha", "rslora", "targets")
-        if (value := getattr(settings, key)) is not None
-    }
+    asked = {key: getattr(settings, key) for key in ("rank", "alpha", "rslora", "targets")}
+    given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+    whole: dict[str, Any] = {key: getattr(settings, key) for key in _WHOLE}
     if settings.path is None:
-        usual: dict[str, Any] = {"rank": 32, "alpha": 32.0, "rslora": False}
-        usual["targets"] = (ALL_LINEAR,)
-        usual |= given | dict(zip(_WHOLE, whole, strict=True))
-        lora = LoRA(**usual)
+        lora = LoRA(**{"rank": 32, "alpha": 32.0} | given | whole)
         adapted_parts(config, lora.targets)  # its errors are of the setting
         return lora
     lora = read_lora(settings.path, config)
     for key, value in given.items():
-        if value != getattr(lora, key) and key != "targets":
+        if key == "targets" or value != getattr(lora, key):
+            has = "its own targets" if key == "targets" else getattr(lora, key)
             raise UserError(
-                f"adapter.{key} = {value}, and the adapter in {settings.path} has "
-                f"{getattr(lora, key)}: leave adapter.{key} out to go on with that adapter"
+                f"adapter.{key} = {value}, and the adapter in {settings.path} has {has}: leave "
+                f"adapter.{key} out to continue with that adapter"
             )
-    if "targets" in given:
-        raise UserError(
-            f"adapter.targets is set, and the adapter in {settings.path} has its own targets: "
-            "leave one of the two out"
-        )
-    embeddings, norms, head = whole
-    return dataclasses.replace(
-        lora, train_embeddings=embeddings, train_norms=norms, train_head=head
-    )
+    return dataclasses.replace(lora, **whole)
 
 
 def adapter_of(
@@ -142,7 +145,6 @@ def adapter_of(
     """Return the adapter that settings ask for, new or read from adapter.path; None without one.
 
     Args:
-        settings: The section [adapter].
         device: The device of the model; for "meta" no tensor is read or made.
     """
     lora = lora_of(settings, config)
@@ -162,65 +164,19 @@ def adapted_config(settings: AdapterSettings, config: ModelConfig) -> ModelConfi
     return read_adapter(settings.path, config, lora_of(settings, config)).shape(config)
 
 
-def is_scalar(path: str | Path) -> bool:
-    """Return whether an adapter's directory is of a model with a scalar head, a reward model."""
-    return read_object(Path(path) / CONFIG).get("task_type") == "SEQ_CLS"
-
-
 def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
     """Return the kind of the adapter of a directory, without reading its tensors."""
-    directory = Path(path)
-    file = directory / CONFIG
-    if not file.is_file():
-        raise UserError(
-            f"{directory}: no adapter there; PEFT's directory has {CONFIG} and {TENSORS}"
-        )
-    contents = read_object(file)
-    _check_kind(file, contents)
-    rank, alpha = contents.get("r"), contents.get("lora_alpha")
-    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
-        raise UserError(f"{file}: r = {shown_value(rank)}: a rank from 1 to {MOST_RANK} is needed")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e30:
-        raise UserError(f"{file}: lora_alpha = {shown_value(alpha)}: a number above 0 is needed")
-    targets = contents.get("target_modules")
+    read, file = _read(path), Path(path) / CONFIG
+    if read.lora_dropout:
+        logger.warning("%s: lora_dropout is not applied here", file)
+    targets = read.target_modules
     if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
         targets = tuple(targets)
     elif not isinstance(targets, str):
-        raise UserError(
-            f"{file}: target_modules = {shown_value(targets)}: a list of names, or one text"
-        )
+        shown = shown_value(targets)
+        raise UserError(f"{file}: target_modules = {shown}: a list of names, or one text")
     adapted_parts(config, targets, key=f"{file}: target_modules")
-    return LoRA(rank, float(alpha), contents.get("use_rslora") is True, targets)
-
-
-def _check_kind(file: Path, contents: Mapping[str, Any]) -> None:
-    """Raise where adapter_config.json describes something else than a plain LoRA."""
-    if contents.get("peft_type") != "LORA":
-        raise UserError(
-            f"{file}: peft_type = {shown_value(contents.get('peft_type'))}: only LORA is supported"
-        )
-    if contents.get("use_dora"):
-        raise UserError(
-            f"{file}: use_dora is true, and DoRA, which scales the base's columns by norms that "
-            "change with the adapter, is not supported; train a plain LoRA"
-        )
-    bias = contents.get("bias", "none")
-    if bias != "none":
-        raise UserError(f"{file}: bias = {shown_value(bias)}: adapters of biases are not supported")
-    begun = contents.get("init_lora_weights", True)
-    if not any(begun is known or begun == known for known in _HARMLESS_BEGINNINGS):
-        raise UserError(
-            f"{file}: init_lora_weights = {shown_value(begun)} may have changed the base; convert "
-            "the adapter to a plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
-        )
-    if contents.get("lora_dropout"):
-        logger.warning("%s: lora_dropout is not applied here", file)
-    for key in sorted(contents.keys() - _READ - _WITHOUT_MEANING - {"use_dora"}):
-        if contents[key]:
-            shown = f"{printable(key)} = {shown_value(contents[key])}"
-            raise UserError(
-                f"{file}: {shown} is not supported here; an adapter without it can be read"
-            )
+    return LoRA(read.r, read.lora_alpha, bool(read.use_rslora), targets)
 
 
 def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = None) -> Adapter:
@@ -233,30 +189,29 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
     lora = read_lora(directory, config)
     if trains is not None:
         lora = dataclasses.replace(lora, **{key: getattr(trains, key) for key in _WHOLE})
-    file = directory / TENSORS
+    file, own = directory / TENSORS, directory / _OWN
     if not file.is_file():
-        pickled = directory / "adapter_model.bin"
-        hint = f"PEFT's directory has it beside {CONFIG}"
-        if pickled.is_file():
-            hint = f"{pickled.name} is pickled: save it again with safetensors"
-        raise UserError(f"{file}: no such file; {hint}")
-    own: dict[str, Any] = {_TIED: False}
-    if (directory / _OWN).is_file():
-        own = read_object(directory / _OWN)
-    contents, stored = read_object(directory / CONFIG), load_tensors(file)
+        raise UserError(f"{file}: no such file; save an adapter in .bin again with safetensors")
     # Earlier versions of jetrl left the head of a tied pair out.
-    replaced, unties = take_whole(stored, file, contents, config, bool(own.get(_TIED, True)))
-    adapter = Adapter(lora, {}, {}, replaced, str(directory), own.get(_DIGEST), unties)
-    shapes = lora.shapes(adapter.shape(config))
-    parts = adapted_parts(config, lora.targets)
+    said: dict[str, Any] = {_TIED: True} | read_object(own) if own.is_file() else {_TIED: False}
+    stored, read = load_tensors(file), _read(directory)
+    saved = read.modules_to_save or []
+    replaced = _take_whole(stored, file, config, saved)
+    tied = bool(said[_TIED] or read.ensure_weight_tying)
+    unties = config.tie_word_embeddings and _unties(replaced, file, saved, tied)
+    adapter = Adapter(lora, {}, {}, replaced, str(directory), said.get(_DIGEST), unties)
+    shapes, parts = lora.shapes(adapter.shape(config)), adapted_parts(config, lora.targets)
     tensors: dict[str, Tensor] = {}
     for layer, shape in shapes.items():
-        a_name, b_name = adapter_names(layer)
-        a, b = [], []
-        for part in parts[layer]:
-            a.append(_taken(stored, file, part, "A", (lora.rank, shape.num_columns)))
-            b.append(_taken(stored, file, part, "B", (part.num_rows, lora.rank)))
-        tensors[a_name], tensors[b_name] = torch.cat(a), torch.cat(b)
+        a_shape = (lora.rank, shape.num_columns)
+        names = [f"{PREFIX}{part.name}.lora_" for part in parts[layer]]
+        rows = [part.num_rows for part in parts[layer]]
+        a = [_taken(stored, file, f"{name}A.weight", a_shape) for name in names]
+        b = [
+            _taken(stored, file, f"{name}B.weight", (count, lora.rank))
+            for name, count in zip(names, rows, strict=True)
+        ]
+        tensors |= zip(adapter_names(layer), (torch.cat(a), torch.cat(b)), strict=True)
     if stored:
         more = f", and {len(stored) - 1} more" if len(stored) > 1 else ""
         raise UserError(
@@ -266,20 +221,71 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
     return dataclasses.replace(adapter, shapes=shapes, tensors=tensors)
 
 
-def _taken(
-    stored: dict[str, Tensor], file: Path, part: AdaptedPart, kind: str, shape: tuple[int, int]
-) -> Tensor:
-    """Return A or B of one stored linear layer, and take it out of the tensors of the file."""
-    name = f"{PREFIX}{part.name}.lora_{kind}.weight"
-    if name not in stored:
-        raise UserError(f"{file}: tensor {name} is missing; {CONFIG} names its layer as a target")
-    tensor = stored.pop(name)
+def _taken(stored: dict[str, Tensor], file: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Take a tensor out of those of a file, and return it as float32 once it is checked."""
+    tensor, problem = stored.pop(name, None), None
+    if tensor is None:
+        raise UserError(f"{file}: tensor {name} is missing; {CONFIG} names its module")
     if tuple(tensor.shape) != shape:
-        raise UserError(
-            f"{file}: tensor {name} has shape {list(tensor.shape)}, and with the r of {CONFIG} "
-            f"this model needs {list(shape)}: is it an adapter for another base?"
-        )
-    return checked_numbers(tensor, name, file)
+        problem = f"has shape {list(tensor.shape)}, and this model needs {list(shape)}: is it an "
+        problem += "adapter for another base?"
+    elif not tensor.is_floating_point():
+        problem = f"is {tensor.dtype}: a floating dtype is needed"
+    elif not bool(tensor.float().isfinite().all()):
+        problem = "has a NaN or an infinity: take an earlier checkpoint of the adapter"
+    if problem:
+        raise UserError(f"{file}: tensor {name} {problem}")
+    return tensor.float()
+
+
+def _take_whole(
+    stored: dict[str, Tensor], file: Path, config: ModelConfig, saved: list[str]
+) -> dict[str, Tensor]:
+    """Take out the parameters that an adapter replaces, by our names; saved ones have to be there.
+
+    Args:
+        saved: `modules_to_save`.
+    """
+    replaced = {}
+    for name, parts in stored_tensors(_untied(config)).items():
+        for part in parts:
+            if _is_saved(part.name, saved) and PREFIX + part.name not in stored:
+                raise UserError(
+                    f"{file.parent / CONFIG}: modules_to_save names "
+                    f"{part.name.rpartition('.')[0]}, and {TENSORS} has no tensor "
+                    f"{PREFIX}{part.name}: save the adapter again"
+                )
+        key = PREFIX + parts[0].name
+        if len(parts) == 1 and not parts[0].linear_weight and key in stored:
+            replaced[name] = _taken(stored, file, key, parts[0].shape)
+    return replaced
+
+
+def _untied(config: ModelConfig) -> ModelConfig:
+    """Return the config of a model whose output head has a tensor of its own, if it has a head."""
+    return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def _is_saved(tensor: str, modules_to_save: Iterable[str]) -> bool:
+    """Return whether a tensor is of a saved module: its name ends so, without regard to dots."""
+    parts = tensor.split(".")
+    around = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return any(module.endswith(name) for module in around for name in modules_to_save)
+
+
+def _unties(replaced: dict[str, Tensor], file: Path, saved: Iterable[str], tied: bool) -> bool:
+    """Return whether an adapter unties its base's pair; of a tied pair leave the embedding."""
+    embedding, head = replaced.get(_EMBEDDINGS), replaced.get(_HEAD)
+    both = embedding is not None and head is not None
+    same = embedding is not None and head is not None and torch.equal(embedding, head)
+    copies = _is_saved("model.embed_tokens.weight", saved) or _is_saved("lm_head.weight", saved)
+    if copies and not tied and not same and (embedding is not None or head is not None):
+        return True
+    if both and not same:
+        raise UserError(f"{file}: embed_tokens and lm_head differ, and the adapter ties them")
+    if head is not None:
+        replaced[_EMBEDDINGS] = replaced.pop(_HEAD)
+    return False
 
 
 def save_adapter(
@@ -297,7 +303,6 @@ def save_adapter(
     Args:
         masters: The whole master weights that are trained, by our names, and parameters of the base
             that the adapter replaces.
-        tokenizer: The tokenizer to write, or None.
         overwrite: Replace an adapter or a model that is at `path`.
     """
     target = Path(path)
@@ -306,9 +311,8 @@ def save_adapter(
     )
 
     def write() -> None:
-        stored = stored_adapter(config, lora, masters)
-        contents = adapter_json(config, lora, base, modules_to_save(config, stored))
-        write_json(scratch / CONFIG, contents)
+        stored = _stored(config, lora, masters)
+        write_json(scratch / CONFIG, _adapter_json(config, lora, base, stored))
         save_file(stored, scratch / TENSORS)
         write_json(scratch / _OWN, {_DIGEST: digest, _TIED: config.tie_word_embeddings})
         if tokenizer is not None:
@@ -319,9 +323,7 @@ def save_adapter(
         world().from_first("an adapter's directory", write)
 
 
-def stored_adapter(
-    config: ModelConfig, lora: LoRA, masters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _stored(config: ModelConfig, lora: LoRA, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return master weights by the names that PEFT's files have, float32 on the CPU."""
     tensors: dict[str, Tensor] = {}
     left = dict(masters)
@@ -343,20 +345,20 @@ def stored_adapter(
     }
 
 
-def adapter_json(
-    config: ModelConfig, lora: LoRA, base: str | None, saved: list[str]
+def _adapter_json(
+    config: ModelConfig, lora: LoRA, base: str | None, stored: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     alpha = lora.alpha
     return {
         "auto_mapping": None,
-        "base_model_name_or_path": base,
+        _BASE: base,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
-        "modules_to_save": saved or None,
+        "modules_to_save": _modules_to_save(config, stored) or None,
         "peft_type": "LORA",
         "r": lora.rank,
         "target_modules": _target_names(config, lora),
@@ -371,30 +373,10 @@ def _target_names(config: ModelConfig, lora: LoRA) -> list[str]:
     parts = adapted_parts(config, lora.targets)
     names = [part.name for of_layer in parts.values() for part in of_layer]
     last = tuple(sorted({name.rpartition(".")[2] for name in names}))
-    same = adapted_parts(config, last)
-    every = [part.name for of_layer in same.values() for part in of_layer]
-    return list(last) if lora.targets in (ALL_LINEAR, (ALL_LINEAR,)) or every == names else names
+    return list(last) if adapted_parts(config, last) == parts else names
 
 
-PREFIX = "base_model.model."
-_EMBEDDINGS, _HEAD = "embed.weight", "lm_head.weight"
-
-
-def take_whole(
-    stored: dict[str, Tensor],
-    file: Path,
-    contents: Mapping[str, Any],
-    config: ModelConfig,
-    tied: bool,
-) -> tuple[dict[str, Tensor], bool]:
-    """Return the parameters that an adapter replaces, and whether it unties the embedding."""
-    saved = _modules_to_save(file, contents, stored, config)
-    replaced = _taken_whole(stored, file, _untied(config))
-    tied = tied or bool(contents.get("ensure_weight_tying"))
-    return replaced, config.tie_word_embeddings and _unties(replaced, file, saved, tied)
-
-
-def modules_to_save(config: ModelConfig, stored: Iterable[str]) -> list[str]:
+def _modules_to_save(config: ModelConfig, stored: Iterable[str]) -> list[str]:
     """Return `modules_to_save` of an adapter's tensors: last names, or whole ones if need be."""
     every = {part.name for parts in stored_tensors(_untied(config)).values() for part in parts}
     whole = {name for name in every if PREFIX + name in stored}
@@ -403,87 +385,7 @@ def modules_to_save(config: ModelConfig, stored: Iterable[str]) -> list[str]:
     return sorted(last if {name for name in every if _is_saved(name, last)} == whole else modules)
 
 
-def _untied(config: ModelConfig) -> ModelConfig:
-    """Return the config of a model whose output head has a tensor of its own, if it has a head."""
-    return dataclasses.replace(config, tie_word_embeddings=False)
-
-
-def _modules_to_save(
-    file: Path, contents: Mapping[str, Any], stored: Mapping[str, Tensor], config: ModelConfig
-) -> tuple[str, ...]:
-    """Return `modules_to_save`, all tensors of which the adapter has to hold."""
-    names, config_file = contents.get("modules_to_save") or [], file.parent / "adapter_config.json"
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{config_file}: modules_to_save = {shown_value(names)}: a list of names")
-    for parts in stored_tensors(_untied(config)).values():
-        for name in (part.name for part in parts):
-            if _is_saved(name, names) and PREFIX + name not in stored:
-                module = name.rpartition(".")[0]
-                raise UserError(
-                    f"{config_file}: modules_to_save names {module}, and {file.name} has no tensor "
-                    f"{PREFIX}{name}: save the adapter again, or take the module off the list"
-                )
-    return tuple(names)
-
-
-def _is_saved(tensor: str, modules_to_save: Iterable[str]) -> bool:
-    """Return whether a tensor is of a saved module: its name ends so, without regard to dots."""
-    parts = tensor.split(".")
-    around = [".".join(parts[:end]) for end in range(1, len(parts))]
-    return any(module.endswith(name) for module in around for name in modules_to_save)
-
-
-def _unties(replaced: dict[str, Tensor], file: Path, saved: Iterable[str], tied: bool) -> bool:
-    """Return whether an adapter unties its base's pair; of a tied pair leave the embedding."""
-    embedding, head = replaced.get(_EMBEDDINGS), replaced.get(_HEAD)
-    if embedding is None and head is None:
-        return False
-    same = embedding is not None and head is not None and torch.equal(embedding, head)
-    copies = _is_saved("model.embed_tokens.weight", saved) or _is_saved("lm_head.weight", saved)
-    if copies and not tied and not same:
-        return True
-    if not same and embedding is not None and head is not None:
-        raise UserError(
-            f"{file}: embed_tokens and lm_head differ, and the adapter ties them: train it again, "
-            "with both in modules_to_save and without ensure_weight_tying"
-        )
-    if head is not None:
-        replaced[_EMBEDDINGS] = replaced.pop(_HEAD)
-    return False
-
-
-def _taken_whole(stored: dict[str, Tensor], file: Path, config: ModelConfig) -> dict[str, Tensor]:
-    """Return the parameters that the adapter replaces, by our names, and take them out."""
-    replaced = {}
-    for name, parts in stored_tensors(config).items():
-        key = PREFIX + parts[0].name
-        if len(parts) == 1 and not parts[0].linear_weight and key in stored:
-            replaced[name] = stored.pop(key)
-            if tuple(replaced[name].shape) != parts[0].shape:
-                raise UserError(
-                    f"{file}: tensor {key} has shape {list(replaced[name].shape)}, and the model "
-                    f"needs {list(parts[0].shape)}"
-                )
-            checked_numbers(replaced[name], key, file)
-    return replaced
-
-
-def checked_numbers(tensor: Tensor, name: str, file: Path) -> Tensor:
-    """Return a stored tensor as float32, once its values are known to be finite numbers."""
-    if not tensor.is_floating_point():
-        raise UserError(f"{file}: tensor {name} is {tensor.dtype}: a floating dtype is needed")
-    if not bool(tensor.float().isfinite().all()):
-        raise UserError(
-            f"{file}: tensor {name} has a NaN or an infinity: take an earlier checkpoint of the "
-            "adapter"
-        )
-    return tensor.float()
-
-
-_MEASURED_LINEARS = 28
-
-
-class MergedWeights(Mapping[str, Tensor]):
+class MergedWeights(CodedWeights):
     """The parameters of a base with an adapter merged in, float32, made when they are asked for.
 
     Args:
@@ -499,14 +401,14 @@ class MergedWeights(Mapping[str, Tensor]):
         masters: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
+        super().__init__(parameter_shapes(config), self._merged)
         self._base, self._masters, self._device = base, masters, device
-        self._names, self._stored = list(parameter_shapes(config)), set(base)
         self._shapes = lora.shapes(config)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _merged(self, name: str) -> Tensor:
         if name in self._masters:
             return self._masters[name].detach()
-        stored = name if name in self._stored else "embed.weight"  # of a head that is untied
+        stored = name if name in self._base else _EMBEDDINGS  # of a head that is untied
         weight = self._base[stored].to(self._device, torch.float32)
         layer = name.removesuffix(".weight")
         return weight + self.change(layer) if layer in self._shapes else weight
@@ -520,12 +422,6 @@ class MergedWeights(Mapping[str, Tensor]):
     def adapted(self) -> list[str]:
         """The names of the linear layers with an adapter."""
         return list(self._shapes)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def dense_change(shape: AdapterShape, a: Tensor, b: Tensor) -> Tensor:
@@ -541,50 +437,3 @@ def dense_change(shape: AdapterShape, a: Tensor, b: Tensor) -> Tensor:
     for (first, count), part_a, part_b in parts:
         change[first : first + count] = (shape.scale * part_b) @ part_a
     return change
-
-
-@dataclass(frozen=True)
-class MergingLoss:
-    """The loss of an adapter's change when the merged weights are rounded to a format.
-
-    Attributes:
-        error: The norm of the difference between the change of the rounded weights and the
-            adapter's change, over the norm of the latter; 1 where rounding leaves nothing of it.
-        changed: The share of the stored numbers that the adapter changes.
-    """
-
-    error: float
-    changed: float
-
-
-def merging_losses(base: Mapping[str, Tensor], merged: MergedWeights) -> dict[str, MergingLoss]:
-    """Return the losses of merging into BF16 and into FP8, by format; none where nothing changes.
-
-    They are measured on linear layers from the first to the last, 28 at most.
-    """
-    step = max(1, -(-len(merged.adapted) // _MEASURED_LINEARS))
-    sums = {format: torch.zeros(4, dtype=torch.float64) for format in ("bfloat16", "fp8")}
-    for layer in merged.adapted[::step]:
-        change = merged.change(layer)
-        before = base[f"{layer}.weight"].to(change.device, torch.float32)
-        for format, total in sums.items():
-            left, left_stored = _rounded(before, format)
-            right, right_stored = _rounded(before + change, format)
-            error = (right - left - change).double().square().sum()
-            differ = (right_stored != left_stored).sum()
-            numbers = (error, change.double().square().sum(), differ, change.numel())
-            total += torch.tensor([float(n) for n in numbers], dtype=torch.float64)
-    losses = {}
-    for format, (error, norm, differ, count) in ((f, t.tolist()) for f, t in sums.items()):
-        if norm:
-            losses[format] = MergingLoss((error / norm) ** 0.5, differ / count)
-    return losses
-
-
-def _rounded(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Return a weight rounded to a format, as float32, and the stored numbers: of FP8 the codes."""
-    if format == "bfloat16":
-        rounded = weight.bfloat16().float()
-        return rounded, rounded
-    quantized = quantize(weight, (FP8_BLOCK, FP8_BLOCK))
-    return dequantize(quantized), quantized.codes.view(torch.uint8)

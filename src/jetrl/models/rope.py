@@ -10,12 +10,11 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from jetrl.errors import UserError
-from jetrl.models.config_schema import flag, integer, positive
+from jetrl.models.config_schema import HfConfig, Rope
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class RopeScaling:
 
     @property
     def attention_factor(self) -> float:
-        """Return what cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         return 1.0
 
     def scaled(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
@@ -113,31 +112,22 @@ def frequencies_of(head_dim: int, theta: float, scaling: Scaling | None) -> np.n
     return frequencies if scaling is None else scaling.scaled(frequencies, theta)
 
 
-def read_rope(
-    config: Mapping[str, Any], max_positions: int, types: tuple[str, ...] = TYPES
-) -> tuple[float, Scaling | None]:
+def read_rope(config: HfConfig, types: tuple[str, ...] = TYPES) -> tuple[float, Scaling | None]:
     """Return theta and the rule, from `rope_parameters` (transformers 5) or transformers 4's keys.
 
     Where both are there, the choice is that of transformers.
-
-    Args:
-        config: The config.json, with `rope_theta` of the family if it names none.
     """
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(key) or {}
-    if not isinstance(rope, Mapping):
-        raise UserError(f"config.json: {key} = {rope!r}: an object is expected")
-    if any(isinstance(value, Mapping) for value in rope.values()):
+    key, rope = "rope_scaling", config.rope_scaling
+    if rope is None or not rope.model_fields_set:
+        key, rope = "rope_parameters", config.rope_parameters or Rope()
+    if any(isinstance(value, Mapping) for value in (rope.model_extra or {}).values()):
         raise UserError(f"config.json: {key} differs by layer type, which is not supported")
-    rope = {"rope_theta": config.get("rope_theta")} | dict(rope)
-    theta = positive(rope, "rope_theta", where=f"config.json ({key})")
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    share = rope.partial_rotary_factor
+    share = (config.model_extra or {}).get("partial_rotary_factor") if share is None else share
     if share not in (None, 1, 1.0):
-        raise UserError(
-            f"config.json: partial_rotary_factor = {share!r}; only 1.0 is supported (Phi-4 has it, "
-            "Phi-4-mini has not)"
-        )
-    kind = rope.get("rope_type", rope.get("type", "default"))
+        raise UserError(f"config.json: partial_rotary_factor = {share!r}; only 1.0 is supported")
+    theta = rope.rope_theta or config.rope_theta
+    kind = rope.rope_type or rope.type or "default"
     if kind == "default":
         return theta, None
     if kind not in types:
@@ -145,51 +135,44 @@ def read_rope(
             f"config.json: {key} has rope type {kind!r}; supported for this family: "
             f"{', '.join(repr(name) for name in types)}"
         )
+    original = config.original_max_position_embeddings or rope.original_max_position_embeddings
+    make = _llama3 if kind == "llama3" else _yarn
     where = f"config.json ({key}, {kind})"
-    original = integer({**rope, **config}, "original_max_position_embeddings", max_positions)
-    if kind == "llama3":
-        return theta, _llama3(rope, where, original)
-    return theta, _yarn(rope, where, original)
+    return theta, make(rope, where, original or config.max_position_embeddings)
 
 
-def _llama3(rope: Mapping[str, Any], where: str, original: int) -> RopeScaling:
-    scaling = RopeScaling(
-        factor=positive(rope, "factor", where),
-        low_freq_factor=positive(rope, "low_freq_factor", where),
-        high_freq_factor=positive(rope, "high_freq_factor", where),
-        original_max_position_embeddings=original,
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
+def _needed(rope: Rope, where: str, key: str) -> float:
+    """Return a number of a rule that has no default."""
+    if getattr(rope, key) is None:
+        raise UserError(f"{where}: {key} is missing")
+    return float(getattr(rope, key))
+
+
+def _llama3(rope: Rope, where: str, original: int) -> RopeScaling:
+    keys = ("factor", "low_freq_factor", "high_freq_factor")
+    factor, low, high = (_needed(rope, where, key) for key in keys)
+    if high <= low:
         raise UserError(f"{where}: high_freq_factor must be larger than low_freq_factor")
-    return scaling
+    return RopeScaling(factor, low, high, original)
 
 
-def _yarn(rope: Mapping[str, Any], where: str, original: int) -> YarnScaling:
-    factor = positive(rope, "factor", where)
-    if rope.get("attn_factor") is not None:
+def _yarn(rope: Rope, where: str, original: int) -> YarnScaling:
+    factor = _needed(rope, where, "factor")
+    unread = (rope.model_extra or {}).get("attn_factor")
+    if unread is not None:
         logger.warning(
             "%s: attn_factor = %s is not read, as in transformers; vLLM multiplies the attention "
             "factor by it. Write attention_factor to have one that all read.",
-            *(where, rope["attn_factor"]),
+            *(where, unread),
         )
-    if rope.get("attention_factor") is not None:
-        attention_factor = positive(rope, "attention_factor", where)
-    elif rope.get("mscale") and rope.get("mscale_all_dim"):
-        mscale, all_dim = positive(rope, "mscale", where), positive(rope, "mscale_all_dim", where)
-        attention_factor = _magnitude(factor, mscale) / _magnitude(factor, all_dim)
-    else:
-        attention_factor = _magnitude(factor)
-    scaling = YarnScaling(
-        factor=factor,
-        beta_fast=positive(rope, "beta_fast", where, default=32.0),
-        beta_slow=positive(rope, "beta_slow", where, default=1.0),
-        original_max_position_embeddings=original,
-        attention_factor=attention_factor,
-        truncate=True if rope.get("truncate") is None else flag(rope, "truncate"),
-    )
-    if scaling.beta_fast <= scaling.beta_slow:
+    attention_factor = rope.attention_factor or _magnitude(factor)
+    if rope.attention_factor is None and rope.mscale and rope.mscale_all_dim:
+        attention_factor = _magnitude(factor, rope.mscale) / _magnitude(factor, rope.mscale_all_dim)
+    fast, slow = float(rope.beta_fast or 32.0), float(rope.beta_slow or 1.0)
+    if fast <= slow:
         raise UserError(f"{where}: beta_fast must be larger than beta_slow")
-    return scaling
+    truncate = rope.truncate is None or rope.truncate
+    return YarnScaling(factor, fast, slow, original, float(attention_factor), truncate)
 
 
 def _magnitude(factor: float, mscale: float = 1.0) -> float:

@@ -9,7 +9,8 @@ Legend: T tokens, S sequences, R rows that are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,6 @@ from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model, check_device
 from jetrl.models.nvfp4_files import CodedWeights, check_base, codes_of, left_wide
 from jetrl.models.packed import Stems, pack, upload
-from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.precision.plan import PrecisionPlan
 
 
@@ -78,9 +78,16 @@ class ScalarModel(Model):
             adapter: As of `Model`.
         """
         check_device(config, plan, torch.device(device))
-        body = _WithNewHead(weights, config.hidden_size, torch.device(device))
-        shape = config.with_scalar_head()
-        return cls(shape, plan, body, device, tokenizer, adapter=adapter)
+        names = [name for name in weights if name != "lm_head.weight"]
+
+        def value(name: str) -> Tensor:
+            if name == "score.weight":
+                return torch.zeros(1, config.hidden_size, device=device)
+            return weights[name].detach().to(device, torch.float32, copy=True)
+
+        codes, wide = partial(codes_of, weights), partial(left_wide, weights)
+        body = CodedWeights([*names, "score.weight"], value, codes, wide)
+        return cls(config.with_scalar_head(), plan, body, device, tokenizer, adapter=adapter)
 
     def values(
         self,
@@ -134,33 +141,6 @@ class ScalarModel(Model):
         return torch.cat(scores) if scores else torch.zeros(0)
 
 
-class _WithNewHead(CodedWeights):
-    """Copies of a language model's weights with a scalar head of zeros, made when they are read."""
-
-    def __init__(self, weights: Mapping[str, Tensor], width: int, device: torch.device) -> None:
-        self._weights, self._width, self._device = weights, width, device
-        self._names = [name for name in weights if name != "lm_head.weight"]
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name == "score.weight":
-            return torch.zeros(1, self._width, device=self._device)
-        return self._weights[name].detach().to(self._device, torch.float32, copy=True)
-
-    def codes(self, name: str) -> NVFP4Tensor | None:
-        """Return the codes of one of the language model's weights, if it has codes."""
-        return codes_of(self._weights, name)
-
-    def left_wide(self, name: str) -> bool:
-        """Return whether a weight has 16 or 32 bits in a directory with others in NVFP4."""
-        return left_wide(self._weights, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._names, "score.weight"])
-
-    def __len__(self) -> int:
-        return len(self._names) + 1
-
-
 def check_same_tokenizer(
     policy: PreTrainedTokenizerBase | None, other: PreTrainedTokenizerBase | None, where: str
 ) -> None:
@@ -175,15 +155,12 @@ def check_same_tokenizer(
     """
     if policy is None or other is None:
         lacks = "the policy" if policy is None else where
-        raise UserError(
-            f"{lacks} has no tokenizer, so it cannot be told whether {where} means the same tokens"
-        )
+        raise UserError(f"{lacks} has no tokenizer, so nothing says that {where} reads its tokens")
     ours, theirs = policy.get_vocab(), other.get_vocab()
     if ours != theirs:
         different = dict(ours.items() ^ theirs.items())
         odd = min(different, key=lambda token: (ours.get(token, theirs.get(token, 0)), token))
         raise UserError(
             f"{where}: its tokenizer is not the policy's: token {odd!r} is "
-            f"{ours.get(odd, 'not there')} in the policy's and {theirs.get(odd, 'not there')} in "
-            "this one; it would read other words than were written"
+            f"{ours.get(odd, 'not there')} in the policy's and {theirs.get(odd, 'not there')} here"
         )

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from jetrl.files import shown_value
 from jetrl.models.block import DenseShape
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf_save import SaveDtype, save_model
+from jetrl.models.nvfp4_files import CodedWeights
 
 __all__ = [
     "RandomWeights",
@@ -40,7 +40,7 @@ _DEFAULT_STD = 0.02
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the newline
 
 
-class RandomWeights(Mapping[str, Tensor]):
+class RandomWeights(CodedWeights):
     """Every parameter of a model under our names, float32, each made when it is asked for.
 
     The mapping keeps no tensor, so a large model takes the memory of its largest parameter while
@@ -54,39 +54,24 @@ class RandomWeights(Mapping[str, Tensor]):
     def __init__(self, config: ModelConfig, seed: int, device: str | torch.device = "cpu") -> None:
         std = config.raw.get("initializer_range", _DEFAULT_STD)
         if isinstance(std, bool) or not isinstance(std, int | float) or not 0 < std < 1e30:
-            raise UserError(
-                f"config.json: initializer_range = {std!r}: a number above 0 is expected"
-            )
-        self._std, self._num_layers = float(std), config.num_layers
-        self._shapes, self._device = parameter_shapes(config), device
+            raise UserError(f"config.json: initializer_range = {std!r}: not a number above 0")
         if not -(2**63) <= seed < 2**64:
             raise UserError(f"seed {shown_value(seed)}: a seed has 64 bits")
+        self._std, self._num_layers = float(std), config.num_layers
+        self._shapes, self._device = parameter_shapes(config), device
+        super().__init__(self._shapes, self._drawn)
         outline = torch.device(device).type == "meta"  # shapes without values
         self._generator = torch.Generator("cpu" if outline else device).manual_seed(seed)
         self._unmade = list(reversed(self._shapes))
         self._states: dict[str, Tensor] = {}
 
-    def __iter__(self) -> Iterator[str]:
-        """Return the names in the order in which the generator fills the tensors."""
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        """Return the number of parameters."""
-        return len(self._shapes)
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether the model has a parameter of this name; no tensor is made."""
-        return name in self._shapes
-
-    def __getitem__(self, name: str) -> Tensor:
+    def _drawn(self, name: str) -> Tensor:
         if name in self._states:
             later = self._generator.get_state()
             self._generator.set_state(self._states[name])
             values = self._make(name)
             self._generator.set_state(later)
             return values
-        if name not in self._shapes:
-            raise KeyError(name)
         # The tensors before this one are made and dropped: one generator fills all, in order.
         while True:
             following = self._unmade.pop()
@@ -96,11 +81,9 @@ class RandomWeights(Mapping[str, Tensor]):
                 return values
 
     def _make(self, name: str) -> Tensor:
-        """Return a parameter made from the present state of the generator."""
+        """Return a parameter made from the current state of the generator."""
         values = torch.empty(self._shapes[name], device=self._device)
-        if values.is_meta:
-            return values
-        if name.endswith("norm.weight"):
+        if values.is_meta or name.endswith("norm.weight"):
             return values.fill_(1.0)
         std = self._std
         if name.endswith((".o.weight", ".down.weight")):  # these write into the residual stream
@@ -156,15 +139,17 @@ def make_tiny(
     """
     if family not in FAMILIES:
         raise UserError(f"family {family!r}: one of {', '.join(FAMILIES)}")
-    made = _make_tokenizer(tokenizer, alphabet, text_files, vocab_size)
+    if tokenizer == "bpe":
+        made: PreTrainedTokenizerBase = train_bpe_tokenizer(text_files, vocab_size or 4096)
+    elif text_files or tokenizer != "characters":
+        raise UserError(f"tokenizer {tokenizer!r}: 'characters', or 'bpe' trained on text files")
+    else:
+        made = character_tokenizer(alphabet)
     if vocab_size is not None and vocab_size < len(made):
         raise UserError(f"vocab_size = {vocab_size}: the tokenizer has {len(made)} tokens")
-    end_ids = sorted(
-        {made.eos_token_id, made.pad_token_id} if tokenizer == "bpe" else {made.eos_token_id}
-    )
+    end_ids = {made.eos_token_id, made.pad_token_id if tokenizer == "bpe" else made.eos_token_id}
     usual = {key: size for key, (size, _) in DenseShape.hf_sizes.items()}
-    if not block.keys() <= usual.keys():
-        raise TypeError(f"make_tiny: unknown arguments {sorted(block.keys() - usual.keys())}")
+    assert block.keys() <= usual.keys(), f"unknown arguments {block.keys() - usual.keys()}"
     raw: dict[str, Any] = {
         "architectures": [FAMILIES[family].architecture],
         "model_type": family,
@@ -197,23 +182,10 @@ def make_tiny(
     if FAMILIES[family].window_in_use:
         raw["sliding_window"] = None  # an absent one is transformers' default
     config = ModelConfig.from_hf(raw)
-    generation_config = {"eos_token_id": end_ids, "pad_token_id": made.pad_token_id}
+    generation_config = {"eos_token_id": sorted(end_ids), "pad_token_id": made.pad_token_id}
     weights = random_weights(config, seed)
     save_model(out, config, weights, dtype, made, generation_config, overwrite=overwrite)
     return Path(out)
-
-
-def _make_tokenizer(
-    kind: str, alphabet: str, text_files: Sequence[str | Path], vocab_size: int | None
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a new model directory."""
-    if kind == "bpe":
-        return train_bpe_tokenizer(text_files, vocab_size or 4096)
-    if kind != "characters":
-        raise UserError(f"tokenizer {kind!r}: one of characters, bpe")
-    if text_files:
-        raise UserError("text files train a BPE tokenizer; 'characters' takes none")
-    return character_tokenizer(alphabet)
 
 
 _CHARACTER_SPECIAL = ("<pad>", "<eos>")  # the first two tokens of a tokenizer of characters
@@ -232,10 +204,8 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
     A character outside the alphabet has no token and is an error, never an unknown token that a
     model would be trained on. Decoding joins characters without spaces.
     """
-    repeated = sorted(character for character, count in Counter(alphabet).items() if count > 1)
-    if not alphabet or repeated:
-        problem = f"repeats {repeated[:10]}" if repeated else "empty"
-        raise UserError(f"alphabet {alphabet!r:.200}: {problem}")
+    if not alphabet or len(set(alphabet)) < len(alphabet):
+        raise UserError(f"alphabet {alphabet!r:.200}: empty, or it repeats a character")
     if any("\ud800" <= character <= "\udfff" for character in alphabet):
         raise UserError(f"alphabet {alphabet!r:.200}: a surrogate is no character")
     vocabulary = {token: index for index, token in enumerate((*_CHARACTER_SPECIAL, *alphabet))}
@@ -304,35 +274,22 @@ def read_texts(file: str | Path) -> list[str]:
     file = Path(file)
     try:
         contents = file.read_text(encoding="utf-8-sig")  # some editors put a mark in front
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error.reason})") from None
-    texts = list(_strings_of_lines(file, contents)) if file.suffix == ".jsonl" else [contents]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+    texts = [contents]
+    if file.suffix == ".jsonl":
+        texts = []
+        for number, line in enumerate(contents.split("\n"), start=1):
+            try:
+                found = list(_strings(json.loads(line))) if line.strip() else []
+                "".join(found).encode()  # half of a character is no text
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{file}, line {number}: not JSON in UTF-8: {error}") from None
+            texts += found
     texts = [text for text in texts if text.strip()]
     if not texts:
         raise UserError(f"{file}: no text in it")
     return texts
-
-
-def _strings_of_lines(file: Path, contents: str) -> Iterator[str]:
-    """Yield the strings of a `.jsonl` file's records."""
-    for number, line in enumerate(contents.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}, line {number}: not JSON: {error}") from None
-        for text in _strings(record):
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise UserError(
-                    f"{file}, line {number}: {text!r:.60} holds half of a character; was a string "
-                    "cut in two?"
-                ) from None
-            yield text
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -66,10 +66,8 @@ def check_tokenizer_files(directory: Path) -> None:
                 value = shown_value(contents.get(key))
                 raise UserError(f"{file}: {key} = {value}: not a tokenizer's") from None
             if growth > MOST_GROWTH:
-                raise UserError(
-                    f"{file}: {key}: it could make a text more than {MOST_GROWTH} times as long, "
-                    "which no tokenizer needs"
-                )
+                longer = f"more than {MOST_GROWTH} times as long"
+                raise UserError(f"{file}: {key}: it could make a text {longer}")
 
 
 def _growth(stage: dict[str, Any]) -> float:
@@ -102,10 +100,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, directory: Path) -> Non
     """Raise `UserError` where one token of a tokenizer is a text of excessive length."""
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     if longest > _MOST_TOKEN:
-        raise UserError(
-            f"{directory}: the tokenizer has a token of {longest:,} characters, and at most "
-            f"{_MOST_TOKEN:,} are read"
-        )
+        raise UserError(f"{directory}: the tokenizer has a token of {longest:,} characters")
 
 
 def encode(
@@ -122,27 +117,12 @@ def encode(
     split = {"split_special_tokens": True} if as_text else {}
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=special, **split)
     if len(token_ids) > _MOST_TOKENS * (1 + len(text)):
-        raise UserError(
-            f"the tokenizer makes {len(token_ids):,} tokens of {len(text):,} characters, more than "
-            f"{_MOST_TOKENS} of each; is its directory damaged?"
-        )
+        counts = f"{len(token_ids):,} tokens of {len(text):,} characters"
+        raise UserError(f"the tokenizer makes {counts}; is its directory damaged?")
     return token_ids
 
 
 _PLACEHOLDER = "jetrlplaceholder"  # letters and digits, which templates leave as they are
-
-
-class HiddenNames(NamedTuple):
-    """The names of special tokens that stand in messages as placeholders."""
-
-    messages: list[dict[str, str]]
-    names: dict[str, str]
-
-    def shown(self, text: str) -> str:
-        """Return a text with the names in place of the placeholders."""
-        for placeholder, name in self.names.items():
-            text = text.replace(placeholder, name)
-        return text
 
 
 def has_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
@@ -152,17 +132,13 @@ def has_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 def hide_special_tokens(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
-) -> HiddenNames:
-    """Return messages whose values have placeholders instead of special tokens' names.
-
-    Args:
-        tokenizer: The tokenizer, whose special tokens are looked for.
-    """
+) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """Return messages with placeholders for special tokens' names, and the names by placeholder."""
     texts = (value for message in messages for value in message.values())
     everything = "".join(text for text in texts if isinstance(text, str))
     present = [name for name in _names(tokenizer) if name in everything]
     if not present:
-        return HiddenNames(messages, {})
+        return messages, {}
     placeholder = _PLACEHOLDER
     while placeholder in everything:
         placeholder += "x"
@@ -174,7 +150,14 @@ def hide_special_tokens(
         return pattern.sub(lambda name: placeholders[name[0]], text) if is_text else text
 
     hidden = [{key: hide(text) for key, text in message.items()} for message in messages]
-    return HiddenNames(hidden, {placeholders[name]: name for name in present})
+    return hidden, {placeholders[name]: name for name in present}
+
+
+def shown(text: str, names: Mapping[str, str]) -> str:
+    """Return a text with names in place of their placeholders."""
+    for placeholder, name in names.items():
+        text = text.replace(placeholder, name)
+    return text
 
 
 def encode_hidden(
@@ -186,15 +169,13 @@ def encode_hidden(
         text: The text of the template, whose own special tokens become control tokens.
     """
     token_ids: list[int] = []
-    hidden = HiddenNames([], dict(names))
     for number, part in enumerate(_any_of(_names(tokenizer)).split(text)):
         if number % 2:  # a special token between two texts
             control = tokenizer.convert_tokens_to_ids(part)
             assert isinstance(control, int)
             token_ids.append(control)
         elif part:
-            part = hidden.shown(part)
-            token_ids += encode(tokenizer, part, as_text=True)
+            token_ids += encode(tokenizer, shown(part, names), as_text=True)
     return token_ids
 
 

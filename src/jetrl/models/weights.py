@@ -22,7 +22,7 @@ whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -86,14 +86,13 @@ class Weights:
         self._adapter = adapter
         self._adapted: set[str] = set()
         self._quantized: dict[str, QuantizedWeight | AdapterWeight] = {}
-        self._addresses: dict[str, list[int]] = {}
 
     def _keep_masters(self, names: Sequence[str]) -> None:
         """Put master weights on the device, one after the other: own rows of those divided."""
         if names and world().size > 1 and self.plan.rest == "fp32":
             raise UserError(
-                "precision.preset=fp32 multiplies by whole master weights, which are divided among "
-                "several processes: use one process, or another preset"
+                "precision.preset=fp32 needs whole master weights, which are divided among several "
+                "processes: use one process, or another preset"
             )
         for name in names:
             tensor = self._tensors[name]
@@ -140,7 +139,6 @@ class Weights:
         shard = self.shards.get(name)
         weight = QuantizedWeight(layer, master, formats, self.plan, shard, self.sides, fixed, codes)
         self._quantized[layer] = weight
-        self._addresses[layer] = _addresses(weight)
         return weight
 
     def linear(self, name: str, formats: Mapping[Side, LinearFormat], bias: bool = False) -> Linear:
@@ -167,13 +165,15 @@ class Weights:
         a, b = (self.masters[name] for name in adapter_names(layer))
         weight = AdapterWeight(layer, a, b, self._adapter.shapes[layer], self.dtype)
         self._quantized[f"{layer}.lora"] = weight
-        self._addresses[f"{layer}.lora"] = _addresses(weight)
         return weight
+
+    def _on_both_sides(self, layer: str, name: str) -> QuantizedWeight:
+        """Return a weight in the activations' dtype."""
+        return self.quantized(layer, name, {"rollout": self.plan.rest, "train": self.plan.rest})
 
     def embedding(self) -> QuantizedWeight:
         """Return the embedding [V, D] in the activations' dtype."""
-        formats: dict[Side, LinearFormat] = {"rollout": self.plan.rest, "train": self.plan.rest}
-        weight = self.quantized("embed", "embed.weight", formats)
+        weight = self._on_both_sides("embed", "embed.weight")
         self._expect(weight, None)
         return weight
 
@@ -199,8 +199,7 @@ class Weights:
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """Return the RMSNorm of the parameter `name`.weight."""
-        formats: dict[Side, LinearFormat] = {"rollout": self.plan.rest, "train": self.plan.rest}
-        return RMSNorm(self.quantized(name, f"{name}.weight", formats), eps)
+        return RMSNorm(self._on_both_sides(name, f"{name}.weight"), eps)
 
     def check_complete(self) -> None:
         """Check that some layer reads each master weight, once all layers are made."""
@@ -215,14 +214,9 @@ class Weights:
     def requantize(self) -> None:
         """Round every master weight into its quantized weight, in place; a fixed weight stays."""
         assert not self.frozen, "a frozen model has no master weights to round"
-        for layer, weight in self._quantized.items():
+        for weight in self._quantized.values():
             if not weight.fixed:
                 weight.requantize()
-            if _addresses(weight) != self._addresses[layer]:
-                raise RuntimeError(
-                    f"the quantized weight of {layer} has moved: captured CUDA graphs read it "
-                    "where it was; a layer has to overwrite it in place"
-                )
 
     def quantized_tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the quantized weights, by its layer's name and a number."""
@@ -243,29 +237,3 @@ class Weights:
         for weight in self._quantized.values():
             assert isinstance(weight, QuantizedWeight), "a frozen model has no adapter"
             weight.move(moved)
-
-
-class WholeMasters(Mapping[str, Tensor]):
-    """The whole master weights by name, of which a divided one is gathered when it is read.
-
-    One at a time is in memory while a reader keeps none of them. Every rank reads the same names in
-    the same order.
-    """
-
-    def __init__(self, weights: Weights) -> None:
-        assert not weights.frozen, "a frozen model has no master weights"
-        self._weights = weights
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._weights.whole(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights.masters)
-
-    def __len__(self) -> int:
-        return len(self._weights.masters)
-
-
-def _addresses(weight: QuantizedWeight | AdapterWeight) -> list[int]:
-    """Return the address of each tensor of a quantized weight."""
-    return [tensor.data_ptr() for tensor in weight.tensors()]
