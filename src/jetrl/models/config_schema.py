@@ -51,7 +51,7 @@ class Quantization(Stored):
 
 
 class Named(Stored):
-    """What names a model's family."""
+    """The keys of config.json that name a model's family."""
 
     architectures: Annotated[list[Name], Field(max_length=16)] | None = None
     model_type: Name | None = None

@@ -68,7 +68,7 @@ class _CodedGroup(Stored):
 
 
 class _ModelOpt(_GroupSize):
-    """What is read of a directory that ModelOpt wrote."""
+    """The keys that are read of a directory that ModelOpt wrote."""
 
     quant_algo: Literal["NVFP4", "W4A16_NVFP4"]
     config_groups: dict[str, _ModelOptGroup] | None = None
@@ -77,7 +77,7 @@ class _ModelOpt(_GroupSize):
 
 
 class _CompressedTensors(Stored):
-    """What is read of a directory that compressed-tensors wrote."""
+    """The keys that are read of a directory that compressed-tensors wrote."""
 
     config_groups: Annotated[dict[str, _CodedGroup], Field(min_length=1)]
     ignore: list[str] | None = None
