@@ -122,7 +122,7 @@ def begin_directory(target: Path, overwrite: bool) -> Path:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """The rule by which the tensors of a directory are written; the fields are those of `save_model`."""
+    """The rule by which tensors are written; the fields are those of `save_model`."""
 
     dtype: SaveDtype
     bf16_layers: frozenset[int]

@@ -63,7 +63,7 @@ _WHOLE = ("train_embeddings", "train_norms", "train_head")
 
 
 class _Peft(Stored):
-    """The keys of adapter_config.json that are read; the base must be as it was when A and B began."""
+    """The keys of adapter_config.json that are read, with the values that are supported."""
 
     peft_type: Literal["LORA"]
     r: Annotated[int, Field(ge=1, le=MOST_RANK)]
