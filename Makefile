@@ -5,8 +5,8 @@
 #                   SETTINGS="loop.steps=10" changes settings
 #   make test       the tests that need no GPU
 #   make test-busy  the same with four busy loops beside them: no verdict may change
-#   make soak       1000 steps with faults at random, runs killed at 60 moments, a noisy tool, and
-#                   10,000 damaged files of each kind (minutes)
+#   make soak       1000 steps with faults at random, runs killed at 60 moments, ranks that fail,
+#                   and 10,000 damaged files of each kind (minutes)
 #   make same-bits  whether a change left every bit as it was   BASE=COMMIT (minutes)
 #   make check      format, lint, docstrings, budget of lines and types
 #   make house      measures of the sources next to their budget, and the calls to backward()
@@ -75,9 +75,8 @@ test-busy: $(DEV_STAMP)
 # Each compares what it ends with, bit for bit, with a run that nobody disturbed.
 soak: $(DEV_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/kill_and_resume.py --kills 60
-	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/kill_ranks.py --points 20 --times 20
+	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/fail_ranks.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/soak.py --steps 1000
-	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/noisy_tool.py --steps 300
 	JETRL_FUZZ_CASES=10000 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal \
 	  tests/fuzz/test_stored_files.py
 

@@ -34,6 +34,8 @@ SMALL = [
     "report.enabled=false",
 ]
 
+STEPS_ALONE = ["sft.steps=0", "eval.every=0", "algorithm.dynamic_sampling=false"]
+
 
 def run_small(folder: str, name: str, *overrides: str, resume: bool = False) -> str:
     """Return the directory of a small run, whose every matrix is divided among ranks."""
@@ -49,3 +51,13 @@ def results(run: Path) -> dict[str, Any]:
     ]
     files = [*sorted((run / "rollouts").iterdir()), *sorted((run / "model").iterdir())]
     return {"metrics": lines, **{str(file.relative_to(run)): file.read_bytes() for file in files}}
+
+
+def files_of(path: Path) -> list[str]:
+    return sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+
+
+def same_bytes(one: Path, other: Path) -> None:
+    assert files_of(one) == files_of(other)
+    for name in files_of(one):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name

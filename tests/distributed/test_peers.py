@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -17,7 +16,6 @@ from torch.distributed import HashStore
 from jetrl.distributed import peers as module
 from jetrl.distributed.peers import NOBODY, OtherRanks, RankStatus, Trouble, peers
 from jetrl.errors import RankLost
-from jetrl.session.ranks import _started_before
 
 
 class Run:
@@ -57,11 +55,13 @@ def gone() -> int:
     return process.pid
 
 
-def test_ranks_that_are_well_are_no_trouble(run: Run) -> None:
+def test_ranks_that_are_well_or_have_left_are_no_trouble(run: Run, gone: int) -> None:
     assert peers() is run.ranks
     assert run.ranks.trouble() is None
     assert run.ranks.is_well(1)
     assert not run.ranks.interrupted()
+    run.write(RankStatus(1, "here", gone, left=True))
+    assert run.ranks.trouble() is None
     run.ranks.close()
     assert peers() is NOBODY
 
@@ -88,36 +88,6 @@ def test_a_lost_rank_is_named_with_its_place(run: Run, gone: int, rank: int) -> 
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def test_a_rank_that_has_left_is_not_lost(run: Run, gone: int) -> None:
-    run.write(RankStatus(1, "here", gone, left=True))
-    assert run.ranks.trouble() is None
-
-
-def test_the_first_trouble_is_that_of_all_and_is_recorded(tmp_path: Path) -> None:
-    first, run = Trouble(1, "failed", "stopped: a", 7), Run()
-    run.ranks.records_in(tmp_path)
-    run.store.set("trouble", json.dumps(asdict(first)))
-    run.ranks.failed("stopped: b", 6)
-    assert run.ranks.trouble() == first
-    assert first.message == "rank 1: stopped: a"
-    record = json.loads((tmp_path / module.RECORD).read_text())
-    assert (record["rank"], record["words"]) == (1, "rank 1: stopped: a")
-    assert [line["rank"] for line in record["ranks"]] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "trouble, printed_by",
-    [
-        (Trouble(1, "lost", ""), 0),
-        (Trouble(0, "lost", ""), 1),
-        (Trouble(0, "failed", ""), 0),
-        (Trouble(module.UNKNOWN, "lost", "", teller=3), 3),
-    ],
-)
-def test_one_rank_prints_it(trouble: Trouble, printed_by: int) -> None:
-    assert trouble.printed_by == printed_by
-
-
 def test_a_rank_waits_only_for_others_that_are_behind(run: Run) -> None:
     assert not run.ranks.waits_for_others()  # nobody waits: this one hangs itself
     with run.ranks.awaiting("gradients"):
@@ -129,20 +99,12 @@ def test_a_rank_waits_only_for_others_that_are_behind(run: Run) -> None:
     assert run.ranks.waits_for_others()
 
 
-def test_trouble_of_another_rank_interrupts_the_main_thread(run: Run) -> None:
-    run.store.set("trouble", json.dumps(asdict(Trouble(2, "failed", "stopped: full", 6))))
-    with pytest.raises(RankLost, match="rank 2: stopped: full") as caught:
-        time.sleep(60)
-    assert caught.value.exit_code == 6
-
-
 def test_a_main_thread_that_cannot_be_reached_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork a rank whose main thread ignores signals, as one within a kernel does."""
     pid = os.fork()
     if not pid:
         module.TICK_S = module.BUSY_S = 0.05
         run = Run()
-        run.ranks.before_leaving(lambda trouble: os.write(1, b""))
         run.ranks.open()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         run.store.set("trouble", json.dumps(asdict(Trouble(1, "lost", "rank 1 is gone"))))
@@ -157,8 +119,3 @@ def test_torchrun_that_is_gone_ends_all() -> None:
     trouble = run.ranks.trouble()
     assert trouble is not None
     assert "torchrun, which keeps the key-value store" in trouble.message
-
-
-def test_the_age_of_a_process_is_known() -> None:
-    assert _started_before(os.getpid(), time.time() + 5)
-    assert not _started_before(os.getpid(), time.time() - 1e6)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.distributed.ranks import run_ranks
-from tests.distributed.runs import SMALL, results, run_small
+from tests.distributed.runs import STEPS_ALONE, results, run_small, same_bytes
 
 from jetrl import load_config
+from jetrl.cli.main import main
 from jetrl.distributed.world import world
 from jetrl.errors import NonFiniteError, RanksDiffer, RunStopped, Terminated
 from jetrl.models.policy import Policy
@@ -28,59 +27,53 @@ from jetrl.session.ranks import compare_weights
 from jetrl.training import StepMismatchError, Trainer
 from jetrl.training.mismatch import Difference
 
-STEPS_ALONE = ["sft.steps=0", "eval.every=0", "algorithm.dynamic_sampling=false"]
+THREE = [*STEPS_ALONE, "loop.steps=3"]
 PARTIAL = [
     *STEPS_ALONE,
     "train.schedule=constant",
     "rollout.oversample=0.8",
     "rollout.max_tokens=12",
     "rollout.max_batch_size=7",  # so that some are cut off
+    "loop.steps=4",
 ]
 
 _FLIPPED = "layers.0.down.0"
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(run_small(str(tmp_path_factory.mktemp("runs")), "alone"))
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_run_has_the_same_results_on_any_number_of_ranks(
-    size: int, alone: Path, tmp_path: Path
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = Path(run_ranks(size, run_small, str(tmp_path), "run")[0])
-    expected, found = results(alone), results(path)
-    assert found["metrics"] == expected["metrics"]
-    assert [name for name in expected if found.get(name) != expected[name]] == []
-    assert found.keys() == expected.keys()
-    assert max(line.get("dynamic_sampling/rounds", 0) for line in found["metrics"]) > 1
-    last = RunDirectory.open(path).metrics("rl")[-1]
-    assert last["distributed/size"] == size
-    assert 0 < last["distributed/wait_share"] < 1
-    logs = sorted(file.name for file in (path / "ranks").iterdir())
-    assert logs == [f"rank_{rank}.txt" for rank in range(1, size)]
-
-
-def test_torchrun_starts_a_run_with_one_console(tmp_path: Path) -> None:
-    words = [*SMALL, *STEPS_ALONE, f"run.dir={tmp_path}", "run.name=run", "loop.steps=1"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, "jetrl", "train", "demo", *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 1/1") == 1
-    assert done.stdout.count("sample from it: ") == 1
-    assert RunDirectory.open(tmp_path / "run").metrics("rl")[-1]["distributed/size"] == 2
+    alone = Path(run_small(str(tmp_path), "alone"))
+    expected = results(alone)
+    for size in (2, 4):
+        path = Path(run_ranks(size, run_small, str(tmp_path), f"run-{size}")[0])
+        found = results(path)
+        assert found["metrics"] == expected["metrics"]
+        assert [name for name in expected if found.get(name) != expected[name]] == []
+        assert found.keys() == expected.keys()
+        last = RunDirectory.open(path).metrics("rl")[-1]
+        assert last["distributed/size"] == size
+        assert 0 < last["distributed/wait_share"] < 1
+        logs = sorted(file.name for file in (path / "ranks").iterdir())
+        assert logs == [f"rank_{rank}.txt" for rank in range(1, size)]
+    assert max(line.get("dynamic_sampling/rounds", 0) for line in expected["metrics"]) > 1
+    # Commands of one process read a checkpoint of several.
+    checkpoints = [run / "checkpoints" / "step_000005" for run in (alone, path)]
+    assert (checkpoints[1] / "masters").is_dir()
+    for checkpoint in checkpoints:
+        assert main(["export", str(checkpoint), str(checkpoint.with_name("out"))]) == 0
+    same_bytes(*(checkpoint.with_name("out") for checkpoint in checkpoints))
+    next((checkpoints[1] / "masters").iterdir()).write_bytes(b"short")
+    assert main(["export", str(checkpoints[1]), str(tmp_path / "out")]) == 2
+    assert re.search(r"masters/shard-\S+ has \d+ bytes instead of", capsys.readouterr().err)
 
 
 RARE = {
     "ppo": ["algorithm.name=ppo", "critic.path=policy", "algorithm.dynamic_sampling=none"],
-    "pass-rate": ["algorithm.kl=0.05", "algorithm.calibrate_clip_every=2", "data.order=pass_rate"],
+    "pass-rate": [
+        *("algorithm.kl=0.05", "algorithm.calibrate_clip_every=2", "data.order=pass_rate"),
+        *("rollout.speculation=head", "draft_head.share=1.0", "draft_head.tokens_per_update=16"),
+    ],
     "alike": [
         "precision.preset=alike",
         "data.batch=shuffle_r1",
@@ -88,6 +81,13 @@ RARE = {
         "precision.wgrad_input=1x128",
         "sampler_deviation.linears=fp8_weights",
         "sampler_deviation.logit_noise=0.1",
+    ],
+    "turns": [
+        f"task.name={Path(__file__).with_name('turns_task.py')}:Counter",
+        "task.options={}",
+        "task.workers=1",
+        "model.config.vocab_size=14",
+        "rollout.max_tokens=24",
     ],
 }
 
@@ -103,31 +103,10 @@ def test_rare_parts_of_a_run_have_the_same_results_on_two_ranks(tmp_path: Path) 
     alone = _rare(str(tmp_path / "alone"))
     for one, two in zip(alone, run_ranks(2, _rare, str(tmp_path / "two"))[0], strict=True):
         assert results(Path(two)) == results(Path(one))
-
-
-TURNS = [
-    f"task.name={Path(__file__).with_name('turns_task.py')}:Counter",
-    "task.options={}",
-    "task.workers=1",
-    "model.config.vocab_size=14",
-    "rollout.max_tokens=24",
-    "loop.steps=2",
-]
-
-
-def _turns(folder: str) -> str:
-    return run_small(folder, "turns", *STEPS_ALONE, *TURNS)
-
-
-def test_turns_have_the_same_results_on_two_ranks(tmp_path: Path) -> None:
-    for name in ("alone", "two"):
-        (tmp_path / name).mkdir()
-    alone = Path(_turns(str(tmp_path / "alone")))
-    records = [r for step in (1, 2) for r in RunDirectory.open(alone).rollouts(step)]
+    turns = RunDirectory.open(tmp_path / "alone" / "turns")
+    records = [record for step in (1, 2) for record in turns.rollouts(step)]
     assert {len(record["turns"]) for record in records} >= {2, 3}
     assert any("half of a character" in record["failure"] for record in records)
-    two = Path(run_ranks(2, _turns, str(tmp_path / "two"))[0])
-    assert results(two) == results(alone)
 
 
 def _at(owner: Any, name: str, call: int, act: Any) -> None:
@@ -149,7 +128,7 @@ def _terminated(folder: str, on_ranks: tuple[int, ...], name: str) -> str:
     if world().rank in on_ranks:
         _at(verbs, "sample_prompts", 3, lambda: signal.raise_signal(signal.SIGTERM))
     try:
-        run_small(folder, name, *STEPS_ALONE)
+        run_small(folder, name, *THREE)
     except Terminated as end:
         return type(end).__name__
     return "not at all"
@@ -158,14 +137,14 @@ def _terminated(folder: str, on_ranks: tuple[int, ...], name: str) -> str:
 def _stopped_and_resumed(folder: str) -> list[str]:
     ends = [_terminated(folder, (0, 1), "both"), _terminated(folder, (1,), "one")]
     for name in ("both", "one"):
-        run_small(folder, name, *STEPS_ALONE, resume=True)
+        run_small(folder, name, *THREE, resume=True)
     return ends
 
 
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert run_ranks(2, _stopped_and_resumed, folder) == [["StepGivenUp"] * 2] * 2
-    expected = results(Path(run_small(folder, "alone", *STEPS_ALONE)))
+    expected = results(Path(run_small(folder, "alone", *THREE)))
     for name in ("both", "one"):
         found = RunDirectory.open(tmp_path / name)
         assert [attempt.reason for attempt in found.attempts()] == ["SIGTERM", ""]
@@ -252,9 +231,8 @@ def _partial(folder: str) -> list[str]:
 
 def test_partial_rollouts_are_repeated_and_resumed_on_as_many_ranks(tmp_path: Path) -> None:
     whole, cut = map(Path, run_ranks(2, _partial, str(tmp_path))[0])
-    expected, found = results(whole), results(cut)
+    expected = results(whole)
     assert expected["metrics"][2]["partial_rollout/unfinished"] > 0  # of the checkpoint
-    assert found["metrics"] == expected["metrics"]
-    assert found == expected
-    alone = Path(run_small(str(tmp_path), "cut", *PARTIAL, "loop.steps=7", resume=True))
-    assert len(RunDirectory.open(alone).metrics("rl")) == 7
+    assert results(cut) == expected
+    alone = Path(run_small(str(tmp_path), "cut", *PARTIAL, "loop.steps=5", resume=True))
+    assert len(RunDirectory.open(alone).metrics("rl")) == 5

@@ -5,20 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.distributed.commands import run_scripts
-from tests.distributed.runs import SMALL, results
+from tests.distributed.ranks import run_scripts
+from tests.distributed.runs import SMALL, STEPS_ALONE, results
 
 from jetrl.runs import RunDirectory
 
-WORDS = [*SMALL, "eval.every=0", "algorithm.dynamic_sampling=false", "loop.steps=1", "sft.steps=1"]
-SCRIPT = """
-import sys
+WORDS = [*SMALL, *STEPS_ALONE, "loop.steps=1", "sft.steps=1"]
+SCRIPT = f"""
+import os, sys
 from jetrl import load_config, train
 from jetrl.loop import sft
 from jetrl.session.session import Session
 
+WORDS = {WORDS!r}
+
 def settings(name):
-    return load_config("demo", [*WORDS, f"run.name={name}"])
+    return load_config("demo", [*WORDS, f"run.name={{name}}"])
 
 rank = int(os.environ.get("RANK", "0"))
 """
@@ -29,36 +31,20 @@ dist.init_process_group("gloo", Path('own').absolute().as_uri(), rank=rank, worl
 """
 
 
-def script(*lines: str) -> str:
-    """Return a script that has the settings of a small run, and then the lines."""
-    return "\n".join(["import os", f"WORDS = {WORDS!r}", SCRIPT, *lines])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which a script has made two runs, alone and on two ranks."""
-    folder = tmp_path_factory.mktemp("scripts")
-    lines = ["sft(settings('warm'))", "print('then', train(settings('run')).steps)"]
+def test_a_script_makes_the_same_runs_on_two_ranks(tmp_path: Path) -> None:
+    script = f"{SCRIPT}\nsft(settings('warm'))\nprint('then', train(settings('run')).steps)"
     for size in (1, 2):
-        (folder / str(size)).mkdir()
-        ends = run_scripts([script(*lines)] * size, folder / str(size))
+        (tmp_path / str(size)).mkdir()
+        ends = run_scripts([script] * size, tmp_path / str(size))
         assert [end.code for end in ends] == [0] * size, ends
         assert all("then 1" in end.out for end in ends), ends
         assert "step 1/1" in ends[0].out
         assert all("step 1/1" not in end.out for end in ends[1:]), ends
-    return folder
-
-
-@pytest.mark.parametrize("name", ["warm", "run"])
-def test_a_script_makes_the_same_runs_on_two_ranks(folder: Path, name: str) -> None:
-    alone, both = (folder / size / "runs" / name for size in "12")
-    assert results(both) == results(alone)
-
-
-def test_the_ranks_of_a_script_train_together(folder: Path) -> None:
-    last = RunDirectory.open(folder / "2" / "runs" / "run").metrics("rl")[-1]
-    assert last["distributed/size"] == 2
-    assert (folder / "2" / "runs" / "run" / "ranks" / "rank_1.txt").is_file()
+    for name in ("warm", "run"):
+        alone, both = (tmp_path / size / "runs" / name for size in "12")
+        assert results(both) == results(alone)
+    assert RunDirectory.open(both).metrics("rl")[-1]["distributed/size"] == 2
+    assert (both / "ranks" / "rank_1.txt").is_file()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +60,8 @@ def test_the_ranks_of_a_script_train_together(folder: Path) -> None:
 def test_an_error_in_a_script_ends_all_ranks(
     tmp_path: Path, line: str, code: int, words: str
 ) -> None:
-    ends = run_scripts([script(line, "train(settings('run'))", "print('on')")] * 2, tmp_path)
+    script = f"{SCRIPT}\n{line}\ntrain(settings('run'))\nprint('on')"
+    ends = run_scripts([script] * 2, tmp_path)
     assert [end.code for end in ends] == [code] * 2, ends
     assert all("on\n" not in end.out for end in ends), ends
     assert ends[0].err.count(words) == 1, ends

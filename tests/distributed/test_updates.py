@@ -6,30 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tests.distributed.ranks import run_ranks
-from tests.distributed.tiny_policy import CONFIG, digest_of, random_samples
+from tests.distributed.tiny_policy import CONFIG, digest_of, random_samples, whole
 
-from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.world import world
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, gradients
 from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, Trainer
 from jetrl.types import Example
-
-
-def _whole(policy: Policy, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors with the rows of all ranks."""
-    shards, whole = policy.weights.shards, {}
-    for name, tensor in tensors.items():
-        shard = shards.get(name.split(".", 1)[1] if name not in shards else name)
-        whole[name] = tensor.detach()
-        if shard is not None and tensor.dim() > 1:
-            whole[name] = tensor.new_zeros((shard.num_rows, *tensor.shape[1:]))
-            whole[name][shard.own_rows] = tensor.detach()
-            gather_rows(whole[name], shard.counts())
-    return whole
 
 
 def _train(
@@ -46,16 +31,11 @@ def _train(
     vocabulary = 384 if plan.lm_head == "fp8" else CONFIG["vocab_size"]  # FP8 has whole blocks
     config = {**CONFIG, "tie_word_embeddings": tied, "vocab_size": vocabulary}
     policy = Policy.from_config(config, plan, seed=1)
+    training = {"updates_per_step": updates, "optimizer_states": states, "lr": 1e-3}
     settings = Settings.model_validate(
         {
             "precision": {"preset": preset, **options},
-            "train": {
-                "tokens_per_micro_batch": 45,
-                "updates_per_step": updates,
-                "lr": 1e-3,
-                "optimizer_states": states,
-                "warmup_steps": 0,
-            },
+            "train": {"tokens_per_micro_batch": 45, "warmup_steps": 0, **training},
             "sft": {"steps": 2, "lr": 1e-3},
             "rollout": {"prompts_per_step": 5, "samples_per_prompt": 2, "max_tokens": 64},
             "algorithm": {"name": "grpo"},
@@ -71,9 +51,9 @@ def _train(
     for step in range(2):
         metrics = trainer.step(random_samples(policy, step, 2)).metrics
         results.append({n: v for n, v in metrics.items() if "timing" not in n})
-    masters = _whole(policy, dict(policy.master_weights()))
-    moments = _whole(policy, trainer.optimizer.state_tensors())
-    quantized = policy.weights.quantized_tensors()
+    states_now, shard_of = trainer.optimizer.state_tensors(), trainer.optimizer.shard_of
+    moments = {name: whole(tensor, shard_of(name)) for name, tensor in states_now.items()}
+    masters, quantized = policy.whole_masters(), policy.weights.quantized_tensors()
     return results, digest_of(masters), digest_of(moments), digest_of(quantized), world().size
 
 

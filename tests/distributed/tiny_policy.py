@@ -49,30 +49,25 @@ def update(policy: Policy, optimizer: Optimizer) -> None:
     for name, master in policy.master_weights().items():
         shard = policy.weights.shards.get(name)
         rows = len(master) if shard is None else shard.num_rows
-        whole = torch.randn((rows, *master.shape[1:]), generator=g)
-        master.grad = whole if shard is None else whole[shard.own_rows].clone()
+        grad = torch.randn((rows, *master.shape[1:]), generator=g)
+        master.grad = grad if shard is None else grad[shard.own_rows].clone()
     optimizer.apply(torch.tensor(1.0))
     policy.requantize()
 
 
 def digest(policy: Policy, optimizer: Optimizer) -> str:
     """Return a digest of master weights, moments and quantized weights, alike on all ranks."""
-    found = hashlib.sha256(str(optimizer.num_updates).encode())
     states = optimizer.state_tensors()
     tensors = {
         **policy.whole_masters(),
-        **{name: _whole(states[name], optimizer.shard_of(name)) for name in sorted(states)},
+        **{name: whole(states[name], optimizer.shard_of(name)) for name in sorted(states)},
         **policy.weight_scales(),
+        **policy.weights.quantized_tensors(),
     }
-    for weight in policy.weights._quantized.values():
-        tensors |= {f"{weight.name} {i}": t for i, t in enumerate(weight.tensors())}
-    for name, tensor in tensors.items():
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    return f"{optimizer.num_updates} {digest_of(tensors)}"
 
 
-def _whole(tensor: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+def whole(tensor: torch.Tensor, shard: Shard | None) -> torch.Tensor:
     return tensor if shard is None else whole_tensor(tensor, shard)
 
 
@@ -95,6 +90,6 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
     """Return a digest of the bytes of tensors and of their names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        digest.update(name.encode())
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]

@@ -239,24 +239,10 @@ def with_pairs(tmp_path: Path, body: str) -> list[str]:
     return ["sft", "demo", *words, "--task", "reward"]
 
 
-def test_preflight_shows_pairs_and_what_is_odd_and_writes_nothing(
-    judge: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_dry_run_says_what_is_odd_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = with_pairs(tmp_path, "('1', '1' if prompt.id == 'p3' else '123')")
-    own = [f"model.path={judge / 'out'}", "model.config=none", "model.tokenizer=none"]
-    assert main([*words, *own, "--preflight"]) == 1
-    out = capsys.readouterr().out
-    lines = out.splitlines()
-    assert sum(line.startswith("prompt p") for line in lines) == 4
-    scores = [float(line.split()[-1]) for line in lines if line.startswith(("  better", "  worse"))]
-    assert len(scores) == 8
-    assert all(scores), "the model's own head has learnt something"
-    assert sum(line == "    123" for line in lines) >= 3
-    assert "9 pairs; the longest sequence has 8 tokens" in out
-    assert "the better completion is the longer one in 0.0%" in out
-    assert "warning: 1 of 9 pairs are the same completion twice" in out
-    assert main([*words[:-2], "--preflight"]) == 2
-    assert "goes with --task reward" in capsys.readouterr().err
+    assert main([*words, "--dry-run"]) == 0
+    assert "1 of 9 pairs are the same completion twice" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 
 

@@ -10,18 +10,42 @@ import errno
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jetrl.runs.directory
 import jetrl.runs.storage
-import jetrl.session.session
-import jetrl.training.checkpoint
+from jetrl.session import Session
+from jetrl.training import Optimizer
+
+TASK = Path(__file__).with_name("soak_task.py")
+SMALL = [
+    f"task.name={TASK}:Digits",
+    "task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}",
+    "task.workers=0",
+    "train.lr=3e-3",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=6",
+    "checkpoint.every=2",
+    "model.config.num_hidden_layers=1",
+    "model.config.max_position_embeddings=64",
+]
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def redirect(output: Path) -> None:
+    """Append what this process prints, from Python and from C, to a file."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
 
 
 def half_a_line(writer: Any, record: Any) -> None:
@@ -37,94 +61,68 @@ def half_a_file(path: Path, *rest: Any) -> None:
 
 BEFORE, AFTER = "before", "after"
 
-# name: (module, attribute, BEFORE | AFTER | what is done before the kill)
-POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
-    "sampling, before a forward": ("jetrl.rollout.prefill", "Prefill.forward", BEFORE),
-    "sampling, before a draw is taken in": (
-        "jetrl.rollout.scheduler",
-        "Scheduler.complete",
-        BEFORE,
-    ),
-    "scoring, while others are sampled": ("jetrl.tasks.sandbox.scorer", "Scorer.begin", BEFORE),
-    "scoring": ("jetrl.tasks.sandbox.scorer", "Scorer.finish", BEFORE),
-    "before the backward": ("torch", "Tensor.backward", BEFORE),
-    "after the backward": ("torch", "Tensor.backward", AFTER),
-    "before AdamW": ("torch.optim", "AdamW.step", BEFORE),
-    "between AdamW and requantize": ("torch.optim", "AdamW.step", AFTER),
-    "after requantize": ("jetrl.models.policy", "Policy.requantize", AFTER),
-    "in the held-out evaluation": ("jetrl.session.session", "evaluate", BEFORE),
-    "in a supervised update": ("jetrl.training.sft", "SftTrainer.step", BEFORE),
-    "after a supervised update": ("jetrl.training.sft", "SftTrainer.step", AFTER),
-    "before a rollouts file": ("jetrl.runs.directory", "write_jsonl", BEFORE),
-    "after a rollouts file": ("jetrl.runs.directory", "write_jsonl", AFTER),
-    "in the middle of a metrics line": ("jetrl.runs.storage", "JsonlWriter.write", half_a_line),
-    "after a metrics line": ("jetrl.runs.storage", "JsonlWriter.write", AFTER),
-    "checkpoint, half a file": ("jetrl.training.checkpoint_files", "write_tensors", half_a_file),
-    "checkpoint, after a file": ("jetrl.training.checkpoint_files", "write_tensors", AFTER),
-    "checkpoint, before the manifest": ("jetrl.training.checkpoint_files", "fingerprint", BEFORE),
-    "checkpoint, before its rename": ("jetrl.training.checkpoint_files", "sync", BEFORE),
-    "checkpoint, after its rename": (
-        "jetrl.training.checkpoint",
-        "Checkpoints._put_in_place",
-        AFTER,
-    ),
-    "checkpoint, before older ones go": (
-        "jetrl.training.checkpoint",
-        "Checkpoints._prune",
-        BEFORE,
-    ),
-    "checkpoint, while it is copied": ("jetrl.training.checkpoint", "Snapshot.copied", BEFORE),
-    "resuming, after the weights": ("jetrl.training.checkpoint", "Checkpoints.load", AFTER),
+# The place, and BEFORE, AFTER or what is done before the kill.
+Point = tuple[str, str | Callable[..., None]]
+POINTS: dict[str, Point] = {
+    "sampling, before a forward": ("jetrl.rollout.prefill:Prefill.forward", BEFORE),
+    "sampling, before a draw is taken in": ("jetrl.rollout.scheduler:Scheduler.complete", BEFORE),
+    "scoring, while others are sampled": ("jetrl.tasks.sandbox.scorer:Scorer.begin", BEFORE),
+    "scoring": ("jetrl.tasks.sandbox.scorer:Scorer.finish", BEFORE),
+    "before the backward": ("torch:Tensor.backward", BEFORE),
+    "after the backward": ("torch:Tensor.backward", AFTER),
+    "before AdamW": ("torch.optim:AdamW.step", BEFORE),
+    "between AdamW and requantize": ("torch.optim:AdamW.step", AFTER),
+    "after requantize": ("jetrl.models.policy:Policy.requantize", AFTER),
+    "in the held-out evaluation": ("jetrl.session.session:evaluate", BEFORE),
+    "in a supervised update": ("jetrl.training.sft:SftTrainer.step", BEFORE),
+    "after a supervised update": ("jetrl.training.sft:SftTrainer.step", AFTER),
+    "before a rollouts file": ("jetrl.runs.directory:write_jsonl", BEFORE),
+    "after a rollouts file": ("jetrl.runs.directory:write_jsonl", AFTER),
+    "in the middle of a metrics line": ("jetrl.runs.storage:JsonlWriter.write", half_a_line),
+    "after a metrics line": ("jetrl.runs.storage:JsonlWriter.write", AFTER),
+    "checkpoint, half a file": ("jetrl.training.checkpoint_files:write_tensors", half_a_file),
+    "checkpoint, after a file": ("jetrl.training.checkpoint_files:write_tensors", AFTER),
+    "checkpoint, before the manifest": ("jetrl.training.checkpoint_files:fingerprint", BEFORE),
+    "checkpoint, before its rename": ("jetrl.training.checkpoint_files:sync", BEFORE),
+    "checkpoint, after its rename": ("jetrl.training.checkpoint:Checkpoints._put_in_place", AFTER),
+    "checkpoint, before older ones go": ("jetrl.training.checkpoint:Checkpoints._prune", BEFORE),
+    "checkpoint, while it is copied": ("jetrl.training.checkpoint:Snapshot.copied", BEFORE),
+    "resuming, after the weights": ("jetrl.training.checkpoint:Checkpoints.load", AFTER),
     "resuming, while lines are cut off": (
-        "jetrl.runs.directory",
-        "RunDirectory.truncate_after",
+        "jetrl.runs.directory:RunDirectory.truncate_after",
         AFTER,
     ),
-    "making the run directory": ("jetrl.runs.directory", "RunDirectory._make_folder", AFTER),
-    "writing its settings": ("jetrl.runs.directory", "write_atomically", AFTER),
-    "exporting the model": ("jetrl.models.hf_save", "publish_directory", BEFORE),
-    "writing the report": ("jetrl.session.training_run", "write_report", BEFORE),
+    "making the run directory": ("jetrl.runs.directory:RunDirectory._make_folder", AFTER),
+    "writing its settings": ("jetrl.runs.directory:write_atomically", AFTER),
+    "exporting the model": ("jetrl.models.hf_save:publish_directory", BEFORE),
+    "writing the report": ("jetrl.session.training_run:write_report", BEFORE),
 }
 
 # Points that a start of the program comes by once; the others are met later in a run as well.
 ONCE = {
-    "resuming, after the weights",
-    "resuming, while lines are cut off",
-    "making the run directory",
-    "writing its settings",
-    "exporting the model",
-    "writing the report",
+    *("resuming, after the weights", "resuming, while lines are cut off"),
+    *("making the run directory", "writing its settings"),
+    *("exporting the model", "writing the report"),
 }
 
-DISK_POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
-    "disk full in a metrics line": ("jetrl.runs.storage", "JsonlWriter.write", half_a_line),
-    "disk full in a rollouts file": ("jetrl.runs.directory", "write_jsonl", BEFORE),
-    "disk full in a checkpoint": (
-        "jetrl.training.checkpoint_files",
-        "write_tensors",
-        half_a_file,
-    ),
+DISK_POINTS: dict[str, Point] = {
+    "disk full in a metrics line": ("jetrl.runs.storage:JsonlWriter.write", half_a_line),
+    "disk full in a rollouts file": ("jetrl.runs.directory:write_jsonl", BEFORE),
+    "disk full in a checkpoint": ("jetrl.training.checkpoint_files:write_tensors", half_a_file),
 }
 
 
 def fill_disk(point: str, occurrence: int) -> None:
     """From its n-th time at a point on, this process finds the disk full there."""
-    _wrap(
-        DISK_POINTS[point],
-        lambda seen: seen >= occurrence,
-        lambda: _raise(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
-    )
 
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-def _raise(error: BaseException) -> None:
-    raise error
+    wrap(DISK_POINTS[point], lambda seen: seen >= occurrence, full)
 
 
 def poison(every: int, offset: int) -> None:
     """Make one gradient NaN in the steps with step % every == offset."""
-    from jetrl.session import Session
-    from jetrl.training import Optimizer
-
     update, gradient_norm = Session.update, Optimizer.gradient_norm
     now = 0
 
@@ -143,25 +141,23 @@ def poison(every: int, offset: int) -> None:
 
 def arm(point: str, occurrence: int) -> None:
     """This process ends when it comes by a point for the n-th time (from 1)."""
-    _wrap(POINTS[point], lambda seen: seen == occurrence, lambda: die())
+    wrap(POINTS[point], lambda seen: seen == occurrence, lambda: die())
 
 
-def fail(point: str, occurrence: int, error: BaseException) -> None:
-    """This process raises an error when it comes by a point for the n-th time (from 1)."""
-    _wrap(POINTS[point], lambda seen: seen == occurrence, lambda: _raise(error))
-
-
-def _wrap(
-    place: tuple[str, str, str | Callable[..., None]],
-    now: Callable[[int], bool],
-    fault: Callable[[], None],
-) -> None:
-    """Brings a fault on at a place in the sources, when `now` says so of its count of calls."""
-    module, path, moment = place
+def found(place: str) -> tuple[Any, str]:
+    """Return what owns a place in the sources, and the name that it has there."""
+    module, path = place.split(":")
     owner: Any = importlib.import_module(module)
     *outer, name = path.split(".")
     for part in outer:
         owner = getattr(owner, part)
+    return owner, name
+
+
+def wrap(point: Point, now: Callable[[int], bool], fault: Callable[[], None]) -> None:
+    """Bring a fault on at a point, when `now` says so of its count of calls."""
+    place, moment = point
+    owner, name = found(place)
     original = getattr(owner, name)
     seen = 0
 

@@ -15,7 +15,6 @@ as often as long ones; the others come from outside, at a random time.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -39,27 +38,17 @@ import torch._dynamo  # torch's optimizers import it: here, once, and not in eve
 from jetrl.cli.main import main as jetrl
 from jetrl.runs import RunDirectory, plots, reproducible  # noqa: F401 (plots: as above)
 
-TASK = Path(__file__).with_name("soak_task.py")
 SMALL = [
-    f"task.name={TASK}:Digits",
-    "task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}",
-    "task.workers=0",
-    "train.lr=3e-3",
+    *faults.SMALL,
     "sft.steps=5",
     "sft.until=2.0",
     "sft.check_every=2",
     "sft.examples_per_step=8",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_tokens=6",
     "eval.prompts=8",
     "eval.every=2",
     "train.warmup_steps=2",
-    "checkpoint.every=2",
     "checkpoint.keep_best=1",
     "loop.steps=7",
-    "model.config.max_position_embeddings=64",
-    "model.config.num_hidden_layers=1",
 ]
 FROM_OUTSIDE = "from outside, at a random time"
 
@@ -69,7 +58,7 @@ class Attempt:
     """The end of one start of the program: killed, or the exit code."""
 
     killed: bool
-    code: int = 0
+    code: int
 
 
 def forked(
@@ -87,10 +76,9 @@ def forked(
         try:
             torch.set_num_threads(1)
             prepare()
-            with open(log, "a", encoding="utf-8") as output:
-                os.dup2(output.fileno(), 2)  # a traceback
-                with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                    code = jetrl(arguments)
+            faults.redirect(log)
+            code = jetrl(arguments)
+            sys.stdout.flush()
             os._exit(code)
         except BaseException:
             traceback.print_exc()
@@ -147,11 +135,7 @@ def check_same(name: str, found: dict[str, object], expected: dict[str, object])
 def kill_and_resume(
     folder: Path, kills: int, seed: int, device: str, overrides: list[str]
 ) -> Counter[str]:
-    """Kill, resume and compare runs until there were so many kills, and return the kills by point.
-
-    Raises:
-        SystemExit: A resumed run differs from the uncut one, or fails.
-    """
+    """Kill, resume and compare runs until there were so many kills; return the kills by point."""
     rng = random.Random(seed)
     log = folder / "output.txt"
     base = ["train", "demo", *SMALL, f"run.device={device}", f"run.dir={folder}", *overrides]
@@ -186,10 +170,9 @@ def kill_and_resume(
             point = "" if last else queue.pop()
             resume = (folder / name / "config.toml").is_file()
             ended = attempt(name, resume, point, rng.uniform(0.0, took))
-            if ended.killed:
-                done[point] += 1
             if not ended.killed:
                 break
+            done[point] += 1
         while ended.killed:
             resume = (folder / name / "config.toml").is_file()
             ended = attempt(name, resume)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import faults
 import numpy as np
-from kill_and_resume import TASK, Attempt, check_same, fingerprint, forked
+from kill_and_resume import Attempt, check_same, fingerprint, forked
 
 from jetrl.runs import RunDirectory
 from jetrl.session import Session
@@ -40,21 +40,17 @@ POISON_EVERY, POISON_AT = 97, 13
 MAX_GROWTH_MIB = 16.0  # over all steps looked at: less than one copy of the run's tensors
 MAX_MORE = 4  # of open files, threads, processes, between thirds of the run
 SETTINGS = [
-    f"task.name={TASK}:Soak",
-    "task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}",
+    *faults.SMALL,
+    f"task.name={faults.TASK}:Soak",
     "sft.steps=60",
     "sft.until=none",
     "sft.examples_per_step=16",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_tokens=6",
     "eval.prompts=8",
     "eval.every=50",
+    "train.lr=4e-4",
     "train.on_nonfinite=skip",
     "checkpoint.every=10",
     "checkpoint.keep_best=1",
-    "model.config.max_position_embeddings=64",
-    "model.config.num_hidden_layers=1",
     "task.workers=1",
     "task.timeout_s=60",  # far from what a sum takes, on a busy machine as well
     "run.device=cpu",
@@ -64,10 +60,7 @@ OUTCOMES[-signal.SIGTERM] = "SIGTERM, which met no handler any more"
 
 
 def note_held(file: Path) -> None:
-    """Make this process write what it holds after every step.
-
-    It writes bytes of memory, open files, threads, and the processes that it started.
-    """
+    """Write bytes of memory, open files, threads and child processes after every step."""
     record = Session.record
 
     def noted(self: Any, step: Any) -> None:
@@ -109,24 +102,19 @@ class Chaos:
         self.ends: Counter[str] = Counter()
 
     def finish(self) -> None:
-        """Starts the run again and again until it comes to its end."""
-        fault = ""
-        while True:
-            resume = (self._run / "config.toml").is_file()
+        """Start the run again and again until it comes to its end."""
+        over = False
+        while not over:
+            resume = ["--resume"] if (self._run / "config.toml").is_file() else []
             fault = self._rng.choice(["kill", "kill", "point", "disk", "signal", "time"])
-            words = [*self._base, "run.name=chaos", *(["--resume"] if resume else [])]
-            ended = getattr(self, f"_{fault}")(words)
-            if ended.killed:
-                self.ends["SIGKILL"] += 1
-            elif ended.code not in OUTCOMES:
+            ended = getattr(self, f"_{fault}")([*self._base, "run.name=chaos", *resume])
+            if not ended.killed and ended.code not in OUTCOMES:
                 text = self._log.read_text(encoding="utf-8")[-3000:]
                 raise SystemExit(
                     f"an attempt with fault {fault!r} ended with {ended.code}:\n{text}"
                 )
-            else:
-                self.ends[OUTCOMES[ended.code]] += 1
-            if ended.code == 0 and not ended.killed:
-                return
+            self.ends["SIGKILL" if ended.killed else OUTCOMES[ended.code]] += 1
+            over = ended.code == 0 and not ended.killed
 
     def _start(self, words: list[str], *prepare: Any, kill_after_s: float | None = None) -> Attempt:
         def all_of_it() -> None:
@@ -170,47 +158,31 @@ class Chaos:
         return self._start([*words, f"run.max_hours={self._pace_s / 3600}"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--pace", type=float, default=4.0, metavar="S", help="seconds an attempt goes on"
-    )
-    args = parser.parse_args()
+def soak(folder: Path, steps: int, seed: int, pace_s: float) -> None:
+    """Make both runs, compare them, and print what happened."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        base = ["train", "demo", *SETTINGS, f"run.dir={folder}"]
-        base += [f"loop.steps={args.steps}", "run.max_hours=none"]
-        held = folder / "held.txt"
-        quiet = os.fork()
-        if quiet == 0:
+    base = ["train", "demo", *SETTINGS, f"run.dir={folder}"]
+    base += [f"loop.steps={steps}", "run.max_hours=none"]
+    held, log = folder / "held.txt", folder / "quiet.txt"
+    quiet = os.fork()
+    if quiet == 0:
 
-            def prepare() -> None:
-                faults.poison(POISON_EVERY, POISON_AT)
-                note_held(held)
+        def prepare() -> None:
+            faults.poison(POISON_EVERY, POISON_AT)
+            note_held(held)
 
-            ended = forked([*base, "run.name=quiet"], folder / "quiet.txt", prepare)
-            os._exit(ended.code & 0xFF)
-        chaos = Chaos(base, folder, args.seed, args.pace)
-        chaos.finish()
-        _, status = os.waitpid(quiet, 0)
-        if status:
-            text = (folder / "quiet.txt").read_text(encoding="utf-8")[-3000:]
-            raise SystemExit(
-                f"the undisturbed run ended with {os.waitstatus_to_exitcode(status)}:\n{text}"
-            )
-        check(folder, args.steps)
-        growth, more = memory_growth_mib(held), held_more(held)
-        lines = RunDirectory.open(folder / "quiet").metrics("rl")
-        totals = {
-            "not judged": sum(line.get("reward/failures", 0) for line in lines),
-            "updates skipped": sum(line.get("policy/skipped_updates", 0) for line in lines),
-        }
-    print(f"{args.steps} steps, {time.monotonic() - began:.0f} s; the two runs have the same bits")
-    for what, count in totals.items():
-        print(f"  {count:6.0f}  {what}, in both runs")
+        os._exit(forked([*base, "run.name=quiet"], log, prepare).code & 0xFF)
+    chaos = Chaos(base, folder, seed, pace_s)
+    chaos.finish()
+    _, status = os.waitpid(quiet, 0)
+    if status:
+        raise SystemExit(f"the undisturbed run failed:\n{log.read_text()[-3000:]}")
+    check(folder, steps)
+    growth, more = memory_growth_mib(held), held_more(held)
+    lines = RunDirectory.open(folder / "quiet").metrics("rl")
+    print(f"{steps} steps, {time.monotonic() - began:.0f} s; the two runs have the same bits")
+    for name in ("reward/failures", "policy/skipped_updates"):
+        print(f"  {sum(line.get(name, 0) for line in lines):6.0f}  {name}, in both runs")
     for end, count in sorted(chaos.ends.items()):
         print(f"  {count:6}  attempts that ended with: {end}")
     print(f"memory of the undisturbed run: {growth:+.1f} MiB over its last two thirds")
@@ -234,4 +206,12 @@ def check(folder: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--pace", type=float, default=4.0, metavar="S", help="seconds an attempt goes on"
+    )
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        soak(Path(name), args.steps, args.seed, args.pace)

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.distributed.ranks import apart
 
 sys.path.insert(0, str(Path(__file__).parent))
 import faults
 
-HARNESS = Path(__file__).with_name("kill_and_resume.py")
+
+def test_points_are_in_the_sources() -> None:
+    for place, _ in [*faults.POINTS.values(), *faults.DISK_POINTS.values()]:
+        owner, name = faults.found(place)
+        assert callable(getattr(owner, name, None)), place
 
 
-@pytest.mark.parametrize("point", [*faults.POINTS, *faults.DISK_POINTS])
-def test_points_are_in_the_sources(point: str) -> None:
-    module, path, _ = {**faults.POINTS, **faults.DISK_POINTS}[point]
-    owner = importlib.import_module(module)
-    for part in path.split("."):
-        owner = getattr(owner, part)
-    assert callable(owner)
+def _killed(folder: Path) -> int:
+    from kill_and_resume import kill_and_resume
+
+    return kill_and_resume(folder, 5, 5, "cpu", []).total()
 
 
-@pytest.mark.parametrize("seed", ["5", "6"])
-def test_a_run_killed_anywhere_ends_as_if_nobody_had_touched_it(seed: str) -> None:
-    command = [sys.executable, str(HARNESS), "--kills", "4", "--seed", seed]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "bit for bit" in done.stdout
+def test_a_run_killed_anywhere_ends_as_if_nobody_had_touched_it(tmp_path: Path) -> None:
+    assert apart(_killed, tmp_path) >= 5

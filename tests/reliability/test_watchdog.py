@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.distributed.ranks import run_scripts
 
 from jetrl import train
 from jetrl.runs import RunDirectory
-from jetrl.runs.attempts import StatusFile, read_status
+from jetrl.runs.attempts import read_status
 from jetrl.session.watchdog import ExitTimer, Watchdog
 from jetrl.settings.sections import WatchdogSettings
 
 TASK = """
 import ctypes
-import __main__ as run
+from jetrl.session import watchdog
 from jetrl.tasks import Task
 from jetrl.types import Prompt
 
@@ -41,29 +39,16 @@ class Hangs(Task):
             HANG
         return float(len(completion) % 3)
 """
-SMALL = [
-    "sft.steps=0",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_tokens=6",
-    "eval.every=0",
-    "checkpoint.every=1",
-    "loop.steps=9",
-    "report.enabled=false",
-    "model.config.num_hidden_layers=1",
-    "task.workers=0",
-    "watchdog.min_s=60",
-    "watchdog.first_s=60",
-]
 # The watchdog's clock stands still until a score hangs, so that no phase is too slow for it.
 PROGRAM = """
-import sys, time
+import os, sys, time
 from types import SimpleNamespace
-import jetrl.session.watchdog as watchdog
+from jetrl.session import watchdog
 
-now, timers = 0.0, []
-watchdog.time = SimpleNamespace(**{**vars(time), "monotonic": lambda: now})
-watchdog.LAST_WORDS_S, watchdog.STACKS_S = float(sys.argv.pop(1)), float(sys.argv.pop(1))
+clock, timers = SimpleNamespace(now=0.0), []
+watchdog.clock = clock
+watchdog.time = SimpleNamespace(**{**vars(time), "monotonic": lambda: clock.now})
+watchdog.LAST_WORDS_S, watchdog.STACKS_S = LAST_WORDS, STACKS
 end_later = watchdog.Watchdog._end_later
 
 def noted(self, seconds, file):
@@ -74,26 +59,32 @@ def wait_for_timer(longest):
     while timers[-1] > longest:
         time.sleep(0.01)
 
-watchdog.Watchdog._end_later = noted
+watchdog.Watchdog._end_later, watchdog.wait_for_timer = noted, wait_for_timer
 """
-TRAIN = "from jetrl.cli.main import main\nsys.exit(main())\n"
 
 
-def run_that_hangs(folder: Path, how: str, last_words_s: float) -> tuple[int, str, Path]:
-    """Return exit code, standard error and directory of a run whose third step hangs in scoring."""
+def program(folder: Path, words: list[str], how: str, last_words_s: float) -> str:
+    """Return the program of a run whose third step hangs in scoring."""
     task = folder / "mine.py"
     task.write_text(TASK.replace("HANG", how))
-    command = [sys.executable, "-c", PROGRAM + TRAIN, str(last_words_s), "5", "train", "demo"]
-    command += [*SMALL, f"task={task}:Hangs", f"run.dir={folder}", "run.name=run"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, done.stderr, folder / "run"
+    words = ["train", "demo", *words, "task.options={}", f"task={task}:Hangs", "task.workers=0"]
+    words += ["checkpoint.every=1", "watchdog.min_s=60", "watchdog.first_s=60"]
+    argv = f"sys.argv = {['jetrl', *words, f'run.dir={folder}', 'run.name=run']}\n"
+    main = "from jetrl.cli.main import main\nsys.exit(main())\n"
+    return with_times(last_words_s, 5.0) + argv + main
 
 
-def test_a_hang_in_c_code_is_ended_and_written_down(tmp_path: Path) -> None:
-    hang = "run.now = 61.0; ctypes.CDLL(None).sleep(3600)"
-    code, errors, run = run_that_hangs(tmp_path, hang, last_words_s=600.0)
-    assert code == 5, errors
-    assert "stopped: hang in reward of step 3: no sign of life for 61.0 s" in errors
+def with_times(last_words_s: float, stacks_s: float) -> str:
+    times = f"{last_words_s}, {stacks_s}"
+    return PROGRAM.replace("LAST_WORDS, STACKS", times)
+
+
+def test_a_hang_in_c_code_is_ended_and_written_down(small_words: list[str], tmp_path: Path) -> None:
+    hang = "watchdog.clock.now = 61.0; ctypes.CDLL(None).sleep(3600)"
+    [ended] = run_scripts([program(tmp_path, small_words, hang, 600.0)], tmp_path)
+    assert ended.code == 5, ended
+    assert "stopped: hang in reward of step 3: no sign of life for 61.0 s" in ended.err
+    run = tmp_path / "run"
     text = (run / "hang.txt").read_text()
     assert "hang in reward of step 3" in text
     assert 'mine.py", line 20 in score' in text
@@ -107,18 +98,22 @@ def test_a_hang_in_c_code_is_ended_and_written_down(tmp_path: Path) -> None:
     assert (run / "checkpoints" / "step_000002" / "manifest.json").is_file()
 
 
-def test_a_hang_that_keeps_the_interpreter_to_itself(tmp_path: Path) -> None:
+def test_a_hang_that_keeps_the_interpreter_to_itself(
+    small_words: list[str], tmp_path: Path
+) -> None:
     """No thread of Python runs any more: timers that need none write the stacks and end it."""
     # Half a second is left of the 60, and the timers are set once more before it hangs.
-    hang = "run.now = 59.5; run.wait_for_timer(1.5); ctypes.PyDLL(None).sleep(3600)"
-    code, _, run = run_that_hangs(tmp_path, hang, last_words_s=1.0)
-    assert code == (5 if ExitTimer.is_there() else 1)
+    hang = "watchdog.clock.now = 59.5; watchdog.wait_for_timer(1.5); "
+    hang += "ctypes.PyDLL(None).sleep(3600)"
+    # A process of its own: a fork of a server has no timers that work without the lock.
+    command = [sys.executable, "-c", program(tmp_path, small_words, hang, 1.0)]
+    ended, run = subprocess.run(command, capture_output=True, check=False), tmp_path / "run"
+    assert ended.returncode == (5 if ExitTimer.is_there() else 1)
     assert 'mine.py", line 20 in score' in (run / "hang.txt").read_text()
     assert RunDirectory.open(run).state() == "interrupted", "it could not say how it ended"
 
 
 LAST_WORDS = """
-import os
 from pathlib import Path
 from jetrl.settings.sections import WatchdogSettings
 
@@ -128,38 +123,33 @@ def say_it(why):
     dog._end_later(0.1, dog._file)  # the time for it passes
     time.sleep(3600)
 
-dog = watchdog.Watchdog(WatchdogSettings(), Path(sys.argv[1]) / "hang.txt", list, say_it)
+dog = watchdog.Watchdog(WatchdogSettings(), Path("hang.txt"), list, say_it)
 dog.__enter__()
-now = 3601.0
+clock.now = 3601.0
 time.sleep(3600)
 """
 
 
 def test_last_words_that_hang_are_cut_off(tmp_path: Path) -> None:
     """The report about a hang may itself hang, with the interpreter's lock or without."""
-    command = [sys.executable, "-c", PROGRAM + LAST_WORDS, "600", "0.1", str(tmp_path)]
-    code = subprocess.run(command, check=False).returncode
-    assert code == (5 if ExitTimer.is_there() else 1)
+    [ended] = run_scripts([with_times(600.0, 0.1) + LAST_WORDS], tmp_path)
+    assert ended.code == (5 if ExitTimer.is_there() else 1)
     assert "hang in between phases of step 0" in (tmp_path / "hang.txt").read_text()
 
 
 def test_where_the_system_gives_no_timer_the_run_begins_all_the_same(
-    small: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(timer: ExitTimer, code: int) -> None:
         raise OSError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(ExitTimer, "__init__", none_left)
     monkeypatch.setattr(ExitTimer, "is_there", lambda: True)
-    train(small("loop.steps=1"))
-    assert "would end with code 1: [Errno 11]" in (tmp_path / "run" / "log.txt").read_text()
-
-
-def test_a_quiet_run_leaves_no_file(small: Callable) -> None:
-    result = train(small("loop.steps=1"))
-    assert not (result.run_path / "hang.txt").exists()
-    status = json.loads((result.run_path / "status.json").read_text())
-    assert (status["phase"], status["step"], status["pid"]) == ("", 1, os.getpid())
+    path = train(small("loop.steps=1")).run_path
+    assert "would end with code 1: [Errno 11]" in (path / "log.txt").read_text()
+    assert not (path / "hang.txt").exists(), "a quiet run leaves no file"
+    status = read_status(path)
+    assert (status.phase, status.step) == ("", 1)
 
 
 def test_the_limit_is_learnt_from_phases_that_ended(tmp_path: Path, monkeypatch) -> None:
@@ -184,22 +174,3 @@ def test_the_limit_is_learnt_from_phases_that_ended(tmp_path: Path, monkeypatch)
     watchdog.begin("checkpoint", 1)
     watchdog.end("checkpoint", 0.0)
     assert watchdog.limit_s("checkpoint") == 100.0, "a disk may be slower the next time"
-
-
-def test_status_is_overwritten_in_place(tmp_path: Path) -> None:
-    assert read_status(tmp_path) is None
-    file = StatusFile(tmp_path)
-    size = None
-    for step, phase in enumerate(["rollout", "a-rather-long-phase-name", "x"]):
-        began = time.time()
-        file.begin(phase, step)
-        status = read_status(tmp_path)
-        assert (status.phase, status.step, status.pid) == (phase, step, os.getpid())
-        assert began <= status.time <= time.time()
-        assert size in (None, (tmp_path / "status.json").stat().st_size)
-        size = (tmp_path / "status.json").stat().st_size
-    file.end("x", 1.0)
-    assert (read_status(tmp_path).phase, read_status(tmp_path).step) == ("", 2)
-    file.close()
-    (tmp_path / "status.json").write_text("{")
-    assert read_status(tmp_path) is None

@@ -20,7 +20,7 @@ from jetrl.rollout.options import SpeculationStats
 from jetrl.rollout.sizes import padded_batch
 from jetrl.rollout.speculation import Speculation
 from jetrl.runs.metrics import check_metrics
-from jetrl.session.step_metrics import speculation_metrics
+from jetrl.session.step import speculation_metrics
 from jetrl.types import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14]]

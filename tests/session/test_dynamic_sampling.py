@@ -21,13 +21,6 @@ def no_draw(again, count):
     raise AssertionError("nothing was missing")
 
 
-def test_nothing_is_drawn_when_every_group_teaches():
-    samples = [*group(0, 0, 1), *group(1, 1, 0)]
-    found = refill(samples, 2, 1, 4, no_draw)
-    assert names(found.samples) == names(samples)
-    assert (found.rounds, found.dropped) == (1, 0)
-
-
 def test_idle_groups_are_replaced_in_order():
     asked = []
 
@@ -44,20 +37,13 @@ def test_idle_groups_are_replaced_in_order():
         *((2, "p0", 1), (2, "p0", 0)),
     ]
     assert (found.rounds, found.dropped, len(found.drawn)) == (3, 3, 12)
+    again = refill(found.samples, 3, 1, 4, no_draw)
+    assert (again.rounds, again.dropped) == (1, 0)
 
 
 def test_the_rounds_have_an_end_and_what_taught_is_kept():
     found = refill([*group(0, 0, 1), *group(1, 0, 0)], 2, 1, 3, lambda again, count: group(0, 1, 1))
     assert names(found.samples) == [(0, "p0", 0), (0, "p0", 1)]
     assert (found.rounds, found.dropped) == (3, 3)
-
-
-def test_a_step_of_idle_groups_alone_has_as_many_as_it_needs():
-    found = refill([*group(0, 0, 0), *group(1, 1, 1)], 2, 2, 1, no_draw)
-    assert names(found.samples) == names([*group(0, 0, 0), *group(1, 1, 1)])
-
-
-def test_more_than_wanted_is_cut():
-    found = refill(group(0, 1, 1), 1, 1, 2, lambda again, count: [*group(0, 0, 1), *group(1, 0, 1)])
-    assert names(found.samples) == [(0, "p0", 0), (0, "p0", 1)]
-    assert found.dropped == 2
+    idle = [*group(0, 0, 0), *group(1, 1, 1)]
+    assert names(refill(idle, 2, 2, 1, no_draw).samples) == names(idle), "as many as it needs"

@@ -82,14 +82,6 @@ def test_a_completion_that_was_drawn_anew_is_scored_anew(scorer):
     assert not scorer._replies, "the next step's losses are not added to this one's"
 
 
-def test_without_workers_nothing_is_scored_while_others_are_drawn():
-    with Scorer(TASK, workers=0) as scorer:
-        scoring = Scoring(scorer, PROMPTS, PARAMS.n)
-        completions = sample_prompts(Engine(), scoring, PARAMS)
-        assert not scorer._replies
-        assert [s.score.reward for s in scoring.samples(completions)] == EXPECTED
-
-
 def test_an_error_while_sampling_leaves_nothing_behind(scorer):
     scoring = Scoring(scorer, PROMPTS, PARAMS.n)
     with pytest.raises(KeyboardInterrupt):
@@ -112,7 +104,7 @@ def test_the_majority_is_the_most_frequent_answer_and_of_several_the_first():
     }
 
 
-@pytest.mark.parametrize("stop", ["\n", ("\n", ""), (5,), None])
+@pytest.mark.parametrize("stop", ["\n", ("\n", "")])
 def test_a_task_with_bad_stop_strings_is_refused_before_sampling(stop, monkeypatch):
     monkeypatch.setattr("jetrl.session.sampling.encode_prompt", lambda *_: [1])
     task = get_task("arithmetic")

@@ -24,14 +24,11 @@ def carrying(*ids: str, oversample: float = 0.5, dynamic_sampling: bool = False)
     return PartialRollouts(settings, policy, prompts, 1, dynamic_sampling)
 
 
-def test_the_state_comes_back() -> None:
+def test_the_state_comes_back_unless_a_prompt_is_gone() -> None:
     resumed = carrying("a", "b")
     resumed.load_state(json.loads(json.dumps(STATE)))
     assert resumed.num_unfinished == 1
     assert json.loads(json.dumps(resumed.state())) == STATE
-
-
-def test_a_prompt_that_is_gone_is_named() -> None:
     with pytest.raises(UserError, match=r"prompt 'b'.* does not have now"):
         carrying("a").load_state(STATE)
 

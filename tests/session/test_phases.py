@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from jetrl.errors import OutOfMemoryStop
+from jetrl.rollout.engine import RolloutEngine
 from jetrl.session import Session
+from jetrl.session.open import RunContext
 from jetrl.session.training_run import MemoryPeaks, Phases
 from jetrl.settings.loading import load_config
+from jetrl.training import SftTrainer, Trainer
 
 
 def test_out_of_memory_names_the_phase() -> None:
@@ -51,41 +55,37 @@ def test_peaks_of_phases_are_the_highest_of_a_step(monkeypatch: pytest.MonkeyPat
     assert peaks.take_metrics() == {"memory/peak_gib": 9, "memory/update_peak_gib": 4}
 
 
-class Order:
-    """An observer of phases that keeps the order in which they begin, with what is told to it."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def begin(self, phase: str, step: int) -> None:
-        self.seen.append(phase)
-
-    def beat(self) -> None: ...
-
-    def end(self, phase: str, seconds: float) -> None: ...
+WORDS = """task.options.max_operand=4 task.options.digits=1 rollout.max_tokens=6 eval.prompts=4
+model.config.num_hidden_layers=1 rollout.prompts_per_step=2 rollout.samples_per_prompt=2
+sft.steps=2 sft.check_every=1 sft.until=2.0 sft.examples_per_step=4 report.enabled=false"""
 
 
-def test_the_pages_of_a_rollout_are_given_back_before_its_update(
+def test_the_pages_of_a_rollout_are_given_back_before_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the plan of an update leaves them out, and so does the measured peak of its phase."""
-    words = ["task.options.max_operand=4", "task.options.digits=1", "rollout.max_tokens=6"]
-    words += ["model.config.num_hidden_layers=1", "sft.steps=0", "eval.every=0"]
-    words += ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"]
-    words += [f"run.dir={tmp_path}", "run.name=run", "report.enabled=false"]
-    order = Order()
+    order: list[str] = []
 
-    def step(*_: object) -> None:
-        order.seen.append("step")
-        raise RuntimeError("enough")
+    def seen(owner: type, method: str) -> None:
+        really = getattr(owner, method)
 
-    with Session(load_config("demo", words)) as session:
+        def called(self: Any, *arguments: Any, **options: Any) -> Any:
+            order.append(method)
+            return really(self, *arguments, **options)
+
+        monkeypatch.setattr(owner, method, called)
+
+    for owner, method in (
+        (SftTrainer, "step"),
+        (Trainer, "step"),
+        (RolloutEngine, "generate"),
+        (RunContext, "free_kv_pages"),
+    ):
+        seen(owner, method)
+    with Session(load_config("demo", [*WORDS.split(), f"run.dir={tmp_path}"])) as session:
         session.warm_up()
-        sampled = session.score(session.sample(session.draw_prompts(1)))
-        session.run.phases.observers.append(order)
-        monkeypatch.setattr(session.context.policy, "device", torch.device("cuda"))
-        monkeypatch.setattr(session.context.engine, "free_cache", lambda: order.seen.append("free"))
-        monkeypatch.setattr(session.trainer, "step", step)
-        with pytest.raises(RuntimeError, match="enough"):
-            session.update(sampled)
-    assert order.seen == ["free", "update", "step"]
+        looked = ["generate", "free_kv_pages"]
+        assert order == ["step", *looked, "step", *looked]
+        order.clear()
+        session.update(session.score(session.sample(session.draw_prompts(1))))
+    assert order == ["generate", "free_kv_pages", "step"]

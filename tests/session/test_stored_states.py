@@ -30,22 +30,15 @@ EXTRA = {
 def test_what_the_parts_write_fits():
     check_extra(json.loads(json.dumps(EXTRA)), "state.json")
     assert set(EXTRA["states"]) == NAMES
-
-
-def test_a_checkpoint_without_a_part_fits():
     check_extra({"states": {}}, "state.json")
 
 
 ODD = [
-    ({"guard": {"in_a_row": -1}}, "guard.in_a_row = -1"),
     ({"guard": None, "clip": {"steps": 1, "low": float("nan"), "high": 1}}, "clip.low = nan"),
     ({"data": "0123"}, "data = '0123'"),
-    ({"prompts": {"p": [1.0]}}, "prompts.p"),
     ({"prompts": {"p": ["1", 2]}}, "prompts.p.0 = '1'"),
-    ({"micro_batches": {"tokens": 0, "setting": 1}}, "micro_batches.tokens = 0"),
     ({"rollout_sizes": {"asked": [1, 1, 1], "now": [None, 1, 1]}}, "rollout_sizes"),
     ({"partial rollouts": [["p", [[*MEMBER[:1], [1], *MEMBER[2:]]]]]}, "log-probs of other tokens"),
-    ({"partial rollouts": [["p", [[1, [-1], [0.0], "stop", "", []]]]]}, "= -1"),
     ({"partial rollouts": [["p", [[1, [1], [0.0], "odd", "", []]]]]}, "= 'odd'"),
     ([], "states = "),
 ]
