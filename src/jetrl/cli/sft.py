@@ -7,13 +7,11 @@ For example:
     jetrl sft recipes/gsm8k-smoke.toml sft.steps=100 run.name=warm --out models/warm
     jetrl sft demo --task reward sft.until=none sft.steps=400 run.name=judge --out models/judge
     jetrl sft demo --task reward run.name=judge --resume
-    jetrl sft demo --task reward --preflight          print a few pairs, and warnings
 """
 
 from __future__ import annotations
 
 import argparse
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,10 +26,8 @@ from jetrl.cli.train import (
     goes_on,
     joined,
     planned_gpus,
-    prompt_lines,
     recipe_settings,
     say_how_to_go_on,
-    say_warnings,
     settings_help,
 )
 from jetrl.distributed.world import launched_rank
@@ -46,7 +42,7 @@ RUNS_ON_RANKS = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "jetrl sft [RECIPE] [KEY=VALUE ...] [--task answers|reward] [--out DIR] [--resume] "
-        "[--dry-run | --preflight]"
+        "[--dry-run]"
     )
     add_recipe_arguments(parser)
     parser.add_argument(
@@ -58,12 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="write a copy of the model to DIR")
     add_resume_argument(parser)
     add_dry_run_argument(parser)
-    parser.add_argument(
-        "--preflight",
-        action="store_true",
-        help="with --task reward: print a few pairs and the model's scores, and stop; exit code 1 "
-        "on warnings",
-    )
     parser.epilog = settings_help()
 
 
@@ -74,16 +64,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("sft.steps = 0: set the number of updates, as in sft.steps=100")
     if args.out is not None and Path(args.out).exists() and not _is_empty(Path(args.out)):
         raise UserError(f"--out {args.out}: in use; name another directory")
-    if (args.dry_run or args.preflight) and launched_rank() > 0:
+    if args.dry_run and launched_rank() > 0:
         return 0  # rank 0 prints it
     if args.dry_run:
         for part in dry_run(settings, args.task == "reward", gpus, resume):
             print(part)
         return 0
-    if args.preflight:
-        if args.task != "reward":
-            raise UserError("--preflight goes with --task reward")
-        return _preflight(settings)
     if args.task == "reward":
         return _reward(args, settings, resume)
     from jetrl import loop
@@ -119,25 +105,6 @@ def _reward(args: argparse.Namespace, settings: Settings, resume: bool) -> int:
         model = "MERGED"
     print(f"use it: jetrl train ... reward.model=1.0 reward.model_path={model}")
     return 0
-
-
-def _preflight(settings: Settings) -> int:
-    from jetrl.runs.format import number, percent, visible
-    from jetrl.session.preflight import preflight_pairs
-
-    result = preflight_pairs(settings)
-    for pair in result.pairs:
-        print("\n".join(prompt_lines(pair.prompt)))
-        for which, completion in zip(("better", "worse"), pair.completions, strict=True):
-            print(f"  {which}, {completion.tokens} tokens, score {number(completion.score)}")
-            print(textwrap.indent(visible(completion.text, newlines=True) or "(nothing)", "    "))
-        print()
-    facts = result.facts
-    print(
-        f"{facts.count} pairs; the longest sequence has {facts.longest} tokens; the better "
-        f"completion is the longer one in {percent(facts.longer / facts.count)}"
-    )
-    return say_warnings(result.warnings)
 
 
 def _is_empty(path: Path) -> bool:

@@ -360,7 +360,7 @@ def dry_run(
     """
     from jetrl.memory.fitting import shown
     from jetrl.precision import PrecisionPlan
-    from jetrl.session.open import check_pairs, check_run
+    from jetrl.session.open import TrainingContext, check_pairs, check_run
     from jetrl.settings.loading import to_toml
 
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
@@ -377,14 +377,13 @@ def dry_run(
             stack.enter_context(trust_only())
         machine = gpus.machine(settings)
         if pairs:
-            memory, notes = check_pairs(settings, resume, machine).memory, []
+            checked: TrainingContext = check_pairs(settings, resume, machine)
         else:
             checked = check_run(settings, stack, resume, machine)
-            memory, notes = checked.memory, checked.notes
     each = f" of each of {gpus.count} GPUs" if gpus.count > 1 else ""
     yield f"# memory plan{each}"
-    yield shown(memory.plan, indent="#   ")
-    yield from (f"# {note}" for note in notes)
+    yield shown(checked.memory.plan, indent="#   ")
+    yield from (f"# {note}" for note in checked.notes)
     unread = [*_unread(settings, resume), *["proofs on the GPU"] * (machine.device != "cpu")]
     if unread:
         yield f"# not checked: {', '.join(unread)}"

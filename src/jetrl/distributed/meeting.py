@@ -7,11 +7,10 @@ common one once.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -19,7 +18,6 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from jetrl.distributed.console import tell
-from jetrl.distributed.peers import peers
 from jetrl.distributed.world import launched_rank, launched_size, named, ranks_that_differ
 from jetrl.errors import RankLost, Terminated, UserError
 
@@ -111,7 +109,7 @@ class Meeting:
             start = f"start {self._joined}"
             met = [rank for rank in range(self.size) if self._words.check([f"{start} {rank}"])]
             self._came([ends[rank] for rank in met])
-        return _common([self.read(key) for key in ends], own=words)
+        return _common([self._read(key) for key in ends], own=words)
 
     def told(self) -> None:
         """Tell the ranks that are ending that rank 0 has printed their words."""
@@ -119,24 +117,9 @@ class Meeting:
         ending = [rank for rank in range(1, self.size) if self._words.check([f"end {rank}"])]
         self._came([f"heard {rank}" for rank in ending])  # the store may be this process's own
 
-    def write(self, key: str, text: str) -> None:
-        """Write a text for the other ranks, in place of an earlier one."""
-        with self._there():
-            self._words.set(key, text)
-
-    def read(self, key: str) -> str:
+    def _read(self, key: str) -> str:
         """Return what a rank has written; "" if nothing, without waiting."""
-        with self._there():
-            return self._words.get(key).decode() if self._words.check([key]) else ""
-
-    @contextlib.contextmanager
-    def _there(self) -> Iterator[None]:
-        """Turn an error of the store into one that says who is lost."""
-        try:
-            yield
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()
-            raise peers().lost("the key-value store", reason[0] if reason else "") from None
+        return self._words.get(key).decode() if self._words.check([key]) else ""
 
     def _came(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are in the store, at once or within seconds."""

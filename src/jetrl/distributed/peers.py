@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-ANSWER_S = (
-    2.0  # for a lost rank's process to be gone, or its words to come, after a broken collective
-)
+ANSWER_S = 2.0  # for a lost rank's process to be gone, or its words to come
 BUSY_S = 4.0  # for the main thread to notice trouble
 ENDING_S = 6.0  # for the main thread to end, once it has noticed
 LEAVE_S = 3.0  # for last words, with a store or a disk that may not answer
@@ -103,9 +101,7 @@ class Trouble:
 
     @property
     def message(self) -> str:
-        return (
-            f"stopped: {self.words}" if self.kind == "lost" else f"rank {self.rank}: {self.words}"
-        )
+        return f"{'stopped' if self.kind == 'lost' else f'rank {self.rank}'}: {self.words}"
 
     @property
     def reason(self) -> str:
@@ -161,14 +157,16 @@ class Peers:
     def close(self) -> None:
         """End the watch over the others."""
 
-    def records_in(self, folder: Path) -> None:
-        """Name the folder, which may not exist yet, that gets a record of trouble."""
+    def attach(
+        self, folder: Path, on_hang: Callable[[str], None], at_end: Callable[[Trouble], None]
+    ) -> None:
+        """Name the folder for a record of trouble, and what is done when trouble comes.
 
-    def before_leaving(self, work: Callable[[Trouble], None]) -> None:
-        """Do more work when this rank is made to leave while its main thread cannot."""
-
-    def on_hang(self, work: Callable[[str], None]) -> None:
-        """Do work when another rank hangs, while this one still waits for it."""
+        Args:
+            folder: May not exist yet.
+            on_hang: Called when another rank hangs, while this one still waits for it.
+            at_end: Called when this rank is made to leave while its main thread cannot.
+        """
 
 
 NOBODY = Peers()
@@ -207,8 +205,8 @@ class OtherRanks(Peers):
         self._main = threading.main_thread().ident
         self._handler: Any = signal.SIG_DFL  # before this object was opened
         self._folder: Path | None = None
-        self._hang_work: list[Callable[[str], None]] = []
-        self._last_work: list[Callable[[Trouble], None]] = []
+        self._on_hang: Callable[[str], None] = lambda why: None
+        self._at_end: Callable[[Trouble], None] = lambda trouble: None
         self._trouble: Trouble | None = None
         self._ending = self._orderly = self._recorded = False
         self._over = threading.Event()
@@ -303,23 +301,15 @@ class OtherRanks(Peers):
         """Return whether a signal is to be ignored; raise RankLost if a lost rank caused it."""
         if self._ending:
             return True
-        trouble = self.trouble()
-        if trouble is None:
+        if (trouble := self.trouble()) is None:
             return False
         self._ending = True
         raise RankLost(trouble.reason, trouble.code)
 
-    def records_in(self, folder: Path) -> None:
-        """Write the board into a folder, if trouble ends the run."""
-        self._folder = folder
-
-    def before_leaving(self, work: Callable[[Trouble], None]) -> None:
-        """Do more work when the thread ends this process."""
-        self._last_work.append(work)
-
-    def on_hang(self, work: Callable[[str], None]) -> None:
-        """Do work when another rank hangs."""
-        self._hang_work.append(work)
+    def attach(
+        self, folder: Path, on_hang: Callable[[str], None], at_end: Callable[[Trouble], None]
+    ) -> None:
+        self._folder, self._on_hang, self._at_end = folder, on_hang, at_end
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """End the process, if the run does not yet, or no longer, handle SIGTERM itself."""
@@ -372,11 +362,9 @@ class OtherRanks(Peers):
             self._trouble = Trouble(UNKNOWN, "lost", words)
             return
         told = self._told()
-        gone = (
-            [] if told else [s for s in self._lines(self._neighbors).values() if self._is_gone(s)]
-        )
-        for line in gone:
-            line = self._lines([line.rank])[line.rank]  # it may have written a last line
+        lines = {} if told else self._lines(self._neighbors)
+        for rank in [line.rank for line in lines.values() if self._is_gone(line)]:
+            line = self._lines([rank])[rank]  # it may have written a last line
             told = told or self._told()
             if told is None and not line.left:
                 words = (
@@ -390,13 +378,13 @@ class OtherRanks(Peers):
 
     def _is_gone(self, line: RankStatus) -> bool:
         """Return whether a rank of this machine has no process any more."""
-        if line.rank in self._neighbors:
+        if line.rank not in self._neighbors:
+            return False
+        with contextlib.suppress(PermissionError):
             try:
                 os.kill(line.pid, 0)
             except ProcessLookupError:
                 return True
-            except PermissionError:
-                pass
         return False
 
     def _record(self, trouble: Trouble) -> None:
@@ -410,11 +398,7 @@ class OtherRanks(Peers):
             return
         lines = sorted({**self._others(), self._rank: self._status}.items())
         ranks = [
-            {
-                **{name: getattr(line, name) for name in ("rank", "node", "pid", "place", "left")},
-                "collectives": line.number,
-            }
-            for _, line in lines
+            {**asdict(line), "place": line.place, "collectives": line.number} for _, line in lines
         ]
         words = {"time": time.time(), "rank": trouble.rank, "words": trouble.reason, "ranks": ranks}
         try:
@@ -435,9 +419,8 @@ class OtherRanks(Peers):
             if noticed is None:
                 noticed = time.monotonic()
                 if trouble.kind == "hang" and trouble.rank != self._rank:
-                    for work in self._hang_work:
-                        with contextlib.suppress(Exception):
-                            work(trouble.reason)
+                    with contextlib.suppress(Exception):
+                        self._on_hang(trouble.reason)
                 # The handler of SIGTERM raises RankLost, unless the main thread is within C.
                 if not self._ending and self._main and callable(signal.getsignal(signal.SIGTERM)):
                     signal.pthread_kill(self._main, signal.SIGTERM)
@@ -451,9 +434,8 @@ class OtherRanks(Peers):
         limit.daemon = True
         limit.start()
         try:
-            for work in self._last_work:
-                with contextlib.suppress(Exception):
-                    work(trouble)
+            with contextlib.suppress(Exception):
+                self._at_end(trouble)
             self._leave(trouble)
         finally:
             os._exit(code)

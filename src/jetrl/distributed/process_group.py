@@ -87,11 +87,14 @@ class ProcessGroupWorld(World):
         failure: Exception | None = None
         try:
             made = work()
-        except Exception as error:
-            failure = error
-        for rank, error_there in enumerate(self.gather(what, failure)):
-            if error_there is not None:
-                raise of_rank(error_there, rank) from None
+        except Exception as raised:
+            failure = raised
+        for rank, error in enumerate(self.gather(what, failure)):
+            if isinstance(error, OSError):  # about a file: it has to say which rank's
+                text = f"{error.strerror or error} (rank {rank})"
+                raise OSError(error.errno, text, error.filename) from None
+            if error is not None:
+                raise error from None
         return made
 
     def channel(self) -> ProcessGroupWorld:
@@ -123,13 +126,6 @@ class ProcessGroupWorld(World):
                     raise
                 reason = str(error).strip() or "no reason given"
                 raise peers().lost(what, reason.splitlines()[0]) from None
-
-
-def of_rank(error: Exception, rank: int) -> Exception:
-    """Return an error, with the rank in its message if it is about a file."""
-    if not isinstance(error, OSError):
-        return error
-    return OSError(error.errno, f"{error.strerror or error} (rank {rank})", error.filename)
 
 
 @contextlib.contextmanager
@@ -238,17 +234,9 @@ def _watched(
 
 def record_collectives(folder: Path) -> None:
     """Turn the flight recorder on, before a process group is opened; a user's settings stay."""
-    # Each with the name that it had before torch 2.9, which is read as well and may be set.
-    settings = {
-        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): _KEPT,
-        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(
-            (folder / TIMEOUT_FILES).absolute()
-        ),
-        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
-    }
-    for names, value in settings.items():
-        if not any(name in os.environ for name in names):
-            os.environ[names[0]] = value
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((folder / TIMEOUT_FILES).absolute()))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     # torchrun's own choice, 1, makes NCCL clean up first, which may wait for what hangs.
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"

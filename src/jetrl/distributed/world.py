@@ -48,31 +48,18 @@ class World:
         more = count % self.local_size > self.local_rank
         return max(count // self.local_size + more, min(count, 1))
 
-    def in_order(self, shares: Sequence[Sequence[Item]]) -> list[Item]:
-        """Return the list that `share` divided, from the shares of all ranks."""
-        total = sum(map(len, shares))
-        return [shares[i % self.size][i // self.size] for i in range(total)]
-
     def gather(self, what: str, value: Item) -> list[Item]:
         """Return the values of all ranks, by rank; each rank calls this with a picklable value."""
         return [value]
 
     def gather_in_order(self, what: str, share: Sequence[Item]) -> list[Item]:
         """Return the whole list, of which each rank gives its `share`."""
-        return self.in_order(self.gather(what, share))
+        shares = self.gather(what, share)
+        return [shares[i % self.size][i // self.size] for i in range(sum(map(len, shares)))]
 
     def from_first(self, what: str, make: Callable[[], Item]) -> Item:
         """Return the picklable value that rank 0 makes; every rank raises an error of `make`."""
         return make()
-
-    def from_first_alone(self, what: str, make: Callable[[], Item], otherwise: Item) -> Item:
-        """Return what `make` returns on rank 0, and `otherwise` on the other ranks.
-
-        The value need not be picklable. Every rank raises an error of `make`.
-        """
-        made: list[Item] = []
-        self.from_first(what, lambda: made.append(make()))
-        return made[0] if made else otherwise
 
     def together(self, what: str, work: Callable[[], Item]) -> Item:
         """Return this rank's result once all have theirs; all raise the first rank's error."""

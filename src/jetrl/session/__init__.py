@@ -1,7 +1,7 @@
 """An open run: the verbs of the loop, and what they work with.
 
 session           the verbs of the loop
-step              a step's record, sampling parameters and dynamic sampling
+step              a step's record, sampling parameters, dynamic sampling and metrics
 open, building    checks before the start; models and data
 training_run      run directory, console, phases, memory peaks
 prompt_order      which prompts per step draws
@@ -12,7 +12,6 @@ checkpoints       saving and resuming
 stop_signals      Ctrl-C, SIGTERM, the time limit
 watchdog          a run that hangs
 ranks             the processes of a run on several GPUs: joined, compared and ended
-step_metrics      the numbers of a step, and what is unusual about it
 nonfinite         reports of NaN
 replay            the steps after the last checkpoint, run again
 preflight         a look before a run

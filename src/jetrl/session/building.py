@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.files import read_json
 from jetrl.models import hf
-from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.model import Model
 from jetrl.models.nvfp4_files import check_base
@@ -25,17 +25,13 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
 from jetrl.models.tiny import RandomWeights, character_tokenizer
 from jetrl.precision import PrecisionPlan
-from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.session.compiling import compiled_ahead
-from jetrl.session.reward import Reward
 from jetrl.settings.loading import Settings
-from jetrl.settings.model_sections import AdapterSettings
+from jetrl.settings.model_sections import AdapterSettings, RewardSettings
 from jetrl.settings.sections import ModelSettings, verified_drafts
 from jetrl.tasks import build_task
-from jetrl.training import Critic
 from jetrl.training.checkpoint_files import StoredTensors
-from jetrl.training.extras.draft_head import DraftHeadTraining
-from jetrl.training.guard import Guard
+from jetrl.types import Sample, Score
 
 logger = logging.getLogger(__name__)
 
@@ -52,32 +48,21 @@ def build_policy(
         alphabet: The task's, for a tokenizer of characters; None: printable ASCII.
         device: None: that of run.device. "meta" checks all and reads no weights.
     """
-    model, device = settings.model, device or choose_device(settings.run.device)
-    rollout = settings.rollout
+    device, seed = device or choose_device(settings.run.device), settings.run.seed
+    config, path, rollout = model_config(settings), settings.model.path, settings.rollout
+    adapter = adapter_of(settings.adapter, config, seed, device)
+    # What decode's kernels depend on: the batch, and whether drafts are verified.
     drafts = verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample)
-    decode = rollout.max_batch_size, drafts != "off"  # what its kernels depend on
-    if model.path is not None:
-        config = model_config(settings)
-        adapter = adapter_of(settings.adapter, config, settings.run.seed, device)
-        with compiled_ahead(config, plan, device, adapter, *decode):
-            policy = Policy.from_pretrained(model.path, plan, device, adapter=adapter)
-        if model.tokenizer is not None:
-            own, policy.tokenizer = policy.tokenizer, _tokenizer(model.tokenizer, alphabet)
-            if device != "meta":  # once per run
-                _say_replaced(own, policy.tokenizer, model)
-    elif model.config is not None:
-        tokenizer = None if model.tokenizer is None else _tokenizer(model.tokenizer, alphabet)
-        config, seed = ModelConfig.from_hf(model_config_dict(settings)), settings.run.seed
-        adapter = adapter_of(settings.adapter, config, seed, device)
-        with compiled_ahead(config, plan, device, adapter, *decode):
+    with compiled_ahead(config, plan, device, adapter, rollout.max_batch_size, drafts != "off"):
+        if path is not None:
+            policy = Policy.from_pretrained(path, plan, device, adapter=adapter)
+            _replace_tokenizer(policy, settings.model, alphabet)
+        else:
+            tokenizer = _tokenizer(settings.model.tokenizer, alphabet)
             policy = Policy.from_config(config.raw, plan, seed, device, tokenizer, adapter)
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            policy.generation_config = {"eos_token_id": tokenizer.eos_token_id}
-    else:
-        raise UserError(
-            "no model: set model.path to a Hugging Face directory (`jetrl init` makes a small "
-            "one), or model.config to the contents of a config.json"
-        )
+            if tokenizer is not None and tokenizer.eos_token_id is not None:
+                policy.generation_config = {"eos_token_id": tokenizer.eos_token_id}
+    # Special tokens that a prompt spells out are text, unless the task says otherwise.
     policy.plain_text = settings.task.special_tokens_as_text
     limit_threads(policy.config)
     if policy.tokenizer is not None and len(policy.tokenizer) > policy.config.vocab_size:
@@ -118,13 +103,10 @@ def build_scalar_model(
     adapter = adapter_of(settings.adapter, config.with_scalar_head(), settings.run.seed, device)
     if path is not None and (config.head == "score" or adapter is not None):
         model = ScalarModel.from_language_model(path, plan, device, adapter)
-        name = settings.model.tokenizer
-        if name is not None:
-            own, model.tokenizer = model.tokenizer, _tokenizer(name, alphabet)
-            if device != "meta":
-                _say_replaced(own, model.tokenizer, settings.model)
+        _replace_tokenizer(model, settings.model, alphabet)
         model.plain_text = settings.task.special_tokens_as_text
         return model
+    # A new head on a language model: its decoder is read whole, an adapter comes after.
     whole = settings.model_copy(update={"adapter": AdapterSettings()})
     policy = build_policy(whole, plan, alphabet, device)
     model = ScalarModel.with_new_head(
@@ -148,6 +130,7 @@ def build_reference(
         return read_reference(settings, policy)
     if settings.algorithm.kl == 0:
         return None
+    # An adapter's reference is its base, which shares the weights and takes no memory.
     if policy.lora is not None:
         return policy.base()
     path = run_path / "reference"
@@ -191,6 +174,66 @@ def _frozen(settings: Settings, policy: Policy, path: str | Path) -> Policy:
     return reference
 
 
+class Reward:
+    """The reward that `[reward]` makes of a task's score and a reward model's.
+
+    Args:
+        plan: The policy's plan: under an FP8 plan the reward model scores in FP8.
+        tokens_at_once: Tokens of one packed forward of the reward model.
+
+    Raises:
+        UserError: The reward model is missing, or has another head, another tokenizer or too short
+            a context.
+    """
+
+    def __init__(
+        self,
+        settings: RewardSettings,
+        policy: Model,
+        plan: PrecisionPlan,
+        max_tokens: int,
+        tokens_at_once: int,
+    ) -> None:
+        self._settings, self._tokens_at_once = settings, tokens_at_once
+        self._model: ScalarModel | None = None
+        if settings.model_path is None:
+            return
+        where = f"reward.model_path = {settings.model_path}"
+        model = ScalarModel.from_pretrained(settings.model_path, plan, policy.device, frozen=True)
+        check_same_tokenizer(policy.tokenizer, model.tokenizer, where)
+        if model.config.max_position_embeddings <= max_tokens:
+            raise UserError(
+                f"{where}: its context of {model.config.max_position_embeddings} tokens has no "
+                f"room for a prompt and rollout.max_tokens = {max_tokens}"
+            )
+        if settings.offload:
+            model.offload()
+        self._model = model
+
+    @property
+    def has_model(self) -> bool:
+        """True where a reward model runs; otherwise only the task's score is weighted."""
+        return self._model is not None
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Sample]:
+        rule, weight = self._settings.rule, self._settings.model
+        if self._model is None:
+            scores = [0.0] * len(samples)
+        else:
+            sequences = [[*s.prompt_token_ids, *s.completion.token_ids] for s in samples]
+            with self._model.used():
+                scores = self._model.scores(sequences, self._tokens_at_once).tolist()
+        rewarded = []
+        for sample, score in zip(samples, scores, strict=True):
+            # The parts are kept for the metrics: the task's own score is `rule`.
+            parts = {**sample.score.parts, "rule": sample.score.reward}
+            if self._model is not None:
+                parts["model"] = score
+            reward = rule * sample.score.reward + weight * score
+            rewarded.append(replace(sample, score=Score(reward, parts)))
+        return rewarded
+
+
 def build_reward(settings: Settings, policy: Policy, tokens_at_once: int) -> Reward | None:
     """Return the maker of the rewards of [reward]; None if the reward is the task's own score.
 
@@ -203,53 +246,29 @@ def build_reward(settings: Settings, policy: Policy, tokens_at_once: int) -> Rew
     return Reward(settings.reward, policy, plan, settings.rollout.max_tokens, tokens_at_once)
 
 
-def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None) -> Critic | None:
-    """Return the critic with the value model that critic.path names, None without one."""
-    model = value_model(settings, policy)
-    return None if model is None else Critic(model, settings, guard)
-
-
 def value_model(settings: Settings, policy: Policy) -> ScalarModel | None:
     """Return the value model that critic.path names, on the policy's device; None without one.
 
     Raises:
         UserError: The value model cannot be used, or means other tokens.
     """
-    path = settings.critic.path
+    path, plan, device = settings.critic.path, policy.plan.without_base, policy.device
     if path is None:
         return None
-    plan = policy.plan.without_base
     if path == "policy" and policy.lora is not None and policy.base_path is not None:
         # All parameters of a critic are trained, so its masters are read from the base's directory.
         path = policy.base_path
-    if path == "policy":
-        weights: Mapping[str, Tensor]
-        if policy.lora is None:
-            weights = policy.whole_masters()
-        else:
-            weights = RandomWeights(policy.config, settings.run.seed, policy.device)
-        model = ScalarModel.with_new_head(
-            policy.config, weights, plan, policy.device, policy.tokenizer
-        )
-    else:
-        model = ScalarModel.from_language_model(path, plan, policy.device)
+    if path != "policy":
+        model = ScalarModel.from_language_model(path, plan, device)
         _check_vocabulary(policy, model, f"critic.path = {path}")
-    return model
-
-
-def build_draft_head(
-    settings: Settings, head: DraftHead | None, checkpoints: RunCheckpoints
-) -> DraftHeadTraining | None:
-    """Return the training of a draft head, None without one.
-
-    Args:
-        head: The draft head, or None.
-    """
-    if head is None:
-        return None
-    training = DraftHeadTraining(head, settings)
-    checkpoints.register_tensors("draft_head", training)
-    return training
+        return model
+    # A critic that begins as the policy has its decoder and a new head.
+    weights: Mapping[str, Tensor]
+    if policy.lora is None:
+        weights = policy.whole_masters()
+    else:
+        weights = RandomWeights(policy.config, settings.run.seed, device)
+    return ScalarModel.with_new_head(policy.config, weights, plan, device, policy.tokenizer)
 
 
 def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
@@ -291,6 +310,7 @@ def model_config(settings: Settings) -> ModelConfig:
         config = ModelConfig.from_hf(model_config_dict(settings))
     else:
         config = hf.model_config(path)
+    # Checked here, since every command that reads a model comes by.
     for key in ("first_layers_bf16", "last_layers_bf16"):
         if getattr(precision, key) > config.num_layers:
             raise UserError(
@@ -311,7 +331,10 @@ def model_config_dict(settings: Settings) -> dict[str, Any]:
     if isinstance(config, dict):
         return config
     if config is None:
-        raise UserError("no model: set model.path or model.config")
+        raise UserError(
+            "no model: set model.path to a Hugging Face directory (`jetrl init` makes a small "
+            "one), or model.config to the contents of a config.json"
+        )
     try:
         contents = read_json(config)
     except (OSError, UserError) as error:
@@ -321,21 +344,25 @@ def model_config_dict(settings: Settings) -> dict[str, Any]:
     return contents
 
 
-def _say_replaced(
-    own: PreTrainedTokenizerBase | None, new: PreTrainedTokenizerBase, model: ModelSettings
-) -> None:
-    """Warn where a setting replaces the tokenizer of a model directory by one of other tokens."""
-    if own is None or own.get_vocab() == new.get_vocab():
+def _replace_tokenizer(model: Model, settings: ModelSettings, alphabet: str | None) -> None:
+    """Replace the tokenizer of a model directory by that of the settings, if they have one."""
+    own, new = model.tokenizer, _tokenizer(settings.tokenizer, alphabet)
+    if new is None:
         return
-    differ = len(own.get_vocab().items() ^ new.get_vocab().items())
-    logger.warning(
-        "model.tokenizer=%s replaces the tokenizer of %s, and %d tokens differ: the model reads "
-        "other words than it was trained with; model.tokenizer=none keeps its own",
-        *(model.tokenizer, model.path, differ),
-    )
+    model.tokenizer = new
+    if own is None or model.device.type == "meta":  # once per run
+        return
+    if differ := len(own.get_vocab().items() ^ new.get_vocab().items()):
+        logger.warning(
+            "model.tokenizer=%s replaces the tokenizer of %s; %d tokens differ, so the model reads "
+            "other words than it was trained with; model.tokenizer=none keeps its own",
+            *(settings.tokenizer, settings.path, differ),
+        )
 
 
-def _tokenizer(name: str, alphabet: str | None) -> PreTrainedTokenizerBase:
+def _tokenizer(name: str | None, alphabet: str | None) -> PreTrainedTokenizerBase | None:
+    if name is None:
+        return None
     if name != CHARACTERS:
         return hf.load_tokenizer(name)
     return character_tokenizer() if alphabet is None else character_tokenizer(alphabet)

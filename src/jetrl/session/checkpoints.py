@@ -164,16 +164,24 @@ class Stateful(Protocol):
 
 
 class RunCheckpoints:
+    """The checkpoints of a run.
+
+    Attributes:
+        good_step: The step of the newest checkpoint that this attempt has loaded or written, if
+            any. A newer one may exist, damaged.
+    """
+
     def __init__(self, run: RunDirectory, settings: Settings) -> None:
         self._run, self._settings = run, settings.checkpoint
         self._seed = settings.run.seed
         self._evaluates = settings.eval.every > 0
         keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
         self._ranks = ranks = world().channel()
+        # Its own channel: the thread that writes must not mix with the collectives of the loop.
         self._steps = Checkpoints(run.checkpoints_dir, keep_last, keep_best, ranks)
         self._supervised = Checkpoints(run.checkpoints_dir / "sft", keep_last, ranks=ranks)
         self._background = Background()
-        self._good_step: int | None = None
+        self.good_step: int | None = None
         self._longest_write_s = 0.0
         self._states: dict[str, Stateful] = {}
         self._tensors: dict[str, Learner] = {}
@@ -199,38 +207,38 @@ class RunCheckpoints:
         Args:
             metrics: For `keep_best`, and for a run that is cut before its line is written.
         """
-        self._background.wait()  # before memory is taken for the next copy
         extra, score = {"metrics": dict(metrics)}, self._score(metrics)
         # Parts with tensors (critic, draft head) hand over those of their rows.
-        snapshot = self._steps.snapshot(
-            *(step, trainer.policy, trainer.optimizer, self._extra(extra), score, self._tensors)
-        )
-        self._write(self._steps, snapshot)
+        model, optimizer = trainer.policy, trainer.optimizer
+        self._save(self._steps, step, model, optimizer, extra, score, self._tensors)
 
     def save_supervised(self, update: int, model: Model, optimizer: Optimizer) -> None:
         """Write the checkpoint after a supervised update, as `save` does."""
-        self._background.wait()
-        snapshot = self._supervised.snapshot(update, model, optimizer, self._extra({}))
-        self._write(self._supervised, snapshot)
-
-    def _load_state(self, states: Mapping[str, Any]) -> None:
-        for name, part in self._states.items():
-            if name in states:
-                part.load_state(states[name])
+        self._save(self._supervised, update, model, optimizer, {})
 
     def _score(self, metrics: Mapping[str, float]) -> float | None:
         """Return the number that `keep_best` compares; None for a step without one."""
         if not self._evaluates:
             return metrics.get("reward/mean")
+        # A run that evaluates compares held-out rewards alone, the mean over tasks.
         means = [metrics[n] for n in metrics if n.startswith("eval/") and n.endswith("/mean")]
         return sum(means) / len(means) if means else None
 
-    def _extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        states = {name: part.state() for name, part in self._states.items()}
-        return {**extra, "seed": self._seed, "states": states}
-
-    def _write(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
+    def _save(
+        self,
+        checkpoints: Checkpoints,
+        step: int,
+        model: Model,
+        optimizer: Optimizer,
+        extra: Mapping[str, Any],
+        *others: Any,
+    ) -> None:
         """Write a checkpoint in the background if its copy fits in CPU memory, else right here."""
+        self._background.wait()  # before memory is taken for the next copy
+        # States are taken now: parts change while the thread writes.
+        states = {name: part.state() for name, part in self._states.items()}
+        extra = {**extra, "seed": self._seed, "states": states}
+        snapshot = checkpoints.snapshot(step, model, optimizer, extra, *others)
         available = available_bytes()
         # The ranks of a machine copy about as many bytes each, into the same memory.
         needed = snapshot.num_bytes * world().local_size
@@ -261,8 +269,9 @@ class RunCheckpoints:
         self._ranks.from_first("the run's lines", self._flush_lines)
         checkpoints.write(snapshot)
         self._longest_write_s = max(self._longest_write_s, time.monotonic() - began)
+        # With a checkpoint of a step the warm-up is over, and its own are not needed.
         if checkpoints is self._steps:
-            self._good_step = snapshot.step
+            self.good_step = snapshot.step
             if self._ranks.is_first:
                 shutil.rmtree(self._supervised.directory, ignore_errors=True)
 
@@ -276,6 +285,7 @@ class RunCheckpoints:
 
         Where one rank has met the error already, the others wait for theirs, which is the same.
         """
+        # A rank that fails alone would leave the others waiting.
         if agree(_FAILED, self._background.has_failed):
             self._background.wait()
 
@@ -305,14 +315,6 @@ class RunCheckpoints:
         return steps[-1] if steps else None
 
     @property
-    def good_step(self) -> int | None:
-        """The step of the newest checkpoint that this attempt has loaded or written, if any.
-
-        A newer one may exist, damaged.
-        """
-        return self._good_step
-
-    @property
     def last_path(self) -> Path | None:
         """The folder of the newest checkpoint, good or damaged; None if there is none."""
         step = self.last_step
@@ -330,19 +332,20 @@ class RunCheckpoints:
         Raises:
             UserError: The run has had a checkpoint: its steps are not forgotten with that.
         """
-        world().from_first("whether the run may begin anew", self._forget_all)
-        return ["no checkpoint yet: the run begins anew"]
+        changed = self._run.changed_settings
+        every, _ = changed.get("checkpoint.every", (self._settings.every, None))
 
-    def _forget_all(self) -> None:
-        """Do the work of `start_over`, on rank 0."""
-        every, _ = self._run.changed_settings.get("checkpoint.every", (self._settings.every, None))
-        if self._run.had_checkpoint(every):
-            raise UserError(
-                f"no checkpoint in {self._run.checkpoints_dir}, where there has been one: put it "
-                "back from a copy, or start a new run under another run.name. To begin this one "
-                f"anew, delete {self._run.path}"
-            )
-        self._run.truncate_after(-1, "sft")
+        def forget() -> None:
+            if self._run.had_checkpoint(every):
+                raise UserError(
+                    f"no checkpoint in {self._run.checkpoints_dir}, where there has been one: put "
+                    "it back from a copy, or start a new run under another run.name. To begin this "
+                    f"one anew, delete {self._run.path}"
+                )
+            self._run.truncate_after(-1, "sft")
+
+        world().from_first("whether the run may begin anew", forget)
+        return ["no checkpoint yet: the run begins anew"]
 
     def load(self, trainer: Trainer) -> tuple[int, list[str]]:
         """Resume from the last good checkpoint, and forget all lines after it.
@@ -353,54 +356,54 @@ class RunCheckpoints:
         Raises:
             UserError: Every checkpoint is damaged, or the checkpoint does not fit the settings.
         """
-        began = time.monotonic()
-        latest = self._steps.latest()
-        checked = time.monotonic()
-        loaded = self._steps.load(latest.path, trainer.policy, trainer.optimizer)
-        logger.info(
-            "%s: checksums compared in %.1f s, read in %.1f s",
-            *(latest.path, checked - began, time.monotonic() - checked),
-        )
-        # Weights and optimizer are loaded; now the states and tensors of the other parts.
-        check_extra(loaded.extra, f"{latest.path}/state.json")
-        self._load_state(loaded.extra["states"])
+        path, loaded, notes = self._load(self._steps, trainer.policy, trainer.optimizer, "step")
         for name, owner in self._tensors.items():
             if name in loaded.tensors:
                 owner.load_tensors(loaded.tensors[name].own(owner.shard_of))
-        self._good_step = loaded.step
+        self.good_step = loaded.step
+        # Later checkpoints are damaged, or of a run that fell back: they go.
         self._steps.tidy(loaded.step)
-        world().from_first("the run's lines", lambda: self._go_back(latest.path, loaded))
-        notes = [*latest.notes, f"resumed after step {loaded.step}", *_ranks_note(loaded.ranks)]
+
+        def go_back() -> None:
+            self._run.truncate_after(loaded.step)
+            last = max((r["step"] for r in self._run.metrics("rl")), default=-1)
+            metrics = loaded.extra.get("metrics")
+            if last < loaded.step and metrics:  # the run was cut between checkpoint and line
+                try:
+                    self._run.write_step(StepStats(loaded.step, metrics))
+                except ValueError as error:
+                    raise UserError(f"{path}/state.json: extra.metrics: {error}") from None
+
+        world().from_first("the run's lines", go_back)
         return loaded.step, notes
 
-    def _go_back(self, path: Path, loaded: Loaded) -> None:
-        """Forget the lines after a checkpoint's step, and write that step's if it has none yet."""
-        self._run.truncate_after(loaded.step)
-        last = max((r["step"] for r in self._run.metrics("rl")), default=-1)
-        metrics = loaded.extra.get("metrics")
-        if last < loaded.step and metrics:  # the run was cut between the checkpoint and its line
-            try:
-                self._run.write_step(StepStats(loaded.step, metrics))
-            except ValueError as error:
-                raise UserError(f"{path}/state.json: extra.metrics: {error}") from None
-
     def load_supervised(self, model: Model, optimizer: Optimizer) -> tuple[int, list[str]]:
-        """Resume supervised updates, as `load` does.
-
-        Returns:
-            The number of updates done, 0 without a checkpoint; and notes for the user.
-        """
+        """Resume supervised updates, as `load` does; 0 updates are done without a checkpoint."""
         if not self.in_supervised_updates:
             return 0, []
-        latest = self._supervised.latest()
-        loaded = self._supervised.load(latest.path, model, optimizer)
-        check_extra(loaded.extra, f"{latest.path}/state.json")
-        self._load_state(loaded.extra["states"])
+        _, loaded, notes = self._load(self._supervised, model, optimizer, "supervised update")
         world().from_first("the run's lines", lambda: self._run.truncate_after(loaded.step, "sft"))
-        note = f"resumed after supervised update {loaded.step}"
-        return loaded.step, [*latest.notes, note, *_ranks_note(loaded.ranks)]
+        return loaded.step, notes
 
-
-def _ranks_note(ranks: int) -> list[str]:
-    size = world().size
-    return [] if ranks == size else [f"resumed on {size} rank{'s' * (size > 1)}, was {ranks}"]
+    def _load(
+        self, checkpoints: Checkpoints, model: Model, optimizer: Optimizer, unit: str
+    ) -> tuple[Path, Loaded, list[str]]:
+        """Load weights, optimizer and states of the last good checkpoint; return it, with notes."""
+        began = time.monotonic()
+        latest = checkpoints.latest()
+        compared = time.monotonic()
+        loaded = checkpoints.load(latest.path, model, optimizer)
+        logger.info(
+            "%s: checksums compared in %.1f s, read in %.1f s",
+            *(latest.path, compared - began, time.monotonic() - compared),
+        )
+        check_extra(loaded.extra, f"{latest.path}/state.json")
+        for name, part in self._states.items():
+            if name in loaded.extra["states"]:
+                part.load_state(loaded.extra["states"][name])
+        # What the user should know: damaged ones that were skipped, and another number of ranks.
+        notes = [*latest.notes, f"resumed after {unit} {loaded.step}"]
+        size = world().size
+        if loaded.ranks != size:
+            notes.append(f"resumed on {size} rank{'s' * (size > 1)}, was {loaded.ranks}")
+        return latest.path, loaded, notes

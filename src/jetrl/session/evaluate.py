@@ -53,6 +53,7 @@ def evaluate(
 ) -> Evaluation:
     """Sample and score `params.n` completions of each prompt."""
     scoring = Scoring(scorer, prompts, params.n)
+    # A failing checker ends all ranks, not one.
     with ending_together("an evaluation"):
         completions = sample_prompts(engine, scoring, params, max_turns, progress)
         own_samples = scoring.own_samples(completions)
@@ -92,6 +93,7 @@ def _majorities(
     majorities = {}
     for k in _numbers_of_completions(n):
         solved = []
+        # Consecutive groups of k completions vote; what is left over does not.
         for prompt in range(0, len(samples), n):
             for start in range(prompt, prompt + n - k + 1, k):
                 given = [i for i in range(start, start + k) if votes[i] is not None]
@@ -130,6 +132,7 @@ def evaluate_model(
     turns = turns_of(task, max_turns)
     engine = RolloutEngine(policy, max_batch_size=max_batch_size)
     result = evaluate(engine, scorer, encoded, params, threshold, turns, progress)
+    # Majorities need answers that can be compared, which few tasks have.
     votes = [task.vote(sample.prompt, sample.completion.text) for sample in result.samples]
     if not any(vote is not None for vote in votes):
         return result

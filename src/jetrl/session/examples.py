@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jetrl.errors import UserError
@@ -31,6 +30,7 @@ def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
             f"{encoded.prompt.id!r}; set sft.steps=0, or give the task a demonstration method"
         )
     where = f"prompt {encoded.prompt.id!r}"
+    # An answer may have turns, with what the environment said between them.
     turns = [Turn(answer)] if isinstance(answer, str) else list(answer)
     tokenizer, plain_text = model.tokenizer, model.plain_text
     example = encode_turns(tokenizer, encoded.token_ids, turns, where, plain_text)
@@ -61,6 +61,7 @@ def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
         encode_turns(model.tokenizer, encoded.token_ids, [Turn(text)], where, model.plain_text)
         for text in texts
     ]
+    # A pair shares its prompt; scores are read at the last token of each.
     better, worse = ((*example.prompt, *example.completion) for example in examples)
     longest = max(len(better), len(worse))
     _check_context(model, longest, f"{where} and its longer completion")
@@ -81,31 +82,6 @@ def trained_examples(
     for encoded in prompts:
         if task.weights.get(encoded.prompt.task, 1.0) > 0:
             yield example_of(task, model, encoded)
-
-
-@dataclass(frozen=True)
-class PairFacts:
-    """Counts over all pairs of a split.
-
-    Attributes:
-        longest: The tokens of the longest sequence, prompt included.
-        longer: The number of pairs whose better completion has more tokens than the worse.
-    """
-
-    count: int
-    longest: int
-    equal: int
-    longer: int
-
-    @classmethod
-    def of(cls, pairs: Sequence[Pair]) -> PairFacts:
-        """Return the counts over pairs."""
-        return cls(
-            count=len(pairs),
-            longest=max(len(sequence) for pair in pairs for sequence in pair),
-            equal=sum(better == worse for better, worse in pairs),
-            longer=sum(len(better) > len(worse) for better, worse in pairs),
-        )
 
 
 def _check_context(model: Model, num_tokens: int, sequence: str) -> None:

@@ -20,9 +20,7 @@ from jetrl.memory.out_of_memory import is_out_of_memory
 from jetrl.models.model import Model
 from jetrl.models.policy import Policy
 from jetrl.rollout.sequence import NonFiniteLogits
-from jetrl.runs import RunDirectory
-from jetrl.session.checkpoints import RunCheckpoints
-from jetrl.settings.loading import Settings
+from jetrl.session.training_run import TrainingRun
 from jetrl.training.extras.critic import LR
 from jetrl.training.guard import Guard, NonFiniteUpdate, watch
 from jetrl.types import Sample
@@ -44,21 +42,15 @@ _NOT_AGAIN = (
 class NonFiniteReports:
     """The guards of a run, and the reports of the updates that the guards refuse."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        policy: Policy,
-        directory: RunDirectory,
-        checkpoints: RunCheckpoints,
-        beat: Callable[[], None],
-    ) -> None:
-        self._policy, self._directory, self._beat = policy, directory, beat
-        action = settings.train.on_nonfinite
+    def __init__(self, run: TrainingRun, policy: Policy) -> None:
+        self._policy, self._run = policy, run
+        action = run.settings.train.on_nonfinite
         self.guard = Guard(action)
         self.sft_guard = Guard(action, "sft.lr")
         self.critic_guard = Guard(action, LR)
+        # How often updates were skipped in a row outlives a cut.
         for name in ("guard", "sft_guard", "critic_guard"):
-            checkpoints.register(name, getattr(self, name))
+            run.checkpoints.register(name, getattr(self, name))
 
     def expect_updates(self, step: int, samples: Sequence[Sample] = ()) -> None:
         """Say which step the next updates belong to; a supervised update has no samples."""
@@ -82,23 +74,25 @@ class NonFiniteReports:
                 with torch.no_grad():
                     self._policy.logprobs([tokens[: self._policy.config.max_position_embeddings]])
 
+            # The sampler has no names of operations; the trainer's forward of the same tokens has.
             first = self._first_nonfinite(forward, self._policy)
             raise NonFiniteError(f"{error}. {self._where(step, first)}") from None
 
     def _report_update(self, step: int, samples: Sequence[Sample], refused: NonFiniteUpdate) -> str:
         """Keep the rollouts of a refused update; return a sentence about it."""
+        # All ranks repeat the update; the first that finds an operation names it.
         first = agree(_FIRST, self._first_nonfinite(refused.repeat, refused.model))
         where = self._where(step, first, refused.index)
         try:
             if samples:
-                self._directory.write_rollouts(step, samples)
+                self._run.directory.write_rollouts(step, samples)
         except StorageError as failure:  # the NaN is what has to be said first
             where += f". The step's rollouts could not be kept: {failure}"
         return where
 
     def _first_nonfinite(self, repeat: Callable[[], object], model: Model) -> str:
         """Repeat work that was not finite, watched; return the first such value in words, or ""."""
-        self._beat()
+        self._run.phases.beat()
         operations = None
         try:
             with watch(model) as operations:
@@ -112,7 +106,7 @@ class NonFiniteReports:
     def _where(self, step: int, first: str, update: int = 0) -> str:
         """Return in words in which step and operation the first such value was met."""
         found = f"the first such value is the {first}" if first else _NOT_AGAIN
-        path = self._directory.path
+        path = self._run.directory.path
         again = "" if path.name.startswith(REPLAY) else f". To run it again: `jetrl replay {path}`"
         number = f", update {update + 1}" if update else ""
         return f"In step {step}{number}, {found}{again}"

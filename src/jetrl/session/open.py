@@ -6,13 +6,10 @@ A mistake in settings, data or models is found here, while no run directory exis
 from __future__ import annotations
 
 import contextlib
-import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from jetrl.distributed.world import world
@@ -34,6 +31,7 @@ from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.kv_pool import check_room, too_small
 from jetrl.runs import RunDirectory, check_trackers
 from jetrl.session.building import (
+    Reward,
     build_policy,
     build_reward,
     build_scalar_model,
@@ -43,19 +41,17 @@ from jetrl.session.building import (
     read_reference,
     value_model,
 )
-from jetrl.session.examples import PairFacts, preference_pair, trained_examples, worked_answer
+from jetrl.session.examples import preference_pair, trained_examples, worked_answer
 from jetrl.session.parity import check_correction, require_exact
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import problem_of
-from jetrl.session.reward import Reward
 from jetrl.session.sampling import EncodedPrompt, encode_prompts, turns_of
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
 from jetrl.training import Checkpoints
-from jetrl.training.advantages import StepRewards
-from jetrl.training.objectives import Objective, UsersEstimator
+from jetrl.training.objectives import Objective
 from jetrl.training.sft import Pair
 
 _ADVICE = "`jetrl train --dry-run` prints what a run holds"
@@ -107,7 +103,6 @@ class RewardContext(TrainingContext):
 
     model: ScalarModel
     held_out: list[Pair]
-    facts: PairFacts
 
 
 @dataclass(frozen=True)
@@ -164,13 +159,19 @@ def check_run(
     machine = machine or Machine.here(settings)
     device, free, cards = machine.device, machine.free, machine.cards
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+    # Cheap refusals first: the place, the trackers, a file of the user.
     _check_place(settings, plan, resume, cards)
     check_trackers(settings.trackers.names)
-    objective = _objective(settings)  # a user's file runs
+    # A user's file runs; the record of its algorithm is known from here on.
+    objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
+    unfit = list(settings.algorithm_problems(objective.algorithm))
+    if unfit and settings.algorithm.from_file and settings.loop.steps:
+        raise UserError("; ".join(unfit))
     notes = check_correction(settings.algorithm, plan)
     config, others = model_config(settings), OtherModels.of(settings)
     # Planned with the shortest possible prompts: what does not fit now fits with no prompts.
     check_fits(settings, config, others, Workload.of(settings, config, 1), device, free, cards)
+    # Kernels exist for some widths and plans only.
     check_device(config, plan, torch.device(device), machine.elsewhere)
     rollout, task_settings = settings.rollout, settings.task
     if device.startswith("cuda"):
@@ -182,6 +183,7 @@ def check_run(
     policy = build_policy(settings, plan, task.alphabet, "meta")
     system_prompt = task_settings.system_prompt
     prompts = encode_prompts(policy, task, task_settings.split, system_prompt=system_prompt)
+    # Another task object is asked, since a task may give another answer each time.
     if settings.sft.steps:
         for _ in trained_examples(worked_answer, build_task(task_settings), policy, prompts):
             pass  # a prompt without a worked answer is an error
@@ -189,11 +191,13 @@ def check_run(
     if settings.eval.every or settings.sft.until is not None:
         split, limit = task_settings.eval_split, settings.eval.prompts
         eval_prompts = encode_prompts(policy, task, split, limit, system_prompt)
+    # Evaluation prompts are read by the policy alone; other models read the training prompts.
     _check_contexts(settings, config, others, max(len(prompt.token_ids) for prompt in prompts))
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
     load = Workload.of(settings, config, longest, max_turns)
     memory = check_fits(settings, config, others, load, device, free, cards)
     room = config.max_position_embeddings - longest
+    # A cache of a given size has to fit, and to hold the longest sequence.
     if rollout.num_pages is not None:
         if free is not None:
             page_bytes = PagedCache.page_bytes(config, plan, rollout.page_size)
@@ -214,6 +218,7 @@ def check_run(
     read_reference(settings, policy)
     value_model(settings, policy)
     build_reward(settings, policy, memory.tokens)
+    # The scoring processes start last; the stack ends them.
     scorer = stack.enter_context(Scorer.from_settings(task_settings))
     return CheckedRun(
         model=policy,
@@ -249,6 +254,7 @@ def check_pairs(
 
     planned(1)  # what does not fit now fits with no pairs
     check_device(config, plan, torch.device(machine.device), machine.elsewhere)
+    # Every pair is read now, so that a missing or long one is named before the weights are loaded.
     task = build_task(task_settings)
     model = build_scalar_model(settings, plan, task.alphabet, "meta")
     system_prompt = task_settings.system_prompt
@@ -258,9 +264,13 @@ def check_pairs(
     )
     held_out = [preference_pair(task, model, encoded) for encoded in eval_prompts]
     another_task = build_task(task_settings)
-    facts = PairFacts.of([*trained_examples(preference_pair, another_task, model, prompts)])
-    longest = max(facts.longest, *(len(sequence) for pair in held_out for sequence in pair))
-    return RewardContext(model, task, prompts, planned(longest), [], "", held_out, facts)
+    pairs = [*trained_examples(preference_pair, another_task, model, prompts)]
+    equal = sum(better == worse for better, worse in pairs)
+    notes = [
+        f"{equal} of {len(pairs)} pairs are the same completion twice: nothing is learnt there"
+    ]
+    memory = planned(max(len(sequence) for pair in (*pairs, *held_out) for sequence in pair))
+    return RewardContext(model, task, prompts, memory, notes if equal else [], "", held_out)
 
 
 def _check_place(
@@ -279,6 +289,7 @@ def _check_place(
         if resume and Checkpoints(run / "checkpoints").steps():
             check_kept(settings, run / "reference")
 
+    # Rank 0 looks; all ranks raise what it finds.
     world().from_first("the run's directory", check)
 
 
@@ -295,17 +306,13 @@ def open_context(
     began = time.monotonic()
     with explained("loading the model", _ADVICE):
         policy = build_policy(settings, plan, checked.task.alphabet)
-        load_s = time.monotonic() - began
         proof_s = require_exact(policy)
-
-    # The reward model, whose forward takes as many tokens as the plan has room for.
-    began = time.monotonic()
-    with explained("loading the reward model", _ADVICE):
+        # The reward model's forward takes as many tokens as the plan has room for.
         reward = build_reward(settings, policy, checked.memory.tokens)
-        load_s += time.monotonic() - began
-    loading = f"models loaded in {load_s:.1f} s"
+    loading = f"models loaded in {time.monotonic() - began - (proof_s or 0.0):.1f} s"
     if proof_s is not None:
         loading += f", exactness proven in {proof_s:.1f} s"
+    # A draft head shares the embedding and the output head of the policy.
     draft_head = None
     if rollout.asks_head and settings.loop.steps:
         seed = derive_seed(settings.run.seed, "draft head")
@@ -313,7 +320,7 @@ def open_context(
     device = choose_device(settings.run.device)
     engine = RolloutEngine(
         policy,
-        max_batch_size=rollout.max_batch_size,
+        rollout.max_batch_size,
         num_pages=rollout.num_pages,
         page_size=rollout.page_size,
         max_prefill_tokens=rollout.max_prefill_tokens,
@@ -343,94 +350,21 @@ def open_reward_context(settings: Settings, resume: bool | None = None) -> Rewar
     return replace(checked, model=model, loading=loading)
 
 
-def _objective(settings: Settings) -> Objective:
-    """Return what a run optimizes; the record of a user's algorithm is known from here on."""
-    objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
-    if settings.algorithm.from_file and settings.loop.steps > 0:
-        problems = list(settings.algorithm_problems(objective.algorithm))
-        if problems:
-            raise UserError("; ".join(problems))
-        try_advantages(objective, settings)
-    return objective
-
-
 def _check_contexts(
     settings: Settings, config: ModelConfig, others: OtherModels, longest_prompt: int
 ) -> None:
-    """Check that every model beside the policy can read whole sequences."""
-    if not settings.loop.steps:
-        return
+    """Check that every model next to the policy can read whole sequences."""
     max_tokens = settings.rollout.max_tokens
     needed = min(config.max_position_embeddings, longest_prompt + max_tokens)
-    paths = {
-        "reference.path": (settings.reference.path, others.reference),
-        "critic.path": (settings.critic.path, others.critic),
-        "reward.model_path": (settings.reward.model_path, others.reward),
-    }
-    for key, (path, other) in paths.items():
-        if other is not None and other.max_position_embeddings < needed:
+    for key, path, other in (
+        ("reference.path", settings.reference.path, others.reference),
+        ("critic.path", settings.critic.path, others.critic),
+        ("reward.model_path", settings.reward.model_path, others.reward),
+    ):
+        short = other is not None and other.max_position_embeddings < needed
+        if other is not None and short and settings.loop.steps:
             raise UserError(
                 f"{key} = {path}: its context of {other.max_position_embeddings} tokens is shorter "
                 f"than a sequence can be here: the longest prompt has {longest_prompt} tokens and "
                 f"rollout.max_tokens = {max_tokens}; lower that, or take another model"
             )
-
-
-_SHORT = 7  # tokens: completions of the trial have 1 to so many, except for the first
-
-
-def try_advantages(objective: Objective, settings: Settings) -> None:
-    """Call a user's advantage function once with rewards such as a first step may have.
-
-    The global random generators are left as they were. The trainer runs the user's file again, so
-    nothing that the file keeps comes from here.
-    """
-    if not isinstance(objective.advantages, UsersEstimator):
-        return
-    step = made_up_rewards(objective, settings)
-    try:
-        with _same_random_state():
-            objective.advantages(step)
-    except UserError as error:
-        rollout = settings.rollout
-        raise UserError(
-            f"{error} (tried before the run on made-up rewards of {rollout.prompts_per_step} x "
-            f"{rollout.samples_per_prompt} samples)"
-        ) from error
-
-
-def made_up_rewards(objective: Objective, settings: Settings) -> StepRewards:
-    """Return rewards of a whole step, of 0 and 1.
-
-    Every second group has equal rewards, unless the algorithm samples other groups in their place.
-    """
-    rollout = settings.rollout
-    count = rollout.samples_per_prompt
-    group_S = np.repeat(np.arange(rollout.prompts_per_step), count)
-    which_S = np.tile(np.arange(count), rollout.prompts_per_step)
-    reward_S = ((which_S + group_S // 2) % 2).astype(np.float64)
-    if not objective.dynamic_sampling:
-        reward_S[group_S % 2 == 1] = 0.0
-    longest = rollout.max_tokens
-    lengths = [longest if i == 0 else min(1 + i % _SHORT, longest) for i in range(len(group_S))]
-    penalty = 0.01 if objective.kl_in_reward else 0.0
-    has_critic = settings.critic.path is not None
-    return StepRewards(
-        reward_S,
-        group_S,
-        [np.full(length, penalty) for length in lengths],
-        [np.full(length, 0.5, np.float32) for length in lengths] if has_critic else None,
-    )
-
-
-@contextlib.contextmanager
-def _same_random_state() -> Iterator[None]:
-    """Put the global random generators of Python, NumPy and torch back at the end of the block."""
-    python, numpy = random.getstate(), np.random.get_state()
-    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(devices=cards):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

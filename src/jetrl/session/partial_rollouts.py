@@ -48,6 +48,24 @@ class Group:
         """True if every completion has come to its end."""
         return all(_is_complete(member) for member in self.members)
 
+    def dated(self, version: int) -> Group:
+        """Return this group; its complete completions say by which version they were drawn."""
+        members = []
+        for member in self.members:
+            versions = member.completion.versions or (version,) * len(member.completion.token_ids)
+            completion = replace(member.completion, versions=versions)
+            members.append(replace(member, completion=completion))
+        return replace(self, members=tuple(members))
+
+    def state(self) -> Any:
+        """Return this group as JSON values."""
+        members = []
+        for member in self.members:
+            c = member.completion
+            record = c.token_ids, c.logprobs, c.finish_reason, c.text, c.versions
+            members.append([member.key, *record])
+        return [self.prompt.prompt.id, members]
+
 
 class PartialRollouts:
     """The groups that wait between two steps to be continued; the policy's plan must be exact.
@@ -71,6 +89,7 @@ class PartialRollouts:
         self._by_id = {encoded.prompt.id: encoded for encoded in prompts}
         ranks = ranks or world().size
         self._waiting: list[list[Group]] = [[] for _ in range(ranks)]
+        # Settings that do not go with it are refused only when completions really wait.
         self._problem = _problem(policy, prompts, max_turns, dynamic_sampling)
         self.on = self._share > 0
         if self.on and self._problem:
@@ -99,6 +118,7 @@ class PartialRollouts:
 
     def _lacking(self) -> list[int]:
         """Return how many groups each rank begins, so that enough wait after the step."""
+        # Each rank has its part of the prompts to train on and of those that wait.
         should_wait, size = math.ceil(self._share * self._prompts_per_step), world().size
         lacking = []
         for rank, groups in enumerate(self._waiting):
@@ -108,6 +128,7 @@ class PartialRollouts:
 
     def _dealt(self, num_prompts: int) -> list[int]:
         """Return the numbers of the prompts that this rank begins, of those that the step draws."""
+        # Prompts are dealt in turn to the ranks that still lack groups.
         lacking, own, rank = self._lacking(), [], 0
         for number in range(num_prompts):
             while not lacking[rank]:
@@ -133,6 +154,7 @@ class PartialRollouts:
         """
         ranks = world()
         waiting = self._waiting[ranks.rank]
+        # Only members without an end are continued; whole groups keep their order.
         resume = [[m for m in group.members if not _is_complete(m)] for group in waiting]
         resume = [members for members in resume if members]
         # Sampling ends once so many groups of this rank are complete.
@@ -187,8 +209,8 @@ class PartialRollouts:
         chosen = [group for group in groups if group.complete][:quota]
         # The others wait; every rank learns all waiting groups, for the checkpoint.
         chosen_ids = {id(group) for group in chosen}
-        left = [_dated(group, version) for group in groups if id(group) not in chosen_ids]
-        states = ranks.gather("waiting groups", [_state(group) for group in left])
+        left = [group.dated(version) for group in groups if id(group) not in chosen_ids]
+        states = ranks.gather("waiting groups", [group.state() for group in left])
         self._waiting = [[self._group(state) for state in of_rank] for of_rank in states]
         self._waiting[ranks.rank] = left
         ids = ranks.gather("prompts of the step", [group.prompt.prompt.id for group in chosen])
@@ -198,7 +220,7 @@ class PartialRollouts:
         )
 
     def state(self) -> Any:
-        return [_state(group) for group in _in_turn(self._waiting)]
+        return [group.state() for group in _in_turn(self._waiting)]
 
     def load_state(self, state: Any) -> None:
         """Take over the waiting groups of a checkpoint.
@@ -212,12 +234,13 @@ class PartialRollouts:
                 "the checkpoint has unfinished completions, of a time when rollout.oversample was "
                 f"set: {self._problem}"
             )
+        # The oldest go first, whatever the number of ranks was.
         groups = [self._group(group) for group in state]
         size = world().size
         self._waiting = [groups[rank::size] for rank in range(size)]
 
     def _group(self, state: Any) -> Group:
-        """Return the group that `_state` made JSON values of."""
+        """Return the group of the JSON values that its `state` returned."""
         prompt_id, members = state
         prompt = self._by_id.get(prompt_id)
         if prompt is None:
@@ -226,7 +249,12 @@ class PartialRollouts:
                 "task does not have now: put its data back as it was, or start a new run "
                 "under another run.name"
             )
-        return Group(prompt, tuple(_member(prompt, member) for member in members))
+        unfinished = []
+        for key, token_ids, logprobs, reason, text, versions in members:
+            drawn = tuple(token_ids), tuple(logprobs)
+            completion = Completion(*drawn, reason, text, versions=tuple(versions))
+            unfinished.append(Unfinished(prompt.token_ids, key, completion))
+        return Group(prompt, tuple(unfinished))
 
 
 def _problem(
@@ -253,36 +281,6 @@ def _is_complete(member: Unfinished) -> bool:
     return member.completion.finish_reason != "cancelled"
 
 
-def _dated(group: Group, version: int) -> Group:
-    """Return a waiting group whose complete completions say by which version they were drawn."""
-    return replace(
-        group,
-        members=tuple(
-            replace(m, completion=replace(c, versions=c.versions or (version,) * len(c.token_ids)))
-            for m in group.members
-            for c in (m.completion,)
-        ),
-    )
-
-
 def _in_turn(lists: Sequence[Sequence[Item]]) -> list[Item]:
     longest = max(map(len, lists))
     return [items[i] for i in range(longest) for items in lists if i < len(items)]
-
-
-def _state(group: Group) -> Any:
-    return [group.prompt.prompt.id, [_record(member) for member in group.members]]
-
-
-def _record(member: Unfinished) -> list[Any]:
-    c = member.completion
-    return [member.key, c.token_ids, c.logprobs, c.finish_reason, c.text, c.versions]
-
-
-def _member(prompt: EncodedPrompt, record: Sequence[Any]) -> Unfinished:
-    """Return the completion that `_record` made a record of."""
-    key, token_ids, logprobs, finish_reason, text, versions = record
-    completion = Completion(
-        tuple(token_ids), tuple(logprobs), finish_reason, text, versions=tuple(versions)
-    )
-    return Unfinished(prompt.token_ids, key, completion)

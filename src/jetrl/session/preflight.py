@@ -8,16 +8,13 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, replace
 
-from jetrl.models.chat import decode
 from jetrl.runs import problems
-from jetrl.session.examples import PairFacts, preference_pair
-from jetrl.session.open import open_context, open_reward_context
+from jetrl.session.open import open_context
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.sampling import Scoring, sample_prompts
-from jetrl.session.step import rollout_params
-from jetrl.session.step_metrics import sample_metrics
+from jetrl.session.step import rollout_params, sample_metrics
 from jetrl.settings.loading import Settings
-from jetrl.types import Prompt, Sample
+from jetrl.types import Sample
 
 PROMPTS = 4
 SAMPLES = 4  # of each prompt, or fewer where the recipe has fewer
@@ -51,6 +48,7 @@ def preflight(settings: Settings) -> Preflight:
     if context.reward is not None:
         context.engine.free_cache()
         samples = context.reward(samples)
+    # The same checks as after the first steps of a run.
     metrics = sample_metrics(samples, context.objective.algorithm.compares_group)
     warnings = problems([metrics], f"{len(samples)} completions", "look at them above")
     failures = [sample.failure for sample in samples if sample.failure]
@@ -59,54 +57,3 @@ def preflight(settings: Settings) -> Preflight:
             f"{len(failures)} of {len(samples)} completions could not be judged: {failures[0]}"
         )
     return Preflight(tuple(samples), tuple(warnings.values()))
-
-
-@dataclass(frozen=True)
-class ScoredCompletion:
-    """A completion of a pair with the reward model's score before training."""
-
-    text: str
-    tokens: int
-    score: float
-
-
-@dataclass(frozen=True)
-class ScoredPair:
-    """A prompt and its two completions."""
-
-    prompt: Prompt
-    completions: tuple[ScoredCompletion, ...]
-
-
-@dataclass(frozen=True)
-class PairPreflight:
-    """The preflight of a reward model's training."""
-
-    pairs: tuple[ScoredPair, ...]
-    facts: PairFacts
-    warnings: tuple[str, ...]
-
-
-def preflight_pairs(settings: Settings) -> PairPreflight:
-    """Score the first pairs of the first update with a reward model before its training."""
-    context = open_reward_context(settings)
-    model, facts, tokenizer = context.model, context.facts, context.model.tokenizer
-    assert tokenizer is not None, "pairs were encoded"
-    order = PromptOrder(settings, context.prompts, context.task.weights, use="sft")
-    scored: list[ScoredPair] = []
-    for encoded in order.draw(1, min(PROMPTS, settings.sft.examples_per_step)):
-        pair = preference_pair(context.task, model, encoded)
-        answers = [sequence[len(encoded.token_ids) :] for sequence in pair]
-        scores = model.scores(pair, context.memory.tokens).tolist()
-        completions = tuple(
-            ScoredCompletion(decode(tokenizer, answer), len(answer), score)
-            for answer, score in zip(answers, scores, strict=True)
-        )
-        scored.append(ScoredPair(encoded.prompt, completions))
-    warnings = []
-    if facts.equal:
-        warnings.append(
-            f"{facts.equal} of {facts.count} pairs are the same completion twice: nothing is "
-            "learnt from them"
-        )
-    return PairPreflight(tuple(scored), facts, tuple(warnings))

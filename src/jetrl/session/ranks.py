@@ -117,6 +117,7 @@ def joined_on(
         problem: Why the command cannot run as several processes; "" if it can.
     """
     chosen = choose_device(device)
+    # What makes other bits has to be the same on all ranks.
     alike = {"the command line": shlex.join(sys.argv[1:]), **(facts or {})}
     for name, version in versions().items():
         if name != "system":
@@ -147,6 +148,7 @@ def goes_on(settings: Settings) -> bool:
     # Not a run of an earlier torchrun, which would be continued without being asked to.
     if not attempts or not _started_before(os.getppid(), attempts[-1].started):
         return False
+    # A run that was asked to stop stays stopped.
     last = attempts[-1]
     if last.state == "interrupted":
         raise Terminated
@@ -175,9 +177,11 @@ def end(
         error: None: an error that no other rank can have caused.
         printed: Whether rank 0 has printed its message already.
     """
+    # This rank may have failed because another did: then that one is named.
     trouble = peers().trouble() if _may_follow(error) else None
     if trouble is not None and trouble.rank != launched_rank():
         leave(trouble)
+    # The others end by this account from here on.
     peers().failed(words, code)
     first = launched_rank() == 0
     try:
@@ -191,6 +195,7 @@ def end(
         # Where this rank was the first to fail, the others follow without words of their own.
         trouble = peers().trouble() if first else None
         heard = peers().is_well(0) or (trouble is not None and trouble.rank == 0)
+        # Rank 0 prints a common message once; another rank prints only what nobody else will.
         to_print = meeting.end(words, heard)
         if first and not printed:
             tell_once(to_print or words)
@@ -281,6 +286,7 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
         whole = {n: m.detach() for n, m in weights.masters.items() if n not in weights.shards}
         for name, tensor in (weights.quantized_tensors() | whole).items():
             tensors[prefix + name] = tensor
+    # One number per tensor, made on its device: a copy to the host would take seconds.
     factors = _factors(models[0].device)
     digests = torch.stack([_in_order(tensor, factors) for tensor in tensors.values()]).tolist()
     all_digests = world().gather("digests of the weights", digests)
@@ -307,6 +313,7 @@ def _in_order(tensor: Tensor, factors: Tensor) -> Tensor:
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % 4:
         data = data.clone()
+    # Words are weighed by position, so swapped bytes are found as well.
     words = len(data) // 4 * 4
     digest = factors.new_zeros(())
     for part in (data[:words].view(torch.int32), data[words:]):

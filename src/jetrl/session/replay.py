@@ -55,6 +55,7 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
         The last step that was begun, and in words what was not finite, "" if everything is.
     """
     path = path.resolve()
+    # A folder of an earlier version is in the run: its name says nothing that is needed.
     run = RunDirectory.open(next((p.parent for p in path.parents if p.name == "nonfinite"), path))
     # A run that ended with a NaN has no line of that step.
     last = max((line["step"] for line in run.metrics("rl")), default=0) + 1
@@ -64,6 +65,7 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
             with Session(_copied(run, Path(folder), preset, device), resume=True) as session:
                 session.warm_up()
                 session.evaluate_start()
+                # The loop of jetrl.loop.train, up to the step that had no line.
                 for number in session.steps():
                     if number > last:
                         return last, ""
@@ -110,6 +112,7 @@ def _set_plan(checkpoint: Path, plan: Mapping[str, Any]) -> None:
     """Put another precision plan into a copied checkpoint, which is read under that plan alone."""
     if problem_of(checkpoint):
         return  # a resume says how it is damaged
+    # The manifest has to agree with the changed file.
     state = state_of(checkpoint) | {"plan": plan}
     write_atomically(checkpoint / STATE_FILE, json.dumps(state))
     manifest = manifest_of(checkpoint) | {STATE_FILE: fingerprint(checkpoint / STATE_FILE)}

@@ -92,6 +92,7 @@ def encode_prompts(
             context.
     """
     where = f"task {task.label}, split {split}"
+    # A mixture gives each of its tasks the same limit.
     num_seen: Counter[str] = Counter()
     encoded = []
     for prompt in read_prompts(task, split):
@@ -160,6 +161,7 @@ class Scoring:
         A completion that its environment broke down at is not scored: the sample has the
         environment's failure and reward 0.
         """
+        # Most were begun while others were drawn; the rest begin now.
         scorable = [i for i, completion in enumerate(completions) if not completion.failure]
         tickets = [self._begin(i, completions[i]) for i in scorable]
         scores = dict(zip(scorable, self.scorer.finish(tickets), strict=True))
@@ -176,6 +178,7 @@ class Scoring:
         """Return the samples of all ranks, grouped by prompt, from those of each rank."""
         if world().size == 1:
             return list(own_samples)
+        # Tokens travel as bytes: pickled numbers take ten times as long.
         packed = [_packed(sample) for sample in own_samples]
         by_prompt: dict[int, list[_PackedSample]] = {}
         for samples in world().gather("samples of the step", packed):
@@ -282,7 +285,9 @@ def sample_prompts(
             if not own:
                 continue
             stops = tuple(dict.fromkeys((*params.stop, *stop)))
+            # Where the completions of this call belong among all of this rank.
             indices = [place[i] * params.n + k for i, _ in own for k in range(params.n)]
+            # Turns are answered in the scoring processes.
             environment = None
             if max_turns > 1:
                 task_prompts = [prompts[i].prompt for i, _ in own]

@@ -5,8 +5,8 @@ checkpoint if asked to, and closes it all in any case, with a report. All random
 prompts of a step and the draws of a completion depend on the seed, the step and the prompt alone,
 so a resumed run continues with the bits of an uncut one.
 
-Each verb of a step takes the step's record and returns one in which more is filled in (step.py).
-Between steps a session keeps the record of the last whole step, which a stopped run saves.
+Each verb of a step takes the step's record and returns one in which more is filled in (step.py);
+between steps a session keeps that of the last whole step, which a stopped run saves.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from jetrl.distributed.agreement import ending_together
 from jetrl.distributed.world import world
 from jetrl.errors import MismatchError, RunStopped
 from jetrl.rollout.options import Progress
-from jetrl.runs import RunDirectory
-from jetrl.session.building import build_critic, build_draft_head, build_reference
+from jetrl.session.building import build_reference, value_model
 from jetrl.session.evaluate import Evaluation, evaluate
 from jetrl.session.examples import worked_answer
 from jetrl.session.nonfinite import NonFiniteReports
@@ -34,21 +33,25 @@ from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import compare_prompts, compare_samples, compare_weights
 from jetrl.session.sampling import Scoring, sample_prompts
-from jetrl.session.step import Step, eval_params, refill, rollout_params
-from jetrl.session.step_metrics import (
+from jetrl.session.step import (
+    Step,
     StepNotes,
     distributed_metrics,
     eval_metrics,
+    eval_params,
     largest_of_ranks,
+    refill,
+    rollout_params,
     sample_metrics,
     throughput_metrics,
 )
 from jetrl.session.stop_signals import StepGivenUp
 from jetrl.session.supervised import SupervisedUpdates
-from jetrl.session.training_run import TrainingRun
+from jetrl.session.training_run import TrainingRun, settings_of_attempt
 from jetrl.session.watchdog import hang_state
 from jetrl.settings.loading import Settings
-from jetrl.training import SftTrainer, StepMismatchError, Trainer
+from jetrl.training import Critic, SftTrainer, StepMismatchError, Trainer
+from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.micro_batches import MicroBatchSize
 from jetrl.types import Sample
 
@@ -95,11 +98,8 @@ class Session:
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Load everything, make or open the run directory, and resume if asked to."""
-        if self._resumes:
-            self.settings = world().from_first(
-                "the run's settings", lambda: RunDirectory.settings_of_resume(self.settings)
-            )
-        settings = self.settings
+        # A resumed run has its own settings; the models come first, the run directory after them.
+        settings = self.settings = settings_of_attempt(self.settings, self._resumes)
         self.context = context = open_context(settings, stack, self._resumes)
         self.run = run = TrainingRun(
             settings,
@@ -113,6 +113,7 @@ class Session:
 
         # What outlives a step is registered with the checkpoints.
         checkpoints = run.checkpoints
+        # Pass rates: the steps draw prompts by what was solved before.
         self._prompt_order = self._order("prompts")
         checkpoints.register("prompts", self._prompt_order)
         self._partial_rollouts = PartialRollouts(
@@ -123,22 +124,20 @@ class Session:
             context.objective.dynamic_sampling,
         )
         checkpoints.register("partial rollouts", self._partial_rollouts)
+        # The size of micro-batches stays: 128 tokens share a scale in WGrad, so bits depend on it.
         self._micro_batch_size = MicroBatchSize.of(settings.train, context.memory.tokens)
         checkpoints.register("micro_batches", self._micro_batch_size)
-        self._nonfinite = NonFiniteReports(
-            settings, context.policy, run.directory, checkpoints, run.phases.beat
-        )
+        self._nonfinite = NonFiniteReports(run, context.policy)
         checkpoints.register("rollout_sizes", context.engine.sizes)
 
         # From here on a run that is cut leaves a checkpoint; an earlier one is loaded.
         stack.push(lambda _, error, __: self._save_given_up_step(error))
         if self._resumes:
             self._resume()
+        # A run that is cut in its warm-up says so when the warm-up has loaded its checkpoint.
         if not checkpoints.in_supervised_updates:
             run.note_micro_batches(self._micro_batch_size.tokens)
-        self._step_notes = StepNotes(
-            run.directory, context.engine, self._micro_batch_size, run.display.note
-        )
+        self._step_notes = StepNotes(run, context.engine, self._micro_batch_size)
 
     def _resume(self) -> None:
         """Resume from the last good checkpoint, if the run has one."""
@@ -151,10 +150,9 @@ class Session:
             self.last_step = Step(step)
             self.run.display.show_steps(num_steps, step)
             if step >= num_steps:
-                notes.append(
-                    f"Nothing to do: all steps of loop.steps={num_steps} are done. To train "
-                    "longer, raise loop.steps"
-                )
+                done = f"Nothing to do: all steps of loop.steps={num_steps} are done"
+                notes.append(f"{done}. To train longer, raise loop.steps")
+        # No step is saved yet: the warm-up continues, or the run begins anew.
         elif not (checkpoints.in_supervised_updates and self.settings.sft.steps):
             notes = checkpoints.start_over()
         self.run.display.note(*notes)
@@ -167,23 +165,22 @@ class Session:
 
     def _open_trainer(self, begun: bool = False) -> None:
         """Make the trainer of RL, with a new optimizer and a reference frozen at this moment."""
-        run, reports = self.run, self._nonfinite
+        settings, policy, reports = self.settings, self.context.policy, self._nonfinite
+        checkpoints = self.run.checkpoints
         # Frozen now: a KL term measures against the policy at the start of RL.
-        reference = build_reference(self.settings, self.context.policy, run.directory.path, begun)
-        critic = build_critic(self.settings, self.context.policy, reports.critic_guard)
-        if critic is not None:
-            run.checkpoints.register_tensors("critic", critic)
-        self._trainer = Trainer(
-            self.context.policy,
-            self.settings,
-            reference,
-            critic,
-            self._micro_batch_size,
-            reports.guard,
-            build_draft_head(self.settings, self.context.draft_head, run.checkpoints),
-        )
+        reference = build_reference(settings, policy, self.run.directory.path, begun)
+        critic = draft_head = None
+        # Parts with tensors of their own are saved and loaded next to the policy.
+        if (model := value_model(settings, policy)) is not None:
+            critic = Critic(model, settings, reports.critic_guard)
+            checkpoints.register_tensors("critic", critic)
+        if self.context.draft_head is not None:
+            draft_head = DraftHeadTraining(self.context.draft_head, settings)
+            checkpoints.register_tensors("draft_head", draft_head)
+        size, guard = self._micro_batch_size, reports.guard
+        self._trainer = Trainer(policy, settings, reference, critic, size, guard, draft_head)
         if self._trainer.calibration is not None:
-            run.checkpoints.register("clip", self._trainer.calibration)
+            checkpoints.register("clip", self._trainer.calibration)
 
     def warm_up(self) -> None:
         """Train on the task's worked answers, if the settings ask for it, and make the RL trainer.
@@ -193,15 +190,12 @@ class Session:
         if self._trainer is not None:
             return
         settings, context = self.settings, self.context
+        # The warm-up has its own optimizer, which ends with it.
         if settings.sft.steps:
-            guard = self._nonfinite.sft_guard
-            trainer = SftTrainer(context.policy, settings, self._micro_batch_size, guard)
+            size, reports = self._micro_batch_size, self._nonfinite
+            trainer = SftTrainer(context.policy, settings, size, reports.sft_guard)
             SupervisedUpdates(
-                self.run,
-                trainer,
-                worked_answer,
-                self._held_out_reward,
-                before_update=self._nonfinite.expect_updates,
+                self.run, trainer, worked_answer, self._held_out_reward, reports.expect_updates
             ).train()
             self.run.display.show_steps(settings.loop.steps)
         self._open_trainer()
@@ -212,6 +206,7 @@ class Session:
         if self.last_step.number > 0 or begun:
             return
         self.run.phases.start_step(0)
+        # Step 0 is the model before RL: its metrics are what the first steps are compared with.
         step = self.evaluate(Step(0))
         if self.settings.sft.steps:
             self._save_checkpoint(step)  # the checkpoints of the warm-up are dropped
@@ -234,6 +229,7 @@ class Session:
         With partial rollouts a step may begin more prompts than it trains on, or fewer.
         """
         self.run.phases.start_step(number)
+        # The draw is a function of seed and step, so a resumed run draws the same prompts.
         prompts = self._prompt_order.draw(number, self.settings.rollout.prompts_per_step)
         more = self._partial_rollouts.start_step()
         if more > 0:
@@ -251,7 +247,7 @@ class Session:
         """
         context, partial_rollouts, number = self.context, self._partial_rollouts, step.number
         prompts, params = step.prompts, rollout_params(self.settings, number, step.round)
-        metrics = {}
+        metrics: dict[str, float] = {}
         # Both ways sample this rank's share of the prompts.
         if partial_rollouts.on:
             # Scored later: which completions are complete is known once sampling ends.
@@ -325,6 +321,7 @@ class Session:
             prompts = order.draw(1, num_prompts)
             return self.score(self.sample(Step(step.number, number, prompts))).samples
 
+        # Groups that teach are kept, the others replaced, until there are enough or rounds end.
         refilled = refill(
             step.samples,
             self.settings.rollout.prompts_per_step,
@@ -332,10 +329,8 @@ class Session:
             self.settings.algorithm.dynamic_sampling_rounds,
             next_round,
         )
-        metrics = {
-            "dynamic_sampling/rounds": float(refilled.rounds),
-            "dynamic_sampling/dropped_groups": float(refilled.dropped),
-        }
+        counts = {"rounds": refilled.rounds, "dropped_groups": refilled.dropped}
+        metrics = {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
         return replace(
             step,
             round=refilled.rounds,
@@ -364,21 +359,23 @@ class Session:
             # Under an exact plan a mismatch is a bug: keep the samples and name the operation.
             with ending_together(f"the search for the operation that differs in step {number}"):
                 self.run.directory.write_rollouts(number, step.samples)
-                raise MismatchError(f"step {number}: {error}; {self._locate(error)}") from None
+                sample = error.samples[error.sample_ids[0]]
+                tokens = sample.prompt_token_ids, sample.completion.token_ids
+                where = located(self.context.policy, *tokens, self.settings.rollout.temperature)
+                raise MismatchError(f"step {number}: {error}; {where}") from None
         # Every rank has applied the same update: weights that differ are a fault.
         trainer = self.trainer
         compare_weights(f"after step {number}", *trainer.models, beside=trainer.tensors_beside)
         phases.timings |= trained.timings
         compares_group = self.context.objective.algorithm.compares_group
-        metrics = {
-            **sample_metrics(step.drawn_samples, compares_group),
-            **trained.metrics,
-            **step.metrics,
-        }
+        # Rewards and lengths are those of all that was drawn, dropped groups included.
+        drawn = sample_metrics(step.drawn_samples, compares_group)
+        metrics = {**drawn, **trained.metrics, **step.metrics}
         return replace(step, metrics=metrics | self._step_notes.on_update(number, metrics))
 
     def evaluate(self, step: Step) -> Step:
         """Evaluate on the held-out prompts if due: every eval.every steps, and at both ends."""
+        # A run of a step or two is evaluated at its end all the same.
         every, last = self.settings.eval.every, self.settings.loop.steps
         if not every or (step.number % every and step.number != last):
             return step
@@ -393,6 +390,7 @@ class Session:
             StorageError: One of them, or the checkpoint before, could not be written.
         """
         number, run = step.number, self.run
+        # The first and the last step keep their rollouts, whatever rollout.keep_every says.
         is_last = number == self.settings.loop.steps
         if number % self.settings.rollout.keep_every == 0 or number == 1 or is_last:
             run.directory.write_rollouts(number, step.samples)
@@ -411,6 +409,7 @@ class Session:
         metrics["timing/step_s"] = run.phases.step_s
         metrics |= distributed_metrics(metrics, run.phases.waited_s)
         self.last_step = replace(step, metrics=metrics)
+        # The line is the last thing: a step without one is made again by a resume.
         run.write_line(number, metrics, step.samples)
         self._step_notes.on_record(number, metrics)
 
@@ -427,9 +426,8 @@ class Session:
             run.stops.raise_signal()
             run.attempt.end("stopped", run.stops.reason)
         # Under fp32 the weights are used as they are, so a rounded model would be another one.
-        dtype: Literal["bfloat16", "float32"]
-        dtype = "float32" if self.context.policy.plan.rest == "fp32" else "bfloat16"
-        model_path = run.export(dtype, out)
+        is_fp32 = self.context.policy.plan.rest == "fp32"
+        model_path = run.export("float32" if is_fp32 else "bfloat16", out)
         run_path = run.directory.path
         return RunResult(
             run_path=run_path,
@@ -481,6 +479,7 @@ class Session:
     def _save_stopped_run(self) -> None:
         """Write the rollouts of the last whole step, and its checkpoint if it has none."""
         step, run = self.last_step, self.run
+        # keep_every may have left them out.
         if step.samples:
             run.directory.write_rollouts(step.number, step.samples)
         with run.phases.phase("checkpoint"):
@@ -496,11 +495,6 @@ class Session:
             self.run.stops.decide()  # a rank may not have had the signal itself
             self._save_stopped_run()
 
-    def _locate(self, error: StepMismatchError) -> str:
-        sample = error.samples[error.sample_ids[0]]
-        tokens = sample.prompt_token_ids, sample.completion.token_ids
-        return located(self.context.policy, *tokens, self.settings.rollout.temperature)
-
     def _show_progress(self, progress: Progress) -> None:
         self.run.phases.beat()
-        self.run.display.progress(self.run.rank_progress.of_all(progress))
+        self.run.display.progress(progress)

@@ -1,20 +1,39 @@
-"""A training step: its record, its sampling parameters, and dynamic sampling.
+"""A training step: its record, its sampling parameters, dynamic sampling, and its metrics.
 
 Dynamic sampling draws more prompts instead of groups that teach nothing: a group whose completions
 all have the same reward has no advantage and no gradient (Yu et al. 2025, "DAPO", eq. 11).
+
+The metrics are those of a step that do not come from the trainer, with notes on unusual ones. Their
+names and meanings are in docs/metrics.md.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from jetrl.distributed.world import world
+from jetrl.kernels.decode_state import SOURCES
 from jetrl.randomness import derive_seed
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.options import SpeculationStats
+from jetrl.runs import Learning
+from jetrl.runs.anomalies import Anomalies
+from jetrl.runs.metrics import eval_metric, part_metric, task_metric
+from jetrl.session.evaluate import Evaluation
 from jetrl.session.sampling import EncodedPrompt, Scoring
+from jetrl.session.training_run import TrainingRun
 from jetrl.settings.loading import Settings
+from jetrl.training.micro_batches import MicroBatchSize
 from jetrl.types import Completion, Sample, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,7 @@ def rollout_params(settings: Settings, step: int, round: int = 1) -> SamplingPar
         round: The round of dynamic sampling, 1 for the step's own prompts.
     """
     rollout = settings.rollout
+    # Each round of dynamic sampling has draws of its own.
     later_round = [round] if round > 1 else []
     return SamplingParams(
         n=rollout.samples_per_prompt,
@@ -101,9 +121,11 @@ def refill(
         at_least: The groups that a step needs; if fewer teach something, others fill up.
         draw: Maps a round (2, 3, ...) and a number of prompts to the samples of these prompts.
     """
+    # A group teaches if its rewards differ.
     drawn, rounds = _groups(samples), 1
     teaching = [group for group in drawn if _teaches(group)]
     while len(teaching) < num_groups and rounds < max_rounds:
+        # As many prompts as should bring the missing groups, by the share so far.
         share = max(len(teaching), 1) / len(drawn)
         rounds += 1
         missing = math.ceil((num_groups - len(teaching)) / share)
@@ -111,6 +133,7 @@ def refill(
         drawn += more
         teaching += [group for group in more if _teaches(group)]
     kept = teaching[:num_groups]
+    # An update needs a group, though it may teach nothing.
     if len(kept) < at_least:
         idle = [group for group in drawn if not _teaches(group)]
         kept += idle[: at_least - len(kept)]
@@ -127,3 +150,173 @@ def _teaches(group: Sequence[Sample]) -> bool:
 
 def _numbered(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
     return [replace(sample, group=i) for i, group in enumerate(groups) for sample in group]
+
+
+TIMED = ("rollout", "reward", "update", "optimizer", "requantize")
+"""What every step has a metric timing/NAME_s of."""
+
+
+def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str, float]:
+    """Return the rewards and lengths of a step's samples.
+
+    Args:
+        compares_group: Whether the algorithm compares a prompt's completions; else groups of equal
+            rewards are not counted.
+    """
+    completions = [sample.completion for sample in samples]
+    rewards = np.array([sample.score.reward for sample in samples])
+    lengths = np.array([len(completion.token_ids) for completion in completions])
+    metrics = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    if compares_group:
+        groups = np.array([sample.group for sample in samples])
+        spreads = (np.ptp(rewards[groups == group]) for group in np.unique(groups))
+        metrics["reward/zero_std_groups"] = _mean(spread == 0 for spread in spreads)
+    metrics["reward/failures"] = float(sum(bool(sample.failure) for sample in samples))
+    # Parts of the reward, and tasks of a mixture.
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for part, value in sample.score.parts.items():
+            parts.setdefault(part_metric(part), []).append(value)
+    metrics |= {name: _mean(values) for name, values in parts.items()}
+    tasks = np.array([sample.prompt.task for sample in samples])
+    for name, numbers in (("reward", rewards), ("response_length", lengths)):
+        for task in dict.fromkeys(filter(None, tasks.tolist())):
+            metrics[task_metric(name, task)] = float(numbers[tasks == task].mean())
+    metrics["response_length/mean"] = float(lengths.mean())
+    if any(completion.turns for completion in completions):  # in an environment
+        metrics["response_length/turns"] = _mean(len(c.turns) for c in completions)
+        metrics["response_length/sampled"] = _mean(c.num_sampled for c in completions)
+        metrics["reward/unusable_replies"] = float(sum(c.unusable_reply for c in completions))
+    is_cut = (completion.finish_reason == "length" for completion in completions)
+    return metrics | {"response_length/clip_ratio": _mean(is_cut)}
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
+
+
+def throughput_metrics(
+    timings: Mapping[str, float], samples: Sequence[Sample], rollout_tokens: int
+) -> dict[str, float]:
+    """Return the times and speeds of a step whose rollout, reward and update are done.
+
+    Args:
+        rollout_tokens: The number of tokens that were drawn.
+    """
+    # Prompt tokens pass through the trainer as well.
+    num_trained = sum(len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples)
+    return {
+        **{f"timing/{name}_s": timings[name] for name in TIMED},
+        "throughput/rollout_tokens_per_s": rollout_tokens / timings["rollout"],
+        "throughput/train_tokens_per_s": num_trained / timings["update"],
+    }
+
+
+def speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float]:
+    """Return the worth of the drafts that this rank and the others verified, {} without drafts.
+
+    Args:
+        speculated: The counts of this rank's sampling; None where it verified no drafts.
+    """
+    counts = [c for c in world().gather("counts of drafts", speculated) if c is not None]
+    if not counts:
+        return {}
+    # Counts are added first: a mean of ratios would weigh ranks wrongly.
+    total = functools.reduce(SpeculationStats.plus, counts)
+    return {
+        "speculation/tokens_per_forward": total.tokens_per_forward,
+        "speculation/verify_share": total.verify_s / total.decode_s if total.decode_s else 0.0,
+        **{
+            f"speculation/acceptance_{source}": accepted / drafted
+            for source, drafted, accepted in zip(
+                SOURCES, total.drafted, total.accepted, strict=True
+            )
+            if drafted
+        },
+    }
+
+
+def distributed_metrics(metrics: Mapping[str, float], waited_s: float) -> dict[str, float]:
+    """Return throughput per rank and the fraction of time that ranks wait; {} for one process."""
+    size = world().size
+    if size == 1:
+        return {}
+    waits = world().gather("times of waiting", waited_s)
+    return {
+        "distributed/size": float(size),
+        "distributed/wait_share": sum(waits) / size / metrics["timing/step_s"],
+        **{
+            f"distributed/{name}_per_rank": metrics[f"throughput/{name}"] / size
+            for name in ("rollout_tokens_per_s", "train_tokens_per_s")
+        },
+    }
+
+
+def largest_of_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
+    values = world().gather("measurements", dict(metrics))
+    return {name: max(one[name] for one in values if name in one) for name in metrics}
+
+
+def eval_metrics(task: str, evaluation: Evaluation) -> dict[str, float]:
+    values = {
+        "mean": evaluation.mean,
+        "pass_at_k": evaluation.pass_at_k[max(evaluation.pass_at_k)],
+        "response_length": evaluation.response_length,
+        "clip_ratio": evaluation.clip_ratio,
+        "failures": float(evaluation.failures),
+    }
+    metrics = {eval_metric(task, name): value for name, value in values.items()}
+    for mixed_task, own in evaluation.by_task.items():
+        metrics |= eval_metrics(mixed_task, own)
+    return metrics
+
+
+class StepNotes:
+    """The notes on the steps of a run, made of their metrics."""
+
+    def __init__(
+        self, run: TrainingRun, engine: RolloutEngine, micro_batch_size: MicroBatchSize
+    ) -> None:
+        self._run, self._engine, self._micro_batch_size = run, engine, micro_batch_size
+        lines = world().from_first("the metrics", lambda: run.directory.metrics("rl"))
+        self._anomalies = Anomalies([line for line in lines if line["step"] > 0])
+        self._learning = Learning(lines)
+
+    def on_update(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Note what was unusual about a step's sampling and updates; return counts as metrics.
+
+        Args:
+            metrics: The metrics of its samples and updates, without times.
+        """
+        # The rules look at metrics alone, so a resumed run gives the same warnings.
+        anomalies = self._anomalies.see(metrics)
+        # Of all ranks, since only rank 0 has a console.
+        rollout_retries = sum(
+            world().gather("retries of the rollout", self._engine.sizes.take_retries())
+        )
+        for text in anomalies:
+            logger.warning("step %d: %s", step, text)
+        notes = list(anomalies)
+        again = f"names the operation, `jetrl replay {self._run.directory.path}` runs it again"
+        for part, of, more in (("critic", " of the critic", "says more"), ("policy", "", again)):
+            if skipped := int(metrics.get(f"{part}/skipped_updates", 0)):
+                updates = f"{skipped} update{'s' * (skipped > 1)}{of}"
+                notes.append(f"{updates} not finite and skipped; log.txt {more}")
+        if rollout_retries:
+            notes.append("out of memory in rollout; sampling fewer sequences at a time now")
+        if metrics.get("memory/train_retries"):
+            tokens = self._micro_batch_size.tokens
+            notes.append(f"out of memory in training; {tokens} tokens a micro-batch now")
+        for text in notes:
+            self._run.display.note(f"step {step}: {text}")
+        counts = {"policy/anomalies": len(anomalies), "memory/rollout_retries": rollout_retries}
+        return {
+            **{name: float(count) for name, count in counts.items() if count},
+            **speculation_metrics(self._engine.take_speculation()),
+        }
+
+    def on_record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn the user if the steps so far show that the run does not learn."""
+        for warning in self._learning.see(metrics):
+            logger.warning("step %d: %s", step, warning)
+            self._run.display.note(f"warning: {warning}")

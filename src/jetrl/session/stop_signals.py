@@ -88,6 +88,7 @@ class StopSignals:
         Args:
             ending_s: Seconds of the last checkpoint and the export; 0: unknown.
         """
+        # The slowest of the last steps, since lengths of completions vary.
         self._step_times.append(step_s)
         if self._max_hours is None or self.reason:
             return
@@ -107,6 +108,7 @@ class StopSignals:
         Args:
             possible: False if the work must be finished: partial rollouts stay for the next step.
         """
+        # The handler raises only here, where nothing has changed yet.
         self._may_give_up = possible
         try:
             yield
@@ -139,6 +141,7 @@ class StopSignals:
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         """Give the step up or ask to stop after it; leave at once on a second SIGTERM."""
+        # torchrun sends SIGTERM when a rank is lost: then that is what ends this one.
         if peers().interrupted():
             return
         if self._received is Terminated:

@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jetrl.distributed.world import world
 from jetrl.errors import TimeLimitReached
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.runs import RunDirectory
 from jetrl.session.examples import preference_pair
 from jetrl.session.open import open_reward_context
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import joined_in_script
 from jetrl.session.sampling import EncodedPrompt
-from jetrl.session.training_run import TrainingRun
+from jetrl.session.training_run import TrainingRun, settings_of_attempt
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task
 from jetrl.training import SftTrainer
@@ -50,9 +48,9 @@ class SupervisedUpdates:
     trainer: SftTrainer | RewardTrainer
     example_of: Callable[[Task, Any, EncodedPrompt], Any]
     held_out: Callable[[], float]
+    before_update: Callable[[int], None] = lambda update: None
     title: str = "sft"
     held_out_metric: str | None = None
-    before_update: Callable[[int], None] = lambda update: None
 
     def train(self) -> float | None:
         """Make the updates, from the last checkpoint on; return the last held-out value, if any.
@@ -62,6 +60,7 @@ class SupervisedUpdates:
         """
         run, is_whole_run = self.run, self.held_out_metric is not None
         prompts, weights = run.context.prompts, run.context.task.weights
+        # An order of its own: the steps of RL draw as if there had been no warm-up.
         order = PromptOrder(run.settings, prompts, weights, use="sft")
         update = self._resume()
         for earlier in range(1, update + 1):
@@ -71,6 +70,7 @@ class SupervisedUpdates:
             update += 1
             # One update, its line, and a checkpoint if due.
             run.phases.start_step(update if is_whole_run else 0)  # a warm-up is before step 1
+            # Guards learn which update they watch.
             self.before_update(update)
             with run.phases.phase("sft"):
                 metrics = self.trainer.step(self._examples(order, update))
@@ -83,6 +83,7 @@ class SupervisedUpdates:
             stats = StepStats(update, metrics)
             run.directory.write_step(stats, "sft")
             run.display.step(stats)
+            # This may ask to stop; all ranks decide together whether they do.
             run.stops.check_time(metrics["timing/step_s"], run.checkpoints.ending_s)
             self._save_or_stop(update, is_last=is_whole_run and self._is_over(update, value))
             if not is_whole_run:  # looked at when all is saved: a run that stops does not wait
@@ -128,6 +129,7 @@ class SupervisedUpdates:
         if checkpoints.is_due(update) or stops or is_last:
             with run.phases.phase("checkpoint"):
                 checkpoints.save_supervised(update, run.context.model, self.trainer.optimizer)
+        # The update is saved; what is raised says how the run ended.
         if stops and not is_last:
             checkpoints.wait()
             run.stops.raise_signal()
@@ -169,11 +171,7 @@ def train_reward_model(
 def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardResult:
     """Train a reward model as `train_reward_model` says, once the ranks are joined."""
     began = time.monotonic()
-    given = settings
-    if resume:
-        settings = world().from_first(
-            "the run's settings", lambda: RunDirectory.settings_of_resume(given)
-        )
+    settings = settings_of_attempt(settings, resume)
     context = open_reward_context(settings, resume)
     size = MicroBatchSize.of(settings.train, context.memory.tokens)
     trainer = RewardTrainer(context.model, settings, size)
@@ -199,6 +197,7 @@ def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardRe
         )
         value = updates.train()
         assert value is not None, "the accuracy is looked at after the last update"
+        # FP32: a score in BF16 would order close completions differently.
         model_path = run.export("float32", out)
         return RewardResult(run.directory.path, model_path, value, len(context.held_out))
 

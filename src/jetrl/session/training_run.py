@@ -8,19 +8,16 @@ training alone, and the training of a reward model. Whatever may take long runs 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 
-from jetrl.distributed.meeting import Meeting, meet
 from jetrl.distributed.peers import Trouble, peers
 from jetrl.distributed.world import world
 from jetrl.errors import (
@@ -32,11 +29,11 @@ from jetrl.errors import (
     ending,
 )
 from jetrl.memory.device import peak_bytes, reset_peak
-from jetrl.memory.fitting import Fitted, shown
+from jetrl.memory.fitting import shown
 from jetrl.memory.out_of_memory import explained
 from jetrl.memory.plan import GIB
 from jetrl.rollout.options import Progress
-from jetrl.runs import Console, open_trackers, summary_of, write_report
+from jetrl.runs import Console, RunDirectory, open_trackers, summary_of, write_report
 from jetrl.runs.attempts import StatusFile
 from jetrl.runs.follower import FOLDER, open_run_directory
 from jetrl.runs.storage import storing
@@ -49,7 +46,10 @@ from jetrl.session.watchdog import Watchdog
 from jetrl.settings.loading import Settings
 from jetrl.types import Sample, StepStats
 
+logger = logging.getLogger(__name__)
+
 _ADVICE = "`jetrl train --dry-run` prints what is held and when. The last checkpoint is good"
+_SETTLE_S = 5.0  # for a checkpoint of several ranks, of which one has met an error
 
 
 class PhaseObserver(Protocol):
@@ -118,7 +118,10 @@ class Phases:
 
 
 class Display(PhaseObserver):
-    """The console of the current stretch of a run, opened with the stretch's first line."""
+    """The console of the current stretch of a run, opened with the stretch's first line.
+
+    Ranks other than the first show nothing.
+    """
 
     def __init__(self, total_steps: int, elapsed_s: Callable[[], float]) -> None:
         self._elapsed_s = elapsed_s
@@ -146,51 +149,31 @@ class Display(PhaseObserver):
 
     def note(self, *notes: str) -> None:
         """Show each note on a line of its own."""
-        for text in notes:
-            self._opened().note(text)
+
+        def show(console: Console) -> None:
+            for text in notes:
+                console.note(text)
+
+        if notes:
+            self._show(show)
 
     def step(self, stats: StepStats) -> None:
         """Show the line of a step or of a supervised update."""
-        self._opened().step(stats)
+        self._show(lambda console: console.step(stats))
 
     def progress(self, progress: Progress) -> None:
-        self._opened().progress(
-            progress.sequences_done,
-            progress.sequences_total,
-            progress.tokens_per_s,
-            (progress.pages_in_use, progress.pages_total),
-            progress.eta_s,
-        )
+        """Show how far a rollout is; of several ranks, this rank's share of it."""
+        done, total = progress.sequences_done, progress.sequences_total
+        pages = progress.pages_in_use, progress.pages_total
+        self._show(lambda c: c.progress(done, total, progress.tokens_per_s, pages, progress.eta_s))
 
     def begin(self, phase: str, step: int) -> None:
-        self._opened().phase(phase)
+        self._show(lambda console: console.phase(phase))
 
-    def _opened(self) -> Console:
-        if self._console is None:
-            self._console = self._open()
-        return self._console
-
-
-class SilentDisplay(Display):
-    """The display of a rank other than the first, which shows nothing."""
-
-    def close(self) -> None:
-        """Do nothing: no console was opened."""
-
-    def note(self, *notes: str) -> None:
-        """Show nothing."""
-
-    def step(self, stats: StepStats) -> None:
-        """Show nothing."""
-
-    def progress(self, progress: Progress) -> None:
-        """Show nothing."""
-
-    def begin(self, phase: str, step: int) -> None:
-        """Show nothing."""
-
-
-logger = logging.getLogger(__name__)
+    def _show(self, what: Callable[[Console], object]) -> None:
+        if world().is_first:
+            self._console = self._console or self._open()
+            what(self._console)
 
 
 class MemoryPeaks(PhaseObserver):
@@ -206,6 +189,7 @@ class MemoryPeaks(PhaseObserver):
         self._phases: dict[str, int] = {}
 
     def begin(self, phase: str, step: int) -> None:
+        # What was allocated before the phase belongs to the peak of the whole step.
         self._take()
         if self._device is not None:
             reset_peak(self._device)
@@ -237,84 +221,13 @@ class MemoryPeaks(PhaseObserver):
         return {"memory/peak_gib": self._highest / GIB, **phases}
 
 
-def memory_plan_notes(memory: Fitted, loading: str, device: torch.device) -> list[str]:
-    """Write the memory plan to the log; on a GPU return its lines, to be shown to the user."""
-    lines = [f"{loading}; memory plan", *shown(memory.plan).splitlines()]
-    if memory.free is not None:
-        lines.append(f"  of {memory.free / GIB:.1f} GiB that were free")
-    logger.info("%s", "\n".join(lines))
-    return lines if device.type == "cuda" else []
-
-
-def micro_batch_notes(memory: Fitted, tokens: int, setting: int) -> list[str]:
-    """Return a note if micro-batches do not have train.tokens_per_micro_batch tokens."""
-    if tokens != memory.tokens:
-        return [
-            f"micro-batches of up to {tokens} tokens, as before the run was cut, since its bits "
-            f"depend on it; the memory plan is for {memory.tokens}"
-        ]
-    if tokens < setting:
-        return [
-            f"micro-batches of up to {tokens} tokens: there is no room for "
-            f"train.tokens_per_micro_batch = {setting}"
-        ]
-    return []
-
-
-EVERY_S = 1.0
-_NOTHING = (0, 0, 0)  # sequences done, all sequences, tokens
-
-
-class RankProgress(PhaseObserver):
-    """The progress of a rollout over all ranks, for the console of rank 0.
-
-    Each rank writes its own progress to the store about once per second, and rank 0 adds up what it
-    finds there. Nobody waits: a rank counts once it has written in this phase.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._meeting: Meeting | None = meet() if world().size > 1 else None
-        self._clock, self._phase, self._last = clock, 0, -EVERY_S
-        self._others = _NOTHING
-
-    def begin(self, phase: str, step: int) -> None:
-        self._phase += 1
-        self._last = -EVERY_S
-        self._others = _NOTHING
-
-    def of_all(self, own: Progress) -> Progress:
-        """Return the progress of all ranks on rank 0, and this rank's own on the others."""
-        if self._meeting is None:
-            return own
-        if self._clock() - self._last >= EVERY_S:
-            self._last = self._clock()
-            written = [self._phase, own.sequences_done, own.sequences_total, own.tokens]
-            self._meeting.write(f"progress {world().rank}", json.dumps(written))
-            if world().is_first:
-                self._others = self._read()
-        done, total, tokens = self._others
-        tokens += own.tokens
-        return replace(
-            own,
-            sequences_done=own.sequences_done + done,
-            sequences_total=own.sequences_total + total,
-            tokens=tokens,
-            tokens_per_s=tokens / own.seconds if own.seconds > 0 else 0.0,
-        )
-
-    def _read(self) -> tuple[int, int, int]:
-        """Return the sums of the progress that the other ranks have written in this phase."""
-        assert self._meeting is not None
-        done = total = tokens = 0
-        for rank in range(1, world().size):
-            text = self._meeting.read(f"progress {rank}")
-            phase, *counts = json.loads(text) if text else [0, 0, 0, 0]
-            if phase == self._phase:
-                done, total, tokens = done + counts[0], total + counts[1], tokens + counts[2]
-        return done, total, tokens
-
-
-_SETTLE_S = 5.0  # for a checkpoint of several ranks, of which one has met an error
+def settings_of_attempt(settings: Settings, resume: bool) -> Settings:
+    """Return the settings of an attempt: a run that is resumed has its own, with some changed."""
+    if not resume:
+        return settings
+    return world().from_first(
+        "the run's settings", lambda: RunDirectory.settings_of_resume(settings)
+    )
 
 
 class TrainingRun:
@@ -348,39 +261,48 @@ class TrainingRun:
         if settings.report.enabled and first:
             # Written last, when the run's end is recorded.
             stack.push(lambda _, error, __: _report(path, error))
+        # The lock of the run is held from here on, so no second process writes.
         stack.enter_context(self.directory)
         reading = context.task.reading
         if reading and first:
             self.directory.write_reading(reading)
+        # attempts.jsonl gets the start now and the end when the stack closes.
         facts = {"plan": model.plan.name, "device": str(model.device)}
         self.attempt = stack.enter_context(self.directory.attempt(sys.argv, facts))
         values = settings.model_dump(mode="json")
         project = settings.trackers.project
-        self.trackers = world().from_first_alone(
-            "the trackers", lambda: open_trackers(trackers, project, path, values), Trackers({})
+        opened: list[Trackers] = []  # by rank 0; every rank raises an error of it
+        world().from_first(
+            "the trackers", lambda: opened.append(open_trackers(trackers, project, path, values))
         )
+        self.trackers = opened[0] if opened else Trackers({})
         stack.callback(lambda: self.trackers.close(lambda: summary_of(self.directory.history())))
 
         # Signals, the console, and who hears of the phases.
         elapsed_s = world().from_first(
             "the time of earlier attempts", lambda: self.directory.history().elapsed_s
         )
+        # Hours of earlier attempts are shown, and do not count against run.max_hours.
         self.stops = StopSignals(settings.run.max_hours, elapsed_s, began)
-        display = Display if first else SilentDisplay
-        self.display = display(settings.loop.steps, lambda: self.stops.elapsed_s)
+        self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases, self.memory_peaks = Phases(), MemoryPeaks(model.device)
-        self.rank_progress = RankProgress()
-        self.phases.observers += [self.display, self.memory_peaks, self.rank_progress]
+        self.phases.observers += [self.display, self.memory_peaks]
         if first:
             status = StatusFile(path)
             stack.callback(status.close)
             self.phases.observers.append(status)
+        # The watchdog comes last among the observers: it measures what the others take, too.
         hang_file, end_attempt = self.directory.hang_file, self.directory.end_attempt_for_hang
         watchdog = Watchdog(settings.watchdog, hang_file, hang_state, end_attempt)
         stack.enter_context(watchdog)
         self.phases.observers.append(watchdog)
-        if world().size > 1:
-            self._expect_losses()
+
+        # If another rank is lost and this one's main thread is stuck, a thread leaves this behind.
+        def at_end(trouble: Trouble) -> None:
+            end_attempt(trouble.reason)
+            self.display.close()
+
+        peers().attach(path / FOLDER, watchdog.write_stacks, at_end)
 
         # What is still done when the run is left: the checkpoint that is being written comes first.
         self.checkpoints = RunCheckpoints(self.directory, settings)
@@ -388,15 +310,30 @@ class TrainingRun:
         stack.enter_context(self.stops.handled())
         stack.callback(self.display.close)
         stack.push(lambda _, error, __: self._settle(error))
-        plan = memory_plan_notes(context.memory, context.loading, model.device)
+        # The plan is in the log always, on the console where a GPU can run out.
+        lines = [f"{context.loading}; memory plan", *shown(context.memory.plan).splitlines()]
+        if context.memory.free is not None:
+            lines.append(f"  of {context.memory.free / GIB:.1f} GiB that were free")
+        logger.info("%s", "\n".join(lines))
         self.display.note(
-            *plan, *self.directory.notes, *([f"in this task {reading}"] if reading else [])
+            *(lines if model.device.type == "cuda" else []),
+            *self.directory.notes,
+            *([f"in this task {reading}"] if reading else []),
         )
 
     def note_micro_batches(self, tokens: int) -> None:
         """Show the tokens of a micro-batch, where they are not train.tokens_per_micro_batch."""
-        setting = self.settings.train.tokens_per_micro_batch
-        self.display.note(*micro_batch_notes(self.context.memory, tokens, setting))
+        setting, planned = self.settings.train.tokens_per_micro_batch, self.context.memory.tokens
+        size = f"micro-batches of up to {tokens} tokens"
+        if tokens != planned:
+            self.display.note(
+                f"{size}, as before the run was cut, since its bits depend on it; the memory plan "
+                f"is for {planned}"
+            )
+        elif tokens < setting:
+            self.display.note(
+                f"{size}: there is no room for train.tokens_per_micro_batch = {setting}"
+            )
 
     def write_line(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[Sample] = ()
@@ -425,24 +362,16 @@ class TrainingRun:
         """Complete the checkpoint that is being written after an error, unless left at once."""
         if error is None:
             return
+        # A stop that all ranks make alike is no trouble for the others.
         lost = isinstance(error, RankLost)
         alike = isinstance(error, KeyboardInterrupt | Terminated | TimeLimitReached)
         if alike:
             peers().leaving()
+        # A checkpoint of several ranks cannot complete without the lost one.
         if not (lost or self.stops.at_once):
             self.checkpoints.settle(None if alike or world().size == 1 else _SETTLE_S)
         if not (lost or alike):
             peers().failed(*ending(error))
-
-    def _expect_losses(self) -> None:
-        """Say what is left behind when another rank is lost and this one's main thread is stuck."""
-
-        def end(trouble: Trouble) -> None:
-            self.directory.end_attempt_for_hang(trouble.reason)
-            self.display.close()
-
-        peers().records_in(self.directory.path / FOLDER)
-        peers().before_leaving(end)
 
 
 def _report(path: Path, error: BaseException | None) -> None:

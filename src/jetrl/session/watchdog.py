@@ -25,12 +25,13 @@ import ctypes
 import faulthandler
 import logging
 import os
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import torch
 
@@ -39,7 +40,6 @@ from jetrl.errors import EXIT_HANG
 from jetrl.memory.device import beside_tensors
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.sequence import RunningSequence
 from jetrl.runs.storage import storing
 from jetrl.settings.sections import WatchdogSettings
 
@@ -78,9 +78,6 @@ class Watchdog:
         self._file: IO[str] | None = None
         self._exit: ExitTimer | None = None
 
-    def begin(self, phase: str, step: int) -> None:
-        self._change(phase, step)
-
     def beat(self) -> None:
         with self._lock:
             now = time.monotonic()
@@ -90,7 +87,7 @@ class Watchdog:
     def end(self, phase: str, seconds: float) -> None:
         self.beat()
         self._longest[phase] = max(self._longest.get(phase, 0.0), self._silence)
-        self._change(BETWEEN, self._step)
+        self.begin(BETWEEN, self._step)
 
     def limit_s(self, phase: str) -> float:
         """Return the seconds of silence that are a hang in a phase."""
@@ -104,7 +101,6 @@ class Watchdog:
                 self._file = open(self._path, "a", encoding="utf-8")
             self._exit = _exit_timer()
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-            peers().on_hang(self._write_stacks)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -120,8 +116,7 @@ class Watchdog:
             if self._path.stat().st_size == 0:
                 self._path.unlink()
 
-    def _change(self, phase: str, step: int) -> None:
-        """Watch another phase from now on."""
+    def begin(self, phase: str, step: int) -> None:
         with self._lock:
             self._phase, self._step = phase, step
             self._last_sign, self._silence = time.monotonic(), 0.0
@@ -129,6 +124,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Look at the clock until the context ends; the body of the watchdog's thread."""
+        # Short limits, as in tests, need a shorter tick.
         tick = min(TICK_S, self._settings.min_s / 4, self._settings.first_s / 4)
         while not self._over.wait(tick):
             with self._lock:
@@ -140,6 +136,7 @@ class Watchdog:
                 assert self._file is not None
                 # If this thread does not come by again in time, the interpreter's lock is held.
                 self._end_later(max(limit - silent, 0.0) + LAST_WORDS_S, self._file)
+            # A rank that waits for one behind it does not hang.
             if silent > limit and not peers().waits_for_others():
                 self._end_process(phase, step, silent, limit)
 
@@ -154,13 +151,13 @@ class Watchdog:
         assert file is not None
         why = f"hang in {phase} of step {step}: no sign of life for {silent:.1f} s"
         try:
+            # The report itself may hang: timers end the process all the same.
             self._end_later(LAST_WORDS_S, file)
-            date = time.strftime("%Y-%m-%d %H:%M:%S %z")
             before = self._longest.get(phase)
             longest = "it had not ended before" if before is None else f"{before:.1f} s before"
-            print(f"==== {date}  {why}", file=file)
-            print(f"limit {limit:.1f} s; longest silence of this phase: {longest}", file=file)
-            self._print_stacks(file)
+            limits = f"limit {limit:.1f} s; longest silence of this phase: {longest}"
+            self._print_stacks(file, f"{why}\n{limits}")
+            # What cannot hang comes first, then what needs a disk, then the GPU's memory.
             self._give_up(f"{why}; the stacks are in {self._path}")
             print("\n".join(["", *self._state()]), file=file)
             file.flush()
@@ -171,16 +168,14 @@ class Watchdog:
         finally:
             os._exit(EXIT_HANG)
 
-    def _write_stacks(self, reason: str) -> None:
+    def write_stacks(self, reason: str) -> None:
         """Write where this rank waits, when another rank hangs."""
         with self._lock:
-            if self._over.is_set() or self._file is None:
-                return
-            date = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            print(f"==== {date}  {reason}", file=self._file)
-            self._print_stacks(self._file)
+            if self._file is not None and not self._over.is_set():
+                self._print_stacks(self._file, reason)
 
-    def _print_stacks(self, file: IO[str]) -> None:
+    def _print_stacks(self, file: IO[str], why: str) -> None:
+        print(f"==== {time.strftime('%Y-%m-%d %H:%M:%S %z')}  {why}", file=file)
         print(f"process {os.getpid()}; the stacks, of the main thread last:\n", file=file)
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
@@ -205,45 +200,20 @@ def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
     sequences = list(engine.sequences)
     num_finished = sum(sequence.finished for sequence in sequences)
     lines = [f"sequences: {len(sequences)}, of these {num_finished} finished"]
-    lines += [_sequence_line(sequence) for sequence in sequences if not sequence.finished]
+    for sequence in sequences:
+        state = "waits for its environment" if sequence.awaiting else "runs"
+        if not sequence.pages:
+            state = "waits for pages"
+        if not sequence.finished:
+            lines.append(
+                f"  {sequence.index}: {state}; prompt {len(sequence.prompt)} tokens, drawn "
+                f"{len(sequence.generated)} of {sequence.rules.max_tokens}, computed "
+                f"{sequence.num_computed}, {len(sequence.pages)} pages"
+            )
     if policy.device.type == "cuda":
         lines += ["", torch.cuda.memory_summary(policy.device)]
         lines.append(f"KV pages and graphs, beside it: {beside_tensors() / 2**30:.2f} GiB")
     return lines
-
-
-def _sequence_line(sequence: RunningSequence) -> str:
-    """Return what a sequence does or waits for, and how far it is."""
-    state = "waits for its environment" if sequence.awaiting else "runs"
-    if not sequence.pages:
-        state = "waits for pages"
-    return (
-        f"  {sequence.index}: {state}; prompt {len(sequence.prompt)} tokens, drawn "
-        f"{len(sequence.generated)} of {sequence.rules.max_tokens}, computed "
-        f"{sequence.num_computed}, {len(sequence.pages)} pages"
-    )
-
-
-class _Event(ctypes.Structure):
-    """The struct sigevent of glibc, 64 bytes."""
-
-    _fields_ = [
-        ("value", ctypes.c_void_p),
-        ("signal", ctypes.c_int),
-        ("notify", ctypes.c_int),
-        ("function", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("padding", ctypes.c_byte * 32),
-    ]
-
-
-class _Times(ctypes.Structure):
-    """The struct itimerspec: seconds and nanoseconds of the interval (none), then of the delay."""
-
-    _fields_ = [
-        ("interval", ctypes.c_long * 2),
-        ("due", ctypes.c_long * 2),
-    ]
 
 
 class ExitTimer:
@@ -256,13 +226,11 @@ class ExitTimer:
 
     def __init__(self, exit_code: int) -> None:
         self._library = ctypes.CDLL(None, use_errno=True)
-        function = ctypes.cast(self._library._exit, ctypes.c_void_p)
-        event = _Event(exit_code, 0, _SIGEV_THREAD, function)
+        function = ctypes.cast(self._library._exit, ctypes.c_void_p).value
+        # glibc's struct sigevent: the argument, no signal, how it is told, and the function.
+        event = struct.pack("PiiP40x", exit_code, 0, _SIGEV_THREAD, function)
         self._timer = ctypes.c_void_p()
-        clock = ctypes.c_int(time.CLOCK_MONOTONIC)
-        self._check(
-            self._library.timer_create(clock, ctypes.byref(event), ctypes.byref(self._timer))
-        )
+        self._call("timer_create", time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer))
 
     @staticmethod
     def is_there() -> bool:
@@ -272,14 +240,15 @@ class ExitTimer:
     def set(self, seconds: float) -> None:
         """Let the process end so many seconds from now."""
         nanoseconds = max(1, round(1e9 * seconds))  # 0 would stop the timer
-        times = _Times((0, 0), divmod(nanoseconds, 10**9))
-        self._check(self._library.timer_settime(self._timer, 0, ctypes.byref(times), None))
+        # The struct itimerspec: seconds and nanoseconds of no interval, then of the delay.
+        times = struct.pack("4l", 0, 0, *divmod(nanoseconds, 10**9))
+        self._call("timer_settime", self._timer, 0, times, None)
 
     def delete(self) -> None:
         """Take the timer back: the process does not end by it."""
-        self._check(self._library.timer_delete(self._timer))
+        self._call("timer_delete", self._timer)
 
-    def _check(self, result: int) -> None:
-        if result != 0:
+    def _call(self, function: str, *arguments: Any) -> None:
+        if getattr(self._library, function)(*arguments) != 0:
             error = ctypes.get_errno()
             raise OSError(error, f"a timer of the system: {os.strerror(error)}")
