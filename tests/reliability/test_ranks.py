@@ -32,7 +32,7 @@ def _faults(folder: Path) -> Any:
 
 
 def test_a_rank_that_is_lost_ends_all_and_the_run_goes_on(tmp_path: Path) -> None:
-    """What each kind of fault has to look like is in fail_ranks.KINDS."""
+    """fail_ranks.KINDS says how each kind of fault has to look."""
     done, same = apart(_faults, tmp_path)
     assert [fault["problems"] for fault in done] == [[]] * 5, done
     assert same

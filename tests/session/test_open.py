@@ -1,4 +1,4 @@
-"""What a run is opened with, at its start and when it is resumed."""
+"""The opening of a run, at its start and when it is resumed."""
 
 import contextlib
 import dataclasses

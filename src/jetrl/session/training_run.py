@@ -162,7 +162,7 @@ class Display(PhaseObserver):
         self._show(lambda console: console.step(stats))
 
     def progress(self, progress: Progress) -> None:
-        """Show how far a rollout is; of several ranks, this rank's share of it."""
+        """Show the progress of a rollout; of several ranks, that of rank 0."""
         done, total = progress.sequences_done, progress.sequences_total
         pages = progress.pages_in_use, progress.pages_total
         self._show(lambda c: c.progress(done, total, progress.tokens_per_s, pages, progress.eta_s))
