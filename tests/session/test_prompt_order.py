@@ -30,7 +30,7 @@ def test_shares_are_off_by_less_than_one_in_a_step_and_exact_in_the_long_run(wei
 
 
 def order(explore=None, tasks=("",) * 12, weights=None, seed=5):
-    """Return the order of prompts p0, p1, ... of these tasks."""
+    """Return the order of prompts p0, p1, ... with the given tasks."""
     words = [f"run.seed={seed}"]
     words += ["data.order=pass_rate", f"data.explore={explore}"] if explore else []
     prompts = [
