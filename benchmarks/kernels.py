@@ -16,11 +16,13 @@ from torch import Tensor
 from jetrl.kernels.logprob_hopper import chosen_logprobs, lm_head_logprobs
 from jetrl.kernels.norm import rms_norm_ref
 from jetrl.kernels.norm_hopper import rms_norm_backward, rms_norm_quantize, rms_norm_squares
-from jetrl.kernels.rotary_backward_hopper import qk_norm_rotary_backward
-from jetrl.kernels.rotary_hopper import dense_cache, qk_norm_rotary_cache
+from jetrl.kernels.rotary_hopper import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
 from jetrl.kernels.sampling_hopper import sample
-from jetrl.kernels.swiglu_backward_hopper import swiglu_backward_quantize
-from jetrl.kernels.swiglu_hopper import swiglu_forward, swiglu_quantize
+from jetrl.kernels.swiglu_hopper import (
+    swiglu_backward_quantize,
+    swiglu_forward,
+    swiglu_quantize,
+)
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.hopper.add import add_products
 from jetrl.precision.hopper.gemm import (

@@ -319,9 +319,8 @@ def test_decode_in_a_cuda_graph_waits_for_the_newest_key(gpu, kv: str) -> None:
     pools = (b.pages.k, b.pages.v, b.pages.k_scales, b.pages.v_scales)
 
     def forward() -> torch.Tensor:
-        cache = rotary.CacheSlots(*pools)
         q = rotary.qk_norm_rotary_cache(
-            qkv, lengths.long() - 1, angles, None, 1e-6, 8, cache, slots
+            qkv, lengths.long() - 1, angles, None, 1e-6, 8, b.pages, slots
         )
         return gpu.attend_decode(q, b.pages, tables, lengths, max(contexts))
 

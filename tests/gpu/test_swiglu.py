@@ -14,11 +14,6 @@ pytestmark = pytest.mark.gpu
 KERNELS = "jetrl.kernels.swiglu_hopper"
 
 
-def swiglu_backward_quantize(*args, **kwargs):
-    backward = pytest.importorskip("jetrl.kernels.swiglu_backward_hopper")
-    return backward.swiglu_backward_quantize(*args, **kwargs)
-
-
 def gate_up(tokens: int, width: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(tokens)
     return (4 * torch.randn(tokens, 2 * width, generator=g)).bfloat16().cuda()
@@ -44,7 +39,7 @@ def test_all_forms_make_the_same_bits(kernels, tokens: int) -> None:
     assert_same(kernels.swiglu_forward(x[:1]), y[:1])
     dy = torch.randn(tokens, 384, device="cuda").bfloat16()
     for scales in ("fp32", "pow2"):
-        again = swiglu_backward_quantize(dy, x, scales=scales)[2]
+        again = kernels.swiglu_backward_quantize(dy, x, scales=scales)[2]
         assert_same(again, quantize(y, (128, 128), scales=scales))
 
 
@@ -59,7 +54,7 @@ def test_backward(kernels, tokens: int) -> None:
     dx = kernels.swiglu_backward(dy, x)
     assert (dx - wide.grad).norm() <= 2**-8 * wide.grad.norm()
     for format in ("e4m3", "e5m2"):
-        rows, by_token, y = swiglu_backward_quantize(dy, x, format)
+        rows, by_token, y = kernels.swiglu_backward_quantize(dy, x, format)
         assert y.codes.dtype == torch.float8_e4m3fn
         assert_same(rows, quantize(dx, format=format))
         assert_same(by_token, quantize(dx, (128, 1), format))

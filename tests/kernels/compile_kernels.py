@@ -288,19 +288,6 @@ def other_options() -> None:
         update("qwen3-0.6b", plan)
 
 
-def optimizer() -> None:
-    """An update of the master weights, with moments of few bits."""
-    from jetrl.kernels.adamw import adamw_
-    from jetrl.kernels.adamw_scalars import adamw_scalars
-    from jetrl.kernels.norm import block_squares
-
-    master = empty(512, 512, dtype=torch.float32)
-    states = [empty(512, 512, dtype=kind) for kind in (torch.uint8, torch.int16)]
-    scalars = adamw_scalars(1, lambda _: 0.1, (0.9, 0.95), 1e-8, 0.1)
-    adamw_(master, master, *states, torch.empty((), device=META), scalars)
-    block_squares(master)
-
-
 def stems_of(length: int, rows: int, branches: int = 2) -> Any:
     """Return the stems of a batch that is a stem of some length and branches, all but one short."""
     from jetrl.models.packed import Stems
@@ -310,21 +297,26 @@ def stems_of(length: int, rows: int, branches: int = 2) -> Any:
     return Stems(empty, empty, empty, ends, [-1] + [0] * branches)
 
 
+def attend(source: Any, tokens: int, head_dim: int, backward: bool = True) -> None:
+    from jetrl.models.layer import Rotary
+
+    positions = torch.zeros(tokens, dtype=torch.int64, device=META)
+    rope = Rotary(positions, torch.empty(1, 2, head_dim // 2, device=META), None, 32, 8)
+    with torch.set_grad_enabled(backward):
+        out = source.attend(0, empty(tokens, 48 * head_dim).requires_grad_(), rope, last=False)
+        if backward:
+            out.backward(torch.empty_like(out))
+
+
 def long_attention() -> None:
     """Compile the backward of a sequence whose dS is too large to be kept."""
     from jetrl.models.attention import PackedKeyValues
-    from jetrl.models.layer import Rotary
     from jetrl.precision import PrecisionPlan
 
-    positions = torch.zeros(70_000, dtype=torch.int64, device=META)
-    rope = Rotary(positions, torch.empty(1, 2, 64, device=META), None, 32, 8)
     kinds = [("unified", None), ("jet", None), ("unified", stems_of(35_072, 70_000, 600))]
     for plan, stems in kinds:
-        kv = PackedKeyValues(torch.tensor([0, 70_000]), PrecisionPlan.preset(plan), META, stems)
-        with torch.enable_grad():
-            qkv = empty(70_000, 48 * 128).requires_grad_()
-            out = kv.attend(0, qkv, rope, last=False)
-            out.backward(torch.empty_like(out))
+        ends = torch.tensor([0, 70_000])
+        attend(PackedKeyValues(ends, PrecisionPlan.preset(plan), META, stems), 70_000, 128)
 
 
 def stored_formats(kv: str, head_dim: int) -> None:
@@ -333,41 +325,37 @@ def stored_formats(kv: str, head_dim: int) -> None:
 
     from jetrl.models.attention import PackedKeyValues
     from jetrl.models.families import ModelConfig
-    from jetrl.models.layer import Rotary
     from jetrl.precision import PrecisionPlan
     from jetrl.rollout.kv_cache import PagedCache
     from jetrl.rollout.paged_attention import DecodeWork, Span
 
     plan = PrecisionPlan.preset("unified").replace(kv=kv)
-    config = ModelConfig.from_hf(
-        {**SHAPES["qwen3-8b"], "num_hidden_layers": 1, "head_dim": head_dim}
-    )
-    cache = PagedCache(config, plan, 4096, 64, META)
-
-    def attend(source: Any, tokens: int) -> torch.Tensor:
-        positions = torch.zeros(tokens, dtype=torch.int64, device=META)
-        rope = Rotary(positions, torch.empty(1, 2, head_dim // 2, device=META), None, 32, 8)
-        qkv = empty(tokens, 48 * head_dim)
-        return source.attend(0, qkv.requires_grad_(), rope, last=False)
-
+    sizes = {"num_hidden_layers": 1, "head_dim": head_dim}
+    cache = PagedCache(ModelConfig.from_hf(SHAPES["qwen3-8b"] | sizes), plan, 4096, 64, META)
     tables = torch.zeros(8, 32, dtype=torch.int32, device=META)
     work = DecodeWork(tables, tables[:, 0], 2048)
-    attend(cache.decode_key_values(torch.zeros(8, dtype=torch.int64, device=META), work), 8)
-    attend(cache.key_values([Span(0, 0, 300, list(range(5)))]), 300)
+    slots = torch.zeros(8, dtype=torch.int64, device=META)
+    attend(cache.decode_key_values(slots, work), 8, head_dim, backward=False)
+    attend(cache.key_values([Span(0, 0, 300, list(range(5)))]), 300, head_dim, backward=False)
     for stems in (None, stems_of(128, 300), stems_of(128, 300, 20)):  # in one part, in two
-        with torch.enable_grad():
-            out = attend(PackedKeyValues(torch.tensor([0, 300]), plan, META, stems), 300)
-            out.backward(torch.empty_like(out))
+        attend(PackedKeyValues(torch.tensor([0, 300]), plan, META, stems), 300, head_dim)
 
 
 def small_operations() -> None:
-    """Compile the operations of the self-check, one by one."""
+    """Compile the optimizer's kernels, and the operations of the self-check, one by one."""
+    from jetrl.kernels.adamw import adamw_
+    from jetrl.kernels.adamw_scalars import adamw_scalars
     from jetrl.kernels.logprob import chosen_logprobs
-    from jetrl.kernels.norm import rms_norm
+    from jetrl.kernels.norm import block_squares, rms_norm
     from jetrl.kernels.swiglu import swiglu
     from jetrl.precision import quantize
     from jetrl.precision.hopper.quantize import quantize_weight
 
+    master = empty(512, 512, dtype=torch.float32)
+    states = [empty(512, 512, dtype=kind) for kind in (torch.uint8, torch.int16)]
+    scalars = adamw_scalars(1, lambda _: 0.1, (0.9, 0.95), 1e-8, 0.1)
+    adamw_(master, master, *states, torch.empty((), device=META), scalars)
+    block_squares(master)
     x = empty(70, 256)
     rms_norm(x, x[0], 1e-6)
     swiglu(x)
@@ -520,7 +508,7 @@ STORED = (("int8", 128), ("int8", 64), ("int8+fp8", 128), ("fp8+int8", 128))
 PIECES |= {
     f"keys and values, {kv}, {d}": functools.partial(stored_formats, kv, d) for kv, d in STORED
 }
-PIECES |= {"optimizer": optimizer, "long attention": long_attention}
+PIECES |= {"long attention": long_attention}
 PIECES |= {"NVFP4 weights": nvfp4, "other options": other_options, "speculation": speculation}
 PIECES |= {"small operations": small_operations, "chains of products": chains}
 PIECES |= {"lanes of rows of logits": lanes_of_rows}

@@ -11,18 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetrl.kernels.decode import take_verified, verify_inputs
 from jetrl.kernels.decode_state import (
-    BROKEN,
     LAG,
-    MAX_DRAFT,
-    NOT_DRAWN,
     SOURCES,
     UNKNOWN,
     DecodeState,
-    Drafts,
     DraftText,
-    Verified,
 )
 from jetrl.kernels.draft import propose, remember
 
@@ -72,61 +66,6 @@ def test_other_prompts_and_written_over_text_are_not_drafted_from() -> None:
     state, text = texts([5, 6, 7], archive=([4, 5, 6, 7, 8],))
     text.text[text.archive_start + 2] = 99
     assert draft_of(state, text)[0] == []
-
-
-@pytest.mark.parametrize(
-    ("draws", "changes", "taken", "active"),
-    [
-        ([50, 51, 52, 53], {}, [50, 51, 52, 53], 1),  # all drafts were right
-        ([50, 51, 9, 53], {}, [50, 51, 9], 1),  # the third was wrong, and 9 is right
-        ([9, 51, 52, 53], {}, [9], 1),
-        ([50, 51, 52, 53], {"limit": 12}, [50, 51], 0),  # its last position
-        ([50, 51, 52, 53], {"stop": 51}, [50, 51], 0),
-        ([50, 51, 52, 53], {"broken": 1}, [50, BROKEN], 0),
-        ([50, 51, 52, 53], {"rows": 3}, [50, 51, 52], 1),  # two drafts, and what they led to
-    ],
-)
-def test_draws_count_up_to_the_first_that_the_draft_had_not(
-    draws: list[int], changes: dict[str, int], taken: list[int], active: int
-) -> None:
-    state, text = texts(list(range(11)))
-    state.limit[0] = changes.get("limit", 39)
-    state.stops[:2] = torch.tensor([1, changes.get("stop", 999)])
-    tables = torch.arange(30).view(3, 10).int()
-    state.tables.copy_(tables)
-    guesses = torch.full((SLOTS, MAX_DRAFT), 60).int()
-    guesses[0, :3] = torch.tensor([50, 51, 52])
-    drafts = Drafts(guesses, torch.tensor([3, 0, 0]).int(), torch.tensor([2, 0, 0]).int())
-    rows = torch.arange(SLOTS)
-    size = changes.get("rows", 12)
-    inputs = verify_inputs(state, text, drafts, rows, 4, 4, size)
-    queries = min(4, size, changes.get("limit", 39) - 10)
-    assert inputs.queries.tolist() == [queries, 0, 0]
-    assert inputs.lengths.tolist() == [10 + queries, 0, 0]
-    assert inputs.token_ids[:queries].tolist() == [10, 50, 51, 52][:queries]
-    assert inputs.positions[:queries].tolist() == list(range(10, 10 + queries))
-    assert inputs.slots.tolist() == [10, 11, 12, 13][:queries] + [-1] * (size - queries)
-    assert inputs.keys.tolist() == [10 + queries] * queries + [0] * (size - queries)
-    assert inputs.first.tolist() == [0, queries, queries]
-
-    lines = torch.zeros(4, SLOTS * 4)
-    out = Verified(lines.int(), lines, torch.zeros(4, SLOTS).int(), torch.zeros(1).int())
-    lse = torch.zeros(size)
-    if "broken" in changes:
-        lse[changes["broken"]] = torch.nan
-    tokens, logprobs = torch.tensor([*draws, *[0] * 8])[:size], torch.arange(float(size))
-    take_verified(state, text, drafts, inputs, rows, tokens, logprobs, lse, out, 4)
-    assert out.tokens[0].tolist() == taken + [NOT_DRAWN] * (12 - len(taken))
-    assert out.logprobs[0, : len(taken)].tolist() == list(range(len(taken)))
-    assert out.offers[0, 0] == queries - 1 + 8 * 2 + 32 * (draws[0] == 50) + 64
-    assert int(out.count) == 1
-    assert (state.position[0], state.active[0]) == (10 + len(taken), active)
-    if BROKEN not in taken:
-        assert state.token[0] == taken[-1]
-        assert text.text[11 : 11 + len(taken)].tolist() == taken
-    # An eighth of the way to 256 times whether the first token of the draft was right.
-    after = 192 + (256 - 192) // 8 if draws[0] == 50 else 192 - 192 // 8
-    assert text.quality.tolist() == [after, 192, 192]
 
 
 def test_the_hopper_kernels_do_what_the_references_do() -> None:

@@ -37,7 +37,7 @@ from jetrl.precision.exact import square_root
 
 
 def state_bytes(shape: Sequence[int], states: str) -> int:
-    """Return the bytes of a parameter's moments: 3 an element where they are compact, 8 elsewhere.
+    """Return the bytes of a parameter's moments: 3 per element if they are compact, else 8.
 
     Args:
         states: the setting `train.optimizer_states`.

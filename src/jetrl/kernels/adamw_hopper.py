@@ -14,24 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.adamw_scalars import (
-    CODES,
-    ELEMENT_STRIDE,
-    ROOT_BIAS,
-    ROOT_MAX,
-    ROOT_SHIFT,
-    AdamWScalars,
-)
-from jetrl.precision.hopper.launch import check_tensor
+from jetrl.kernels import adamw_scalars
+from jetrl.kernels.adamw_scalars import AdamWScalars
 
 _BLOCK, _WARPS = 1024, 8  # four elements per thread: each access is one vector
-_CONSTANTS = {
-    "SHIFT": ROOT_SHIFT,
-    "BIAS": ROOT_BIAS,
-    "MAX": ROOT_MAX,
-    "STRIDE": ELEMENT_STRIDE,
-    "CODES": CODES,
-}
+# The constants of `adamw_scalars`, as the kernel reads them.
+SHIFT, BIAS = tl.constexpr(adamw_scalars.ROOT_SHIFT), tl.constexpr(adamw_scalars.ROOT_BIAS)
+MAX, CODES = tl.constexpr(adamw_scalars.ROOT_MAX), tl.constexpr(adamw_scalars.CODES)
+STRIDE = tl.constexpr(adamw_scalars.ELEMENT_STRIDE)
 
 
 @triton.jit
@@ -45,8 +35,7 @@ def _decode_ratio(codes, negative, unit, root):
 def _adamw_kernel(
     master_ptr, grad_ptr, ratio_ptr, root_ptr, clip_ptr, num_elements,
     beta1, rest1, beta2, rest2, rate, unbias, eps, decay, carry, before, now, encode, salt,
-    SHIFT: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, STRIDE: tl.constexpr,
-    CODES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Do one step of AdamW for BLOCK elements, in the order of `adamw_ref_`.
 
@@ -98,15 +87,13 @@ def adamw_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, scalars: AdamWScalars
 ) -> None:
     """Do what `kernels.adamw.adamw_` does, on Hopper."""
-    shape = master.shape
-    check_tensor("adamw_", "master", master, torch.float32, shape)
-    check_tensor("adamw_", "grad", grad, torch.float32, shape)
-    check_tensor("adamw_", "ratio", ratio, torch.uint8, shape)
-    check_tensor("adamw_", "root", root, torch.int16, shape)
+    dtypes = torch.float32, torch.float32, torch.uint8, torch.int16
+    for x, dtype in zip((master, grad, ratio, root), dtypes, strict=True):
+        assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, master.shape, True)
     if not master.numel():
         return
     _adamw_kernel[(triton.cdiv(master.numel(), _BLOCK),)](
         master, grad, ratio, root, clip, master.numel(),
         *scalars[:-1], scalars.salt - (scalars.salt >> 31 << 32),  # the salt as an int32
-        **_CONSTANTS, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+        _BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -82,8 +82,8 @@ def take_draws(
         state: the running sequences, changed in place.
         tokens: int64 [B], the tokens drawn.
         logprobs: float32 [B], their log-probs.
-        lse: float32 [B], each row's log-sum-exp, not finite where there was no draw.
-        out: where the draws are written: the row of its count, which moves on.
+        lse: float32 [B], each row's log-sum-exp, not finite if there was no draw.
+        out: the draws are written to the row of its count, which moves on.
     """
     kernels = kernels_of(rows)
     if kernels is not None:
@@ -127,11 +127,10 @@ def verify_inputs(
     Args:
         draft_text: the text, by whose `quality` rows are shared.
         rows: int64 [B], the slot of each sequence.
-        width: the most queries of a sequence, Q, at most MAX_QUERIES.
-        size: the rows of the forward, R: B to B * Q of them, and B where Q is 1.
+        width: the maximum number of queries of a sequence, Q, at most MAX_QUERIES.
+        size: the rows of the forward, R: B to B * Q of them, and B if Q is 1.
     """
-    if not len(rows) <= size <= len(rows) * width:
-        raise ValueError(f"{size} rows for {len(rows)} sequences of 1 to {width} queries")
+    assert len(rows) <= size <= len(rows) * width, f"{size} rows of {len(rows)} sequences"
     kernels = kernels_of(rows)
     if kernels is not None:
         return kernels.verify_inputs(state, draft_text, drafts, rows, page_size, width, size)
@@ -174,9 +173,9 @@ def verify_inputs(
 def share_rows(wanted: Tensor, quality: Tensor, extra: int, turn: int) -> Tensor:
     """Return the number of tokens of each sequence's draft that a forward verifies, int32 [B].
 
-    The j-th token of a draft is right with a chance of about s^j, where s is the sequence's share
+    The j-th token of a draft is right with a chance of about s^j, with s the sequence's share
     of right drafts, and the tokens with the highest chances are taken: floor(x / cost) of each
-    sequence, where x is the same for all, the largest for which there are rows. What is left goes
+    sequence, with the same x for all, the largest for which there are rows. What is left goes
     to sequences that come next, beginning at another one each time.
 
     Args:
@@ -216,7 +215,7 @@ def take_verified(
         draft_text: the text, which grows by the draws, and the quality of drafts.
         tokens: int64 [R], the tokens drawn.
         logprobs: float32 [R], their log-probs.
-        lse: float32 [R], the log-sum-exp of each draw's logits, not finite where there was no
+        lse: float32 [R], the log-sum-exp of each draw's logits, not finite if there was no
             draw.
     """
     kernels = kernels_of(rows)

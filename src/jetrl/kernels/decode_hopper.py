@@ -1,7 +1,7 @@
 """`kernels.decode` and `kernels.draft` on Hopper: a kernel before a forward, one after its draws.
 
 They are bound by latency: few loads, each waiting for the one before. A lane has a row of plain
-decode, or a sequence where drafts are verified. A kernel is one program if it moves the counter of
+decode, or a sequence when drafts are verified. A kernel is one program if it moves the counter of
 forwards on, or shares rows among sequences. Random bits are those of `kernels.sampling`.
 """
 
@@ -15,20 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels import decode_state
 from jetrl.kernels.decode_state import (
-    BROKEN,
-    COST_FACTOR,
-    COST_TOP,
-    HASH_FACTOR,
-    HASH_SHIFT,
-    LAG,
-    MAX_DRAFT,
     MAX_ROWS,
-    NOT_DRAWN,
-    ORDERS,
-    QUALITY_ONE,
-    QUALITY_SHIFT,
-    REACH_BITS,
     DecodeInputs,
     DecodeState,
     Drafts,
@@ -37,6 +26,17 @@ from jetrl.kernels.decode_state import (
     Verified,
     VerifyInputs,
 )
+
+# The constants of `decode_state`, as kernels read them.
+NOT_DRAWN, BROKEN = tl.constexpr(decode_state.NOT_DRAWN), tl.constexpr(decode_state.BROKEN)
+MAX_DRAFT, LAG = tl.constexpr(decode_state.MAX_DRAFT), tl.constexpr(decode_state.LAG)
+FIRST, SECOND = (tl.constexpr(order) for order in decode_state.ORDERS)
+HASH_FACTOR = tl.constexpr(decode_state.HASH_FACTOR)
+HASH_SHIFT = tl.constexpr(decode_state.HASH_SHIFT)
+QUALITY_ONE = tl.constexpr(decode_state.QUALITY_ONE)
+QUALITY_SHIFT = tl.constexpr(decode_state.QUALITY_SHIFT)
+COST_FACTOR = tl.constexpr(decode_state.COST_FACTOR)
+COST_TOP = tl.constexpr(decode_state.COST_TOP)
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def _inputs_kernel(
 def _take_kernel(
     token_ptr, position_ptr, limit_ptr, active_ptr, stops_ptr, rows_ptr,
     tokens_ptr, logprobs_ptr, lse_ptr, out_tokens_ptr, out_logprobs_ptr, out_count_ptr,
-    count, lines, out_width, NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr, LANES: tl.constexpr,
+    count, lines, out_width, LANES: tl.constexpr,
 ):  # fmt: skip
     """Take in one forward's draws: write them for the host, move each sequence on or end it.
 
@@ -143,7 +143,7 @@ def _take_kernel(
 
 def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInputs:
     """Return what `kernels.decode.next_inputs` returns, on Hopper."""
-    count = check_rows(rows)
+    count = _count(rows)
     wide = torch.empty(4, count, dtype=torch.int64, device=rows.device)
     lengths = torch.empty(count, dtype=torch.int32, device=rows.device)
     token_ids, positions, slots, bits = wide.unbind(0)
@@ -159,37 +159,30 @@ def take_draws(
     state: DecodeState, rows: Tensor, tokens: Tensor, logprobs: Tensor, lse: Tensor, out: Drawn
 ) -> None:
     """Do what `kernels.decode.take_draws` does, on Hopper."""
-    count = check_rows(rows)
+    count = _count(rows)
     _take_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops, rows,
         tokens, logprobs, lse, out.tokens, out.logprobs, out.count,
-        count, *out.tokens.shape, NOT_DRAWN, BROKEN,
-        max(32, triton.next_power_of_2(count)), num_warps=4,
+        count, *out.tokens.shape, max(32, triton.next_power_of_2(count)), num_warps=4,
     )  # fmt: skip
 
 
-def check_rows(rows: Tensor) -> int:
+def _count(rows: Tensor) -> int:
     """Return the number of rows, once they are what the kernels of decode take.
 
     Args:
         rows: int64 [1 to MAX_ROWS], slots, contiguous.
     """
-    count = len(rows)
-    if rows.dtype != torch.int64 or not rows.is_contiguous() or not 1 <= count <= MAX_ROWS:
-        raise ValueError(
-            f"rows: contiguous int64 [1 to {MAX_ROWS}], not {rows.dtype} {list(rows.shape)}"
-        )
-    return count
+    assert (rows.dtype, rows.is_contiguous()) == (torch.int64, True)
+    assert 1 <= len(rows) <= MAX_ROWS, f"{len(rows)} rows"
+    return len(rows)
 
 
 _LANES = 32  # rows of a program: a warp's, so that many programs wait side by side
 
 
 @triton.jit
-def ngram_entry(
-    text_ptr, group, last, mask, entries,
-    ORDER: tl.constexpr, HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr,
-):  # fmt: skip
+def ngram_entry(text_ptr, group, last, mask, entries, ORDER: tl.constexpr):
     """Return the entry of a table for the n-gram that ends at a place, as `draft.ngram_entry`.
 
     Args:
@@ -206,13 +199,10 @@ def ngram_entry(
 
 
 @triton.jit
-def _look_up(
-    text_ptr, table_ptr, group, end, position, active, entries,
-    ORDER: tl.constexpr, HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr,
-):  # fmt: skip
+def _look_up(text_ptr, table_ptr, group, end, position, active, entries, ORDER: tl.constexpr):
     """Return where the last ORDER tokens of a sequence stood before, and whether they did."""
     enough = active & (position >= ORDER - 1)
-    entry = ngram_entry(text_ptr, group, end, enough, entries, ORDER, HASH_FACTOR, HASH_SHIFT)
+    entry = ngram_entry(text_ptr, group, end, enough, entries, ORDER)
     place = tl.load(table_ptr + entry, mask=enough, other=-1).to(tl.int64)
     # What stands there must still be the n-gram: places are written again, hashes collide.
     same = enough & (place >= ORDER - 1) & (place != end)
@@ -227,9 +217,7 @@ def _look_up(
 def _propose_kernel(
     text_ptr, tables_ptr, group_ptr, position_ptr, active_ptr, rows_ptr,
     tokens_ptr, counts_ptr, sources_ptr,
-    count, size, width, slots, entries,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, MAX_DRAFT: tl.constexpr, FIRST_ONLY: tl.constexpr,
-    HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr, LANES: tl.constexpr,
+    count, size, width, slots, entries, FIRST_ONLY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Look up a draft for each row.
 
@@ -249,15 +237,14 @@ def _propose_kernel(
 
     # Both tables at once, so that their loads wait side by side; the longer n-gram goes first.
     long_place, long_same = _look_up(
-        text_ptr, tables_ptr, group, end, position, active, entries, FIRST, HASH_FACTOR, HASH_SHIFT
+        text_ptr, tables_ptr, group, end, position, active, entries, FIRST
     )
     place = long_place
     alive = long_same
     if not FIRST_ONLY:
         short_place, short_same = _look_up(
-            text_ptr, tables_ptr + entries, group, end, position, active, entries,
-            SECOND, HASH_FACTOR, HASH_SHIFT,
-        )  # fmt: skip
+            text_ptr, tables_ptr + entries, group, end, position, active, entries, SECOND
+        )
         place = tl.where(long_same, long_place, short_place)
         alive = long_same | short_same
 
@@ -278,15 +265,14 @@ def propose(
     draft_text: DraftText, state: DecodeState, rows: Tensor, longest_only: bool = False
 ) -> Drafts:
     """Return what `kernels.draft.propose` returns, on Hopper."""
-    count = check_rows(rows)
-    tokens = torch.empty(count, MAX_DRAFT, dtype=torch.int32, device=rows.device)
+    count = _count(rows)
+    tokens = torch.empty(count, decode_state.MAX_DRAFT, dtype=torch.int32, device=rows.device)
     counts, sources = torch.empty(2, count, dtype=torch.int32, device=rows.device).unbind(0)
     _propose_kernel[(triton.cdiv(count, _LANES),)](
         draft_text.text, draft_text.tables, draft_text.group, state.position, state.active, rows,
         tokens, counts, sources,
         count, len(draft_text.text), draft_text.width, draft_text.slots,
-        draft_text.tables.shape[1], *ORDERS, MAX_DRAFT, longest_only,
-        HASH_FACTOR, HASH_SHIFT, _LANES, num_warps=1,
+        draft_text.tables.shape[1], longest_only, _LANES, num_warps=1,
     )  # fmt: skip
     return Drafts(tokens, counts, sources)
 
@@ -295,10 +281,7 @@ _FORMS = (32, 256, 1024)  # of the kernels' forms; beyond, MAX_ROWS
 
 
 @triton.jit
-def _shared_rows(
-    wanted, quality, extra, turn,
-    COST_FACTOR: tl.constexpr, COST_TOP: tl.constexpr, REACH_BITS: tl.constexpr,
-):  # fmt: skip
+def _shared_rows(wanted, quality, extra, turn, REACH_BITS: tl.constexpr):
     """Return the tokens of each draft that a forward verifies, as `decode.share_rows`."""
     # The largest reach for which there are rows, bit by bit from the highest; a loop that is not
     # unrolled, since each of its divisions is compiled for seconds.
@@ -321,8 +304,7 @@ def _verify_inputs_kernel(
     draft_ptr, counts_ptr, rows_ptr,
     token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, keys_ptr, lengths_ptr, queries_ptr,
     first_ptr, count, size, pages, width,
-    PAGE: tl.constexpr, MAX_DRAFT: tl.constexpr, COST_FACTOR: tl.constexpr,
-    COST_TOP: tl.constexpr, REACH_BITS: tl.constexpr, LANES: tl.constexpr,
+    PAGE: tl.constexpr, REACH_BITS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Gather the inputs of one forward of decode from its sequences' slots and their drafts.
 
@@ -350,7 +332,7 @@ def _verify_inputs_kernel(
         quality = tl.load(quality_ptr + slot, mask=active, other=0)
         extra = size - tl.sum(queries)
         turn = tl.sum(position)
-        queries += _shared_rows(wanted, quality, extra, turn, COST_FACTOR, COST_TOP, REACH_BITS)
+        queries += _shared_rows(wanted, quality, extra, turn, REACH_BITS)
         queries = tl.where(active, queries, 0)
         first = tl.cumsum(queries) - queries
     # A sequence beyond the rows draws nothing: no row lies behind the buffers.
@@ -395,17 +377,14 @@ def _verify_inputs_kernel(
 
 
 @triton.jit
-def _learn(
-    text_ptr, tables_ptr, group, base, end, known, entries, FIRST: tl.constexpr,
-    SECOND: tl.constexpr, HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr,
-):  # fmt: skip
+def _learn(text_ptr, tables_ptr, group, base, end, known, entries):
     """Enter the n-grams that end at a position of each sequence into the tables."""
     last = base + end
     ok = known & (end >= FIRST - 1)
-    entry = ngram_entry(text_ptr, group, last, ok, entries, FIRST, HASH_FACTOR, HASH_SHIFT)
+    entry = ngram_entry(text_ptr, group, last, ok, entries, FIRST)
     tl.store(tables_ptr + entry, last.to(tl.int32), mask=ok)
     ok = known & (end >= SECOND - 1)
-    entry = ngram_entry(text_ptr, group, last, ok, entries, SECOND, HASH_FACTOR, HASH_SHIFT)
+    entry = ngram_entry(text_ptr, group, last, ok, entries, SECOND)
     tl.store(tables_ptr + entries + entry, last.to(tl.int32), mask=ok)
 
 
@@ -418,11 +397,7 @@ def _take_verified_kernel(
     draft_ptr, counts_ptr, sources_ptr, queries_ptr, first_ptr, rows_ptr,
     tokens_ptr, logprobs_ptr, lse_ptr,
     out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr,
-    count, lines, out_width, offers_width, text_width, entries, width,
-    MAX_DRAFT: tl.constexpr, QUALITY_ONE: tl.constexpr, QUALITY_SHIFT: tl.constexpr,
-    LAG: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, HASH_FACTOR: tl.constexpr,
-    HASH_SHIFT: tl.constexpr, NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr,
-    LANES: tl.constexpr,
+    count, lines, out_width, offers_width, text_width, entries, width, LANES: tl.constexpr,
 ):  # fmt: skip
     """Take in one forward's draws: write those that count, move each sequence on or end it.
 
@@ -436,7 +411,6 @@ def _take_verified_kernel(
         out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr: of `Verified`; line
             `out_count` is written, if there is one.
         out_width, offers_width: entries of a line of the draws and of the offers.
-        LAG: tokens that follow an n-gram before it enters the table, at least width.
     """
     row = tl.arange(0, LANES)  # a single program: it moves the counter on
     mask = row < count
@@ -479,10 +453,7 @@ def _take_verified_kernel(
         runs_on = tl.where(alive, goes_on, runs_on)
         # The n-gram that ends LAG tokens before: its tokens were written by earlier forwards.
         end = position + 1 + j - LAG
-        _learn(
-            text_ptr, tables_ptr, group, base, end, alive, entries, FIRST, SECOND,
-            HASH_FACTOR, HASH_SHIFT,
-        )  # fmt: skip
+        _learn(text_ptr, tables_ptr, group, base, end, alive, entries)
         drafted = alive & (j < MAX_DRAFT)
         guess = tl.load(draft_ptr + row * MAX_DRAFT + j, mask=drafted, other=NOT_DRAWN)
         same = token == guess
@@ -516,7 +487,7 @@ def verify_inputs(
     size: int,
 ) -> VerifyInputs:
     """Return what `kernels.decode.verify_inputs` returns, on Hopper."""
-    count = check_rows(rows)
+    count = _count(rows)
     wide = torch.empty(4, size, dtype=torch.int64, device=rows.device)
     keys = torch.empty(size, dtype=torch.int32, device=rows.device)
     each = torch.empty(3, count, dtype=torch.int32, device=rows.device)
@@ -526,8 +497,8 @@ def verify_inputs(
         state.token, state.position, state.limit, state.key, state.active, state.tables,
         state.seed, draft_text.quality, drafts.tokens, drafts.counts, rows,
         token_ids, positions, slots, bits, keys, lengths, queries, first,
-        count, size, state.tables.shape[1], width, page_size, MAX_DRAFT,
-        COST_FACTOR, COST_TOP, REACH_BITS, _lanes(count), num_warps=4,
+        count, size, state.tables.shape[1], width, page_size, decode_state.REACH_BITS,
+        _lanes(count), num_warps=4,
     )  # fmt: skip
     return VerifyInputs(token_ids, positions, slots, bits, keys, lengths, queries, first)
 
@@ -545,15 +516,14 @@ def take_verified(
     width: int,
 ) -> None:
     """Do what `kernels.decode.take_verified` does, on Hopper."""
-    count = check_rows(rows)
+    count = _count(rows)
     _take_verified_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops,
         draft_text.text, draft_text.tables, draft_text.group, draft_text.quality,
         drafts.tokens, drafts.counts, drafts.sources, inputs.queries, inputs.first, rows,
         tokens, logprobs, lse, out.tokens, out.logprobs, out.offers, out.count,
         count, *out.tokens.shape, out.offers.shape[1], draft_text.width,
-        draft_text.tables.shape[1], width, MAX_DRAFT, QUALITY_ONE, QUALITY_SHIFT, LAG, *ORDERS,
-        HASH_FACTOR, HASH_SHIFT, NOT_DRAWN, BROKEN, _lanes(count), num_warps=4,
+        draft_text.tables.shape[1], width, _lanes(count), num_warps=4,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 NOT_DRAWN = -1  # in `Drawn.tokens`: the sequence had ended before this forward
 BROKEN = -2  # in `Drawn.tokens`: the logits have no finite softmax
 MAX_STOP_IDS = 256
-MAX_ROWS = 4096  # of a forward on a GPU, where a single program reads the draws of all rows
+MAX_ROWS = 4096  # of a forward on a GPU: a single program reads the draws of all rows
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ MAX_QUERIES = MAX_DRAFT + 1
 # that forgets an eighth with each draft. Sequences begin as if three in four were right.
 QUALITY_ONE, QUALITY_SHIFT, FIRST_QUALITY = 256, 3, 192
 # A forward has a number of rows for drafts, which go to the tokens that are most likely right. A
-# sequence has floor(x / cost) of them, where x is one number for all sequences and the cost grows
+# sequence has floor(x / cost) of them, with one x for all sequences and a cost that grows
 # with the share of drafts that are wrong: 16 for the best, 528 for the worst. So x, at most
 # 2**REACH_BITS - 1, says how unlikely a token may be; a sequence whose drafts are wrong gets 3.
 COST_FACTOR, COST_TOP, REACH_BITS = 2, 264, 11
@@ -160,7 +160,7 @@ class DraftText:
         """Return a text without tokens.
 
         Args:
-            width: the most tokens of a sequence.
+            width: the maximum number of tokens of a sequence.
         """
         assert entries & (entries - 1) == 0, f"{entries} entries are no power of two"
         # One place more: the last token of a row is UNKNOWN, which ends a draft before the next
@@ -210,7 +210,7 @@ class VerifyInputs:
 
     An active sequence has 1 to Q queries, one row after the other: its last token, and tokens of
     its draft. The rows of the next active sequence follow. What is left of the R rows is padding,
-    with slot -1 and bits -1: it takes part in every kernel and changes nothing. Where Q is 1 each
+    with slot -1 and bits -1: it takes part in every kernel and changes nothing. If Q is 1 each
     sequence has a row, and that of one that is not active is padding.
 
     Attributes:

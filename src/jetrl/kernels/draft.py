@@ -1,4 +1,4 @@
-"""Drafts from text: what followed the last tokens of a sequence where they stood before.
+"""Drafts from text: what followed earlier occurrences of a sequence's last tokens.
 
 The last three tokens, or else two, are looked up in a table of n-grams of the same prompt: the
 sequence's own text, that of the prompt's other samples, and completions of earlier calls.
@@ -109,7 +109,7 @@ def extend(
 def remember(
     draft_text: DraftText, places: Tensor, tokens: Tensor, groups: Tensor, lag: int
 ) -> None:
-    """Write text that the host brings, and learn its n-grams; on every device by torch alone.
+    """Write text that the host brings, and learn its n-grams; on every device by only torch.
 
     Args:
         places: int64 [M], where each token goes; pieces of text are consecutive places.

@@ -27,7 +27,6 @@ from torch import Tensor
 from jetrl.kernels.exponential_hopper import LOG2_E
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.hopper.gemm import bf16_matmul_hopper
-from jetrl.precision.hopper.launch import check_matrix, check_tensor
 from jetrl.precision.layout import rows_at_once
 
 # Pinned: the bits of every log-prob depend on both.
@@ -208,7 +207,6 @@ def lm_head_logprobs(
     Returns:
         Log-probs float32 [R], differentiable; moments float32 [2, R], which are not.
     """
-    check_matrix("lm_head_logprobs", hidden, (torch.bfloat16,))
     rows = chunk_rows or rows_at_once(weight.shape[0])
     keep = torch.is_grad_enabled() and not recompute
     return _HeadLogprobs.apply(
@@ -218,11 +216,9 @@ def lm_head_logprobs(
 
 def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> Tensor:
     """Return log-prob, entropy, variance, max z and lse of each row, float32 [5, R]."""
-    check_matrix("chosen_logprobs", logits, (torch.float32,))
-    check_tensor("chosen_logprobs", "logits", logits, torch.float32, logits.shape)
-    check_tensor("chosen_logprobs", "chosen", chosen, torch.int64, logits.shape[:1])
-    if not temperature > 0:
-        raise ValueError(f"chosen_logprobs: temperature above 0, not {temperature}")
+    assert (logits.dtype, logits.is_contiguous()) == (torch.float32, True)
+    assert (chosen.dtype, chosen.shape) == (torch.int64, logits.shape[:1])
+    assert temperature > 0
     out = torch.empty(5, len(chosen), dtype=torch.float32, device=logits.device)
     if len(chosen):
         _forward_kernel[(len(chosen),)](
@@ -233,19 +229,17 @@ def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> Tensor:
 
 
 def _logit_gradient(
-    logits: Tensor,
-    chosen: Tensor,
-    row_max: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    temperature: float,
-    out: Tensor,
+    logits: Tensor, chosen: Tensor, softmax: Tensor, grad: Tensor, temperature: float, out: Tensor
 ) -> Tensor:
-    """Return out [R, V] filled with the logits' gradient, for that of the log-probs, grad [R]."""
+    """Return out [R, V] filled with the logits' gradient, for that of the log-probs, grad [R].
+
+    Args:
+        softmax: float32 [2, R], max z and lse, as `_reduce` leaves them.
+    """
     blocks = triton.cdiv(logits.shape[1], BLOCK)
     if len(chosen):
         _backward_kernel[(len(chosen) * blocks,)](
-            logits, chosen, row_max, lse, grad, out, logits.shape[1], blocks, temperature,
+            logits, chosen, *softmax, grad, out, logits.shape[1], blocks, temperature,
             BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
     return out
@@ -257,20 +251,17 @@ class _ChosenLogprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, chosen: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         results = _reduce(logits, chosen, temperature)
-        logprobs, moments, row_max, lse = results[0], results[1:3], results[3], results[4]
-        ctx.save_for_backward(logits, chosen, row_max, lse)
+        logprobs, moments = results[0], results[1:3]
+        ctx.save_for_backward(logits, chosen, results[3:])
         ctx.temperature = temperature
         ctx.mark_non_differentiable(moments)
         return logprobs, moments
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, chosen, row_max, lse = ctx.saved_tensors
-        grad = grads[0].float().contiguous()
-        gradient = _logit_gradient(
-            logits, chosen, row_max, lse, grad, ctx.temperature, torch.empty_like(logits)
-        )
-        return gradient, None, None
+        logits, chosen, softmax = ctx.saved_tensors
+        grad, out = grads[0].float().contiguous(), torch.empty_like(logits)
+        return _logit_gradient(logits, chosen, softmax, grad, ctx.temperature, out), None, None
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -296,13 +287,12 @@ class _HeadLogprobs(torch.autograd.Function):
             logits = bf16_matmul_hopper(hidden[rows], weight, torch.float32)
             results[:, rows] = reduced = _reduce(logits, chosen[rows], temperature)
             if kept is not None:
-                row_max, lse = reduced[3:]
                 _logit_gradient(
-                    logits, chosen[rows], row_max, lse, ones[rows], temperature, kept[rows]
+                    logits, chosen[rows], reduced[3:], ones[rows], temperature, kept[rows]
                 )
             del logits  # before the next chunk's are made
-        logprobs, moments, row_max, lse = results[0], results[1:3], results[3], results[4]
-        ctx.save_for_backward(hidden, weight, chosen, row_max, lse, kept)
+        logprobs, moments = results[0], results[1:3]
+        ctx.save_for_backward(hidden, weight, chosen, results[3:], kept)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
         ctx.master, ctx.gradients = master, gradients
         ctx.mark_non_differentiable(moments)
@@ -310,7 +300,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, chosen, row_max, lse, kept = ctx.saved_tensors
+        hidden, weight, chosen, softmax, kept = ctx.saved_tensors
         grad = grads[0].float().contiguous()
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         dweight = returned = None
@@ -325,7 +315,7 @@ class _HeadLogprobs(torch.autograd.Function):
             else:
                 logits = bf16_matmul_hopper(hidden[rows], weight, torch.float32)
                 gradient = _logit_gradient(
-                    logits, chosen[rows], row_max[rows], lse[rows], ones[rows], ctx.temperature,
+                    logits, chosen[rows], softmax[:, rows], ones[rows], ctx.temperature,
                     torch.empty_like(logits, dtype=torch.bfloat16),
                 )  # fmt: skip
                 del logits

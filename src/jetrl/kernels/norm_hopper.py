@@ -28,8 +28,6 @@ from triton.experimental.gluon import language as gl
 from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
-    check_matrix,
-    check_tensor,
     let_next_start,
     wait_for_previous,
 )
@@ -44,7 +42,6 @@ from jetrl.precision.layout import cdiv, empty_row_groups, empty_turned_squares
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, QTensor
 
-_BF16 = (torch.bfloat16,)
 _MAX_WIDTH = 16384
 _FEW_ROWS = 256  # up to a decode step's: a program is launched for its latency
 _BACKWARD_PROGRAMS = 512  # fixed, so that dW has the same bits on every GPU
@@ -149,7 +146,7 @@ def _row_kernel(
     if WRITE_INVERSE:
         tl.store(inverse_ptr + row, inverse)
 
-    # The norm, rounded to bfloat16 even where only its codes are wanted: the quantizer's input is
+    # The norm, rounded to bfloat16 even if only its codes are wanted: the quantizer's input is
     # the same whether or not the norm is fused with it.
     if WRITE_Y or QUANTIZE:
         if not FEW:
@@ -249,9 +246,9 @@ class NormQuantized:
 
     Attributes:
         total: bfloat16 [T, D], x + delta (x itself without delta).
-        inverse_rms: float32 [T] where it was asked for, for backward.
+        inverse_rms: float32 [T] for backward, if it was asked for.
         rows: 1 x 128 groups [T, D] of the normalised values.
-        values: bfloat16 [T, D], these values, where they were asked for.
+        values: bfloat16 [T, D], these values, if they were asked for.
     """
 
     total: Tensor
@@ -269,7 +266,7 @@ def rms_norm_quantize(
     scales: str = "fp32",
     with_values: bool = False,
 ) -> NormQuantized:
-    """Return quantize(rms_norm(x + delta)), whose BF16 result is written only where asked for.
+    """Return quantize(rms_norm(x + delta)), whose BF16 result is written only if asked for.
 
     Args:
         x: bfloat16 [T, D] contiguous, D a multiple of 128.
@@ -279,10 +276,9 @@ def rms_norm_quantize(
         scales: "fp32" or "pow2", the quantizer's scales.
         with_values: whether the BF16 result is written as well, for an adapter.
     """
-    _check("rms_norm_quantize", x, weight, delta)
+    _check(x, weight, delta)
     num_rows, width = x.shape
-    if width % FP8_BLOCK:
-        raise ValueError(f"rms_norm_quantize: D a multiple of {FP8_BLOCK}, not {width}")
+    assert width % FP8_BLOCK == 0, f"{width} columns"
     rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], x.device)
     total, inverse = x if delta is None else torch.empty_like(x), None
     if for_training:
@@ -304,7 +300,7 @@ def rms_norm_squares(
     Returns:
         128 x 128 groups of [T up to a multiple of 128, D], stored with tokens contiguous.
     """
-    _check("rms_norm_squares", total, weight, None)
+    _check(total, weight, None)
     num_rows, width = total.shape
     out = empty_turned_squares(num_rows, width, FORMATS["e4m3"][0], total.device)
     column_blocks = width // FP8_BLOCK
@@ -328,7 +324,7 @@ def rms_norm_forward(
     Returns:
         y bfloat16 [T, D], the inverse rms float32 [T], and x + delta bfloat16 [T, D].
     """
-    _check("rms_norm_forward", x, weight, delta)
+    _check(x, weight, delta)
     y, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
     inverse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     _launch_rows(x, weight, eps, delta, total, y, inverse, None, rule("e4m3", "fp32"))
@@ -351,7 +347,7 @@ def _launch_rows(
     if not num_rows:
         return
     padded, few = _padded(width), num_rows <= _FEW_ROWS
-    # Twice the warps where rows are few: what one thread has to do is the latency. No bit changes.
+    # Twice the warps if rows are few: what one thread has to do is the latency. No bit changes.
     num_warps = min(16, 2 * _warps(padded)) if few else _warps(padded)
     _row_kernel[(num_rows,)](
         x,
@@ -388,10 +384,8 @@ def rms_norm_backward(
     Returns:
         dx bfloat16 [T, D] and dweight float32 [D].
     """
-    _check("rms_norm_backward", dy, weight, dresidual)
-    check_matrix("rms_norm_backward", x, _BF16)
-    if x.shape != dy.shape or inverse_rms.shape != dy.shape[:1]:
-        raise ValueError(f"rms_norm_backward: dy {dy.shape}, x {x.shape}, {inverse_rms.shape}")
+    _check(dy, weight, dresidual)
+    assert (x.dtype, x.shape, len(inverse_rms)) == (dy.dtype, dy.shape, len(dy))
     num_rows, width = x.shape
     padded = _padded(width)
     per_program = max(1, cdiv(num_rows, _BACKWARD_PROGRAMS))
@@ -438,21 +432,17 @@ def _warps(padded: int) -> int:
     return min(8, max(1, padded // 1024))
 
 
-def _check(name: str, x: Tensor, weight: Tensor, other: Tensor | None) -> None:
-    """Raise ValueError for x [T, D], weight [D] or other [T, D] that the kernels do not take."""
-    check_matrix(name, x, _BF16)
-    if not x.is_contiguous() or x.shape[1] > _MAX_WIDTH:
-        raise ValueError(
-            f"{name}: contiguous [T, D] with D at most {_MAX_WIDTH}, not {list(x.shape)} with "
-            f"strides {list(x.stride())}"
-        )
-    check_tensor(name, "weight", weight, torch.bfloat16, x.shape[1:])
-    if other is not None:
-        check_tensor(name, "the tensor that is added", other, torch.bfloat16, x.shape)
+def _check(x: Tensor, weight: Tensor, other: Tensor | None) -> None:
+    """Assert what the kernels take: x [T, D], weight [D] and other [T, D], contiguous."""
+    assert x.shape[1] <= _MAX_WIDTH, f"{x.shape[1]} columns"
+    assert weight.shape == x.shape[1:]
+    for tensor in (x, weight, x if other is None else other):
+        assert (tensor.dtype, tensor.is_contiguous()) == (torch.bfloat16, True)
+    assert other is None or other.shape == x.shape
 
 
 _BLOCK_ROWS = 128
-_PIECES = 32  # programs per block of rows: four blocks of rows alone would leave most of a GPU idle
+_PIECES = 32  # programs per block of rows: just four blocks of rows would leave most of a GPU idle
 _BLOCK = 2048  # elements of a program at one time
 
 
@@ -481,7 +471,7 @@ def _squares_kernel(x_ptr, sums_ptr, num_elements, block_elements, PIECES: tl.co
 
 def block_squares(x: Tensor) -> Tensor:
     """Return sums of squares of each block of 128 rows, float32 [ceil(N / 128), 32]."""
-    check_tensor("block_squares", "x", x, torch.float32, x.shape)
+    assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
     blocks = cdiv(len(x), _BLOCK_ROWS)
     sums = torch.empty(blocks, _PIECES, dtype=torch.float32, device=x.device)
     if x.numel():

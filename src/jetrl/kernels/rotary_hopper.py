@@ -1,4 +1,4 @@
-"""From a layer's qkv to attention on Hopper: QK norm, rotary embedding, quantized keys and values.
+"""QK norm, rotary embedding, and the write of quantized keys and values on Hopper.
 
 A program takes 8 or 16 heads of a token. It reads their row of qkv once and writes the rotated
 queries and, at the token's slot, keys and values as the cache stores them: FP8 or INT8 codes with
@@ -11,8 +11,11 @@ The kernels are bound by memory if a value costs few instructions, so the layout
 16 when tokens are few, so sums over a head are two shuffles (16,384 tokens of Qwen3-8B on one H200:
 109 microseconds with 16 heads per program, 121 with eight).
 
-Pages: codes [pages, page_size, G, D], scales [pages, page_size, G]; a slot is page * page_size +
-the place in the page.
+In backward a program takes eight heads of some tokens, one token after the other. The gradients of
+the norms' weights are summed over its tokens and heads in registers, and over programs by a second
+kernel, in an order that is the same on every GPU. Gradients need no exact sums, and products may be
+fused there.
+
 Legend: T tokens, H query heads, G key-value heads, D head size.
 """
 
@@ -22,19 +25,19 @@ Legend: T tokens, H query heads, G key-value heads, D head size.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.kernels.attention.layout import CODES, stored_dtype
+from jetrl.kernels.attention.layout import CODES, KeyValueCodes, stored_dtype
 from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
-    check_matrix,
     gluon_let_next_start,
     gluon_wait_for_previous,
 )
@@ -42,31 +45,15 @@ from jetrl.precision.layout import cdiv
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS
 from jetrl.settings.presets import key_and_value_formats
 
-HEADS = 8  # heads of a program; no bit depends on it
+_HEADS = 8  # heads of a program; no bit depends on it
 _FEW_TOKENS = 256  # up to a decode step's: a program is launched for its latency
 # The largest code of a cache's dtype; of bfloat16, which has no codes, a number that is not used.
 _MAXIMA = {torch.bfloat16: 1.0} | {FORMATS[x][0]: FORMATS[x][1] for x in CODES.values()}
 
 
-@dataclass(frozen=True)
-class CacheSlots:
-    """The tensors that keys and values are written to: a cache's pages, or one slot for each token.
-
-    Attributes:
-        k_codes: float8_e4m3fn or int8, or bfloat16 without scales, [pages, page_size, G, D].
-        v_codes: like k_codes; FP8 next to INT8 is fine.
-        k_scales: float32 [pages, page_size, G], or None with bfloat16.
-    """
-
-    k_codes: Tensor
-    v_codes: Tensor
-    k_scales: Tensor | None
-    v_scales: Tensor | None
-
-
 @functools.cache
-def heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
-    """Return the layout of one half of HEADS heads, [HEADS, D/2].
+def _heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
+    """Return the layout of one half of _HEADS heads, [_HEADS, D/2].
 
     A head lies in 4 * num_warps lanes of one warp, each with runs of up to eight pairs.
 
@@ -90,7 +77,7 @@ def heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
         along + heads[:left],
         heads[left:],
         [],
-        [HEADS, pairs],
+        [_HEADS, pairs],
     )
 
 
@@ -151,8 +138,8 @@ def _head_inverse_rms(first, second, D: gl.constexpr, EPS: gl.constexpr):
 
 
 @gluon.jit
-def load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the two halves [HEADS, D/2] of some heads of a row, as stored; zeros past its heads.
+def _load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the two halves [_HEADS, D/2] of some heads of a row, as stored; zeros past its heads.
 
     Args:
         row_ptr: [COUNT, D], the row.
@@ -166,15 +153,15 @@ def load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOU
 
 
 @gluon.jit
-def store_halves(
+def _store_halves(
     row_ptr, first_head, first, second, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """Store the two halves of some heads to a row; what lies past the row's heads is dropped.
 
     Args:
         row_ptr: [COUNT, D], the row, written.
-        first: [HEADS, D/2], of the row's dtype.
-        second: [HEADS, D/2], of the row's dtype.
+        first: [_HEADS, D/2], of the row's dtype.
+        second: [_HEADS, D/2], of the row's dtype.
     """
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
@@ -185,7 +172,7 @@ def store_halves(
 
 
 @gluon.jit
-def angles(table_ptr, position, D: gl.constexpr, LAYOUT: gl.constexpr):
+def _angles(table_ptr, position, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the cosines and sines of a position, float32 [1, D/2].
 
     Args:
@@ -196,7 +183,7 @@ def angles(table_ptr, position, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def halves_of(vector_ptr, D: gl.constexpr, LAYOUT: gl.constexpr):
+def _halves_of(vector_ptr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the halves of a norm's weight, float32 [1, D/2].
 
     Args:
@@ -217,7 +204,7 @@ def _norm_and_rotate(
     first, second = tile.widen(first), tile.widen(second)
     if NORM:
         inverse = _head_inverse_rms(first, second, D, EPS)[:, None]
-        first_weight, second_weight = halves_of(weight_ptr, D, LAYOUT)
+        first_weight, second_weight = _halves_of(weight_ptr, D, LAYOUT)
         first = tile.widen(tile.to_bfloat16(first * inverse * first_weight))
         second = tile.widen(tile.to_bfloat16(second * inverse * second_weight))
     # The rotation of each pair: (x, y) to (x cos - y sin, y cos + x sin).
@@ -240,7 +227,7 @@ def _store_cache(
         gl.store(scales_ptr + slot * G + heads, scale, mask=heads < G)
         first = tile.to_codes(first * multiplier[:, None], codes_ptr.dtype.element_ty)
         second = tile.to_codes(second * multiplier[:, None], codes_ptr.dtype.element_ty)
-    store_halves(codes_ptr + slot * G * D, first_head, first, second, G, D, LAYOUT)
+    _store_halves(codes_ptr + slot * G * D, first_head, first, second, G, D, LAYOUT)
 
 
 @gluon.jit
@@ -250,8 +237,8 @@ def _store_key(
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load keys, norm and rotate them, and store them to a slot."""
-    cosine, sine = angles(table_ptr, position, D, LAYOUT)
-    first, second = load_halves(k_ptr, head, G, D, LAYOUT)
+    cosine, sine = _angles(table_ptr, position, D, LAYOUT)
+    first, second = _load_halves(k_ptr, head, G, D, LAYOUT)
     first, second = _norm_and_rotate(first, second, cosine, sine, weight_ptr, NORM, D, EPS, LAYOUT)
     _store_cache(
         first, second, slot, head, codes_ptr, scales_ptr,
@@ -298,23 +285,23 @@ def _forward_kernel(
     row_ptr = qkv_ptr + token * (H + 2 * G) * D
     if part < Q_PARTS:
         # Queries: all loads first, since many tokens are bound by how much is asked for at once.
-        cosine, sine = angles(table_ptr, position, D, LAYOUT)
+        cosine, sine = _angles(table_ptr, position, D, LAYOUT)
         rounds = ()
         for i in gl.static_range(ROUNDS):
-            halves = load_halves(row_ptr, (part * ROUNDS + i) * 8, H, D, LAYOUT)
+            halves = _load_halves(row_ptr, (part * ROUNDS + i) * 8, H, D, LAYOUT)
             rounds += (halves,)  # type: ignore[assignment]
         for i in gl.static_range(ROUNDS):
             first, second = _norm_and_rotate(
                 rounds[i][0], rounds[i][1], cosine, sine, q_weight_ptr, NORM, D, EPS, LAYOUT
             )
             head = (part * ROUNDS + i) * 8
-            store_halves(q_ptr + token * H * D, head, first, second, H, D, LAYOUT)
+            _store_halves(q_ptr + token * H * D, head, first, second, H, D, LAYOUT)
     elif slot >= 0:  # padding has a negative slot
         head = (part - Q_PARTS) % KV_PARTS * 8
         k_ptr, v_ptr = row_ptr + H * D, row_ptr + (H + G) * D
         # Keys and values: with two rounds both, and the values' loads before the keys' work.
         if ROUNDS > 1:
-            v_first, v_second = load_halves(v_ptr, head, G, D, LAYOUT)
+            v_first, v_second = _load_halves(v_ptr, head, G, D, LAYOUT)
             _store_key(
                 k_ptr, table_ptr, position, k_weight_ptr, slot, head, k_codes_ptr, k_scales_ptr,
                 G, QUANTIZE, NORM, D, EPS, K_MAXIMUM, FLOOR, POW2, LAYOUT,
@@ -329,7 +316,7 @@ def _forward_kernel(
                 G, QUANTIZE, NORM, D, EPS, K_MAXIMUM, FLOOR, POW2, LAYOUT,
             )  # fmt: skip
         else:
-            first, second = load_halves(v_ptr, head, G, D, LAYOUT)
+            first, second = _load_halves(v_ptr, head, G, D, LAYOUT)
             _store_cache(
                 first, second, slot, head, v_codes_ptr, v_scales_ptr,
                 G, QUANTIZE, D, V_MAXIMUM, FLOOR, POW2, LAYOUT,
@@ -343,7 +330,7 @@ def qk_norm_rotary_cache(
     norm_weights: tuple[Tensor, Tensor] | None,
     eps: float,
     num_heads: int,
-    cache: CacheSlots,
+    cache: KeyValueCodes,
     slots: Tensor | None,
     scales: str = "fp32",
 ) -> Tensor:
@@ -354,6 +341,7 @@ def qk_norm_rotary_cache(
         positions: int64 [T].
         table: float32 [positions, 2, D/2], of `rotary_table`.
         norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
+        cache: pages [P, 64, G, D], or one slot for each token [T, G, D], written.
         slots: int64 [T], places in the cache, negative to write nothing (padding); None for the
             tokens' own numbers.
         scales: "fp32", or "pow2" for scales that are powers of two.
@@ -361,9 +349,13 @@ def qk_norm_rotary_cache(
     Returns:
         Queries, bfloat16 [T, H, D].
     """
-    head_dim, groups = table.shape[-1] * 2, cache.k_codes.shape[2]
-    _check(qkv, positions, table, num_heads, cache, slots)
+    head_dim, groups = cache.head_dim, cache.num_heads
     tokens = qkv.shape[0]
+    width = (num_heads + 2 * groups) * head_dim
+    assert (qkv.dtype, qkv.shape[1], qkv.is_contiguous()) == (torch.bfloat16, width, True)
+    assert (table.dtype, table.shape[-1] * 2) == (torch.float32, head_dim)
+    for index in (positions, positions if slots is None else slots):
+        assert (index.dtype, index.shape) == (torch.int64, (tokens,))
     q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
@@ -372,15 +364,15 @@ def qk_norm_rotary_cache(
     # Few tokens: many small programs, four warps to eight heads. Many: a warp takes 16 heads.
     num_warps, rounds = (4, 1) if tokens <= _FEW_TOKENS else (1, 2)
     # Programs of a token: of its queries, and of its keys and values, together or apart.
-    parts = cdiv(num_heads, HEADS * rounds) + (3 - rounds) * cdiv(groups, HEADS)
+    parts = cdiv(num_heads, _HEADS * rounds) + (3 - rounds) * cdiv(groups, _HEADS)
     _forward_kernel[(tokens * parts,)](
         qkv, positions, table, q_weight, k_weight, positions if slots is None else slots, q,
-        cache.k_codes, cache.k_codes if cache.k_scales is None else cache.k_scales,
-        cache.v_codes, cache.v_codes if cache.v_scales is None else cache.v_scales,
-        num_heads, groups, slots is not None, cache.k_scales is not None,
+        cache.k, cache.k if cache.k_scales is None else cache.k_scales,
+        cache.v, cache.v if cache.v_scales is None else cache.v_scales,
+        num_heads, groups, slots is not None, cache.scaled,
         norm_weights is not None, head_dim, rounds, eps,
-        _MAXIMA[cache.k_codes.dtype], _MAXIMA[cache.v_codes.dtype], AMAX_FLOOR, scales == "pow2",
-        heads_layout(head_dim, num_warps),
+        _MAXIMA[cache.k.dtype], _MAXIMA[cache.v.dtype], AMAX_FLOOR, scales == "pow2",
+        _heads_layout(head_dim, num_warps),
         num_warps=num_warps, maxnreg=88, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     return q
@@ -388,59 +380,221 @@ def qk_norm_rotary_cache(
 
 def dense_cache(
     tokens: int, groups: int, head_dim: int, kv_format: str, device: torch.device | str
-) -> CacheSlots:
-    """Return an empty cache of one slot for each token, for training: codes [T, 1, G, D].
+) -> KeyValueCodes:
+    """Return an empty cache of one slot for each token, for training: codes [T, G, D].
 
     Args:
         kv_format: `PrecisionPlan.kv`, the stored formats.
     """
-
-    def codes(stored: str) -> Tensor:
-        shape = (tokens, 1, groups, head_dim)
-        return torch.empty(shape, dtype=stored_dtype(stored), device=device)
-
-    def scales(stored: str) -> Tensor | None:
-        if stored not in CODES:
-            return None
-        return torch.empty(tokens, 1, groups, dtype=torch.float32, device=device)
-
-    keys, values = key_and_value_formats(kv_format)
-    return CacheSlots(codes(keys), codes(values), scales(keys), scales(values))
+    tensors: list[Any] = []
+    for stored in key_and_value_formats(kv_format):
+        codes = torch.empty(tokens, groups, head_dim, dtype=stored_dtype(stored), device=device)
+        scales = codes.new_empty(codes.shape[:2], dtype=torch.float32) if stored in CODES else None
+        tensors += [codes, scales]
+    return KeyValueCodes(*tensors)
 
 
-def _check(
+# Tokens of a program: fixed, so that the weights' gradients have the same bits on every GPU.
+_TOKENS = 16
+_NUM_WARPS = 4
+_SUM_COLUMNS, _SUM_ROWS = 8, 1024  # 32 bytes of a row of partial sums: a sector
+
+
+@gluon.jit
+def _norm_backward(
+    dfirst, dsecond, first, second, first_weight, second_weight, D: gl.constexpr, EPS: gl.constexpr
+):
+    """Return the gradients of a head-wise RMSNorm: of x, and of the weight before its sum.
+
+    Returns:
+        Halves of dx, then halves of the normed input times the gradient of the output.
+    """
+    # With n = x / rms and g = dy * weight, dx = (g - n * mean(g * n)) / rms. The mean is taken of
+    # g * x and divided by rms after, so that the two sums over a head do not wait for each other.
+    first_scaled, second_scaled = dfirst * first_weight, dsecond * second_weight
+    mean_square = gl.sum(first * first + second * second, 1) * (1.0 / D)
+    mean_product = gl.sum(first_scaled * first + second_scaled * second, 1) * (1.0 / D)
+    inverse = gl.rsqrt(mean_square + EPS)
+    mean = (inverse * mean_product)[:, None]
+    inverse = inverse[:, None]
+    first, second = first * inverse, second * inverse
+    dx_first = inverse * (first_scaled - first * mean)
+    dx_second = inverse * (second_scaled - second * mean)
+    return dx_first, dx_second, dfirst * first, dsecond * second
+
+
+@gluon.jit
+def _backward_heads(
+    grad_ptr, x_ptr, out_ptr, positions_ptr, table_ptr, weight_ptr, partial_ptr,
+    first_token, last_token, first_head, grad_stride, row_stride, COUNT: gl.constexpr,
+    NORM: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Take eight query or key heads of some tokens, and their share of the weight's gradient."""
+    if NORM:
+        first_weight, second_weight = _halves_of(weight_ptr, D, LAYOUT)
+        first_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
+        second_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
+    # Pointers move from token to token: 64-bit addresses are computed once.
+    token = first_token.to(gl.int64)
+    grad_ptr += token * grad_stride
+    x_ptr += token * row_stride
+    out_ptr += token * row_stride
+    positions_ptr += token
+    for _ in range(first_token, last_token):
+        dfirst, dsecond = _load_halves(grad_ptr, first_head, COUNT, D, LAYOUT)
+        if NORM:
+            first, second = _load_halves(x_ptr, first_head, COUNT, D, LAYOUT)
+        # The rotation turned back, whose matrix is the transpose.
+        cosine, sine = _angles(table_ptr, gl.load(positions_ptr), D, LAYOUT)
+        dfirst, dsecond = tile.widen(dfirst), tile.widen(dsecond)
+        turned = dsecond * cosine - dfirst * sine
+        dfirst, dsecond = dfirst * cosine + dsecond * sine, turned
+        if NORM:
+            first, second = tile.widen(first), tile.widen(second)
+            dfirst, dsecond, first_part, second_part = _norm_backward(
+                dfirst, dsecond, first, second, first_weight, second_weight, D, EPS
+            )
+            first_sum += first_part
+            second_sum += second_part
+        # Rounded once, after the norm: between the two gradients stay in float32.
+        dfirst, dsecond = tile.to_bfloat16(dfirst), tile.to_bfloat16(dsecond)
+        _store_halves(out_ptr, first_head, dfirst, dsecond, COUNT, D, LAYOUT)
+        grad_ptr += grad_stride
+        x_ptr += row_stride
+        out_ptr += row_stride
+        positions_ptr += 1
+    # Heads past COUNT were loaded as zeros and add zeros.
+    if NORM:
+        pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
+        gl.store(partial_ptr + pairs, gl.sum(first_sum, 0))
+        gl.store(partial_ptr + D // 2 + pairs, gl.sum(second_sum, 0))
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def _backward_kernel(
+    dq_ptr, dk_ptr, dv_ptr, qkv_ptr, dqkv_ptr, positions_ptr, table_ptr,
+    q_weight_ptr, k_weight_ptr, partial_ptr, num_tokens,
+    H: gl.constexpr, G: gl.constexpr, TOKENS: gl.constexpr, NORM: gl.constexpr,
+    D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Take TOKENS tokens and eight heads of queries, keys or values (whose gradient is copied).
+
+    Args:
+        dq_ptr: bfloat16 [T, H, D].
+        dk_ptr, dv_ptr: bfloat16 [T, G, D].
+        qkv_ptr, dqkv_ptr: bfloat16 [T, (H + 2G) * D]; the second is written.
+        positions_ptr: int64 [T].
+        table_ptr: float32 [positions, 2, D/2].
+        q_weight_ptr, k_weight_ptr: bfloat16 [D], read with NORM.
+        partial_ptr: float32 [T / TOKENS, parts of queries and keys, D], written with NORM.
+    """
+    Q_PARTS: gl.constexpr = (H + 7) // 8
+    KV_PARTS: gl.constexpr = (G + 7) // 8
+    PARTS: gl.constexpr = Q_PARTS + 2 * KV_PARTS
+    ROW: gl.constexpr = (H + 2 * G) * D
+    # Programs of a chunk of tokens are neighbors. Each of queries and keys has a partial sum.
+    chunk = gl.program_id(0) // PARTS
+    part = gl.program_id(0) % PARTS
+    first = chunk * TOKENS
+    last = gl.minimum(first + TOKENS, num_tokens)
+    partial_ptr += (chunk.to(gl.int64) * (Q_PARTS + KV_PARTS) + part) * D
+    if part < Q_PARTS:
+        _backward_heads(
+            dq_ptr, qkv_ptr, dqkv_ptr, positions_ptr, table_ptr, q_weight_ptr, partial_ptr,
+            first, last, part * 8, H * D, ROW, H, NORM, D, EPS, LAYOUT,
+        )  # fmt: skip
+    elif part < Q_PARTS + KV_PARTS:
+        _backward_heads(
+            dk_ptr, qkv_ptr + H * D, dqkv_ptr + H * D, positions_ptr, table_ptr, k_weight_ptr,
+            partial_ptr, first, last, (part - Q_PARTS) * 8, G * D, ROW, G, NORM, D, EPS, LAYOUT,
+        )  # fmt: skip
+    else:
+        # Values have no norm and no rotation. Four tokens are asked for at once; past the end the
+        # last one is copied again, the same bytes to the same place.
+        head = (part - Q_PARTS - KV_PARTS) * 8
+        dv_ptr += first.to(gl.int64) * (G * D)
+        dqkv_ptr += first.to(gl.int64) * ROW + (H + G) * D
+        for start in gl.static_range(0, TOKENS, 4):
+            rows = ()
+            for i in gl.static_range(4):
+                row = gl.minimum(start + i, last - first - 1)
+                halves = _load_halves(dv_ptr + row * (G * D), head, G, D, LAYOUT)
+                rows += (halves,)  # type: ignore[assignment]
+            for i in gl.static_range(4):
+                row = gl.minimum(start + i, last - first - 1)
+                _store_halves(dqkv_ptr + row * ROW, head, rows[i][0], rows[i][1], G, D, LAYOUT)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _sum_kernel(
+    partial_ptr, out_ptr, chunks, Q_PARTS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sum the norm weights' partial gradients, over chunks of tokens and over parts of heads.
+
+    Args:
+        partial_ptr: float32 [chunks, PARTS, D], of each chunk the parts of queries, then of keys.
+        out_ptr: float32 [2, D], for queries and for keys, written.
+    """
+    # Each of ROWS places adds every ROWS-th partial sum, in order, and a fixed tree the places.
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    key = tl.program_id(1)
+    count = tl.where(key == 0, Q_PARTS, PARTS - Q_PARTS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, chunks * count, ROWS):
+        # Partial sum r of queries or keys: of chunk r / count, part r % count.
+        rows = start + tl.arange(0, ROWS)
+        places = (rows // count * PARTS + key * Q_PARTS + rows % count).to(tl.int64) * D
+        mask = (rows < chunks * count)[:, None] & (columns < D)[None, :]
+        total += tl.load(partial_ptr + places[:, None] + columns[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + key * D + columns, tl.sum(total, 0), mask=columns < D)
+
+
+def qk_norm_rotary_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     qkv: Tensor,
     positions: Tensor,
     table: Tensor,
-    num_heads: int,
-    cache: CacheSlots,
-    slots: Tensor | None,
-) -> None:
-    """Raise a ValueError if the arguments of `qk_norm_rotary_cache` do not fit each other."""
-    check_matrix("qk_norm_rotary_cache", qkv, (torch.bfloat16,))
-    head_dim, groups = table.shape[-1] * 2, cache.k_codes.shape[2]
-    width = (num_heads + 2 * groups) * head_dim
-    if qkv.shape[1] != width or not qkv.is_contiguous() or head_dim & (head_dim - 1):
-        raise ValueError(
-            f"qk_norm_rotary_cache: {num_heads} + 2 * {groups} heads of {head_dim} (a power of 2) "
-            f"are {width} columns, not {list(qkv.shape)} with strides {list(qkv.stride())}"
-        )
-    fields: dict[str, Any] = {"positions": positions, "slots": slots}
-    for name, index in fields.items():
-        if index is not None and (index.dtype != torch.int64 or index.shape != qkv.shape[:1]):
-            raise ValueError(f"{name}: int64 [{qkv.shape[0]}], not {index.dtype} {index.shape}")
-    if table.dtype != torch.float32 or not table.is_contiguous():
-        raise ValueError(f"table: contiguous float32, not {table.dtype} {table.stride()}")
-    for name, codes, scales in (
-        ("k", cache.k_codes, cache.k_scales),
-        ("v", cache.v_codes, cache.v_scales),
-    ):
-        known = codes.dtype in _MAXIMA and (codes.dtype == torch.bfloat16) == (scales is None)
-        if not known or codes.dim() != 4 or codes.shape[3] != head_dim:
-            expected = "bfloat16" if scales is None else "float8_e4m3fn or int8"
-            raise ValueError(f"{name}_codes: {expected} [pages, page_size, G, {head_dim}], not "
-                             f"{codes.dtype} {list(codes.shape)}")  # fmt: skip
-        if not codes.is_contiguous() or (scales is not None and not scales.is_contiguous()):
-            raise ValueError(f"{name} cache: contiguous, not strides {list(codes.stride())}")
-        if scales is not None and scales.shape != codes.shape[:3]:
-            raise ValueError(f"{name}_scales: {list(codes.shape[:3])}, not {list(scales.shape)}")
+    norm_weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of qkv and of the norms' weights.
+
+    Args:
+        dq: bfloat16 [T, H, D], the gradient of the rotated queries.
+        dk: bfloat16 [T, G, D], of the keys that were quantized (passed straight through).
+        dv: bfloat16 [T, G, D], of the values, likewise.
+        qkv: bfloat16 [T, (H + 2G) * D], the input of the forward.
+        positions: int64 [T].
+        table: float32 [positions, 2, D/2], of `rotary_table`.
+        norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
+
+    Returns:
+        The gradient of qkv, bfloat16, and those of the two weights, float32 [D], or None.
+    """
+    assert all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in (dq, dk, dv, qkv))
+    tokens, num_heads, head_dim = dq.shape
+    groups = dk.shape[1]
+    dqkv = torch.empty_like(qkv)
+    q_parts, kv_parts = cdiv(num_heads, _HEADS), cdiv(groups, _HEADS)
+    chunks = cdiv(tokens, _TOKENS)
+    parts = q_parts + kv_parts
+    partial = torch.empty(chunks, parts, head_dim, dtype=torch.float32, device=dq.device)
+    # Without norms the weights are not read, nor the partial sums written.
+    q_weight, k_weight = norm_weights or (qkv, qkv)
+    if tokens:
+        _backward_kernel[(chunks * (q_parts + 2 * kv_parts),)](
+            dq, dk, dv, qkv, dqkv, positions, table, q_weight, k_weight, partial, tokens,
+            num_heads, groups, _TOKENS, norm_weights is not None, head_dim, eps,
+            _heads_layout(head_dim, _NUM_WARPS),
+            num_warps=_NUM_WARPS, maxnreg=56,
+        )  # fmt: skip
+    if norm_weights is None:
+        return dqkv, None, None
+    sums = torch.empty(2, head_dim, dtype=torch.float32, device=dq.device)
+    _sum_kernel[(cdiv(head_dim, _SUM_COLUMNS), 2)](
+        partial, sums, chunks, q_parts, parts, head_dim, _SUM_COLUMNS, _SUM_ROWS, num_warps=16
+    )
+    return dqkv, sums[0], sums[1]

@@ -83,7 +83,7 @@ def sample(
 
     Returns:
         Token ids int64 [R]; their log-probs float32 [R] under the full distribution; float32 [R],
-        the row's log-sum-exp above its largest logit. A row where the last is not finite (logits
+        the row's log-sum-exp above its largest logit. A row whose last is not finite (logits
         that are NaN or all -inf) has no draw.
     """
     kernels = kernels_of(logits)
@@ -127,7 +127,7 @@ NOISE_COUNTER = 1  # The fourth word of the counter, which no other use of these
 
 
 def with_noise(logits: Tensor, bits: Tensor, scale: float) -> Tensor:
-    """Return the logits plus `scale` times normal noise; the logits themselves where scale is 0.
+    """Return the logits plus `scale` times normal noise; the logits themselves if scale is 0.
 
     Args:
         logits: float32 [R, V], which may be written over.
@@ -154,7 +154,7 @@ def normal_noise(bits: Tensor, count: int) -> Tensor:
 
 
 def _cosine_of_turns(turns: Tensor) -> Tensor:
-    """Return cos(2 pi x) of float64 x in [0, 1], by IEEE operations alone (`precision.exact`)."""
+    """Return cos(2 pi x) of float64 x in [0, 1], by only IEEE operations (`precision.exact`)."""
     quarters = (4.0 * turns).round()
     angle = (4.0 * turns - quarters) * (math.pi / 2)  # at most pi / 4 from the nearest quarter
     square = angle * angle

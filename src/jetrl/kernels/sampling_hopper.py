@@ -34,8 +34,6 @@ from jetrl.kernels.logprob_hopper import (
 )
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
-    check_matrix,
-    check_tensor,
     let_next_start,
     wait_for_previous,
 )
@@ -200,48 +198,13 @@ def _sample_draw_kernel(
 
 
 def _lane_stride(vocabulary: int) -> int:
-    """Return from one row of lanes to the next, aligned just where rows of logits are.
+    """Return from one row of lanes to the next, aligned just when rows of logits are.
 
-    Triton gives a thread four neighboring words to load only where it knows them to be aligned,
+    Triton gives a thread four neighboring words to load only if it knows them to be aligned,
     by a size that is a multiple of 16. On that depends which thread has which lane, and with it the
     order of the sums over lanes: it is to be the one in which a single program has them.
     """
     return BLOCK if vocabulary % 16 == 0 else BLOCK + 1
-
-
-def draw(
-    logits: Tensor, bits: Tensor, temperature: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, log-probs, max z, lse, and room for the sums of blocks, int64 [R, blocks].
-
-    Args:
-        logits: float32 [R, V].
-        bits: int64 [R].
-        temperature: float32 [R].
-    """
-    rows, vocabulary = logits.shape
-    device, blocks = logits.device, triton.cdiv(vocabulary, BLOCK)
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    logprobs, row_max, lse = torch.empty(3, rows, dtype=torch.float32, device=device)
-    stride = _lane_stride(vocabulary)
-    lanes = torch.empty(rows * stride, dtype=torch.float32, device=device)
-    sums = torch.empty(rows, blocks, dtype=torch.int64, device=device)
-    best = torch.empty(rows, blocks, dtype=torch.int32, device=device)
-    if rows:
-        _sample_lanes_kernel[rows, BLOCK // 4 // _LANES](
-            logits, temperature, lanes, vocabulary, stride, BLOCK, _LANES,
-            num_warps=_LANES // 32, enable_fp_fusion=False, **OVERLAPPED,
-        )  # fmt: skip
-        _sample_blocks_kernel[rows, blocks](
-            logits, temperature, lanes, sums, best, vocabulary, blocks, stride, BLOCK,
-            num_warps=NUM_WARPS, enable_fp_fusion=False, **OVERLAPPED,
-        )  # fmt: skip
-        _sample_draw_kernel[(rows,)](
-            logits, bits, temperature, lanes, sums, best, tokens, logprobs, row_max, lse,
-            vocabulary, blocks, stride, triton.next_power_of_2(blocks), BLOCK,
-            num_warps=NUM_WARPS, enable_fp_fusion=False, **OVERLAPPED,
-        )  # fmt: skip
-    return tokens, logprobs, row_max, lse, sums
 
 
 # The highest bit of the largest weight; even, since two bits are found at a time.
@@ -394,16 +357,33 @@ def sample(
     logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `kernels.sampling.sample` returns, on Hopper: tokens, log-probs and lse."""
-    check_matrix("sample", logits, (torch.float32,))
     rows, vocabulary = logits.shape
-    check_tensor("sample", "logits", logits, torch.float32, [rows, vocabulary])
-    check_tensor("sample", "bits", bits, torch.int64, [rows])
-    check_tensor("sample", "temperature", temperature, torch.float32, [rows])
-    check_tensor("sample", "top_p", top_p, torch.float32, [rows])
-    check_tensor("sample", "top_k", top_k, torch.int64, [rows])
-    tokens, logprobs, row_max, lse, sums = draw(logits, bits, temperature)
-    if filtered and rows:
-        blocks = sums.shape[1]
+    for x, dtype in ((bits, int64), (temperature, float32), (top_p, float32), (top_k, int64)):
+        assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, (rows,), True)
+    assert (logits.dtype, logits.is_contiguous()) == (float32, True)
+    device, blocks = logits.device, triton.cdiv(vocabulary, BLOCK)
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs, row_max, lse = torch.empty(3, rows, dtype=torch.float32, device=device)
+    stride = _lane_stride(vocabulary)
+    lanes = torch.empty(rows * stride, dtype=torch.float32, device=device)
+    sums = torch.empty(rows, blocks, dtype=torch.int64, device=device)
+    best = torch.empty(rows, blocks, dtype=torch.int32, device=device)
+    if not rows:
+        return tokens, logprobs, lse
+    _sample_lanes_kernel[rows, BLOCK // 4 // _LANES](
+        logits, temperature, lanes, vocabulary, stride, BLOCK, _LANES,
+        num_warps=_LANES // 32, enable_fp_fusion=False, **OVERLAPPED,
+    )  # fmt: skip
+    _sample_blocks_kernel[rows, blocks](
+        logits, temperature, lanes, sums, best, vocabulary, blocks, stride, BLOCK,
+        num_warps=NUM_WARPS, enable_fp_fusion=False, **OVERLAPPED,
+    )  # fmt: skip
+    _sample_draw_kernel[(rows,)](
+        logits, bits, temperature, lanes, sums, best, tokens, logprobs, row_max, lse,
+        vocabulary, blocks, stride, triton.next_power_of_2(blocks), BLOCK,
+        num_warps=NUM_WARPS, enable_fp_fusion=False, **OVERLAPPED,
+    )  # fmt: skip
+    if filtered:
         _filtered_kernel[(rows,)](
             logits, bits, temperature, top_p, top_k, tokens, logprobs, row_max, lse,
             sums, torch.empty_like(sums), vocabulary, blocks,
@@ -440,10 +420,9 @@ def _noise_kernel(
 
 def add_noise_(logits: Tensor, bits: Tensor, scale: float, counter: int) -> Tensor:
     """Add `scale` times the noise of `sampling.normal_noise` to the logits, and return these."""
-    check_matrix("add_noise_", logits, (float32,))
     rows, columns = logits.shape
-    check_tensor("add_noise_", "logits", logits, float32, [rows, columns])
-    check_tensor("add_noise_", "bits", bits, int64, [rows])
+    assert (logits.dtype, logits.is_contiguous()) == (float32, True)
+    assert (bits.dtype, bits.shape) == (int64, (rows,))
     if rows:
         grid = (rows, triton.cdiv(columns, _BLOCK))
         _noise_kernel[grid](logits, bits, columns, scale, counter, _BLOCK, num_warps=4)

@@ -1,4 +1,4 @@
-"""SwiGLU on Hopper, fused with the quantization after it, and its backward in BF16.
+"""SwiGLU on Hopper, fused with the quantization after it, and its backward.
 
     y = g * (1 / (1 + exp2(-g * log2 e))) * u    float32, rounded once to bfloat16
 
@@ -9,7 +9,17 @@ same operations in this order, without fused multiply-adds.
 
 `swiglu_backward_values_` is the backward between adapters. From one reading of dy and x it makes y,
 for the gradient of the next adapter's A, and dx in BF16 and as codes, for the adapters and the
-frozen base before it. `swiglu_backward_hopper` has the backward with quantization.
+frozen base before it.
+
+`swiglu_backward_quantize` is the backward as the GEMMs around it read it. One pass makes the
+gradient of gate_up in both groupings (1 x 128 for DGrad, 128 x 1 for WGrad), and y again in
+128 x 128 groups for WGrad of `down`: forward keeps nothing of y. A tile of 128 tokens and 128
+columns is read once. From dy, gate and up a thread has three results per place. Groups along
+tokens, along columns and of the whole tile need all of them before the first code is written, so
+registers decide: 16 warps hold a tile, where eight would spill. One program per SM goes through its
+tiles while bulk copies bring the next two into shared memory. Maxima meet there: every warp leaves
+those of its 32 x 32 places, one thread per group makes scale and multiplier, and all quantize.
+docs/notes-gemm.md has other forms and their times.
 
 Legend: T tokens, F features of y.
 """
@@ -25,13 +35,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetrl.kernels.exponential_hopper import sigmoid
+from jetrl.kernels.exponential_hopper import gluon_sigmoid, sigmoid
+from jetrl.precision.hopper import gluon_names, tile
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
-    check_matrix,
-    check_tensor,
     let_next_start,
+    multiprocessors,
     wait_for_previous,
 )
 from jetrl.precision.hopper.quantize import (
@@ -40,13 +54,18 @@ from jetrl.precision.hopper.quantize import (
     rows_of_program,
     rule,
     store_row_groups,
+    tile_rule,
 )
-from jetrl.precision.layout import cdiv, empty_row_groups
+from jetrl.precision.layout import (
+    cdiv,
+    empty_row_groups,
+    empty_token_groups,
+    empty_turned_squares,
+)
 from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import FORMATS, QTensor
+from jetrl.precision.quantize import FORMATS, FP8Format, QTensor
 
 _ROWS = 32  # rows of a tile of the plain backward; each row's bits are its own
-_BF16 = (torch.bfloat16,)
 
 
 @triton.jit
@@ -135,40 +154,27 @@ def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
     Returns:
         1 x 128 groups of [T, F].
     """
-    num_rows, width = _check("swiglu_quantize", gate_up)
-    rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], gate_up.device)
-    _launch_rows(gate_up, None, rows, rule("e4m3", scales))
+    rows = empty_row_groups(*_check(gate_up), FORMATS["e4m3"][0], gate_up.device)
+    _launch_rows(gate_up, None, rows, scales)
     return rows
 
 
 def swiglu_quantize_with_values(gate_up: Tensor, scales: str = "fp32") -> tuple[QTensor, Tensor]:
-    """Return what `swiglu_quantize` returns, and the BF16 result, from one pass.
-
-    Returns:
-        1 x 128 groups of [T, F], and bfloat16 [T, F].
-    """
-    num_rows, width = _check("swiglu_quantize_with_values", gate_up)
-    rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], gate_up.device)
-    y = torch.empty(num_rows, width, dtype=torch.bfloat16, device=gate_up.device)
-    _launch_rows(gate_up, y, rows, rule("e4m3", scales))
+    """Return what `swiglu_quantize` returns, and the BF16 result [T, F], from one pass."""
+    rows = empty_row_groups(*_check(gate_up), FORMATS["e4m3"][0], gate_up.device)
+    y = gate_up.new_empty(rows.shape)
+    _launch_rows(gate_up, y, rows, scales)
     return rows, y
 
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up for a consumer that reads BF16.
-
-    Returns:
-        bfloat16 [T, F].
-    """
-    num_rows, width = _check("swiglu", gate_up)
-    y = torch.empty(num_rows, width, dtype=torch.bfloat16, device=gate_up.device)
-    _launch_rows(gate_up, y, None, rule("e4m3", "fp32"))
+    """Return silu(gate) * up for a consumer that reads BF16, [T, F]."""
+    y = gate_up.new_empty(_check(gate_up))
+    _launch_rows(gate_up, y, None, "fp32")
     return y
 
 
-def _launch_rows(
-    gate_up: Tensor, y: Tensor | None, rows: QTensor | None, options: dict[str, Any]
-) -> None:
+def _launch_rows(gate_up: Tensor, y: Tensor | None, rows: QTensor | None, scales: str) -> None:
     """Launch _rows_kernel for y or for its groups; gate_up stands in for what is not written."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     column_blocks = width // FP8_BLOCK
@@ -181,7 +187,7 @@ def _launch_rows(
         rows.scales if rows else gate_up,
         num_rows, width, rows.scales.stride(1) if rows else 0, column_blocks,
         rows_of_program(num_rows), y is not None, rows is not None,
-        **options, num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
+        **rule("e4m3", scales), num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
 
 
@@ -192,7 +198,7 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
         dy: bfloat16 [T, F] contiguous, the gradient of the result.
         gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first.
     """
-    check_backward("swiglu_backward", dy, gate_up)
+    _check(gate_up, dy)
     dx = torch.empty_like(gate_up)
     num_rows, width = dy.shape
     column_blocks = width // FP8_BLOCK
@@ -221,25 +227,15 @@ class _SwiGLU(torch.autograd.Function):
         return swiglu_backward(grads[0].to(torch.bfloat16).contiguous(), gate_up)
 
 
-def _check(name: str, gate_up: Tensor) -> tuple[int, int]:
-    """Return T and F of a gate_up [T, 2F] that the kernels take, or raise ValueError."""
-    check_matrix(name, gate_up, _BF16)
-    if gate_up.shape[1] % (2 * FP8_BLOCK) or not gate_up.is_contiguous():
-        raise ValueError(
-            f"{name}: contiguous [T, 2F] with F a multiple of {FP8_BLOCK}, not "
-            f"{list(gate_up.shape)} with strides {list(gate_up.stride())}"
-        )
-    return gate_up.shape[0], gate_up.shape[1] // 2
-
-
-def check_backward(name: str, dy: Tensor, gate_up: Tensor) -> None:
-    """Check the tensors of a backward.
-
-    Args:
-        dy: bfloat16 [T, F] contiguous.
-        gate_up: bfloat16 [T, 2F] contiguous, F a multiple of 128.
-    """
-    check_tensor(name, "dy", dy, torch.bfloat16, _check(name, gate_up))
+def _check(gate_up: Tensor, dy: Tensor | None = None) -> tuple[int, int]:
+    """Return T and F of a gate_up [T, 2F], contiguous like dy [T, F], F a multiple of 128."""
+    num_rows, width = gate_up.shape
+    assert (gate_up.dtype, gate_up.is_contiguous()) == (torch.bfloat16, True)
+    assert width % (2 * FP8_BLOCK) == 0, f"{width} columns"
+    shape = num_rows, width // 2
+    if dy is not None:
+        assert (dy.dtype, dy.shape, dy.is_contiguous()) == (torch.bfloat16, shape, True)
+    return shape
 
 
 _VALUES_ROWS = 16  # of a tile: three results for each place are many registers
@@ -296,7 +292,7 @@ def swiglu_backward_values_(
     Returns:
         1 x 128 groups of [T, 2F], and bfloat16 [T, 2F].
     """
-    check_backward("swiglu_backward_values_", dy, gate_up)
+    _check(gate_up, dy)
     num_rows, width = dy.shape
     rows = empty_row_groups(num_rows, 2 * width, FORMATS["e4m3"][0], dy.device)
     dx = torch.empty_like(gate_up)
@@ -308,3 +304,326 @@ def swiglu_backward_values_(
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return rows, dx
+
+
+_NUM_WARPS = 16
+_STAGED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# A thread holds a patch of 4 rows and 8 columns, a warp 32 rows of 32 columns, 4 x 4 warps a tile.
+# _TILE and _TURNED have the same values in the same threads: registers count along the row, for
+# vectors of row codes, or along the column, for vectors of token codes (`precision.hopper.tile`).
+_LANES = [[0, 8], [0, 16], [4, 0], [8, 0], [16, 0]]
+_WARPS = [[0, 32], [0, 64], [32, 0], [64, 0]]
+_ALONG_ROW, _ALONG_COLUMN = [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]]
+_TILE = gl.constexpr(
+    gl.DistributedLinearLayout(_ALONG_ROW + _ALONG_COLUMN, _LANES, _WARPS, [], [128, 128])
+)
+_TURNED = gl.constexpr(
+    gl.DistributedLinearLayout(_ALONG_COLUMN + _ALONG_ROW, _LANES, _WARPS, [], [128, 128])
+)
+# Where maxima meet: 2 x 128 x 2 lines (columns, rows; which line; dgate, dup), a thread for each.
+# _PARTS is [8 = 2 kinds x 4 warps' parts, 128, 2] with the four parts of a line in one thread's
+# registers, _LINES the same threads after those four have been reduced.
+_PARTS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0, 0], [2, 0, 0]],
+        [[0, 0, 1], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]],
+        [[0, 16, 0], [0, 32, 0], [0, 64, 0], [4, 0, 0]],
+        [],
+        [8, 128, 2],
+    )
+)
+_LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [],
+        [[0, 0, 1], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]],
+        [[0, 16, 0], [0, 32, 0], [0, 64, 0], [1, 0, 0]],
+        [],
+        [2, 128, 2],
+    )
+)
+# The maximum of a whole tile: every thread reads all 16 warps' parts, and needs no other thread.
+_TILE_PARTS = gl.constexpr(
+    gl.DistributedLinearLayout([[1], [2], [4], [8]], [[0]] * 5, [[0]] * 4, [], [16])
+)
+_SHARED_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_SHARED_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_SHARED_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+
+@gluon.jit
+def _gradients(dy, gate, up):
+    """Return bfloat16 y, dgate and dup for bfloat16 dy, gate and up, in `_rows_kernel`'s order."""
+    dy, gate = tile.widen(dy), tile.widen(gate)
+    share = gluon_sigmoid(gate)
+    silu = gate * share
+    y = tile.to_bfloat16(silu * tile.widen(up))
+    dgate = tile.to_bfloat16(dy * tile.widen(up) * (share + silu * (1.0 - share)))
+    return y, dgate, tile.to_bfloat16(dy * silu)
+
+
+@gluon.jit
+def _pack(a, b):
+    """Return int32 that hold two bfloat16 each, as shuffles between lanes carry them."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _unpack(pairs):
+    """Return the magnitudes, float32, of the two bfloat16 in each int32."""
+    first = ((pairs & 0x7FFF) << 16).to(gl.float32, bitcast=True)
+    return first, (pairs & 0x7FFF0000).to(gl.float32, bitcast=True)
+
+
+# The larger magnitude of two bfloat16, NaN if either is, two elements an instruction; with a sign
+# that means nothing (that of the product), so that no element's own has to be cleared.
+_LARGER = gl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
+
+
+@gluon.jit
+def _larger(a, b):
+    """Return the larger magnitudes of bfloat16 a and b, with a sign that means nothing."""
+    return gl.inline_asm_elementwise(
+        _LARGER, "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _larger_packed(a, b):
+    """Return what `_larger` returns, for pairs of bfloat16 that are packed in int32."""
+    return gl.inline_asm_elementwise(
+        _LARGER, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _columns_of_threads(x):
+    """Return each thread's maxima of |x| of its columns: int32 pairs [32 = 4 warps x 8 lanes, 64].
+
+    x is bfloat16 [128, 128] in _TILE: the four rows of a thread are reduced, in registers.
+    """
+    a, b = tile.split_rows(x, 128)
+    a, b = tile.split_rows(_larger(a, b), 64)
+    a, b = gl.split(gl.reshape(_larger(a, b), [32, 64, 2]))
+    return _pack(a, b)
+
+
+@gluon.jit
+def _column_parts(x):
+    """Return the maxima of |x| of the columns within each of four warps, float32 [4, 128]."""
+    # The eight lanes of a warp that share columns meet by shuffles, two columns at a time.
+    lanes = gl.reshape(_columns_of_threads(x), [4, 8, 64])
+    a, b = _unpack(gl.reduce(lanes, 1, _larger_packed))
+    return gl.reshape(gl.join(a, b), [4, 128])
+
+
+@gluon.jit
+def _row_parts(x):
+    """Return the maxima of |x| of the rows within each of four warps, float32 [4, 128]."""
+    # A thread's eight columns of a row by halves, in registers. The first two splits leave
+    # neighboring columns together, a register that `_larger` takes at once.
+    eights = gl.reshape(x, [128, 16, 2, 2, 2])
+    a, b = gl.split(gl.permute(eights, [0, 1, 3, 4, 2]))
+    a, b = gl.split(gl.permute(_larger(a, b), [0, 1, 3, 2]))
+    a, b = gl.split(_larger(a, b))
+    # Two rows in an int32; then the four lanes of a warp that share rows meet by shuffles.
+    threads = gl.reshape(_larger(a, b), [64, 2, 16])
+    a, b = gl.split(gl.permute(threads, [0, 2, 1]))
+    lanes = gl.permute(gl.reshape(_pack(a, b), [64, 4, 4]), [2, 1, 0])
+    a, b = _unpack(gl.reduce(lanes, 0, _larger_packed))
+    return gl.reshape(gl.join(a, b), [4, 128])
+
+
+@gluon.jit
+def _tile_parts(x):
+    """Return the maximum of |x| within each of the 4 x 4 warps, float32 [4, 4]."""
+    threads = gl.reshape(_columns_of_threads(x), [4, 8, 4, 16])
+    pairs = gl.reduce(gl.reduce(threads, 3, _larger_packed), 1, _larger_packed)
+    a, b = _unpack(pairs)
+    return tile.larger(a, b)
+
+
+@gluon.jit
+def _store_turned(codes_ptr, codes, block, column, padded_tokens):
+    """Store codes [128, 128] in _TURNED at [column, row] of an array of rows of padded_tokens."""
+    corner = codes_ptr + (column.to(gl.int64) * 128 * padded_tokens + block * 128)
+    rows = gl.arange(0, 128, gl.SliceLayout(1, _TURNED))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, _TURNED)).to(gl.int64)
+    gl.store((corner + rows)[:, None] + columns[None, :] * padded_tokens, codes)
+
+
+@gluon.jit
+def _store_both(
+    x, which: gl.constexpr, block, column, num_rows, stride: gl.constexpr, multipliers,
+    row_codes_ptr, token_codes_ptr, padded_tokens,
+):  # fmt: skip
+    """Quantize a tile of dgate or dup as 1 x 128 and as 128 x 1 groups, and store the codes."""
+    wide = tile.widen(x)
+    # Along rows: eight codes of a row are one store of a thread.
+    multiplier = multipliers.slice(256 + which * 128, 128).load(gl.SliceLayout(1, _TILE))
+    codes = (wide * multiplier[:, None]).to(row_codes_ptr.dtype.element_ty)
+    rows = gl.arange(0, 128, gl.SliceLayout(1, _TILE))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, _TILE))
+    corner = row_codes_ptr + (block.to(gl.int64) * 128 * stride + column * 128)
+    mask = (rows < num_rows - block * 128)[:, None]
+    gl.store(corner + (rows.to(gl.int64)[:, None] * stride + columns[None, :]), codes, mask=mask)
+    # Along tokens: the same registers by another name, four codes of a column a store.
+    multiplier = multipliers.slice(which * 128, 128).load(gl.SliceLayout(0, _TURNED))
+    turned = gl.convert_layout(wide, _TURNED, assert_trivial=True)
+    codes = (turned * multiplier[None, :]).to(token_codes_ptr.dtype.element_ty)
+    _store_turned(token_codes_ptr, codes, block, column, padded_tokens)
+
+
+@gluon.jit
+def _store_scales(
+    parts, multipliers, block, column, num_rows, scale_stride, row_scales_ptr, token_scales_ptr,
+    num_columns: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Make the scales of dgate's and dup's columns and rows, a thread for each of the 512 lines."""
+    kind = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, _LINES)))[:, None, None]
+    line = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, _LINES)))[None, :, None]
+    half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, _LINES)))[None, None, :]
+    amax = gl.reduce(gl.reshape(parts.load(_PARTS), [2, 4, 128, 2]), 1, tile.larger)
+    amax = gl.convert_layout(amax, _LINES, assert_trivial=True)
+    scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+    multipliers.store(gl.reshape(gl.permute(multiplier, [0, 2, 1]), [512]))
+    # Two stores, each by the half of the threads that has such lines: kind 0 columns, kind 1 rows.
+    # `kind * 0` gives the pointers all three dimensions.
+    columns = column + half * (num_columns // 128)
+    places = token_scales_ptr + block.to(gl.int64) * (2 * num_columns) + (columns * 128 + line)
+    gl.store(places + kind * 0, scale, mask=kind == 0)
+    places = row_scales_ptr + columns.to(gl.int64) * scale_stride + (block * 128 + line)
+    gl.store(places + kind * 0, scale, mask=(kind == 1) & (line < num_rows - block * 128))
+
+
+@gluon.jit
+def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constexpr):
+    """Start the bulk copies of dy, gate and up of tile `index`, if there is such a tile."""
+    more = index >= 0
+    column_blocks: gl.constexpr = num_columns // 128
+    row, column = index // column_blocks * 128, index % column_blocks * 128
+    bar, first = arrived.index(stage), 3 * stage
+    mbarrier.expect(bar, 3 * dy_desc.block_type.nbytes, pred=more)
+    gluon_names.tma_load(dy_desc, [row, column], bar, staged.index(first), pred=more)
+    gluon_names.tma_load(x_desc, [row, column], bar, staged.index(first + 1), pred=more)
+    up_column = num_columns + column
+    gluon_names.tma_load(x_desc, [row, up_column], bar, staged.index(first + 2), pred=more)
+
+
+# The number of tokens is not specialized on: a batch of another number would compile again.
+@gluon.jit(do_not_specialize=["num_rows", "scale_stride", "y_scale_stride", "tiles"])
+def _backward_tiles_kernel(
+    dy_desc, x_desc, row_codes_ptr, row_scales_ptr, token_codes_ptr, token_scales_ptr,
+    y_codes_ptr, y_scales_ptr,
+    num_rows, scale_stride, y_scale_stride, padded_tokens, tiles,
+    num_columns: gl.constexpr, MAXIMUM: gl.constexpr,
+    Y_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Make the gradients and y of a program's tiles of 128 x 128, one after the other, quantized.
+
+    Args:
+        dy_desc: bfloat16 [num_rows, num_columns], by bulk copies that give zeros past the end.
+        x_desc: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
+        row_codes_ptr, row_scales_ptr: the gradient in 1 x 128 groups, written.
+        token_codes_ptr, token_scales_ptr: the gradient in 128 x 1 groups, written.
+        y_codes_ptr, y_scales_ptr: y in 128 x 128 groups, tokens contiguous, written.
+        scale_stride: from one group of row scales to the next.
+        y_scale_stride: from one line of y's scales to the next.
+        num_columns: of the gate, and of up: a constant of the model.
+        MAXIMUM, Y_MAXIMUM: the largest code of the gradient's format and of y's.
+    """
+    # Shared memory: 192 KiB of stages, the maxima of warps, and what all threads need of a group.
+    staged = gl.allocate_shared_memory(gl.bfloat16, [6, 128, 128], dy_desc.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived.index(0), count=1)
+    mbarrier.init(arrived.index(1), count=1)
+    parts = gl.allocate_shared_memory(gl.float32, [8, 128, 2], _SHARED_3D)
+    y_parts = gl.allocate_shared_memory(gl.float32, [4, 4], _SHARED_2D)
+    multipliers = gl.allocate_shared_memory(gl.float32, [512], _SHARED_1D)
+    stride: gl.constexpr = 2 * num_columns
+    column_blocks: gl.constexpr = num_columns // 128
+    step = gl.num_programs(0)
+    # From the last rows back: what the kernel before wrote last is still in the L2 cache.
+    index = tiles - 1 - gl.program_id(0)
+    _ask(dy_desc, x_desc, staged, arrived, 0, index, num_columns)
+    _ask(dy_desc, x_desc, staged, arrived, 1, index - step, num_columns)
+    turn = 0  # tiles done; its low bit is the stage, the next one the phase of the stage's barrier
+    while index >= 0:
+        stage = turn & 1
+        mbarrier.wait(arrived.index(stage), (turn >> 1) & 1)
+        dy = staged.index(3 * stage).load(_TILE)
+        gate = staged.index(3 * stage + 1).load(_TILE)
+        up = staged.index(3 * stage + 2).load(_TILE)
+
+        # The three results stay in registers from here on; their maxima go to shared memory.
+        y, dgate, dup = _gradients(dy, gate, up)
+        parts.slice(0, 4).store(gl.join(_column_parts(dgate), _column_parts(dup)))
+        parts.slice(4, 4).store(gl.join(_row_parts(dgate), _row_parts(dup)))
+        y_parts.store(_tile_parts(y))
+        gluon_names.barrier()  # every warp has read the stage, and left its maxima
+        _ask(dy_desc, x_desc, staged, arrived, stage, index - 2 * step, num_columns)
+
+        # The scales, a thread a group, and y's single one, which every thread makes for itself.
+        block, column = index // column_blocks, index % column_blocks
+        _store_scales(
+            parts, multipliers, block, column, num_rows, scale_stride, row_scales_ptr,
+            token_scales_ptr, num_columns, MAXIMUM, FLOOR, POW2,
+        )  # fmt: skip
+        amax = gl.reduce(y_parts.reshape([16]).load(_TILE_PARTS), 0, tile.larger)
+        scale, multiplier = tile.scale_and_multiplier(amax, Y_MAXIMUM, FLOOR, POW2)
+        gl.store(y_scales_ptr + (column.to(gl.int64) * y_scale_stride + block), scale)
+
+        # The codes. y's come first: they wait for no other thread's multipliers.
+        turned = gl.convert_layout(tile.widen(y), _TURNED, assert_trivial=True)
+        codes = (turned * multiplier).to(y_codes_ptr.dtype.element_ty)
+        _store_turned(y_codes_ptr, codes, block, column, padded_tokens)
+        _store_both(
+            dgate, 0, block, column, num_rows, stride, multipliers, row_codes_ptr, token_codes_ptr,
+            padded_tokens,
+        )  # fmt: skip
+        _store_both(
+            dup, 1, block, column + column_blocks, num_rows, stride, multipliers, row_codes_ptr,
+            token_codes_ptr, padded_tokens,
+        )  # fmt: skip
+        index -= step
+        turn += 1
+
+
+def swiglu_backward_quantize(
+    dy: Tensor, gate_up: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
+) -> tuple[QTensor, QTensor, QTensor]:
+    """Return SwiGLU's backward as the GEMMs around it read it; no BF16 gradient is written.
+
+    Args:
+        dy: bfloat16 [T, F] contiguous, the gradient of the result.
+        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
+        scales: "fp32" or "pow2", the quantizer's scales.
+
+    Returns:
+        The gradient of gate_up in 1 x 128 groups of [T, 2F]; the same in 128 x 1 groups, with zero
+        rows up to a multiple of 128; y itself, [T, F] of `swiglu_quantize`, in 128 x 128 groups
+        with as many rows.
+    """
+    _check(gate_up, dy)
+    num_rows, columns = gate_up.shape
+    dtype = FORMATS[format][0]
+    rows = empty_row_groups(num_rows, columns, dtype, dy.device)
+    tokens = empty_token_groups(num_rows, columns, dtype, dy.device)
+    y_dtype, y_maximum = FORMATS["e4m3"]
+    y = empty_turned_squares(num_rows, dy.shape[1], y_dtype, dy.device)
+    column_blocks = dy.shape[1] // FP8_BLOCK
+    tiles = cdiv(num_rows, FP8_BLOCK) * column_blocks
+    if not tiles:
+        return rows, tokens, y
+    tile_shape = [FP8_BLOCK, FP8_BLOCK]
+    # A program per SM: 16 warps of 128 registers per thread fill it.
+    _backward_tiles_kernel[(min(tiles, multiprocessors(dy.device)),)](
+        TensorDescriptor.from_tensor(dy, tile_shape, _STAGED),
+        TensorDescriptor.from_tensor(gate_up, tile_shape, _STAGED),
+        rows.codes, rows.scales, tokens.codes, tokens.scales, y.codes, y.scales,
+        num_rows, rows.scales.stride(1), y.scales.stride(1), tokens.shape[0], tiles,
+        dy.shape[1], Y_MAXIMUM=y_maximum,
+        **{**tile_rule(format, scales), "num_warps": _NUM_WARPS},
+    )  # fmt: skip
+    return rows, tokens, y

@@ -22,8 +22,11 @@ from jetrl.kernels.attention.hopper import (
     stored_values,
 )
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
-from jetrl.kernels.rotary_backward_hopper import qk_norm_rotary_backward
-from jetrl.kernels.rotary_hopper import dense_cache, qk_norm_rotary_cache
+from jetrl.kernels.rotary_hopper import (
+    dense_cache,
+    qk_norm_rotary_backward,
+    qk_norm_rotary_cache,
+)
 from jetrl.models.layer import Rotary, tell
 from jetrl.precision.plan import PrecisionPlan
 
@@ -50,17 +53,11 @@ def attend_packed_hopper(
 
 def _heads(qkv: Tensor, rope: Rotary, plan: PrecisionPlan) -> tuple[Tensor, KeyValueCodes]:
     """Return rotated queries [T, H, D], and keys and values as a cache stores them, [T, G, D]."""
-    cache = dense_cache(len(qkv), rope.num_kv_heads, rope.head_dim, plan.kv, qkv.device)
+    codes = dense_cache(len(qkv), rope.num_kv_heads, rope.head_dim, plan.kv, qkv.device)
     q = qk_norm_rotary_cache(
-        qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, cache, None,
+        qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, codes, None,
         plan.scales,
     )  # fmt: skip
-    codes = KeyValueCodes(
-        cache.k_codes.squeeze(1),
-        None if cache.k_scales is None else cache.k_scales.squeeze(1),
-        cache.v_codes.squeeze(1),
-        None if cache.v_scales is None else cache.v_scales.squeeze(1),
-    )
     if rope.trace is not None:
         tell(rope.trace, "rotary", q)
         tell(rope.trace, "keys and values", stored_values(codes))

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.swiglu_backward_hopper import swiglu_backward_quantize
 from jetrl.kernels.swiglu_hopper import (
     swiglu_backward,
+    swiglu_backward_quantize,
     swiglu_backward_values_,
     swiglu_forward,
     swiglu_quantize,

@@ -256,15 +256,15 @@ class HopperKeyValues(_OverPages):
             attend_prefill_quantized,
             stored_values,
         )
-        from jetrl.kernels.rotary_hopper import CacheSlots, qk_norm_rotary_cache
+        from jetrl.kernels.rotary_hopper import qk_norm_rotary_cache
 
         k, k_scales = self._keys.layer(layer)
         v, v_scales = self._values.layer(layer)
-        q = qk_norm_rotary_cache(
-            qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads,
-            CacheSlots(k, v, k_scales, v_scales), self._slots, self._plan.scales,
-        )  # fmt: skip
         pages = KeyValueCodes(k, k_scales, v, v_scales)
+        q = qk_norm_rotary_cache(
+            qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, pages,
+            self._slots, self._plan.scales,
+        )  # fmt: skip
         if rope.trace is not None:
             rope.trace("rotary", q)
             rope.trace("keys and values", stored_values(pages, self._slots))

@@ -8,8 +8,12 @@ weights P from the log-sum-exp:
 
 Key and value codes are exact in BF16; their scales multiply the float32 scores, dP and dS. One
 kernel owns blocks of keys (dK and dV, over all query heads of the group) and stores dS in BF16;
-another owns blocks of queries and multiplies dS by the keys (`backward_dq`). If dS would take too
-much memory (one sequence of some 20,000 tokens), P and dS are computed again: 7 products for 5.
+another owns blocks of queries and multiplies dS by the keys. If dS would take too much memory (one
+sequence of some 20,000 tokens), P and dS are computed again: 7 products for 5.
+
+dS lies in tiles of 128 keys x 64 queries, keys first: for each head and sequence with n blocks of
+queries, block of keys j by block of queries m from the diagonal on is tile j * (n - j - 1) + m
+(`attention.layout`). Sums of dQ go over the blocks of keys in order.
 
 All branches of a stem see its keys. If these are many, several programs share their queries
 (`backward_lists`) and leave float32 sums, which are added in the order of the parts. So every sum
@@ -29,13 +33,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from jetrl.kernels.attention.backward_dq import dq_of_stored, recomputed_dq, scaled_keys
-from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, DS_TILE_BYTES, STORED_DS_BYTES
+from jetrl.kernels.attention.backward_lists import (
+    BACKWARD_KEYS,
+    BACKWARD_QUERIES,
+    DS_TILE_BYTES,
+    STORED_DS_BYTES,
+)
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, check_queries
 from jetrl.kernels.exponential_hopper import LOG2_E
 from jetrl.precision.layout import cdiv, round_up
 
-_ROWS = 16  # keys of a program: 16 KB of each part with 128 channels
+_ROWS = 16  # keys of a program that adds parts: 16 KB of each part with 128 channels
+_STEP = 64  # rows of the inner loops
+_LINES = 64  # of a program that scales keys: 8 KB of codes, 16 KB written
 
 
 def part_bytes(head_dim: int) -> int:
@@ -45,18 +55,9 @@ def part_bytes(head_dim: int) -> int:
 
 @triton.jit(do_not_specialize=["first_group", "num_groups"])
 def add_parts_kernel(
-    sums_ptr,
-    dk_ptr,
-    dv_ptr,
-    divided_ptr,
-    scale,
-    first_group,
-    num_groups,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    sums_ptr, dk_ptr, dv_ptr, divided_ptr, scale, first_group, num_groups,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write dK and dV of ROWS keys of a block of keys whose queries are divided into parts.
 
     Args:
@@ -82,47 +83,11 @@ def add_parts_kernel(
     tl.store(dv_ptr + at, dv.to(tl.bfloat16))
 
 
-def add_parts(
-    sums: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    tiles: QueryTiles,
-    scale: float,
-    first_group: int,
-    num_groups: int,
-) -> None:
-    """Write dK and dV of the divided blocks of keys of some neighboring key-value heads.
-
-    Args:
-        sums: float32 [num_parts * num_groups * 2 * 128 * D], of the kernel of dK and dV.
-        dk: bfloat16 [T, G, D], written.
-        scale: 1 / sqrt(D).
-    """
-    groups, head_dim = dk.shape[1:]
-    grid = (num_groups * len(tiles.divided_key_tiles), BACKWARD_KEYS // _ROWS)
-    add_parts_kernel[grid](
-        sums, dk, dv, tiles.divided_key_tiles, scale, first_group, num_groups, groups, head_dim,
-        BACKWARD_KEYS, _ROWS,
-        num_warps=4,
-    )  # fmt: skip
-
-
-_STEP = 64  # rows of the inner loops
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def delta_kernel(
-    o_ptr,
-    do_ptr,
-    lse_ptr,
-    delta_ptr,
-    lse2_ptr,
-    num_rows,
-    line_stride,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr, num_rows, line_stride,
+    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write delta and the log-sum-exp in base 2 of BLOCK rows of a head, zeros past the rows.
 
     Args:
@@ -148,29 +113,11 @@ def delta_kernel(
 
 @triton.jit
 def _dkdv_step(
-    q_desc,
-    do_desc,
-    ds_desc,
-    ds_row,
-    lse_ptr,
-    delta_ptr,
-    line_stride,
-    q0,
-    end,
-    head,
-    k,
-    v,
-    a,
-    vs,
-    dk,
-    dv,
-    key,
-    MASKED: tl.constexpr,
-    SCALED: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    q_desc, do_desc, ds_desc, ds_row, lse_ptr, delta_ptr, line_stride, q0, end, head,
+    k, v, a, vs, dk, dv, key,
+    MASKED: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     STORE: tl.constexpr,
-):
+):  # fmt: skip
     """Add one block of queries of one head to dK and dV of a block of keys, and return the two."""
     # Keys go down and queries across, so that P and dS are the left operands of the sums over
     # queries. Rows past the end are the next sequence's (or zeros): finite, and masked.
@@ -200,34 +147,11 @@ def _dkdv_step(
 # Counts differ from batch to batch; line_stride, always a multiple of 64, is one specialization.
 @triton.jit(do_not_specialize=["first_group", "num_groups", "head_tiles"])
 def dkdv_kernel(
-    q_desc,
-    k_ptr,
-    v_ptr,
-    ks_ptr,
-    vs_ptr,
-    do_desc,
-    ds_desc,
-    lse_ptr,
-    delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    sums_ptr,
-    tiles_ptr,
-    branches_ptr,
-    line_stride,
-    scale,
-    first_group,
-    num_groups,
-    head_tiles,
-    G: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STORE: tl.constexpr,
-    SHARED: tl.constexpr,
-):
+    q_desc, k_ptr, v_ptr, ks_ptr, vs_ptr, do_desc, ds_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    sums_ptr, tiles_ptr, branches_ptr, line_stride, scale, first_group, num_groups, head_tiles,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STORE: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
     """Write dK and dV of one block of keys, summed over the query heads of its group and queries.
 
     Args:
@@ -291,8 +215,8 @@ def dkdv_kernel(
         )  # fmt: skip
     # Of a stem the queries of its branches, which see all keys of the block: branch after branch,
     # so that sums have one order, and within a branch whole blocks of all heads, then those that
-    # its end cuts. Rows follow from t alone: the pipeline of loads is shorter where an address has
-    # to be loaded first.
+    # its end cuts. Rows follow from only t: the pipeline of loads is shorter if an address has to
+    # be loaded first.
     if SHARED:
         tile0 = tl.load(record + 5) + group_here * GROUP * head_tiles
         for b in range(tl.load(record + 4)):
@@ -329,18 +253,182 @@ def dkdv_kernel(
     tl.store(dv_ptr + at, dv.to(tl.bfloat16), mask=ok[:, None])
 
 
+@triton.jit(do_not_specialize=["first_group", "num_heads", "head_tiles"])
+def dq_stored_kernel(
+    ds_desc, k_desc, dq_ptr, tiles_ptr, scale, first_group, num_heads, head_tiles,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Write dQ of two neighboring blocks of BLOCK_M queries of one head.
+
+    Args:
+        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], by boxes of a tile.
+        k_desc: bfloat16 [T, G * D], keys with their scales, by boxes [BLOCK_N, D].
+        dq_ptr: bfloat16 [T, H, D], written.
+        tiles_ptr: int32 [., 8], `QueryTiles.stored_query_tiles`.
+    """
+    # Blocks of queries m and m + 1 end at the same block of keys, the one on their diagonal, and
+    # share each block of keys that is loaded. Their tiles are neighbors.
+    # Heads are counted among those whose dS is stored: all, or a share of the key-value heads.
+    head_here = tl.program_id(0) % num_heads
+    head = first_group * GROUP + head_here
+    record = tiles_ptr + tl.program_id(0) // num_heads * 8
+    first, row0 = tl.load(record), tl.load(record + 1)
+    end = tl.load(record + 2)
+    blocks = tl.cdiv(end - first, BLOCK_M)
+    m = (row0 - first) // BLOCK_M
+    tile0 = tl.load(record + 3) + head_here * head_tiles + m
+    low = tl.zeros([BLOCK_M, D], tl.float32)
+    high = tl.zeros([BLOCK_M, D], tl.float32)
+    # The keys of the stem come first, as in the sequence.
+    if SHARED:
+        stem_row, stem_blocks = tl.load(record + 4), tl.load(record + 5)
+        with_stem = tl.load(record + 6) + head_here * head_tiles
+        step = tl.load(record + 7)
+        for j in range(0, stem_blocks):
+            k = k_desc.load([stem_row + j * BLOCK_N, (head // GROUP) * D])
+            place = (with_stem + j * step) * BLOCK_N
+            low = tl.dot(ds_desc.load([place, 0]).T, k, low)
+            high = tl.dot(ds_desc.load([place + BLOCK_N, 0]).T, k, high)
+    # In the last turn keys past a query, or past the sequence's end, have a dS of zero. If block
+    # m + 1 does not exist, its tiles are others', and no row of the product is stored.
+    for j in range(0, (row0 - first) // BLOCK_N + 1):
+        k = k_desc.load([first + j * BLOCK_N, (head // GROUP) * D])
+        place = (tile0 + j * (blocks - j - 1)) * BLOCK_N
+        low = tl.dot(ds_desc.load([place, 0]).T, k, low)
+        high = tl.dot(ds_desc.load([place + BLOCK_N, 0]).T, k, high)
+    # The scale of the scores comes last, in float32; the keys' own scales are in the keys.
+    row = row0 + tl.arange(0, BLOCK_M)
+    at = row.to(tl.int64)[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
+    tl.store(dq_ptr + at, (low * scale).to(tl.bfloat16), mask=(row < end)[:, None])
+    at += BLOCK_M * H * D
+    tl.store(dq_ptr + at, (high * scale).to(tl.bfloat16), mask=(row + BLOCK_M < end)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, LINES: tl.constexpr):
+    """Write keys with their scales, LINES pairs of a token and a head in a program.
+
+    Args:
+        k_ptr: FP8 or int8 [num_lines, D].
+        scales_ptr: float32 [num_lines].
+        out_ptr: bfloat16 [num_lines, D], written.
+    """
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    ok = line < num_lines
+    at = line[:, None] * D + tl.arange(0, D)[None, :]
+    k = tl.load(k_ptr + at, mask=ok[:, None], other=0.0).to(tl.float32)
+    k *= tl.load(scales_ptr + line, mask=ok, other=0.0)[:, None]
+    tl.store(out_ptr + at, k.to(tl.bfloat16), mask=ok[:, None])
+
+
+def scaled_keys(codes: KeyValueCodes) -> Tensor:
+    """Return keys [T, G, D] in bfloat16, scales included: the float32 product, rounded once."""
+    if codes.k_scales is None:
+        return codes.k
+    out = torch.empty_like(codes.k, dtype=torch.bfloat16)
+    lines = codes.k_scales.numel()
+    scaled_keys_kernel[(cdiv(lines, _LINES),)](
+        codes.k, codes.k_scales, out, lines, codes.head_dim, _LINES, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _dq_step(
+    k_desc, v_desc, ks_ptr, vs_ptr, line_stride, k0, group, q, do, lse, delta, dq, row, scale,
+    MASKED: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return dQ of a block of queries of one head with one block of keys added."""
+    # Keys are codes here: their scales are in the scores, and once more in what multiplies them.
+    k = k_desc.load([k0, group * D])
+    v = v_desc.load([k0, group * D])
+    key = k0 + tl.arange(0, BLOCK_N)
+    s = tl.dot(q, k.T)
+    dp = tl.dot(do, v.T)
+    if SCALED:
+        line = group.to(tl.int64) * line_stride + key
+        ks = tl.load(ks_ptr + line)
+        p = tl.math.exp2(s * (ks * (scale * LOG2_E))[None, :] - lse[:, None])
+        ds = p * (dp * tl.load(vs_ptr + line)[None, :] - delta[:, None]) * ks[None, :]
+    else:
+        p = tl.math.exp2(s * (scale * LOG2_E) - lse[:, None])
+        ds = p * (dp - delta[:, None])
+    if MASKED:
+        ds = tl.where(key[None, :] <= row[:, None], ds, 0.0)
+    return tl.dot(ds.to(tl.bfloat16), k, dq)
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr, k_desc, v_desc, ks_ptr, vs_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr,
+    line_stride, scale,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Write dQ of one block of queries of one head, with P and dS computed once more.
+
+    Args:
+        q_ptr: bfloat16 [T, H, D].
+        k_desc: bfloat16 [T, G * D], codes, by boxes [BLOCK_N, D].
+        ks_ptr: float32 [G, line_stride], read with SCALED.
+        do_ptr: bfloat16 [T, H, D].
+        lse_ptr: float32 [H, line_stride], in base 2.
+        delta_ptr: float32 [H, line_stride].
+        tiles_ptr: int32 [., 5], `QueryTiles.query_tiles`.
+    """
+    # Rows past the end of the sequence have an infinite log-sum-exp, so weights of zero.
+    H: tl.constexpr = G * GROUP
+    # Heads are the fastest index of the programs; blocks of queries come longest first.
+    head = tl.program_id(0) % H
+    record = tiles_ptr + tl.program_id(0) // H * 5
+    first, row0, end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    group = head // GROUP
+    row = row0 + tl.arange(0, BLOCK_M)
+    ok = row < end
+    at = row.to(tl.int64)[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
+    q = tl.load(q_ptr + at, mask=ok[:, None], other=0.0)
+    do = tl.load(do_ptr + at, mask=ok[:, None], other=0.0)
+    line = head.to(tl.int64) * line_stride + row
+    lse = tl.load(lse_ptr + line, mask=ok, other=float("inf"))
+    delta = tl.load(delta_ptr + line, mask=ok, other=0.0)
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
+    # The stem, all of whose keys are seen; then whole blocks of keys of the run up to the diagonal,
+    # then masked ones.
+    if SHARED:
+        for k0 in range(tl.load(record + 3), tl.load(record + 4), BLOCK_N):
+            dq = _dq_step(
+                k_desc, v_desc, ks_ptr, vs_ptr, line_stride, k0, group, q, do, lse, delta, dq, row,
+                scale, False, SCALED, D, BLOCK_N,
+            )  # fmt: skip
+    middle = first + (row0 + 1 - first) // BLOCK_N * BLOCK_N
+    for k0 in range(first, middle, BLOCK_N):
+        dq = _dq_step(
+            k_desc, v_desc, ks_ptr, vs_ptr, line_stride, k0, group, q, do, lse, delta, dq, row,
+            scale, False, SCALED, D, BLOCK_N,
+        )  # fmt: skip
+    for k0 in range(middle, tl.minimum(row0 + BLOCK_M, end), BLOCK_N):
+        dq = _dq_step(
+            k_desc, v_desc, ks_ptr, vs_ptr, line_stride, k0, group, q, do, lse, delta, dq, row,
+            scale, True, SCALED, D, BLOCK_N,
+        )  # fmt: skip
+    tl.store(dq_ptr + at, (dq * scale).to(tl.bfloat16), mask=ok[:, None])
+
+
+def _lines(scales: Tensor, width: int) -> Tensor:
+    """Return scales [T, G] as lines [G, width], padded with zeros."""
+    out = scales.new_zeros(scales.shape[1], width)
+    out[:, : len(scales)] = scales.T
+    return out
+
+
 def attention_backward(
-    do: Tensor,
-    q: Tensor,
-    codes: KeyValueCodes,
-    o: Tensor,
-    lse: Tensor,
-    tiles: QueryTiles,
+    do: Tensor, q: Tensor, codes: KeyValueCodes, o: Tensor, lse: Tensor, tiles: QueryTiles
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, and of the keys and values that the codes stand for.
 
     Args:
-        do: bfloat16 [T, H, D], the gradient of the output.
+        do: bfloat16 [T, H, D], contiguous, the gradient of the output.
         q: bfloat16 [T, H, D], rotated.
         codes: keys and values [T, G, D], as the forward read them.
         o: bfloat16 [T, H, D], the output of the forward.
@@ -351,12 +439,8 @@ def attention_backward(
         dQ [T, H, D], dK and dV [T, G, D], bfloat16 (straight-through).
     """
     group = check_queries(q, codes)
-    if do.dtype != q.dtype or do.shape != q.shape or not do.is_contiguous():
-        raise ValueError(
-            f"do: contiguous {q.dtype} {list(q.shape)} expected, got {do.dtype} {list(do.shape)}"
-        )
-    if codes.k.ndim != 3 or not len(tiles.query_tiles):
-        raise ValueError("the backward is for packed sequences, not for pages")
+    assert (do.dtype, do.shape, do.is_contiguous()) == (q.dtype, q.shape, True)
+    assert len(tiles.query_tiles), "pages have no backward"
     tokens, heads, head_dim = q.shape
     groups = codes.num_heads
     scale = 1.0 / math.sqrt(head_dim)
@@ -369,19 +453,20 @@ def attention_backward(
     )
     dq, dk, dv = torch.empty_like(q), q.new_empty(codes.k.shape), q.new_empty(codes.v.shape)
 
-    def rows(x: Tensor) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(x.view(tokens, -1), [_STEP, head_dim])
+    def rows(x: Tensor, height: int = _STEP) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(x.view(tokens, -1), [height, head_dim])
 
-    # Key-value heads whose dS is kept at once: all of them, or as many as fit, in turns. Where not
-    # even one fits, dQ is computed from the start. Tensors that a kernel does not read are stood in
-    # for by others, since it takes no None.
+    # Key-value heads whose dS is kept at once: all of them, or as many as fit, in turns. If not
+    # even one fits, dQ is computed from the start. A kernel takes no None, so other tensors stand
+    # for those that it does not read.
     k_scales, v_scales = (delta if s is None else s for s in (codes.k_scales, codes.v_scales))
     of_parts = tiles.num_parts * part_bytes(head_dim)
     at_once = STORED_DS_BYTES // (group * tiles.stored_tiles * DS_TILE_BYTES + of_parts)
     store, count = at_once > 0, min(groups, max(1, at_once)) if at_once else groups
-    q_rows, do_rows, ds_rows = rows(q), rows(do), None
+    q_rows, do_rows = rows(q), rows(do)
+    ds_rows, key_rows = q_rows, q_rows
     if store:
-        keys = scaled_keys(codes)
+        key_rows = rows(scaled_keys(codes), BACKWARD_KEYS)
         stored = q.new_empty(count * group * tiles.stored_tiles * BACKWARD_KEYS, _STEP)
         ds_rows = TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, _STEP])
     sums = delta if not of_parts else q.new_empty(count * of_parts // 4, dtype=torch.float32)
@@ -389,16 +474,32 @@ def attention_backward(
     for first in range(0, groups, count):
         here = min(count, groups - first)
         dkdv_kernel[(here * len(tiles.key_tiles),)](
-            q_rows, codes.k, codes.v, k_scales, v_scales, do_rows, ds_rows or q_rows, lse2, delta,
+            q_rows, codes.k, codes.v, k_scales, v_scales, do_rows, ds_rows, lse2, delta,
             dk, dv, sums, tiles.key_tiles, tiles.branches, width, scale, first, here,
             tiles.stored_tiles, groups, group, head_dim, codes.scaled, _STEP, BACKWARD_KEYS, store,
             tiles.shared,
             num_warps=8, num_stages=3,
         )  # fmt: skip
         if of_parts:
-            add_parts(sums, dk, dv, tiles, scale, first, here)
+            grid = (here * len(tiles.divided_key_tiles), BACKWARD_KEYS // _ROWS)
+            add_parts_kernel[grid](
+                sums, dk, dv, tiles.divided_key_tiles, scale, first, here, groups, head_dim,
+                BACKWARD_KEYS, _ROWS, num_warps=4,
+            )  # fmt: skip
         if store:
-            dq_of_stored(stored, keys, dq, tiles, scale, first, here, group)
+            dq_stored_kernel[(here * group * len(tiles.stored_query_tiles),)](
+                ds_rows, key_rows, dq, tiles.stored_query_tiles, scale, first, here * group,
+                tiles.stored_tiles, heads, group, head_dim, BACKWARD_QUERIES, BACKWARD_KEYS,
+                tiles.shared, num_warps=4, num_stages=3,
+            )  # fmt: skip
     if not store:
-        recomputed_dq(q, do, codes, lse2, delta, dq, tiles, width, scale, group)
+        k_scales, v_scales = (
+            delta if s is None else _lines(s, width) for s in (codes.k_scales, codes.v_scales)
+        )
+        dq_kernel[(heads * len(tiles.query_tiles),)](
+            q, rows(codes.k.to(q.dtype)), rows(codes.v.to(q.dtype)), k_scales, v_scales, do, lse2,
+            delta, dq, tiles.query_tiles, width, scale, groups, group, head_dim, codes.scaled,
+            BACKWARD_QUERIES, _STEP, tiles.shared,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
     return dq, dk, dv

@@ -82,11 +82,11 @@ def backward_lists(runs: Sequence[Run]) -> BackwardLists:
         stem = runs[run.stem] if run.stem >= 0 else Run(start, 0, -1)
         step = num_blocks[run.stem] if run.stem >= 0 else 0
         for j, first_row in enumerate(range(start, end, BACKWARD_KEYS)):
-            # Block of keys j meets the run's blocks of queries from 2 j on; where its tiles of dS
-            # begin is the sum of the counts before. The first tile is shared with block 2 j.
+            # Block of keys j meets the run's blocks of queries from 2 j on; its tiles of dS
+            # begin at the sum of the counts before. The first tile is shared with block 2 j.
             per_key = BACKWARD_KEYS // BACKWARD_QUERIES
             first_tile = own + j * (blocks - j - 1) + per_key * j
-            tile = _KeyTile(first_row, end, first_tile, with_branches[i] + j * num_blocks[i])
+            tile = (first_row, end, first_tile, with_branches[i] + j * num_blocks[i])
             work += _key_tiles(lists, tile, blocks - per_key * j, branches[i], most)
             with_stem = with_branches[run.stem] + first_block[i] + per_key * j
             of_stem = (stem.start, stem.length // BACKWARD_KEYS, with_stem, step)
@@ -106,19 +106,17 @@ def backward_lists(runs: Sequence[Run]) -> BackwardLists:
     return lists
 
 
-class _KeyTile(NamedTuple):
-    """A block of keys of a run."""
-
-    row: int
-    end: int
-    first_tile: int
-    with_branches: int
-
-
 def _key_tiles(
-    lists: BackwardLists, tile: _KeyTile, own: int, branches: Sequence[Run], most: int
+    lists: BackwardLists, tile: tuple[int, ...], own: int, branches: Sequence[Run], most: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the entries of `key_tiles` of a block of keys, one for each part, and their work."""
+    """Return the entries of `key_tiles` of a block of keys, one for each part, and their work.
+
+    Args:
+        tile: first key row, end row of its run, first tile of dS, and the first with branches.
+        own: the run's own blocks of queries that see the keys.
+        most: blocks of queries of a part.
+    """
+    row, end, first_own_tile, with_branches = tile
     # Each part is as many branches as make no more than `most` blocks with what it has already.
     parts, counts = [own], [0]
     for branch in branches:
@@ -129,13 +127,13 @@ def _key_tiles(
         counts[-1] += 1
     divided = len(parts) > 1
     if divided:
-        lists.divided_key_tiles.append((tile.row, lists.num_parts, len(parts)))
+        lists.divided_key_tiles.append((row, lists.num_parts, len(parts)))
     first = len(lists.branches)
     entries: list[tuple[int, tuple[int, ...]]] = []
     for part, (blocks, count) in enumerate(zip(parts, counts, strict=True)):
         place = lists.num_parts + part if divided else -1
-        first_tile = -1 if part else tile.first_tile
-        record = (tile.row, tile.end, first_tile, first, count, tile.with_branches, place)
+        first_tile = -1 if part else first_own_tile
+        record = (row, end, first_tile, first, count, with_branches, place)
         entries.append((blocks, record))
         first += count
     lists.num_parts += len(parts) if divided else 0

@@ -184,7 +184,7 @@ def _sum_down(t):
     and j + 8 instead, so rows 2i and 2i + 1 are two threads'.
     """
     # Rows 2i + (0 or 1) along axis 1, so that each of the three steps below adds one row to the
-    # running sum; where a step wants one of two neighbors, a zero stands for the other.
+    # running sum; if a step wants one of two neighbors, a zero stands for the other.
     low, high = _halves(t, 0)  # rows j and j + 8 of a thread
     low = low.reshape([4, 2, t.shape[1]])
     high = high.reshape([4, 2, t.shape[1]])
@@ -242,7 +242,7 @@ def softmax_block(
         SCORE_SCALE: `score_scale`.
         KEYS: the axis of the keys.
     """
-    # Scores to base-2 logits x. Without scales this waits for the exponent, where it costs nothing:
+    # Scores to base-2 logits x. Without scales this waits for the exponent and costs nothing there:
     # one positive factor for all keys changes no comparison.
     if SCALED:
         s = gl.fma(s, _factor(factors, 0, s, KEYS), _factor(factors, 1, s, KEYS))

@@ -48,26 +48,14 @@ from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 
 @gluon.jit(do_not_specialize=["scale_stride", "max_splits"])
 def combine_kernel(
-    part_ptr,
-    state_ptr,
-    keys_ptr,
-    o_ptr,
-    scales_ptr,
-    scale_stride,
-    max_splits,
-    H: gl.constexpr,
-    D: gl.constexpr,
-    SPLIT_LENGTH: gl.constexpr,
-    SCALED: gl.constexpr,
+    part_ptr, state_ptr, keys_ptr, o_ptr, scales_ptr, scale_stride, max_splits,
+    H: gl.constexpr, D: gl.constexpr, SPLIT_LENGTH: gl.constexpr, SCALED: gl.constexpr,
     CHUNK: gl.constexpr,
-    QUANTIZE: gl.constexpr,
-    MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-):
+    QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
     """Fold the splits of one head of one row in order, by one warp.
 
-    Rows are sequences, or their queries where they have several. All queries of a sequence left as
+    Rows are sequences, or their queries if they have several. All queries of a sequence left as
     many splits as its last one has: for a query that sees fewer, empty ones, which change no bit.
 
     Args:
@@ -136,7 +124,7 @@ def _start_first_pages(
     `count` newest keys.
     """
     # Copies are counted in groups, and waits name how many of the latest groups may still be under
-    # way; so a group is committed at each step, also where it is empty. Groups 0 and 1 are the
+    # way; so a group is committed at each step, even an empty one. Groups 0 and 1 are the
     # first two pages, as far as they are older than the newest key's: the previous kernel writes
     # the newest key and value, and nothing of the pages before.
     newest = gl.maximum(length - count, 0) // BLOCK_N
@@ -312,7 +300,7 @@ def attend_decode(
 ) -> Tensor:
     """Return the attention of one query per sequence, or of a few, over its pages.
 
-    With several queries a sequence, each has the bits that it has alone: a query sees the keys up
+    With several queries per sequence, each has the bits that it has alone: a query sees the keys up
     to its own, in the same blocks and splits.
 
     May be captured in a CUDA graph. There, the previous kernel may write q and the newest key and
@@ -327,7 +315,7 @@ def attend_decode(
         max_length: at least the longest length; it sizes the launch and never the arithmetic. A
             context with more splits than max_length has comes out as NaN.
         split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
-        queries: where several queries of a sequence lie; rows of padding come out as anything.
+        queries: the rows of several queries per sequence; rows of padding come out as anything.
     """
     o = torch.empty_like(q)
     batch_pages = (block_tables, lengths, max_length)
@@ -385,24 +373,12 @@ def _launch(
     group = check_queries(q, pages)
     rows, heads, head_dim = q.shape
     batch, width = len(block_tables), 1 if queries is None else queries.most
-    if pages.k.ndim != 4 or pages.k.shape[1] != BLOCK_KEYS:
-        raise ValueError(f"pages of {BLOCK_KEYS} tokens expected, got k {list(pages.k.shape)}")
-    if block_tables.dtype != torch.int32 or block_tables.ndim != 2 or block_tables.stride(1) != 1:
-        raise ValueError(
-            f"block tables: int32 [B, N] with contiguous rows expected, got {block_tables.dtype} "
-            f"{list(block_tables.shape)}"
-        )
-    if queries is not None:
-        queries.check(batch, rows)
-    if lengths.dtype != torch.int32 or lengths.shape != (batch,):
-        raise ValueError(
-            f"lengths: int32 [{batch}] expected, got {lengths.dtype} {list(lengths.shape)}, with "
-            f"{batch} block tables"
-        )
-    if queries is None and rows != batch:
-        raise ValueError(f"{rows} rows for {batch} sequences of one query each")
-    if block_tables.shape[1] * BLOCK_KEYS < max_length or max_length < 1:
-        raise ValueError(f"{block_tables.shape[1]} pages a row cannot hold {max_length} tokens")
+    assert pages.k.ndim == 4, "packed keys"
+    assert pages.k.shape[1] == BLOCK_KEYS, f"pages of {pages.k.shape[1]} tokens"
+    assert (block_tables.dtype, block_tables.stride(1)) == (torch.int32, 1)
+    assert (lengths.dtype, lengths.shape) == (torch.int32, (batch,))
+    assert queries is not None or rows == batch, "several queries"
+    assert 1 <= max_length <= block_tables.shape[1] * BLOCK_KEYS, f"{max_length} tokens"
     splits = -(-max_length // split_keys)
     # One split leaves no state; the kernel is the same, so that it is not compiled again for more.
     states = splits if splits > 1 else 0

@@ -68,20 +68,10 @@ from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 
 @gluon.jit(do_not_specialize=["num_blocks"])
 def stage_keys_kernel(
-    k_ptr,
-    v_ptr,
-    ks_ptr,
-    vs_ptr,
-    blocks_ptr,
-    kv_out,
-    f_out,
-    num_blocks,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    SCALED: gl.constexpr,
+    k_ptr, v_ptr, ks_ptr, vs_ptr, blocks_ptr, kv_out, f_out, num_blocks,
+    G: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
-):
+):  # fmt: skip
     """Stage one block of 64 keys and values of one key-value head, and the keys' factors.
 
     Args:
@@ -158,8 +148,7 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
     Args:
         codes: a packed batch [T, G, D], or pages [P, 64, G, D].
     """
-    if codes.k.ndim == 4 and codes.k.shape[1] != BLOCK_KEYS:
-        raise ValueError(f"pages of {BLOCK_KEYS} tokens expected, got k {list(codes.k.shape)}")
+    assert codes.k.ndim == 3 or codes.k.shape[1] == BLOCK_KEYS, f"pages of {codes.k.shape[1]}"
     groups, head_dim, num_blocks = codes.num_heads, codes.head_dim, len(tiles.key_blocks)
     dtype = torch.float16 if codes.scaled else torch.bfloat16
     rows = groups * num_blocks
@@ -196,16 +185,9 @@ def _item_of_turn(turn):
 
 @gluon.jit
 def _load_blocks(
-    kv_desc,
-    f_desc,
-    tiles_ptr,
-    ring,
-    num_items,
-    num_key_blocks,
-    H: gl.constexpr,
-    GROUP: gl.constexpr,
-    SCALED: gl.constexpr,
-):
+    kv_desc, f_desc, tiles_ptr, ring, num_items, num_key_blocks,
+    H: gl.constexpr, GROUP: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
     """Load the blocks of all of the program's tiles, as stages become free: the loading warp."""
     # `base` counts the blocks of the tiles before, so that stages and the phases of their barriers
     # run through from tile to tile; the warpgroups count alike.
@@ -384,31 +366,12 @@ def _attend_rows(
 # Sizes change from batch to batch, and what they are divisible by is of no use here.
 @gluon.jit(do_not_specialize=["num_items", "num_key_blocks", "lse_stride", "scale_stride"])
 def forward_kernel(
-    q_ptr,
-    kv_desc,
-    f_desc,
-    o_ptr,
-    o_scales_ptr,
-    lse_ptr,
-    scratch_ptr,
-    tiles_ptr,
-    num_items,
-    num_key_blocks,
-    lse_stride,
-    scale_stride,
-    H: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
-    SCALED: gl.constexpr,
-    SCORE_SCALE: gl.constexpr,
-    QUANTIZE: gl.constexpr,
-    MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-):
+    q_ptr, kv_desc, f_desc, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr,
+    num_items, num_key_blocks, lse_stride, scale_stride,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
+    SPLIT: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr,
+    QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
     """Attend with tiles of 192 queries of one head to all keys that they see.
 
     An item of work is a tile and a head. The grid is one program per SM, or fewer if
@@ -491,14 +454,30 @@ def attend_tiles(
     return o, _launch(q, staged, tiles, o, None, "fp32", split_keys)
 
 
-def attend_tiles_quantized(
+def attend_prefill(
+    q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
+) -> Tensor:
+    """Return the attention of prefill chunks over pages that hold their own keys and values, too.
+
+    Costs one pass over the contexts' keys and values in addition to the attention itself, so it is
+    meant for chunks of a few hundred tokens or more.
+
+    Args:
+        q: bfloat16 [T, H, D], rotated.
+        pages: keys and values [P, 64, G, D].
+        tiles: the work, of `QueryTiles.paged`.
+    """
+    return attend_tiles(q, stage_keys(pages, tiles), tiles, split_keys)[0]
+
+
+def attend_prefill_quantized(
     q: Tensor,
-    staged: StagedKeys,
+    pages: KeyValueCodes,
     tiles: QueryTiles,
     scales: str = "fp32",
     split_keys: int = SPLIT_KEYS,
 ) -> QTensor:
-    """Return `quantize_rows(attend_tiles(...)[0].flatten(1))`, with the same bits.
+    """Return `quantize_rows(attend_prefill(...).flatten(1))`, with the same bits.
 
     With head_dim 128 the BF16 rows are never written; with 64 a group is two heads, and the
     quantizer runs after.
@@ -511,10 +490,10 @@ def attend_tiles_quantized(
     """
     tokens, heads, head_dim = q.shape
     if head_dim != FP8_BLOCK:
-        attended, _ = attend_tiles(q, staged, tiles, split_keys)
+        attended = attend_prefill(q, pages, tiles, split_keys)
         return quantize_rows(attended.flatten(1), scales=scales)
     rows = empty_row_groups(tokens, heads * head_dim, FORMATS["e4m3"][0], q.device)
-    _launch(q, staged, tiles, rows.codes, rows.scales, scales, split_keys)
+    _launch(q, stage_keys(pages, tiles), tiles, rows.codes, rows.scales, scales, split_keys)
     return rows
 
 
@@ -530,8 +509,7 @@ def _launch(
     """Check the arguments of `attend_tiles`, launch the kernel, and return the log-sum-exp."""
     group = check_queries(q, staged.codes)
     num_queries, heads, head_dim = q.shape
-    if num_queries != tiles.num_queries:
-        raise ValueError(f"{num_queries} queries, but the tiles are cut for {tiles.num_queries}")
+    assert num_queries == tiles.num_queries, "the tiles are cut for another number of queries"
     assert TILE_ROWS == 3 * 64, "the kernel has three warpgroups of 64 rows"
     lse = q.new_empty(heads, num_queries, dtype=torch.float32)
     # Contexts of one split need no scratch. A kernel takes no None, so `lse` stands for a tensor

@@ -26,65 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.core import SPLIT_KEYS
-from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
-from jetrl.kernels.attention.forward import (
-    StagedKeys,
-    attend_tiles,
-    attend_tiles_quantized,
-    stage_keys,
-)
-from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
-from jetrl.precision.quantize import QTensor
-
-__all__ = [
-    "SPLIT_KEYS",
-    "KeyValueCodes",
-    "QueryTiles",
-    "StagedKeys",
-    "attend_decode",
-    "attend_decode_quantized",
-    "attend_prefill",
-    "attend_prefill_quantized",
-    "attend_tiles",
-    "stage_keys",
-    "stored_values",
-]
-
-
-def attend_prefill(
-    q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
-) -> Tensor:
-    """Return the attention of prefill chunks over pages that hold their own keys and values, too.
-
-    Costs one pass over the contexts' keys and values besides the attention itself, so it is meant
-    for chunks of a few hundred tokens or more.
-
-    Args:
-        q: bfloat16 [T, H, D], rotated.
-        pages: keys and values [P, 64, G, D].
-        tiles: the work, of `QueryTiles.paged`.
-        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
-    """
-    return attend_tiles(q, stage_keys(pages, tiles), tiles, split_keys)[0]
-
-
-def attend_prefill_quantized(
-    q: Tensor,
-    pages: KeyValueCodes,
-    tiles: QueryTiles,
-    scales: str = "fp32",
-    split_keys: int = SPLIT_KEYS,
-) -> QTensor:
-    """Return `quantize_rows(attend_prefill(...).flatten(1))`, with the same bits.
-
-    Args:
-        scales: "fp32", or "pow2" for scales that are powers of two.
-
-    Returns:
-        Rows of 1 x 128 groups [T, H * D].
-    """
-    return attend_tiles_quantized(q, stage_keys(pages, tiles), tiles, scales, split_keys)
+from jetrl.kernels.attention.core import SPLIT_KEYS as SPLIT_KEYS
+from jetrl.kernels.attention.decode import attend_decode as attend_decode
+from jetrl.kernels.attention.decode import attend_decode_quantized as attend_decode_quantized
+from jetrl.kernels.attention.forward import attend_prefill as attend_prefill
+from jetrl.kernels.attention.forward import attend_prefill_quantized as attend_prefill_quantized
+from jetrl.kernels.attention.forward import attend_tiles as attend_tiles
+from jetrl.kernels.attention.forward import stage_keys as stage_keys
+from jetrl.kernels.attention.layout import KeyValueCodes as KeyValueCodes
+from jetrl.kernels.attention.layout import QueryTiles as QueryTiles
 
 
 def stored_values(codes: KeyValueCodes, slots: Tensor | None = None) -> Tensor:

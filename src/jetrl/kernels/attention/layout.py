@@ -50,29 +50,16 @@ class KeyValueCodes:
     v_scales: Tensor | None
 
     def __post_init__(self) -> None:
-        formats = ("bf16",) if self.k_scales is None else tuple(CODES)
-        dtypes = [stored_dtype(format) for format in formats]
-        expected = " or ".join(map(str, dtypes))
-        for name, codes, scales in (("k", self.k, self.k_scales), ("v", self.v, self.v_scales)):
-            right = codes.dtype in dtypes and codes.shape == self.k.shape
-            if not right or not codes.is_contiguous():
-                raise ValueError(
-                    f"{name}: contiguous {expected} of shape {list(self.k.shape)} expected, got "
-                    f"{codes.dtype} {list(codes.shape)} with strides {codes.stride()}"
-                )
-            if (scales is None) != (self.k_scales is None):
-                raise ValueError("keys and values must both have scales, or neither")
-            if scales is not None and (
-                scales.dtype != torch.float32
-                or scales.shape != codes.shape[:-1]
-                or not scales.is_contiguous()
-            ):
-                raise ValueError(
-                    f"{name} scales: contiguous float32 of shape {list(codes.shape[:-1])} "
-                    f"expected, got {scales.dtype} {list(scales.shape)}"
-                )
-        if self.k.shape[-1] not in (64, 128):
-            raise ValueError(f"head_dim must be 64 or 128 on the GPU, got {self.k.shape[-1]}")
+        scaled, head_dim = self.k_scales is not None, self.k.shape[-1]
+        dtypes = [stored_dtype(format) for format in (CODES if scaled else ("bf16",))]
+        assert head_dim in (64, 128), f"heads of {head_dim}"
+        for codes, scales in ((self.k, self.k_scales), (self.v, self.v_scales)):
+            assert codes.dtype in dtypes, f"{codes.dtype}, scales: {scaled}"
+            assert (codes.shape, codes.is_contiguous()) == (self.k.shape, True)
+            assert (scales is not None) == scaled, "keys and values both have scales, or neither"
+            if scales is not None:
+                assert (scales.dtype, scales.shape) == (torch.float32, codes.shape[:-1])
+                assert scales.is_contiguous()
 
     @property
     def scaled(self) -> bool:
@@ -96,20 +83,12 @@ def check_queries(q: Tensor, codes: KeyValueCodes) -> int:
     Args:
         q: bfloat16 [T, H, D], contiguous and on the GPU of the keys.
     """
-    if q.dtype != torch.bfloat16 or q.ndim != 3 or not q.is_contiguous():
-        raise ValueError(
-            f"q: contiguous bfloat16 [T, H, D] expected, got {q.dtype} {list(q.shape)} "
-            f"with strides {q.stride()}"
-        )
-    if q.device != codes.k.device or q.device.type != "cuda":
-        raise ValueError(f"q on {q.device} and keys on {codes.k.device}: one GPU expected")
     heads, head_dim = q.shape[1:]
     group, rest = divmod(heads, codes.num_heads)
-    if head_dim != codes.head_dim or rest or not 1 <= group <= 16:
-        raise ValueError(
-            f"{heads} query heads of {head_dim} do not fit {codes.num_heads} key-value heads of "
-            f"{codes.head_dim}: at most 16 query heads share one, all of one size"
-        )
+    assert (q.dtype, q.ndim, q.is_contiguous()) == (torch.bfloat16, 3, True)
+    assert q.device.type == codes.k.device.type == "cuda"
+    assert (head_dim, rest) == (codes.head_dim, 0), f"{heads} query heads of {head_dim}"
+    assert 1 <= group <= 16, f"{group} query heads share a key-value head: at most 16 can"
     return group
 
 
@@ -138,7 +117,7 @@ class QueryTiles:
             first tile of dS (-1 in the later parts of a stem's, which leave out the run's own
             queries); then, of a stem: the first entry of `branches`, how many entries there are,
             and its first tile of dS with branches; then the place of its sums among those of all
-            parts, -1 where the tile is no part.
+            parts, -1 if the tile is not a part.
         divided_key_tiles: int32 [., 3], the blocks of 128 keys of stems whose queries are divided
             into parts: first key row, place of the first part's sums, number of parts.
         query_tiles: int32 [., 5], the backward's of 64 queries: first row of the run, first query
@@ -182,14 +161,13 @@ class QueryTiles:
             stem_of: the number of the run that is the stem of each run, an earlier one; -1 for a
                 stem, and for a whole sequence. None: all are whole sequences.
         """
-        starts, lengths = list(cu_seqlens[:-1]), _lengths(cu_seqlens)
+        starts, lengths = list(cu_seqlens[:-1]), [b - a for a, b in itertools.pairwise(cu_seqlens)]
+        assert (cu_seqlens[0], min(lengths, default=1) > 0) == (0, True), "an empty run"
         stems = [-1] * len(lengths) if stem_of is None else list(stem_of)
         for i, stem in enumerate(stems):
-            if stem >= 0 and (stem >= i or stems[stem] >= 0 or lengths[stem] % BACKWARD_KEYS):
-                raise ValueError(
-                    f"run {i}: its stem must be an earlier run, without a stem, of whole blocks of "
-                    f"{BACKWARD_KEYS} rows; got run {stem}"
-                )
+            assert stem < i, "a stem is an earlier run"
+            if stem >= 0:
+                assert (stems[stem], lengths[stem] % BACKWARD_KEYS) == (-1, 0), "of whole blocks"
         # A block may reach past its run, or past the batch: only its valid keys are read.
         blocks = [
             [s + b for b in range(0, n, BLOCK_KEYS)] for s, n in zip(starts, lengths, strict=True)
@@ -219,20 +197,10 @@ class QueryTiles:
             zip(query_lengths, context_lengths, block_tables, strict=True)
         ):
             pages = -(-context // BLOCK_KEYS)
-            if not 0 < queries <= context or len(table) < pages:
-                raise ValueError(
-                    f"sequence {i}: {queries} queries, {context} keys and {len(table)} pages"
-                )
+            assert 0 < queries <= context, f"sequence {i}: {queries} queries, {context} keys"
+            assert len(table) >= pages, f"sequence {i}: {len(table)} pages"
             blocks.append([page * BLOCK_KEYS for page in table[:pages]])
         return _build(query_lengths, context_lengths, blocks, None, device)
-
-
-def _lengths(cu_seqlens: Sequence[int]) -> list[int]:
-    """Return the lengths of packed sequences, none of which may be empty."""
-    lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)]
-    if cu_seqlens[0] != 0 or min(lengths, default=1) < 1:
-        raise ValueError(f"cu_seqlens must start at 0 and increase, got {list(cu_seqlens)[:9]}")
-    return lengths
 
 
 def _build(
@@ -308,16 +276,3 @@ class SequenceQueries:
     first: Tensor
     keys: Tensor
     most: int
-
-    def check(self, batch: int, rows: int) -> None:
-        """Raise ValueError unless the tensors are int32 and of the shapes of a forward."""
-        for name, x, shape in (
-            ("counts", self.counts, (batch,)),
-            ("first", self.first, (batch,)),
-            ("keys", self.keys, (rows,)),
-        ):
-            if x.dtype != torch.int32 or x.shape != shape:
-                raise ValueError(
-                    f"{name} of queries: int32 {list(shape)} expected, got {x.dtype} "
-                    f"{list(x.shape)}"
-                )

@@ -2,7 +2,7 @@
 
 A page is one block of `attention.core`. It is copied into one of two stages of shared memory and
 multiplied there with all query heads of a key-value head at once. A tile's columns are these heads,
-of one query or, where drafts are verified, of several, query after query. `attention.decode`
+of one query or, if drafts are verified, of several, query after query. `attention.decode`
 explains the layouts. A result is an output, or the state of a split.
 """
 
@@ -167,8 +167,8 @@ def store_split(
         acc: float32 [D, COLUMNS], the outputs before they are normalized, in the layout mma.
         m: float32 [COLUMNS], the maxima.
         total: float32 [COLUMNS], the sums.
-        o_ptr: where finished outputs go, as of `_store_heads`.
-        part_ptr: where a split's outputs go, as of `_store_state`.
+        o_ptr: the place of finished outputs, as of `_store_heads`.
+        part_ptr: the place of a split's outputs, as of `_store_state`.
     """
     # Folding the only split into the empty state would change no bit, so it is finished here; and
     # so a query that sees one split next to one that sees two may leave its state as that one does.

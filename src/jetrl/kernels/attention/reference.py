@@ -1,7 +1,7 @@
 """Causal attention over keys and values as they are stored: the reference.
 
 One function serves decode, prefill and training: a query at position p sees keys 0..p of its own
-sequence. What differs between the callers is only where keys and values lie; here they come as
+sequence. The callers differ only in the place of keys and values; here they come as
 dense arrays, gathered from pages or cut from a packed batch, with padding that changes no bit:
 
     s = (q . k) * k_scale / sqrt(D)     the dot product exact, then float32
@@ -224,7 +224,7 @@ def attend_packed(
         v: like q, [T, G, D].
         cu_seqlens: int64 [S + 1], first row of each sequence, then their sum of rows.
         kv_format: `PrecisionPlan.kv`, how keys and values are stored.
-        row_of: int64, for each row that cu_seqlens counts its row in q, where sequences share their
+        row_of: int64, for each row that cu_seqlens counts its row in q, if sequences share their
             first rows (`models.packed`); None: the row itself.
     """
     o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales, row_of)
@@ -267,7 +267,7 @@ class _PackedAttention(torch.autograd.Function):
         do = grads[0]
         k, v = stored_values(k_codes, k_scales), stored_values(v_codes, v_scales)
         # Rows that sequences share get the sum over these; the gradient of their output, which is
-        # one row too, counts in the first sequence alone.
+        # one row too, counts only in the first sequence.
         first = None if row_of is None else _first_of_each(row_of)
         totals = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
         for rows, _, valid in _dense_batches(cu_seqlens):
