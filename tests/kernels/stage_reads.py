@@ -33,7 +33,7 @@ class Instruction(NamedTuple):
 
 
 class State(NamedTuple):
-    """What may be under way at an instruction."""
+    """The loads and fences that may be under way at an instruction."""
 
     reads: frozenset[tuple[str, int]] = frozenset()  # loads: address and scoreboard
     fences: frozenset[tuple[int, str]] = frozenset()  # a fence's scoreboard, a load before it
