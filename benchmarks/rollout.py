@@ -53,7 +53,7 @@ from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.policy import Policy
 from jetrl.precision.linear import Linear
 from jetrl.precision.quantized_weight import operand_tensors
-from jetrl.rollout.decode_forward import padded_batch, padded_context
+from jetrl.rollout.decode import padded_batch, padded_context
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions, Progress
 from jetrl.types import Completion, SamplingParams
@@ -143,7 +143,7 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
         "floor_ms": round(floor / copy_bandwidth() * 1e3, 3),
         "share_of_floor": round(floor / copy_bandwidth() / step, 3),
         "decode_tokens_per_s": round(batch / step),
-        "tokens_per_s": round(stats.tokens_per_s),
+        "tokens_per_s": round(stats.tokens_drawn / stats.seconds),
         "prefill_tokens_per_s": round(stats.tokens_prefilled / stats.prefill_s),
         "idle_share": round(stats.device_idle_s / stats.seconds, 4),
         "peak_gib": round(peak_bytes() / 2**30, 1),
@@ -244,7 +244,7 @@ def run_tailed(policy: Policy, name: str) -> Row:
         "mean_length": round(float(lengths.mean())),
         "longest": steps,
         "mean_running": round(float(alive.mean()), 1),
-        "tokens_per_s": round(stats.tokens_per_s),
+        "tokens_per_s": round(stats.tokens_drawn / stats.seconds),
         "seconds": round(stats.seconds, 2),
         "floor_s": round(floor, 2),
         "share_of_floor": round(floor / stats.seconds, 3),

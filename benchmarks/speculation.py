@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +55,11 @@ from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
 from jetrl.rollout.draft_widths import DraftWidths, Width
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.launched_step import to_device
+from jetrl.rollout.launched_step import LaunchedStep, to_device
 from jetrl.rollout.options import GenerateOptions, RolloutStats
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.sizes import padded_batch
-from jetrl.rollout.speculation import Speculation, Spent
+from jetrl.rollout.speculation import Speculation
 from jetrl.types import Completion, SamplingParams
 
 _SHORT_S = 20  # Calls without speculation that are shorter run twice.
@@ -253,11 +254,28 @@ class FixedWidth(DraftWidths):
         return Width(self._most, min(int(size * self._share), size * self._most), True)
 
 
+@dataclass
+class Spent:
+    """Time and tokens of the forwards of one size.
+
+    Attributes:
+        sequences: Forwards times their sequences; each draws at least one token.
+    """
+
+    forwards: int = 0
+    seconds: float = 0.0
+    sequences: int = 0
+    tokens: int = 0
+
+
 class KnownDrafts(Speculation):
     """Drafts that are known completions, with wrong tokens among them.
 
     Args:
         mode: "auto", or "text" to verify drafts in every forward.
+
+    Attributes:
+        spent: By (sequences of the graph, maximum tokens per sequence, rows), since last cleared.
     """
 
     def __init__(
@@ -269,6 +287,7 @@ class KnownDrafts(Speculation):
         mode: str = "auto",
     ) -> None:
         super().__init__(mode, slots, max_model_len, device, head)
+        self.spent: defaultdict[tuple[int, int, int], Spent] = defaultdict(Spent)
         # The token of each position, of each slot's sequence, with room for a draft behind the
         # last; and how many are known from a position on, up to the longest draft.
         self._width = max_model_len + MAX_DRAFT + 1
@@ -312,6 +331,17 @@ class KnownDrafts(Speculation):
         first = (self._base + state.position)[rows]
         tokens = self._script.view(-1)[first[:, None] + self._behind]
         return Drafts(tokens, self._left.view(-1)[first], drafts.sources)
+
+    def take_in(self, launched: LaunchedStep, seconds: float) -> None:
+        """Count the step by the size of its forwards too."""
+        before, verify = self.stats, launched.verify
+        super().take_in(launched, seconds)
+        assert verify is not None, "a step of no size"
+        spent = self.spent[padded_batch(len(launched.step.chunks)), verify.most, verify.rows]
+        spent.forwards += launched.step.repeats
+        spent.seconds += seconds
+        spent.sequences += self.stats.sequence_forwards - before.sequence_forwards
+        spent.tokens += self.stats.tokens - before.tokens
 
 
 def differences(

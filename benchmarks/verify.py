@@ -36,7 +36,7 @@ from torch import Tensor
 
 from jetrl.kernels.decode_state import FIRST_QUALITY, MAX_DRAFT, DecodeState, Drafts
 from jetrl.models.policy import Policy
-from jetrl.rollout.decode_forward import DecodeBuffers, ForwardSize, GraphForwards
+from jetrl.rollout.decode import DecodeBuffers, ForwardSize, GraphForwards
 from jetrl.rollout.draft_widths import Width, choices
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.sizes import padded_batch
@@ -127,7 +127,7 @@ class Forwards:
         buffers.rows.fill_(buffers.idle_slot)
         buffers.rows[:count] = torch.arange(count, device=buffers.rows.device)
         torch.index_select(state.tables, 0, buffers.rows, out=buffers.tables)
-        (buffers.out if buffers.verified is None else buffers.verified).count.zero_()
+        buffers.out.count.zero_()
         torch.cuda.synchronize()
 
     def _run(self, size: ForwardSize) -> None:

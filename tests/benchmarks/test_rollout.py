@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from benchmarks.rollout import capture_graphs
 
-from jetrl.rollout.decode_forward import padded_batch, padded_context
+from jetrl.rollout.decode import padded_batch, padded_context
 from jetrl.rollout.options import GenerateOptions
 
 

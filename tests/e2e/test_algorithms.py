@@ -6,27 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.e2e.small import SMALL, without_last_checkpoint
 
 from jetrl import load_config, train
 from jetrl.errors import UserError
-from jetrl.models.tiny import make_tiny
 from jetrl.runs import RunDirectory, reproducible
 
 TINY = [
+    *SMALL,
     "task.options.max_operand=1",  # four sums: some of them are right at times
     "task.options.digits=1",
-    "sft.steps=40",
+    "sft.steps=2",
     "sft.until=none",
-    "sft.examples_per_step=8",
     "rollout.prompts_per_step=3",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_tokens=6",
-    "eval.every=0",
     "train.updates_per_step=2",
     "train.warmup_steps=0",
     "checkpoint.every=0",
-    "report.enabled=false",
-    "model.config.num_hidden_layers=1",
     "loop.steps=2",
     "algorithm.aggregation=none",
 ]
@@ -38,8 +33,8 @@ def run(path: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 def test_one_completion_a_prompt_is_no_group_that_teaches_nothing(tmp_path: Path) -> None:
-    """REINFORCE++ normalises over all of a step: it was told to compare groups that it has not."""
-    alone = ["algorithm.name=reinforce_pp", "rollout.samples_per_prompt=1", "loop.steps=5"]
+    """REINFORCE++ normalises over all of a step."""
+    alone = ["algorithm.name=reinforce_pp", "rollout.samples_per_prompt=1", "sft.steps=40"]
     lines = run(tmp_path, *alone, "rollout.prompts_per_step=8")
     assert any(line["policy/grad_norm"] > 0 for line in lines)
     assert all("reward/zero_std_groups" not in line for line in lines)
@@ -47,7 +42,7 @@ def test_one_completion_a_prompt_is_no_group_that_teaches_nothing(tmp_path: Path
 
 
 def test_dapo_draws_again_and_counts_what_it_dropped(tmp_path: Path) -> None:
-    learnt = ["sft.steps=100", "task.options.mistakes=0.0"]  # most groups are right throughout
+    learnt = ["sft.steps=60", "task.options.mistakes=0.0"]  # groups are right throughout
     lines = run(tmp_path, *learnt, "algorithm.name=dapo", "algorithm.dynamic_sampling_rounds=3")
     assert any(line["dynamic_sampling/rounds"] > 1 for line in lines)
     assert any(line["dynamic_sampling/dropped_groups"] > 0 for line in lines)
@@ -70,7 +65,7 @@ def test_a_correction_of_an_exact_flow_is_refused(tmp_path: Path) -> None:
 
 def test_asked_for_by_name_it_weighs_one(tmp_path: Path) -> None:
     name = "algorithm.correction_under_exact_plan=true"
-    lines = run(tmp_path, "algorithm.correction=icepop", name)
+    lines = run(tmp_path, "algorithm.correction=icepop", name, "loop.steps=1")
     assert all(line["correction/weight_max"] == 1 for line in lines)
     assert all(line["correction/touched_fraction"] == 0 for line in lines)
 
@@ -79,8 +74,6 @@ def test_asked_for_by_name_it_weighs_one(tmp_path: Path) -> None:
     "overrides, advised",
     [
         (["precision.preset=mixed"], True),
-        (["precision.preset=mixed", "algorithm.correction=icepop"], False),
-        (["precision.preset=bf16"], False),
         (["precision.preset=unified"], False),
         (["precision.preset=unified", "sampler_deviation.logit_noise=0.1"], True),
     ],
@@ -88,23 +81,17 @@ def test_asked_for_by_name_it_weighs_one(tmp_path: Path) -> None:
 def test_a_mismatch_without_a_correction_is_said_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], advised: bool
 ) -> None:
-    run(tmp_path, *overrides)
+    run(tmp_path, *overrides, "loop.steps=1", "sft.steps=0")
     assert ("consider algorithm.correction=tis" in capsys.readouterr().out) == advised
 
 
-PPO = ["algorithm.name=ppo", "critic.path=policy", "critic.lr=1e-3"]
-
-
 def test_ppo_resumes_with_its_critic(tmp_path: Path) -> None:
-    overrides = [*TINY, *PPO, f"run.dir={tmp_path}", "algorithm.kl=0.01"]
-    overrides += ["checkpoint.every=1", "train.schedule=constant"]
-    uncut = train(load_config("demo", [*overrides, "run.name=uncut", "loop.steps=3"]))
-    train(load_config("demo", [*overrides, "run.name=cut", "loop.steps=2"]))
-    resumed = train(load_config("demo", [*overrides, "run.name=cut", "loop.steps=3"]), resume=True)
-    lines = [
-        reproducible(RunDirectory.open(result.run_path).metrics("rl")[-1])
-        for result in (uncut, resumed)
-    ]
+    own = ["algorithm.name=ppo", "critic.path=policy", "critic.lr=1e-3", "sft.steps=30"]
+    overrides = [*TINY, *own, f"run.dir={tmp_path}", "checkpoint.every=1", "checkpoint.keep_last=2"]
+    uncut = train(load_config("demo", [*overrides, "run.name=uncut"])).run_path
+    cut = without_last_checkpoint(uncut, tmp_path / "cut")
+    train(load_config("demo", [*overrides, "run.name=cut"]), resume=True)
+    lines = [reproducible(RunDirectory.open(run).metrics("rl")[-1]) for run in (uncut, cut)]
     assert lines[0] == lines[1]
     assert lines[0]["critic/grad_norm"] > 0
     assert lines[0]["mismatch/num_different"] == 0
@@ -118,15 +105,9 @@ def test_ppo_without_a_critic_is_refused() -> None:
 
 
 def test_a_reference_of_ones_own_measures(tmp_path: Path) -> None:
-    train(load_config("demo", [*TINY, f"run.dir={tmp_path}", "run.name=first"]))
-    lines = run(tmp_path, f"reference.path={tmp_path / 'first' / 'model'}")
+    train(load_config("demo", [*TINY, f"run.dir={tmp_path}", "run.name=first", "loop.steps=0"]))
+    lines = run(tmp_path, f"reference.path={tmp_path / 'first' / 'model'}", "sft.steps=1")
     assert all(line["policy/kl_ref"] > 0 for line in lines)
-
-
-def test_a_reference_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    other = make_tiny(tmp_path / "other", vocab_size=128, alphabet="abc")
-    with pytest.raises(UserError, match=r"reference\.path = .* its tokenizer is not the policy's"):
-        run(tmp_path, f"reference.path={other}")
 
 
 RECORD = """

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.e2e.small import SMALL
 from tests.models.nvfp4_directories import to_nvfp4
 
 from jetrl import load_config, train
@@ -20,16 +21,11 @@ from jetrl.precision.nvfp4_weight import NVFP4Weight
 from jetrl.runs import RunDirectory
 
 WORDS = [
-    "sft.steps=2",
-    "sft.examples_per_step=8",
-    "loop.steps=2",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_tokens=6",
-    "eval.every=0",
+    *SMALL,
+    "sft.steps=1",
+    "loop.steps=1",
     "train.lr=1e-2",
     "algorithm.kl=0.01",
-    "report.enabled=false",
     "model.config=none",
     "model.tokenizer=none",
 ]
@@ -50,9 +46,9 @@ def test_a_run_is_exact_and_its_files_go_on(
     """A run resumes, exports files that name the base, and merges into the values of the codes."""
     words = [*WORDS, *ADAPTER, f"model.path={base}", f"run.dir={tmp_path}", "run.name=run"]
     run = train(load_config("demo", words)).run_path
-    train(load_config("demo", [*words, "loop.steps=3"]), resume=True)
+    train(load_config("demo", [*words, "loop.steps=2"]), resume=True)
     lines = RunDirectory.open(run).metrics("rl")
-    assert [line["mismatch/num_different"] for line in lines[-3:]] == [0, 0, 0]
+    assert [line["mismatch/num_different"] for line in lines[-2:]] == [0, 0]
     said = json.loads((run / "model" / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str(base)
 
@@ -66,10 +62,6 @@ def test_a_run_is_exact_and_its_files_go_on(
     assert torch.equal(of_run, of_adapter)
     assert not torch.equal(of_run, of_base)
 
-    capsys.readouterr()
-    assert main(["export", str(adapter), str(tmp_path / "again")]) == 0
-    files = [path / "adapter_model.safetensors" for path in (adapter, tmp_path / "again")]
-    assert files[0].read_bytes() == files[1].read_bytes()
     command = ["export", str(run), str(tmp_path / "whole"), "--merge", "--dtype", "float32"]
     assert main(command) == 0
     assert "the adapter was added to its dequantized weights" in capsys.readouterr().out
@@ -79,7 +71,7 @@ def test_a_run_is_exact_and_its_files_go_on(
         load_file(tmp_path / path / "model.safetensors")[f"{name}.weight"]
         for path in ("whole", "wide")
     )
-    trained = load_file(files[0])
+    trained = load_file(adapter / "adapter_model.safetensors")
     a, b = (trained[f"base_model.model.{name}.lora_{end}.weight"] for end in "AB")
     change = said["lora_alpha"] / said["r"] * b @ a
     assert (merged - wide - change).norm() <= 1e-5 * change.norm()

@@ -15,7 +15,7 @@ from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import RunStopped
 from jetrl.kernels import decode as reference
 from jetrl.kernels.decode_state import DecodeState, Drawn
-from jetrl.rollout.decode_forward import GraphForwards
+from jetrl.rollout.decode import GraphForwards
 from jetrl.session.parity import random_prompts
 
 pytestmark = pytest.mark.gpu

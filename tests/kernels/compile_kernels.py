@@ -197,14 +197,14 @@ def policy_of(shape: str, plan: Any, rank: int = 0) -> Any:
 
 def decode(shape: str, plan: Any, rank: int = 0, sizes: Any = DECODES) -> None:
     """Decode at several sizes."""
-    from jetrl.rollout.decode_forward import DecodeBuffers, ForwardSize, GraphForwards
+    from jetrl.rollout.decode import DecodeBuffers, ForwardSize, GraphForwards
     from jetrl.rollout.kv_cache import PagedCache
 
     policy = policy_of(shape, plan, rank)
     cache = PagedCache(policy.config, policy.plan, 4096, 64, META)
     forwards = object.__new__(GraphForwards)  # no graphs, and no pool of theirs
-    forwards._policy, forwards._cache, forwards.page_size = policy, cache, 64
-    forwards._buffers, forwards._speculation = DecodeBuffers.empty(512, 8, 256, META), None
+    forwards.policy, forwards.cache = policy, cache
+    forwards.buffers, forwards.speculation = DecodeBuffers.empty(512, 8, 256, META), None
     for rows, longest in sizes:
         for filtered in (False, True):
             forwards.forward(ForwardSize(rows, longest, filtered))
@@ -246,8 +246,7 @@ def speculation() -> None:
 
 def prefill(shape: str, plan: Any, rank: int = 0) -> None:
     """Prompts with and without a last layer of their ends alone."""
-    from jetrl.rollout.kv_cache import PagedCache
-    from jetrl.rollout.paged_attention import Span
+    from jetrl.rollout.kv_cache import PagedCache, Span
 
     policy = policy_of(shape, plan, rank)
     cache = PagedCache(policy.config, policy.plan, 4096, 64, META)
@@ -326,8 +325,7 @@ def stored_formats(kv: str, head_dim: int) -> None:
     from jetrl.models.attention import PackedKeyValues
     from jetrl.models.families import ModelConfig
     from jetrl.precision import PrecisionPlan
-    from jetrl.rollout.kv_cache import PagedCache
-    from jetrl.rollout.paged_attention import DecodeWork, Span
+    from jetrl.rollout.kv_cache import DecodeWork, PagedCache, Span
 
     plan = PrecisionPlan.preset("unified").replace(kv=kv)
     sizes = {"num_hidden_layers": 1, "head_dim": head_dim}

@@ -11,12 +11,12 @@ from tests.parity.test_exactness import CONFIG
 from torch import Tensor
 
 import jetrl.kernels.sampling as sampling
-import jetrl.rollout.decode_forward as decode_forward
-import jetrl.rollout.paged_attention as key_values
+import jetrl.rollout.decode as decode
+import jetrl.rollout.kv_cache as key_values
 import jetrl.rollout.sampler as sampler
 from jetrl import Policy
 from jetrl.precision import PrecisionPlan
-from jetrl.rollout.paged_attention import KVStore
+from jetrl.rollout.kv_cache import KVStore
 from jetrl.session.parity import locate, measure
 
 PROMPTS = [[7] * 70, [3, 1, 4, 1, 5], [9]]
@@ -39,7 +39,7 @@ def position_of_decoded_tokens(patch: Patch) -> None:
         found = true(*rest)
         return dataclasses.replace(found, positions=found.positions + 1)
 
-    wrong(patch, decode_forward, "next_inputs", inputs)
+    wrong(patch, decode, "next_inputs", inputs)
 
 
 def keys_that_are_seen(patch: Patch) -> None:

@@ -87,9 +87,15 @@ def test_groups_with_parameters_of_their_own(
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
-@pytest.mark.parametrize("sizes", [{}, {"max_batch_size": 2, "max_prefill_tokens": 6}], ids=str)
 @pytest.mark.parametrize(
-    "cancels", [{0: 0}, {0: 1, 1: 1}, {0: 0, 1: 0, 2: 0}, {3: 2, 4: 3}, {7: 5, 3: 4}], ids=str
+    ("cancels", "sizes"),
+    [
+        ({0: 0}, {}),
+        ({0: 0, 1: 0, 2: 0}, {}),
+        ({0: 1, 1: 1}, {"max_batch_size": 2, "max_prefill_tokens": 6}),
+        ({7: 5, 3: 4}, {"max_batch_size": 2, "max_prefill_tokens": 6}),
+    ],
+    ids=str,
 )
 def test_a_cancelled_sequence_changes_no_other(
     policy: Policy,
@@ -122,21 +128,3 @@ def test_what_does_not_go_together_is_refused(policy: Policy) -> None:
         drafted.add(group(policy, PROMPTS[0], replace(PARAMS, top_k=3), 3))
     drafted.finish()
     assert len(drafted.generate(PROMPTS[:1], PARAMS)) == 3
-
-
-def test_a_step_that_fails_gives_everything_up(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_of(policy, (1, 0))
-    engine.add(group(policy, PROMPTS[0], PARAMS, 0))
-
-    def fail(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("jetrl.rollout.engine.Prefill.forward", fail)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    assert not engine.sequences
-    expected = RolloutEngine(policy).generate(PROMPTS, PARAMS)
-    assert engine.generate(PROMPTS, PARAMS) == expected

@@ -8,7 +8,7 @@ import torch
 
 from jetrl.kernels.decode import share_rows
 from jetrl.kernels.decode_state import FIRST_QUALITY, MAX_DRAFT, QUALITY_ONE, QUALITY_SHIFT
-from jetrl.rollout.draft_widths import DraftWidths, Width, choices
+from jetrl.rollout.draft_widths import DraftWidths, Seen, Width, choices
 
 FORWARDS, STEPS = 8, 60
 NONE = Width(1, 0, False)
@@ -33,12 +33,7 @@ class Batch:
         self.quality = torch.full((sequences,), FIRST_QUALITY, dtype=torch.int32)
 
     def forward(self, width: Width, turn: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what each sequence drew, how many tokens it verified, and if the first was right.
-
-        Args:
-            width: What the forward verifies.
-            turn: Any number.
-        """
+        """Return tokens drawn, tokens verified, and if the first draft token was right."""
         count = len(self.quality)
         right = self.chance.random((count, MAX_DRAFT)) < self.right
         drafted = np.zeros(count, dtype=int)
@@ -70,14 +65,13 @@ def tokens_a_millisecond(
         spent *= 1 + 0.004 * batch.chance.standard_normal()
         tokens, taken = tokens + drawn.mean() * FORWARDS, taken + spent
         one = np.ones_like(hit)
-        widths.observe(sequences, width, FORWARDS, spent / 1e3, drawn, drafted, hit, one, one == 0)
+        seen = Seen(drawn, drafted, hit, one, one == 0)
+        widths.observe(sequences, width, FORWARDS, spent / 1e3, seen)
     return tokens / taken
 
 
-@pytest.mark.parametrize(
-    ("sequences", "attention"), [(8, 0.2), (64, 5.3), (64, 0.5), (256, 3.0)], ids=str
-)
-@pytest.mark.parametrize("right", [0.0, 0.3, 0.6, 0.85])
+@pytest.mark.parametrize(("sequences", "attention"), [(8, 0.2), (64, 5.3), (256, 3.0)], ids=str)
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.85])
 def test_auto_loses_nothing_and_is_near_the_best_width(
     sequences: int, attention: float, right: float
 ) -> None:
@@ -90,3 +84,15 @@ def test_auto_loses_nothing_and_is_near_the_best_width(
     )
     assert auto >= 0.98
     assert auto >= 0.93 * best / off
+
+
+def test_a_head_that_is_not_asked_is_asked_once_in_a_while():
+    widths, no = DraftWidths(always=False), np.zeros(100, dtype=int)
+    for _ in range(30):
+        widths.observe(8, Width(1, 8, True), 8, 24.0, Seen(no + 1, no, no, no + 1, no == 1))
+    assert {widths.choose(8).most for _ in range(100)} == {1}, "no head"
+    widths.worth.head_tokens = 3
+    most = [widths.choose(8).most for _ in range(100)]
+    assert 2 <= most.count(2) <= 4
+    assert set(most) == {1, 2}
+    assert {widths.choose(200).most for _ in range(100)} == {1}, "of hundreds of sequences never"

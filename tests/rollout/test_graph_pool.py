@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl.rollout.decode_forward import DecodeBuffers, EagerForwards, GraphForwards, GraphPool
-from jetrl.rollout.engine import RolloutEngine
-from jetrl.types import SamplingParams
+from jetrl.rollout.decode import GraphPool
 
 
 class Pool:
@@ -72,17 +70,6 @@ def test_graphs_end_before_their_pool_and_once(log: list[str]) -> None:
     assert log == ENDED
 
 
-def test_nothing_waits_for_the_device_in_a_capture(
-    log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    pool = GraphPool()
-    kept = captured(pool)
-    pool.close()
-    assert log == ["graph reset", "pool gone, 0 graphs use it"]
-    del kept
-
-
 def test_a_circle_that_is_collected_ends_in_the_same_order(log: list[str]) -> None:
     class Owner:
         pass
@@ -94,46 +81,3 @@ def test_a_circle_that_is_collected_ends_in_the_same_order(log: list[str]) -> No
     del owner
     gc.collect()
     assert log == ENDED
-
-
-def test_a_traceback_that_holds_a_graph_keeps_no_memory(log: list[str], policy: Any) -> None:
-    """The forward fails while its graph is captured; its owner is closed while the error lives."""
-    buffers = DecodeBuffers.empty(8, 2, 4, torch.device("cpu"))
-    forwards = GraphForwards(policy, _Cache(), buffers)  # type: ignore[arg-type]
-
-    def capture() -> None:
-        captured(forwards._pool)
-        graph = captured(forwards._pool)
-        raise RuntimeError(f"no room for {graph}")
-
-    with pytest.raises(RuntimeError, match="no room") as error:
-        capture()
-    forwards.close()
-    assert error.traceback[-1].frame.f_locals["graph"].pool is None
-    assert log == ENDED
-
-
-class _Cache:
-    page_size = 4
-
-
-def test_an_engine_that_fails_closes_its_forwards(
-    policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[EagerForwards] = []
-    monkeypatch.setattr(EagerForwards, "close", lambda forwards: closed.append(forwards))
-    engine = RolloutEngine(policy, page_size=4, max_batch_size=8)
-    params = SamplingParams(n=2, max_tokens=5, seed=7)
-    expected = engine.generate([[5, 6, 7]], params)
-
-    def fail(*_: object) -> None:
-        assert not closed
-        raise RuntimeError("no room for a graph")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(EagerForwards, "prepare", fail)
-        with pytest.raises(RuntimeError, match="no room for a graph"):
-            engine.generate([[5, 6, 7]], params)
-        assert len(closed) == 1
-    assert engine.generate([[5, 6, 7]], params) == expected
-    assert len(closed) == 1

@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.models.chat import decode, decoder
-from jetrl.models.tiny import train_bpe_tokenizer
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions
-from jetrl.rollout.stopping import TextWatch
 from jetrl.types import Prompt, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -21,32 +18,13 @@ def engine(policy):
     return RolloutEngine(policy, num_pages=30, page_size=8)
 
 
-def test_no_prompts(engine):
-    assert engine.generate([], PARAMS) == []
-
-
 def test_kinds_of_prompts_are_one(engine, policy):
     ids = policy.tokenizer.encode("12+7=", add_special_tokens=False)
     as_ids = engine.generate([ids], PARAMS)
     assert engine.generate(["12+7="], PARAMS) == as_ids
     assert engine.generate([Prompt(id="q", text="12+7=")], PARAMS) == as_ids
     assert engine.generate(np.array([ids]), PARAMS) == as_ids
-
-
-def test_text_is_the_decoded_completion(engine, policy):
-    (out,) = engine.generate(["ab"], PARAMS)
-    assert out.text == policy.tokenizer.decode(out.token_ids, skip_special_tokens=True)
-    assert len(out.text) >= 10
-
-
-def test_special_tokens_are_not_text(engine, policy):
-    """Token 1, <eos>, ends a completion and is among its tokens, but not in its text."""
-    for seed in range(200):
-        (out,) = engine.generate(["ab"], SamplingParams(max_tokens=30, seed=seed))
-        if out.finish_reason == "stop":
-            break
-    assert out.token_ids[-1] == 1
-    assert len(out.text) == len(out.token_ids) - 1
+    assert engine.generate([], PARAMS) == []
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -61,42 +39,6 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(engine, length):
     assert out.text == free.text[:at]
     assert out.token_ids == free.token_ids[: len(out.token_ids)]
     assert len(out.token_ids) < 16
-
-
-def test_stop_strings_with_a_byte_level_tokenizer(tmp_path):
-    """Tokens that hold several characters, and characters that take several tokens."""
-    text = "Step 1: 3 → 4 für 🙂🙂. Answer: 42 €\nQuestion: what? "
-    (tmp_path / "text.txt").write_text("Answer: the Question: a Step " * 20, encoding="utf-8")
-    tokenizer = train_bpe_tokenizer([tmp_path / "text.txt"], 300)
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    assert len(tokens) < len(text.encode()), "some merges"
-    for stop in ("Question", "🙂.", "→", "42 €", "nswer: 4", "ü"):
-        watch = TextWatch((stop,), lambda ids: decode(tokenizer, ids))
-        found = next(
-            cut for n in range(1, len(tokens) + 1) if (cut := watch.update(tokens[:n])) is not None
-        )
-        assert found == text[: text.index(stop)]
-
-
-def test_many_short_decodes_give_the_texts_of_one(tmp_path, policy):
-    """The decoder for stop strings: the same texts, special tokens left out."""
-    (tmp_path / "text.txt").write_text("Answer: the Question: a Step " * 20, encoding="utf-8")
-    for tokenizer in (train_bpe_tokenizer([tmp_path / "text.txt"], 300), policy.tokenizer):
-        fast = decoder(tokenizer)
-        ids = range(len(tokenizer))
-        for n in (0, 1, 3, 40):
-            for at in range(0, len(ids), 7):
-                tokens = [ids[(at + 5 * i) % len(ids)] for i in range(n)]
-                assert fast(tokens) == decode(tokenizer, tokens)
-
-
-def test_without_tokenizer_there_is_no_text(make_policy, engine, policy):
-    ids = policy.tokenizer.encode("ab", add_special_tokens=False)
-    bare = RolloutEngine(make_policy(tokenizer=False), page_size=8)
-    (out,) = bare.generate([ids], PARAMS)
-    (with_text,) = engine.generate([ids], PARAMS)
-    assert out.token_ids == with_text.token_ids
-    assert out.text == ""
 
 
 @pytest.mark.parametrize(
@@ -122,6 +64,7 @@ def test_bad_prompts_are_named(engine, prompts, message):
 
 def test_text_needs_a_tokenizer(make_policy):
     bare = RolloutEngine(make_policy(tokenizer=False))
+    assert bare.generate([[5]], PARAMS)[0].text == ""
     with pytest.raises(UserError, match=r"prompt '0'.*tokenizer"):
         bare.generate(["ab"], PARAMS)
     with pytest.raises(UserError, match=r"stop strings .*tokenizer"):
@@ -132,46 +75,26 @@ def test_text_needs_a_tokenizer(make_policy):
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"temperature": 1e-40},
-        {"temperature": float("inf")},
-        {"top_k": 2.5},
-        {"top_k": 2**64},
-        {"n": 2.0},
-        {"max_tokens": "8"},
-        {"seed": 1.5},
-    ],
+    [{"temperature": 1e-40}, {"top_k": 2**64}, {"n": 2.0}, {"max_tokens": "8"}, {"seed": 1.5}],
     ids=str,
 )
 def test_parameters_that_nothing_could_be_drawn_with_are_refused(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"SamplingParams: {name} must be"):
         SamplingParams(**wrong)
-    numbers = SamplingParams(n=np.int64(2), max_tokens=np.int32(3), top_k=np.int16(4))
-    assert [type(x) for x in (numbers.n, numbers.max_tokens, numbers.top_k)] == [int] * 3
 
 
 def test_a_cache_too_small_for_one_sequence(policy):
     engine = RolloutEngine(policy, num_pages=3, page_size=8)
     prompts = [[5] * 4, [6] * 10]
     assert len(engine.generate(prompts, SamplingParams(max_tokens=15))) == 2
-    message = (
-        "3 pages of 8 tokens hold 24, but a prompt of 10 tokens with max_tokens 16 uses 25 "
-        r"\(4 pages\); raise rollout.num_pages to at least 4, or lower rollout.max_tokens"
-    )
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"raise rollout.num_pages to at least 4"):
         engine.generate(prompts, PARAMS)
 
 
-@pytest.mark.parametrize(
-    "name", ["max_batch_size", "num_pages", "page_size", "max_prefill_tokens", "max_model_len"]
-)
-def test_sizes_are_at_least_one(policy, name):
-    with pytest.raises(UserError, match=f"{name} must be at least 1, not 0"):
-        RolloutEngine(policy, **{name: 0})
-
-
-def test_max_model_len(policy):
+def test_sizes_that_no_engine_has_are_refused(policy):
+    with pytest.raises(UserError, match="num_pages must be at least 1, not 0"):
+        RolloutEngine(policy, num_pages=0)
     with pytest.raises(UserError, match="max_model_len 129: the model's context is 128"):
         RolloutEngine(policy, max_model_len=129)
     engine = RolloutEngine(policy, max_model_len=10)

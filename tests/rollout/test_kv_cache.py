@@ -10,8 +10,7 @@ import torch
 from jetrl.kernels.attention.reference import attend_packed
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.rollout.kv_cache import PagedCache
-from jetrl.rollout.paged_attention import Span, group_items
+from jetrl.rollout.kv_cache import PagedCache, Span
 
 CPU = torch.device("cpu")
 
@@ -60,29 +59,17 @@ def run_in_chunks(cache, config, layer, lengths, qkv, chunk, rng):
 
 @pytest.mark.parametrize(
     "preset, kv",
-    [("jet", None), *(("unified", kv) for kv in ("fp8", "int8", "int8+fp8", "fp8+int8"))],
+    [("jet", None), *(("unified", kv) for kv in ("fp8", "int8+fp8"))],
 )
-@pytest.mark.parametrize("page_size, chunk", [(1, 1), (4, 7), (16, 64)])
+@pytest.mark.parametrize("page_size, chunk", [(1, 9), (16, 3000)])
 def test_paged_equals_packed_as_bits(config, preset, kv, page_size, chunk):
-    lengths = [1, 5, 17, 16, 3, 40]
-    cache = make_cache(config, preset, num_pages=90, page_size=page_size, kv=kv)
+    lengths = [1, 5, 17, 16, 300]  # more queries than one item has
+    cache = make_cache(config, preset, num_pages=360, page_size=page_size, kv=kv)
     plan = plan_of(preset, kv)
     q, k, v = random_qkv(config, sum(lengths), torch.bfloat16)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     wanted = attend_packed(q, k, v, cu_seqlens, plan.kv, plan.scales)
     got = run_in_chunks(cache, config, 1, lengths, (q, k, v), chunk, random.Random(0))
-    assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
-
-
-def test_a_long_chunk_is_cut_with_equal_bits(config):
-    lengths = [600, 300]
-    cache = make_cache(config, num_pages=40, page_size=32)
-    q, k, v = random_qkv(config, sum(lengths), torch.bfloat16)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    wanted = attend_packed(q, k, v, cu_seqlens, plan_of("unified", None).kv)
-    pages = [list(range(19)), list(range(19, 29))]
-    spans = [Span(0, 0, 600, pages[0]), Span(600, 0, 300, pages[1])]
-    got = cache.key_values(spans).attend_heads(0, q, k, v)
     assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
 
 
@@ -120,10 +107,9 @@ def test_slots_of_no_token_may_hold_anything(config, kv):
     assert torch.equal(results[0], results[1])
 
 
-@pytest.mark.parametrize("kv", ["fp8", "int8+fp8"])
-def test_copies_read_all_sources_first(config, kv):
+def test_copies_read_all_sources_first(config):
     """A page may be a source and a destination in one step: 0 -> 1 -> 2."""
-    cache = make_cache(config, num_pages=3, page_size=2, kv=kv)
+    cache = make_cache(config, num_pages=3, page_size=2)
     q, k, v = random_qkv(config, 2, torch.bfloat16)
     for page in range(3):
         span = Span(0, 0, 2, [page])
@@ -141,8 +127,6 @@ def test_copies_read_all_sources_first(config, kv):
     "preset, kv, share",
     [
         ("unified", "fp8", 36),
-        ("unified", "int8", 36),
-        ("unified", "fp8+int8", 36),
         ("bf16", None, 64),
         ("fp32", None, 128),
     ],
@@ -157,25 +141,3 @@ def test_page_bytes_is_what_a_page_takes(config, preset, kv, share):
     page = PagedCache.page_bytes(config, plan_of(preset, kv), 4)
     assert taken == 7 * page
     assert page == 2 * 2 * 4 * 2 * share, "keys and values, layers, tokens, heads"
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_items_cover_every_query_once_and_waste_little(seed):
-    rng = random.Random(seed)
-    spans, row = [], 0
-    for _ in range(rng.randint(1, 40)):
-        length = rng.choice([1, 1, 1, rng.randint(1, 700)])
-        spans.append(Span(row, rng.randint(0, 2000), length, [0]))
-        row += length
-    groups = group_items(spans, max_keys=3000)
-    covered = sorted(
-        item.row + at for group in groups for item in group for at in range(item.length)
-    )
-    assert covered == list(range(row))
-    for group in groups:
-        keys = [item.start + item.length for item in group]
-        assert max(item.length for item in group) <= 256
-        assert len(group) == 1 or max(keys) * len(group) <= 3000
-        assert 2 * min(item.length for item in group) > max(item.length for item in group) or (
-            len(group) == 1
-        )

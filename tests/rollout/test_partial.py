@@ -86,19 +86,6 @@ def test_it_goes_on_under_new_weights(cut, sizes):
     assert sum(bool(cut_off.completion.token_ids) for cut_off in left.values()) >= 3
 
 
-def test_what_had_not_begun_goes_on_too(policy):
-    """With a batch of 2 the last prompts are never reached."""
-    engine = RolloutEngine(policy, page_size=4, max_batch_size=2)
-    engine.generate(PROMPTS, PARAMS, options=GenerateOptions(partial=Partial(enough=1)))
-    left = groups_of(engine.unfinished)
-    assert left[-1][0].completion.token_ids == ()
-    out = engine.generate(
-        [], PARAMS, options=GenerateOptions(partial=Partial(len(left), left, version=1))
-    )
-    assert all(c.finish_reason in ("stop", "length") for c in out)
-    assert out[-1].versions == (), "all of one version"
-
-
 def test_bad_partial_calls(cut):
     _, engine, _, left = cut
     few = SamplingParams(n=3, max_tokens=2)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from tests.rollout.test_pages import check_counts
 
 from jetrl.rollout.pages import PageAllocator
 from jetrl.rollout.scheduler import Chunk, ScheduledStep, Scheduler
@@ -80,7 +79,7 @@ class Simulation:
             if sequence.awaiting and not sequence.num_pending:
                 self.reply(sequence)
         tables = [s.pages for s in self.scheduler.sequences if s.pages]
-        self.scheduler.allocator.check(tables)
+        check_counts(self.scheduler.allocator, tables)
 
     def reply(self, sequence):
         """EnvironmentReply by a function of the sequence so far, as a draw is one."""
@@ -134,14 +133,14 @@ class Simulation:
     def overwrite(self, index, position):
         """Write what is not the sequence's, as a wrong draft does, where the sequence may write."""
         pages, size = self.scheduler.sequences[index].pages, self.scheduler.allocator.page_size
-        assert self.scheduler.allocator.users(pages[position // size]) == 1
+        assert self.scheduler.allocator._users[pages[position // size]] == 1
         self.memory[pages[position // size]][position % size] = None
 
     def write(self, index, position):
         sequence = self.scheduler.sequences[index]
         size = self.scheduler.allocator.page_size
         page = sequence.pages[position // size]
-        assert self.scheduler.allocator.users(page) == 1, "a shared page is written"
+        assert self.scheduler.allocator._users[page] == 1, "a shared page is written"
         self.memory[page][position % size] = self.tokens[index][position]
         self.computed[index, position] += 1
 
@@ -214,21 +213,6 @@ def test_prompts_are_prefilled_once_for_all_samples():
         assert simulation.computed[sequence.index, last] == 0, "nothing follows it"
 
 
-def test_prompts_go_first():
-    simulation = simulate([2, 50], max_tokens=8, prefill=10, stop_chance=0.0)
-    simulation.run()
-    assert len(simulation.steps[0].chunks) == 2
-    assert [step.decodes for step in simulation.steps] == [False] * 6 + [True] * 7
-
-
-def test_decode_in_a_row():
-    """10 tokens each: the first from the prefill, then 4, 4 and the last one."""
-    simulation = simulate([2, 5], max_tokens=10, stop_chance=0.0, repeats=4, page_size=4)
-    simulation.run()
-    assert [step.repeats for step in simulation.steps] == [1, 4, 4, 1]
-    assert simulation.steps[1].chunks == (Chunk(0, 2, 4, (0,)), Chunk(1, 5, 4, (1,)))
-
-
 def test_steps_are_scheduled_before_the_draws_are_known():
     simulation = simulate([2, 5], max_tokens=40, stop_chance=0.0, repeats=4, ahead=1)
     for _ in range(4):  # prompts; their draws are waited for; decode, twice
@@ -238,38 +222,6 @@ def test_steps_are_scheduled_before_the_draws_are_known():
     assert [len(s.generated) for s in simulation.scheduler.sequences] == [5, 5]
     simulation.run()
     assert [len(s.generated) for s in simulation.scheduler.sequences] == [40, 40]
-
-
-def test_prompts_are_scheduled_before_the_draws_of_others_are_known():
-    """No sequence decodes before all sequences have their first token."""
-    simulation = simulate([6] * 3, max_tokens=4, prefill=6, stop_chance=0.0, ahead=5)
-    for _ in range(3):
-        simulation.step()
-    assert [step.num_prefill_tokens for step in simulation.steps] == [6, 6, 6]
-    assert [s.num_pending for s in simulation.scheduler.sequences] == [1, 1, 1]
-    assert simulation.scheduler.schedule() is None
-    simulation.run()
-    assert [len(step.chunks) for step in simulation.steps] == [1, 1, 1, 3, 3, 3]
-
-
-def test_the_default_pool_never_preempts_or_idles():
-    """Pages for batch x the longest sequence: the whole batch runs, and nothing is pre-empted."""
-    simulation = simulate(
-        [16] * 8, n=1, max_tokens=1 + 16, pages=8 * 8, page_size=4, batch=8, stop_chance=0.0
-    )
-    simulation.step()
-    simulation.step()
-    assert len(simulation.scheduler.running) == 8
-    simulation.run()
-    assert simulation.scheduler.num_preemptions == 0
-
-
-def test_none_is_admitted_only_to_be_preempted():
-    """Each sequence has 1 page at first and comes to use 2: with 5 pages, two run at a time."""
-    simulation = simulate([4] * 6, max_tokens=5, pages=5, page_size=4, stop_chance=0.0)
-    simulation.run()
-    assert simulation.scheduler.num_preemptions == 0
-    assert max(len(step.chunks) for step in simulation.steps) == 2
 
 
 def test_preempted_sequences_share_the_prompt_again():
@@ -318,6 +270,16 @@ def test_random_loads_finish_and_draw_the_same(seed):
     assert tight.scheduler.allocator.num_used == 0
 
 
+def test_a_load_on_the_fewest_pages_preempts_and_close_frees_them():
+    """The random loads above would prove little if pages never ran out in them."""
+    simulation = simulate([7, 7, 7], n=3, max_tokens=12, pages=5, page_size=4, stop_chance=0.0)
+    while not simulation.scheduler.num_preemptions:
+        simulation.step()
+    assert simulation.scheduler.allocator.num_used > 0
+    simulation.scheduler.close()
+    assert simulation.scheduler.allocator.num_used == 0
+
+
 def test_short_replies_to_long_conversations_share_a_forward_as_their_contexts_allow():
     """Ten conversations of 200 tokens and a stop are answered at once, with a token each.
 
@@ -335,27 +297,3 @@ def test_short_replies_to_long_conversations_share_a_forward_as_their_contexts_a
     before = len(simulation.steps)
     simulation.run()
     assert [len(step.chunks) for step in simulation.steps[before : before + 2]] == [5, 5]
-
-
-def test_fewest_pages_do_preempt():
-    """The random loads above would prove little if pages never ran out in them."""
-    simulation = simulate([7, 7, 7], n=3, max_tokens=12, pages=5, page_size=4, stop_chance=0.0)
-    simulation.run()
-    assert simulation.scheduler.num_preemptions > 0
-
-
-def test_close_gives_back_all_pages():
-    simulation = simulate([9, 4, 30], n=5, prefill=7, batch=4)
-    for _ in range(6):
-        simulation.step()
-    assert simulation.scheduler.allocator.num_used > 0
-    simulation.scheduler.close()
-    assert simulation.scheduler.allocator.num_used == 0
-
-
-def test_it_needs_no_torch():
-    code = (
-        "import sys, jetrl.rollout.scheduler, jetrl.rollout.options; print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -2,7 +2,7 @@
 
 A layer hands over its raw qkv and a `Rotary`, which says how queries and keys are made of it. Where
 keys and values lie, and which kernel reads them, is the business of the `KeyValues`: pages of a
-cache (`rollout.paged_attention`) or, here, the packed batch itself.
+cache (`rollout.kv_cache`) or, here, the packed batch itself.
 
 Legend: T tokens, H query heads, G key-value heads, D head size.
 """

@@ -4,33 +4,313 @@
 (`kernels.decode`), a slot for each. A step writes what changed (new sequences, added pages), runs
 the forwards, and copies their draws to the host without waiting. A sequence that ends in between
 does nothing more on the device, and the scheduler drops draws past its end.
+
+`EagerForwards.forward` is written once, for one token per sequence and for drafts. Two runners call
+it: `EagerForwards` from Python over gathered pages; `GraphForwards`, on a Hopper GPU, as CUDA
+graphs that read pages in place, one per batch and context size. A row computes the same bits in
+both.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from jetrl.kernels.decode_state import MAX_STOP_IDS, Drawn, Verified
-from jetrl.models.policy import Policy
-from jetrl.rollout.decode_forward import (
-    DecodeBuffers,
-    EagerForwards,
-    ForwardSize,
-    GraphForwards,
+from jetrl.kernels.attention.layout import SequenceQueries
+from jetrl.kernels.decode import next_inputs, take_draws, take_verified, verify_inputs
+from jetrl.kernels.decode_state import (
+    MAX_QUERIES,
+    MAX_STOP_IDS,
+    DecodeInputs,
+    DecodeState,
+    Drawn,
+    Verified,
+    VerifyInputs,
 )
+from jetrl.memory.device import DeviceBytes
+from jetrl.models.policy import Policy
 from jetrl.rollout.draft_widths import Width
-from jetrl.rollout.kv_cache import PagedCache
+from jetrl.rollout.kv_cache import DecodeWork, PagedCache, Span
 from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
-from jetrl.rollout.sampler import filters
+from jetrl.rollout.sampler import Sampler, chunks_of_draws, filters
 from jetrl.rollout.scheduler import ScheduledStep
 from jetrl.rollout.sequence import RunningSequence
-from jetrl.rollout.sizes import padded_batch
+from jetrl.rollout.sizes import padded_batch, padded_context
 from jetrl.rollout.speculation import Speculation
 from jetrl.types import SamplingParams
+
+
+class GraphPool:
+    """The CUDA graphs of one owner and their memory pool, freed in the right order.
+
+    Torch counts the users of a pool and aborts the process if they outlive it. Python promises no
+    order when it collects a cycle, and a traceback may keep a half-captured graph. So the pool
+    belongs to a finalizer, which resets every graph first.
+
+    Attributes:
+        close: Waits for the device, resets all graphs, then frees the pool; once.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._pools = [torch.cuda.MemPool()]
+        self.close = weakref.finalize(self, _give_up, self._graphs, self._pools)
+
+    @property
+    def pool(self) -> torch.cuda.MemPool:
+        return self._pools[0]
+
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        self._graphs.append(torch.cuda.CUDAGraph())
+        return self._graphs[-1]
+
+
+def _give_up(graphs: list[torch.cuda.CUDAGraph], pools: list[torch.cuda.MemPool]) -> None:
+    """Wait for the device, reset all graphs, then free the pools."""
+    # Graphs may still run where an error or Ctrl-C ended a call. Before torch gives their memory
+    # back it waits for the stream alone that they were captured in. Nothing can wait in a capture,
+    # where Python may collect an owner that has long ended.
+    if graphs and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+    while graphs:
+        graphs.pop().reset()
+    pools.clear()
+
+
+@dataclass(frozen=True)
+class DecodeBuffers:
+    """The tensors that forwards read and write, always at the same addresses.
+
+    Attributes:
+        rows: int64 [R], the slot of each row.
+        tables: int32 [R, W], the page table of each row.
+        sampler: The parameters of R rows; of 8 R if drafts are verified.
+        out: The draws of the forwards of one step.
+        idle_slot: A slot that never holds a sequence, for rows that pad a size.
+    """
+
+    state: DecodeState
+    rows: Tensor
+    tables: Tensor
+    sampler: Sampler
+    out: Drawn | Verified
+    idle_slot: int
+
+    @staticmethod
+    def empty(
+        slots: int, repeats: int, width: int, device: torch.device, drafts: bool = False
+    ) -> DecodeBuffers:
+        rows = padded_batch(slots)
+        queries = rows * MAX_QUERIES if drafts else rows
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        logprobs = zeros(repeats, queries, dtype=torch.float32)
+        out: Drawn | Verified = Drawn(zeros(repeats, queries), logprobs, zeros(1))
+        if drafts:
+            out = Verified(out.tokens, logprobs, zeros(repeats, rows), out.count)
+        return DecodeBuffers(
+            state=DecodeState.empty(slots + 1, width, device),
+            rows=torch.full((rows,), slots, device=device),
+            tables=zeros(rows, width),
+            sampler=Sampler.of([SamplingParams()] * queries, device),
+            out=out,
+            idle_slot=slots,
+        )
+
+
+@dataclass(frozen=True)
+class ForwardSize:
+    """The size of a forward.
+
+    Attributes:
+        longest: Tokens of the longest context at the end of the step.
+        verify: What the forward verifies; None without drafts.
+    """
+
+    rows: int
+    longest: int
+    filtered: bool
+    verify: Width | None = None
+
+
+@dataclass(eq=False)
+class EagerForwards:
+    """Decode forwards called from Python over gathered pages, for the active rows only.
+
+    Attributes:
+        num_graphs: Graphs captured in this call, and `capture_s` their seconds.
+    """
+
+    policy: Policy
+    cache: PagedCache
+    buffers: DecodeBuffers
+    speculation: Speculation | None = None
+    num_graphs: int = field(default=0, init=False)
+    capture_s: float = field(default=0.0, init=False)
+
+    def prepare(self, size: ForwardSize) -> None:
+        """Make a forward of this size ready to run; it changes no sequence."""
+
+    def run(self, size: ForwardSize) -> None:
+        self.forward(size)
+
+    def close(self) -> None:
+        """Free what was prepared; no forward runs afterwards."""
+
+    def forward(self, size: ForwardSize) -> None:
+        """Run one forward, with or without drafts: inputs, model, draws, new last tokens."""
+        speculation, verify, out = self.speculation, size.verify, self.buffers.out
+        state, rows = self.buffers.state, self.buffers.rows[: size.rows]
+        page_size = self.cache.page_size
+        if speculation is None:
+            assert isinstance(out, Drawn), "room for drafts that nothing proposes"
+            draws, _ = self._draw(next_inputs(state, rows, page_size), size)
+            take_draws(state, rows, *draws, out)
+            return
+        assert verify is not None, "a forward without drafts"
+        assert isinstance(out, Verified), "no room for verifying drafts"
+        # A draft per sequence; the forward draws behind every token of it.
+        drafts = speculation.drafts(state, rows, verify)
+        known = (state, speculation.text, drafts)
+        count = min(verify.rows, size.rows * verify.most)  # Only graphs pad the sequences.
+        inputs = verify_inputs(*known, rows, page_size, verify.most, count)
+        draws, hidden = self._draw(inputs, size)
+        # The draws up to the first that differs from its draft are the sequence's next tokens.
+        take_verified(*known, inputs, rows, *draws, out, verify.most)
+        if speculation.head is not None:
+            speculation.head.keep(hidden, inputs, state, rows)
+
+    def _draw(
+        self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """Return the draws, log-probs and lse of a forward's queries, and their hidden states."""
+        policy, sampler, count = self.policy, self.buffers.sampler, len(inputs.token_ids)
+        noise = policy.plan.sampler_deviation.logit_noise
+        tokens = torch.zeros_like(inputs.token_ids)
+        logprobs, lse = torch.zeros(2, count, device=tokens.device)
+        shape = (count, policy.config.hidden_size)
+        all_hidden = torch.zeros(shape, dtype=policy.weights.dtype, device=tokens.device)
+        live = (inputs.slots >= 0).nonzero().flatten()
+        if len(live):
+            # Rows of sequences that have ended are left out.
+            kv = self.cache.key_values(self._spans(inputs, size))
+            hidden = policy.rollout_forward(inputs.token_ids[live], inputs.positions[live], kv)
+            all_hidden[live] = hidden
+            logits = policy.rollout_logits(hidden)
+            for part in chunks_of_draws(len(live), logits):
+                rows = live[part]
+                tokens[rows], logprobs[rows], lse[rows] = sampler.draw(
+                    logits[part], inputs.bits[rows], rows, size.filtered, noise
+                )
+        return (tokens, logprobs, lse), all_hidden
+
+    def _spans(self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize) -> list[Span]:
+        """Return the spans of the active rows, one after the other."""
+        queries = inputs.queries if isinstance(inputs, VerifyInputs) else (inputs.slots >= 0).int()
+        spans: list[Span] = []
+        columns = (inputs.lengths, queries, self.buffers.tables[: size.rows])
+        at = 0
+        for length, count, table in zip(*(x.tolist() for x in columns), strict=True):
+            if count:
+                spans.append(Span(at, length - count, count, table))
+                at += count
+        return spans
+
+
+class GraphForwards(EagerForwards):
+    """The same forwards as CUDA graphs, each captured when its size first comes up.
+
+    A graph stays valid when weights change, which they do in place, and while the memory of the
+    cache's pages is given back.
+    """
+
+    def __post_init__(self) -> None:
+        self._graphs: dict[ForwardSize, torch.cuda.CUDAGraph] = {}
+        self._pool = GraphPool()  # The memory that captured forwards work in.
+        self._held = DeviceBytes(self.buffers.rows.device)
+
+    def close(self) -> None:
+        self._graphs.clear()
+        self._pool.close()
+        self._held.bytes = 0
+
+    def prepare(self, size: ForwardSize) -> None:
+        size = self._padded(size)
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+
+    def run(self, size: ForwardSize) -> None:
+        assert self.cache.ready, "the pages' memory has been given back"
+        self._graphs[self._padded(size)].replay()
+
+    def _draw(
+        self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """Return the draws of a forward and its hidden states, for all rows, active or not."""
+        # Nothing here touches the host: all sizes are known, and idle rows take part.
+        several = None
+        if isinstance(inputs, VerifyInputs) and size.verify is not None and size.verify.most > 1:
+            most = size.verify.most
+            several = SequenceQueries(inputs.queries, inputs.first, inputs.keys, most)
+        tables = self.buffers.tables[: size.rows]
+        work = DecodeWork(tables, inputs.lengths, size.longest, several)
+        kv = self.cache.decode_key_values(inputs.slots, work)
+        hidden = self.policy.rollout_forward(inputs.token_ids, inputs.positions, kv)
+        logits, rows = self.policy.rollout_logits(hidden), slice(0, len(inputs.token_ids))
+        noise, draw = self.policy.plan.sampler_deviation.logit_noise, self.buffers.sampler.draw
+        return draw(logits, inputs.bits, rows, size.filtered, noise), hidden
+
+    def _padded(self, size: ForwardSize) -> ForwardSize:
+        limit = self.buffers.tables.shape[1] * self.cache.page_size
+        longest = min(padded_context(size.longest), limit)
+        return dataclasses.replace(size, rows=padded_batch(size.rows), longest=longest)
+
+    def _capture(self, size: ForwardSize) -> torch.cuda.CUDAGraph:
+        """Capture one graph; its rows are idle, so that no sequence changes."""
+        buffers = self.buffers
+        rows_before = buffers.rows.clone()
+        buffers.rows.fill_(buffers.idle_slot)
+        buffers.out.count.zero_()
+        torch.cuda.synchronize()
+        began = time.perf_counter()  # The steps in front, which had been launched, are no part.
+        torch.cuda.empty_cache()
+        stream, before = _capture_stream(), _without_tensors(buffers.rows.device)
+        # A first run compiles the kernels of this size and takes the pool's memory: a capture that
+        # runs out of memory half way would leave torch's allocator unusable.
+        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.pool):
+            self.forward(size)
+        graph, pool = self._pool.new_graph(), cast(Any, self._pool.pool.id)
+        # Other threads may call the driver meanwhile: the watchdog, the writer of a checkpoint.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
+            self.forward(size)
+        self._held.bytes += _without_tensors(buffers.rows.device) - before
+        buffers.rows.copy_(rows_before)
+        self.num_graphs += 1
+        self.capture_s += time.perf_counter() - began
+        return graph
+
+
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    """Return the stream of all captures: a pool's memory serves the stream it was taken on."""
+    return torch.cuda.Stream()
+
+
+def _without_tensors(device: torch.device) -> int:
+    """Return the bytes that torch has reserved and that no tensor uses."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
 
 MAX_REPEATS = 16  # The most forwards of one decode step.
 
@@ -60,8 +340,8 @@ class DecodeBatch:
         max_model_len: int,
         speculation: Speculation | None = None,
     ) -> None:
-        self._width = -(-max_model_len // cache.page_size)
-        self._device = policy.device
+        self._page_size, self._device = cache.page_size, policy.device
+        self._width = -(-max_model_len // cache.page_size)  # Pages of a table.
         self._speculation = speculation
         self._buffers = DecodeBuffers.empty(
             max_batch_size, MAX_REPEATS, self._width, policy.device, speculation is not None
@@ -76,16 +356,12 @@ class DecodeBatch:
         self._params: list[SamplingParams] = []  # Those in the buffers: one for all rows, or each.
         self._stop_ids: frozenset[int] | None = None  # Those in the buffers.
 
-    def close(self) -> None:
-        """Free the forwards' graphs; nothing is launched afterwards."""
-        self.forwards.close()
-
     def begin(self) -> None:
-        """Forget all sequences."""
+        """Forget all sequences, and count graphs from 0."""
+        self.forwards.num_graphs, self.forwards.capture_s = 0, 0.0
         self._free += [resident.slot for resident in self._resident.values()]
         self._resident.clear()
-        self._rows = []
-        self._params, self._stop_ids = [], None
+        self._rows, self._params, self._stop_ids = [], [], None
         self._buffers.state.active.zero_()
 
     def forget(self, step: ScheduledStep) -> None:
@@ -107,8 +383,6 @@ class DecodeBatch:
         Args:
             verify: The chosen size of the forwards; None without drafts.
         """
-        assert step.decodes, "a step over prompts is not decode"
-        assert step.repeats <= MAX_REPEATS, f"{step.repeats} forwards in one step"
         running = [sequences[chunk.sequence] for chunk in step.chunks]
         # The size decides which graph runs.
         longest = max(chunk.reach for chunk in step.chunks)
@@ -119,19 +393,18 @@ class DecodeBatch:
         # A capture comes first: it runs the forward with idle rows.
         self.forwards.prepare(size)
         self._place(step, running)
-        out: Drawn | Verified = self._buffers.out
-        if self._speculation is not None:
-            assert self._buffers.verified is not None, "no room for verifying drafts"
-            out = self._buffers.verified
+        out = self._buffers.out
         out.count.zero_()
         began, called = mark(self._device), time.perf_counter()
         # Each forward continues from the draws of the one before, on the device.
         for _ in range(step.repeats):
             self.forwards.run(size)
         # Copy the draws to the host, which waits for `ready` only when it needs them.
-        used = (slice(0, step.repeats), slice(0, size.rows * step.width))
+        used = slice(0, step.repeats), slice(0, size.rows * step.width)
         tokens, logprobs = (to_host(x[used].contiguous()) for x in (out.tokens, out.logprobs))
-        offers = to_host(out.offers[used].contiguous()) if isinstance(out, Verified) else None
+        offers = None
+        if isinstance(out, Verified):
+            offers = to_host(out.offers[: step.repeats, : size.rows].contiguous())
         ready = mark(self._device)
         host_s = time.perf_counter() - called
         return LaunchedStep(step, tokens, logprobs, began, ready, offers, verify, host_s)
@@ -144,8 +417,7 @@ class DecodeBatch:
             self._free.append(self._resident.pop(index).slot)
         rows: list[int] = []
         # New sequences bring their state, all others at most new pages.
-        arrivals: list[tuple[int, int, int, int, int]] = []
-        arrived: list[tuple[int, RunningSequence]] = []
+        arrived: list[tuple[int, RunningSequence, int]] = []
         pages: list[tuple[int, int]] = []
         for chunk, sequence in zip(step.chunks, running, strict=True):
             resident = self._resident.get(chunk.sequence)
@@ -153,10 +425,7 @@ class DecodeBatch:
                 slot = self._free.pop()
                 resident = _Resident(slot, chunk.start, [])
                 self._resident[chunk.sequence] = resident
-                limit = sequence.max_cached_tokens  # The position of the last token.
-                token = sequence.generated[-1]
-                arrivals.append((slot, token, chunk.start, limit, sequence.key))
-                arrived.append((slot, sequence))
+                arrived.append((slot, sequence, chunk.start))
             # The device may be further on: the host learns later how many drafts were right.
             assert resident.position <= chunk.start, f"{chunk} follows {resident.position}"
             pages += self._new_pages(resident, sequence.pages, chunk.start)
@@ -164,9 +433,14 @@ class DecodeBatch:
             rows.append(resident.slot)
         # One copy to the device for all of a kind.
         state = self._buffers.state
-        if arrivals or rows != self._rows:
+        if arrived or rows != self._rows:
             self._take_rules(running)
-        if arrivals:
+        if arrived:
+            # The last position is that of the last token that may be drawn.
+            arrivals = [
+                (slot, new.generated[-1], start, new.max_cached_tokens, new.key)
+                for slot, new, start in arrived
+            ]
             slots, token_ids, positions, limits, keys = to_device(arrivals, self._device).unbind(1)
             state.token[slots] = token_ids.int()
             state.position[slots] = positions.int()
@@ -174,7 +448,7 @@ class DecodeBatch:
             state.key[slots] = keys
             state.active[slots] = 1
         if arrived and self._speculation is not None:
-            self._speculation.arrive(arrived)
+            self._speculation.arrive([(slot, new) for slot, new, _ in arrived])
         if pages:
             entries, numbers = to_device(pages, self._device).unbind(1)
             state.tables.view(-1)[entries] = numbers.int()
@@ -213,7 +487,8 @@ class DecodeBatch:
     ) -> list[tuple[int, int]]:
         """Return (entry of the tables, page) for each page that changed since the last step."""
         known = resident.pages
-        first = min(start // self.forwards.page_size, len(known))
+        # Pages before the first one that is written next cannot have changed.
+        first = min(start // self._page_size, len(known))
         if known[first:] == pages[first:]:
             return []
         resident.pages = list(pages)

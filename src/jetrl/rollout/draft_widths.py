@@ -5,9 +5,8 @@ hundreds pay for every row. Its gain depends on the drafts (`DraftWorth`). The c
 with the most expected tokens per second.
 
 The plain time is that of the last steps without drafts. The extra time of a choice is measured
-next to such steps; before it has run, it is the difference measured when the graphs were captured,
-with idle rows. Contexts grow meanwhile, for all choices alike: so for a while a forward that
-verifies says how long a plain one would take.
+next to such steps, so a choice that may pay is tried. Contexts grow meanwhile, for all choices
+alike: so for a while a forward that verifies says how long a plain one would take.
 
 When nothing is verified, text is looked up every few steps so that its worth stays known. The
 draft head only guesses when its guesses are verified, so it is tried once in a while.
@@ -17,7 +16,7 @@ Nothing here changes a token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +27,26 @@ _KEPT = 0.8  # The share of a mean that a new step of decode leaves.
 _LEAST, _MOST = 0.5, 2.0  # Bounds of what drafts bring next to what they are expected to.
 
 
+@dataclass(frozen=True)
+class Seen:
+    """The drafts of a step of decode, an entry per forward and sequence that ran in it.
+
+    Attributes:
+        drawn: int [N], tokens drawn.
+        drafted: int [N], of these the verified draft tokens.
+        hit: int [N], 1 if the first token of the draft was drawn.
+        offered: int [N], 1 if there was a draft.
+        by_head: bool [N], whether the draft was the draft head's.
+    """
+
+    drawn: np.ndarray
+    drafted: np.ndarray
+    hit: np.ndarray
+    offered: np.ndarray
+    by_head: np.ndarray
+
+
+@dataclass
 class _Source:
     """The drafts of one source, as running means.
 
@@ -37,21 +56,22 @@ class _Source:
         chain: Chance that the next token of a draft is right, after one that was.
     """
 
-    def __init__(self) -> None:
-        self.offered = self.hit = self.chain = 0.0
+    offered: float = 0.0
+    hit: float = 0.0
+    chain: float = 0.0
 
-    def observe(
-        self, drawn: np.ndarray, drafted: np.ndarray, hit: np.ndarray, offered: np.ndarray
-    ) -> None:
-        """Add the drafts of a step, as `DraftWorth.observe`; zeros for other sources."""
+    def observe(self, seen: Seen, own: np.ndarray) -> None:
+        """Add the drafts of a step, of which `own`, bool [N], came from this source."""
+        hit, offered = seen.hit * own, seen.offered * own
         self.offered = mean(self.offered, float(offered.mean()))
         self.hit = mean(self.hit, float(hit.mean()))
         # Of the drafts that were right in their first token and had a second: how many in that too,
         # and so on. Without any, the share of first tokens stands for it.
-        several = (drafted > 1) & (drawn > 1) & (offered > 0)
-        tried = np.minimum(drafted, drawn)[several] - 1
+        several = (seen.drafted > 1) & (seen.drawn > 1) & (offered > 0)
+        tried = np.minimum(seen.drafted, seen.drawn)[several] - 1
         if tried.sum() > 0:
-            self.chain = mean(self.chain, float((drawn[several] - 2).sum()) / float(tried.sum()))
+            right = float((seen.drawn[several] - 2).sum())
+            self.chain = mean(self.chain, right / float(tried.sum()))
         elif offered.any():
             self.chain = mean(self.chain, float(hit.sum()) / float(offered.sum()))
 
@@ -63,6 +83,7 @@ class _Source:
         return [(first * self.chain**i, self.offered) for i in range(most)]
 
 
+@dataclass
 class DraftWorth:
     """The tokens that drafts are expected to bring, from what the last steps of decode saw.
 
@@ -73,51 +94,35 @@ class DraftWorth:
 
     Attributes:
         head_tokens: Maximum tokens of a draft of the draft head; 0 without a trained head.
+        brought: Tokens that drafts brought next to those that were expected.
     """
 
-    def __init__(self) -> None:
-        self._text, self._head = _Source(), _Source()
-        self._brought = 1.0  # Next to what was expected.
-        self.head_tokens = 0
+    head_tokens: int = 0
+    brought: float = 1.0
+    text: _Source = field(default_factory=_Source)
+    head: _Source = field(default_factory=_Source)
 
-    def observe(
-        self,
-        width: int,
-        rows: int,
-        forwards: int,
-        drawn: np.ndarray,
-        drafted: np.ndarray,
-        hit: np.ndarray,
-        offered: np.ndarray,
-        by_head: np.ndarray,
-    ) -> None:
-        """Add a step of decode that looked drafts up.
-
-        Args:
-            width: Maximum tokens per sequence in a forward.
-            drawn: int [N > 0], tokens drawn per forward and running sequence.
-            drafted: int [N], of these the verified draft tokens.
-            hit: int [N], 1 if the first token of the draft was drawn.
-            offered: int [N], 1 if there was a draft.
-            by_head: bool [N], whether the draft was the draft head's.
-        """
-        if width > 1:
-            expected = self.tokens(len(drawn) / forwards, width, rows) - 1
+    def observe(self, width: Width, forwards: int, seen: Seen) -> None:
+        """Add a step of decode that looked drafts up, of at least one sequence."""
+        if width.most > 1:
+            sequences = len(seen.drawn) / forwards
+            expected = self.tokens(sequences, width.most, width.rows) - 1
             if expected > 0:
-                ratio = self._brought * float(drawn.mean() - 1) / expected
-                self._brought = mean(self._brought, min(max(ratio, _LEAST), _MOST))
-            self._head.observe(drawn, drafted, hit * by_head, offered * by_head)
-        self._text.observe(drawn, drafted, hit * ~by_head, offered * ~by_head)
+                ratio = self.brought * float(seen.drawn.mean() - 1) / expected
+                self.brought = mean(self.brought, min(max(ratio, _LEAST), _MOST))
+            self.head.observe(seen, seen.by_head)
+        self.text.observe(seen, ~seen.by_head)
 
     def tokens(self, sequences: float, width: int, rows: int) -> float:
         """Return the expected tokens per sequence in a forward."""
-        tokens = self._text.tokens(width - 1)
-        tokens += self._head.tokens(min(width - 1, self.head_tokens))
+        tokens = self.text.tokens(width - 1)
+        tokens += self.head.tokens(min(width - 1, self.head_tokens))
+        # The likeliest tokens have rows first.
         left, gain = max(0.0, rows / sequences - 1), 0.0
         for chance, share in sorted(tokens, reverse=True):
             gain += chance * min(share, left)
             left -= min(share, left)
-        return 1.0 + self._brought * gain
+        return 1.0 + self.brought * gain
 
 
 def mean(before: float, now: float) -> float:
@@ -129,7 +134,7 @@ WIDTHS = (1, 2, 4, 8)  # Tokens of a sequence in a forward: the last one drawn, 
 _SHARES = ((2, 1.25), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8))
 _TILE = 64  # Rows of a forward come in steps of so many, as in a GEMM: fewer are not faster.
 _GAIN = 1.02  # The expected gain from which on drafts are verified: what is left is the risk.
-_TRIAL = 1.15  # The same, where a choice has not run and its graph is not captured.
+_TRIAL = 1.15  # The same for a choice that has not run, whose graph is perhaps not captured.
 _ASK_EVERY = 32  # Steps without a verified draft after which the draft head is asked again.
 _LOOK_UP_EVERY = 8  # Steps without a verified draft from one that looks drafts up to the next.
 _FIRST_STEPS = 4  # Steps at the start that look drafts up.
@@ -164,14 +169,10 @@ class DraftWidths:
         self._always = always
         self._widths = [width for width in WIDTHS if width // 2 < most]
         self.worth = DraftWorth()
-        self._times = _Times()
+        self.times = _Times()
         self._steps = 0  # Steps observed so far.
         self._without = 0  # Steps since one that verified drafts.
         self._unasked = _ASK_EVERY
-
-    def begin(self) -> None:
-        """Begin a call, whose contexts are short again."""
-        self._times.begin()
 
     def choose(self, sequences: int) -> Width:
         """Return what the forwards of the next step verify."""
@@ -180,51 +181,40 @@ class DraftWidths:
             most = max(w for w in self._widths if w == 2 or size * w <= ALWAYS_ROWS)
             return Width(most, size * most, True)
         most, rows = 1, size
-        if self._times.known(size):
+        # Until a plain forward has been timed, nothing is verified.
+        if self.times.known(size):
             most, rows = self._fastest(size, sequences)
             self._unasked = self._unasked + 1 if most == 1 else 0
+            # The head only guesses for a forward that verifies, so its worth needs a trial.
             if self.worth.head_tokens and self._unasked > _ASK_EVERY and size * 2 <= ALWAYS_ROWS:
                 self._unasked = 0
                 most, rows = 2, size * 2
         if most > 1:
             self._without = 0
             return Width(most, rows, True)
+        # Text is looked up now and then, so that its worth stays known.
         self._without += 1
         looks_up = self._steps < _FIRST_STEPS or self._without % _LOOK_UP_EVERY == 1
         return Width(1, size, looks_up)
 
-    def captured(self, size: int, width: int, rows: int, seconds: float) -> None:
-        """Add the seconds of a forward in which no sequence runs; `width` tokens per sequence."""
-        self._times.idle[size, width, rows] = seconds
-
     def observe(
-        self,
-        sequences: int,
-        width: Width,
-        forwards: int,
-        seconds: float,
-        drawn: np.ndarray,
-        drafted: np.ndarray,
-        hit: np.ndarray,
-        offered: np.ndarray,
-        by_head: np.ndarray,
+        self, sequences: int, width: Width, forwards: int, seconds: float, seen: Seen
     ) -> None:
-        """Add the result of a decode step; arrays as of `DraftWorth.observe`, N may be 0."""
+        """Add the result of a decode step."""
         self._steps += 1
-        self._times.observe(padded_batch(sequences), width, seconds / forwards)
-        if len(drawn) and width.drafts:
-            drafts = (drawn, drafted, hit, offered, by_head)
-            self.worth.observe(width.most, width.rows, forwards, *drafts)
+        self.times.observe(padded_batch(sequences), width, seconds / forwards)
+        if len(seen.drawn) and width.drafts:
+            self.worth.observe(width, forwards, seen)
 
     def _fastest(self, size: int, sequences: int) -> tuple[int, int]:
         """Return the width and the rows with the most expected tokens per second."""
-        plain = self._times.plain[size]
+        plain = self.times.plain[size]
         best, rate, most_extra = (1, size), _GAIN / plain, 0.0
         for most, rows in choices(size):
             if most not in self._widths:
                 continue
             tokens = self.worth.tokens(sequences, most, rows)
-            extra = self._times.extra_of(size, most, rows)
+            extra = self.times.extra.get((size, most, rows))
             if extra is None:
                 # Tried where it pays if it takes no longer than choices of fewer rows. What a row
                 # more takes says little, since times grow in steps.
@@ -237,61 +227,53 @@ class DraftWidths:
         return best
 
 
+@dataclass
 class _Times:
     """The seconds of forwards, by the sequences of their graphs.
 
     Attributes:
         plain: By size, the seconds of a forward without drafts.
-        idle: By (size, width, rows), the seconds of a forward in which no sequence runs.
+        since: By size, steps since one without drafts.
+        extra: By (size, width, rows), how many seconds longer a forward took than a plain one.
+        last: The choice and the seconds of the step before, if it verified drafts.
     """
 
-    def __init__(self) -> None:
-        self.plain: dict[int, float] = {}
-        self.idle: dict[tuple[int, int, int], float] = {}
-        self._extra: dict[tuple[int, int, int], float] = {}
-        self._since: dict[int, int] = {}  # Of each size, steps since one without drafts.
-        # The choice and the seconds of the step before, if it verified drafts.
-        self._last: tuple[tuple[int, int, int], float] | None = None
+    plain: dict[int, float] = field(default_factory=dict)
+    since: dict[int, int] = field(default_factory=dict)
+    extra: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    last: tuple[tuple[int, int, int], float] | None = None
 
     def begin(self) -> None:
         """Forget the plain seconds: the contexts of a new call differ."""
         self.plain.clear()
-        self._since.clear()
-        self._last = None
+        self.since.clear()
+        self.last = None
 
     def known(self, size: int) -> bool:
         """Return whether the seconds of a plain forward are known well enough."""
-        return size in self.plain and self._since.get(size, 0) < _PROBE_EVERY
+        return size in self.plain and self.since.get(size, 0) < _PROBE_EVERY
 
     def observe(self, size: int, width: Width, now: float) -> None:
         """Add the seconds of a forward, to its own width or to what all widths share."""
-        plain, last, self._last = self.plain.get(size), self._last, None
+        plain, last, self.last = self.plain.get(size), self.last, None
         if width.most == 1:
             self.plain[size] = now if plain is None or last is not None else (plain + now) / 2
             # Of two steps side by side, contexts are the same.
             if last is not None and last[0][0] == size:
-                self._extra[last[0]] = max(0.0, last[1] - now)
-            self._since[size] = 0
+                self.extra[last[0]] = max(0.0, last[1] - now)
+            self.since[size] = 0
             return
         key = (size, width.most, width.rows)
-        self._last = key, now
-        self._since[size] = self._since.get(size, 0) + 1
+        self.last = key, now
+        self.since[size] = self.since.get(size, 0) + 1
         if plain is None:
             return
-        extra = self._extra.get(key)
-        if extra is None or self._since[size] <= _FRESH:
+        extra = self.extra.get(key)
+        if extra is None or self.since[size] <= _FRESH:
             measured = max(0.0, now - plain)
-            self._extra[key] = measured if extra is None else (extra + measured) / 2
+            self.extra[key] = measured if extra is None else (extra + measured) / 2
         else:
             self.plain[size] = (plain + max(now - extra, 0.0)) / 2
-
-    def extra_of(self, size: int, width: int, rows: int) -> float | None:
-        """Return how many seconds longer a width takes than none; None if unknown."""
-        known = self._extra.get((size, width, rows))
-        idle, plain_idle = self.idle.get((size, width, rows)), self.idle.get((size, 1, size))
-        if known is None and idle is not None and plain_idle is not None:
-            known = max(0.0, idle - plain_idle)
-        return known
 
 
 def choices(size: int) -> list[tuple[int, int]]:

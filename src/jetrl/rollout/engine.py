@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import torch
@@ -33,16 +34,9 @@ from jetrl.rollout.draft_widths import Width
 from jetrl.rollout.inputs import encode_prompts, make_groups, resumed_groups, text_decoder
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.kv_pool import KVPool, too_small
-from jetrl.rollout.launched_step import LaunchedStep, mark, to_host
+from jetrl.rollout.launched_step import LaunchedStep
 from jetrl.rollout.multi_turn import MultiTurn
-from jetrl.rollout.options import (
-    GenerateOptions,
-    Progress,
-    RolloutStats,
-    SpeculationStats,
-    unfinished_completions,
-    versions_of,
-)
+from jetrl.rollout.options import GenerateOptions, Progress, RolloutStats, SpeculationStats
 from jetrl.rollout.pages import PageAllocator
 from jetrl.rollout.prefill import Prefill
 from jetrl.rollout.scheduler import ScheduledStep, Scheduler
@@ -53,6 +47,7 @@ from jetrl.types import Completion, Prompt, SamplingParams, Unfinished
 
 logger = logging.getLogger(__name__)
 
+_SIZES = ("max_batch_size", "num_pages", "page_size", "max_prefill_tokens", "max_model_len")
 # On a GPU: forwards of one decode step, and steps launched before earlier draws are known.
 _GPU_REPEATS, _GPU_AHEAD = 8, 1
 
@@ -68,55 +63,49 @@ def check_gpu_sizes(max_batch_size: int, page_size: int) -> None:
 ProgressCallback = Callable[[Progress], None]
 
 
+@dataclass(eq=False)
 class Generation:
     """The sequences that run together over one cache, and the steps that were launched.
 
-    Args:
-        started: The value of `time.perf_counter` when the call began.
-        ahead: Steps that are launched before the draws of earlier ones are known.
-
     Attributes:
+        started: The value of `time.perf_counter` when the call began.
+        repeats: Forwards of one decode step.
+        ahead: Steps that are launched before the draws of earlier ones are known.
         multi_turn: The conversations with an environment; None without one.
+        counts: Those that are added up step by step; `stats` has all of them.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        prefill: Prefill,
-        decode: DecodeBatch,
-        drafts: Speculation | None,
-        started: float,
-        repeats: int,
-        ahead: int,
-    ) -> None:
-        self.scheduler = scheduler
-        self.multi_turn: MultiTurn | None = None
-        self._prefill, self._decode, self._drafts = prefill, decode, drafts
-        self._started, self._repeats, self._ahead = started, repeats, ahead
-        self._launched: deque[LaunchedStep] = deque()
-        self._verify: Width | None = None  # What the next step of decode verifies.
-        self._drawn = self._prefilled = self._decoded = self._forwards = self._peak_pages = 0
-        self._prefill_s = self._idle_s = 0.0
-        self._last_ready: torch.cuda.Event | None = None
-        self._graphs_before = decode.forwards.num_graphs, decode.forwards.capture_s
-        decode.begin()
-        if drafts is not None:
-            drafts.begin()
+    scheduler: Scheduler
+    prefill: Prefill
+    decode: DecodeBatch
+    drafts: Speculation | None
+    started: float
+    repeats: int
+    ahead: int
+    multi_turn: MultiTurn | None = None
+    counts: RolloutStats = field(default_factory=RolloutStats)
+    _launched: deque[LaunchedStep] = field(default_factory=deque)
+    _verify: Width | None = None  # What the next step of decode verifies.
+    _last_ready: torch.cuda.Event | None = None
+
+    def __post_init__(self) -> None:
+        self.decode.begin()
+        if self.drafts is not None:
+            self.drafts.begin()
 
     def add(self, group: Sequence[RunningSequence]) -> None:
         """Check and add the samples of a prompt; see `RolloutEngine.add`."""
         allocator, scheduler = self.scheduler.allocator, self.scheduler
+        # A draft's rows have no sequence of their own in advance.
+        drafting = ("temperature", "top_p", "top_k") if self.drafts is not None else ()
+        alike = attrgetter("seed", *drafting)
+        first = (scheduler.sequences or group)[0].params
         for sequence in group:
             sizes = (allocator.num_pages, allocator.page_size)
             problem = too_small(*sizes, len(sequence.prompt), sequence.rules.max_tokens)
             if problem:
                 raise UserError(problem)
-            first, own = (scheduler.sequences or group)[0].params, sequence.params
-            alike = own.seed == first.seed
-            if self._drafts is not None:  # A draft's rows have no sequence of their own in advance.
-                choice = attrgetter("temperature", "top_p", "top_k")
-                alike = alike and choice(own) == choice(first)
-            if not alike:
+            if alike(sequence.params) != alike(first):
                 raise UserError(
                     "prompts that are sampled together need the same seed, and with speculation "
                     "the same temperature, top_p and top_k"
@@ -126,9 +115,9 @@ class Generation:
     def step(self) -> list[int]:
         """Launch a step or take in the draws of one; see `RolloutEngine.step`."""
         scheduler = self.scheduler
-        step = scheduler.schedule(self._repeats, self._width)
+        # Prompts, or several forwards of decode in a row; None while neither can be planned.
+        step = scheduler.schedule(self.repeats, self._width)
         if step is not None:
-            self._peak_pages = max(self._peak_pages, scheduler.allocator.num_used)
             self._launch(step)
         elif self._launched:
             # The next step depends on draws that are still on their way.
@@ -139,75 +128,60 @@ class Generation:
             self.multi_turn.take_in(wait=True)
         # Texts of ended sequences become drafts for later ones.
         ended = scheduler.take_ended()
-        if self._drafts is not None:
+        if self.drafts is not None:
             for index in ended:
-                self._drafts.ended(scheduler.sequences[index])
+                self.drafts.ended(scheduler.sequences[index])
         return ended
 
     def _width(self, sequences: int) -> int:
         """Return the most tokens per sequence in each forward of a step of so many sequences."""
-        if self._drafts is None:
+        if self.drafts is None:
             return 1
-        self._verify = self._drafts.choose(sequences)
+        self._verify = self.drafts.choose(sequences)
         return self._verify.most
 
     def _launch(self, step: ScheduledStep) -> None:
         """Launch a step, and take in the draws of an earlier one if enough steps are ahead."""
-        self._prefill.copy_pages(step)
-        self._decode.forget(step)
+        # A page that several sequences share is copied before one of them writes to it.
+        self.prefill.cache.copy_pages(step.copies)
+        self.decode.forget(step)
         sequences = self.scheduler.sequences
         if step.decodes:
-            self._launched.append(self._decode.launch(step, sequences, self._verify))
+            self._launched.append(self.decode.launch(step, sequences, self._verify))
         else:
-            self._launched.append(self._launch_prefill(step, sequences))
-            if self._drafts is not None:
-                self._drafts.put_by()  # The host has time while the device is at work on prompts.
-        if len(self._launched) > self._ahead:
+            self._launched.append(self.prefill.launch(step, sequences))
+            if self.drafts is not None:
+                self.drafts.put_by()  # The host has time while the device is at work on prompts.
+        if len(self._launched) > self.ahead:
             self._take_in_oldest()
-
-    def _launch_prefill(
-        self, step: ScheduledStep, sequences: Sequence[RunningSequence]
-    ) -> LaunchedStep:
-        # The draws follow the forward on the device; only their copies come to the host.
-        device = self._prefill.device
-        began, called = mark(device), time.perf_counter()
-        logits = self._prefill.forward(step, sequences)
-        drawn = self._prefill.draw(logits, step, sequences)
-        tokens, logprobs = (to_host(x[None]) for x in drawn)
-        if began is None:
-            self._prefill_s += time.perf_counter() - called
-        return LaunchedStep(step, tokens, logprobs, began, mark(device))
 
     def _take_in_oldest(self) -> None:
         """Wait for the oldest launched step and give its draws to the sequences."""
-        launched = self._launched.popleft()
-        drawn = launched.drawn()
+        launched, counts = self._launched.popleft(), self.counts
+        drawn, step = launched.drawn(), launched.step
         seconds = launched.seconds
         if launched.began is not None and launched.ready is not None:
             # A GPU's own clock says how long the device had nothing to do before this step.
             after = self._last_ready or launched.began
-            self._idle_s += max(0.0, after.elapsed_time(launched.began)) / 1e3
-            if not launched.step.decodes:
-                self._prefill_s += seconds
+            counts.device_idle_s += max(0.0, after.elapsed_time(launched.began)) / 1e3
             self._last_ready = launched.ready
         # The sequences take their draws, and drop those past an end.
-        step = launched.step
         taken = self.scheduler.complete(step, drawn)
         # Drafts learn from what was accepted; environments hear of turns that ended.
-        if step.decodes and self._drafts is not None:
-            self._drafts.take_in(launched, seconds)
+        if step.decodes and self.drafts is not None:
+            self.drafts.take_in(launched, seconds)
         if self.multi_turn is not None:
             self.multi_turn.ask(step)
             self.multi_turn.take_in(wait=False)
-        self._forwards += step.repeats
-        self._drawn += taken
-        self._prefilled += step.num_prefill_tokens
-        self._decoded += taken if step.decodes else 0
+        counts.forwards += step.repeats
+        counts.tokens_drawn += taken
+        counts.tokens_prefilled += step.num_prefill_tokens
+        counts.prefill_s += 0.0 if step.decodes else seconds
 
     def progress(self, max_tokens: int) -> Progress:
         """Return the progress so far; `max_tokens` per completion bounds the estimate."""
-        scheduler, tokens = self.scheduler, self._drawn
-        seconds = time.perf_counter() - self._started
+        scheduler, tokens = self.scheduler, self.counts.tokens_drawn
+        seconds = time.perf_counter() - self.started
         total, done = len(scheduler.sequences), scheduler.num_finished
         rate = tokens / seconds if seconds > 0 else 0.0
         # The finished sequences are the short ones. If each token were the last one with the same
@@ -226,25 +200,15 @@ class Generation:
         )
 
     def stats(self) -> RolloutStats:
-        scheduler = self.scheduler
-        forwards, (graphs, capture_s) = self._decode.forwards, self._graphs_before
-        return RolloutStats(
-            prompts=scheduler.num_groups,
-            sequences=len(scheduler.sequences),
-            tokens_drawn=self._drawn,
-            tokens_prefilled=self._prefilled,
-            tokens_decoded=self._decoded,
-            preemptions=scheduler.num_preemptions,
-            forwards=self._forwards,
-            peak_pages=self._peak_pages,
-            pages_total=scheduler.allocator.num_pages,
-            seconds=time.perf_counter() - self._started,
-            prefill_s=self._prefill_s,
-            device_idle_s=self._idle_s,
-            graphs=forwards.num_graphs - graphs,
-            capture_s=forwards.capture_s - capture_s,
-            speculation=None if self._drafts is None else self._drafts.stats,
-        )
+        """Return the counts, complete with what others counted; once, at the end."""
+        scheduler, forwards, counts = self.scheduler, self.decode.forwards, self.counts
+        counts.sequences = len(scheduler.sequences)
+        counts.preemptions = scheduler.num_preemptions
+        counts.pages_total = scheduler.allocator.num_pages
+        counts.seconds = time.perf_counter() - self.started
+        counts.graphs, counts.capture_s = forwards.num_graphs, forwards.capture_s
+        counts.speculation = None if self.drafts is None else self.drafts.end()
+        return counts
 
 
 class RolloutEngine:
@@ -286,14 +250,8 @@ class RolloutEngine:
         draft_head: DraftHead | None = None,
     ) -> None:
         context = policy.config.max_position_embeddings
-        sizes = {
-            "max_batch_size": max_batch_size,
-            "num_pages": num_pages,
-            "page_size": page_size,
-            "max_prefill_tokens": max_prefill_tokens,
-            "max_model_len": max_model_len,
-        }
-        for name, value in sizes.items():
+        sizes = (max_batch_size, num_pages, page_size, max_prefill_tokens, max_model_len)
+        for name, value in zip(_SIZES, sizes, strict=True):
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}")
         if max_model_len is not None and max_model_len > context:
@@ -314,12 +272,12 @@ class RolloutEngine:
         self.max_model_len = max_model_len or context
         self._pool = KVPool(policy, self.sizes, num_pages, page_size, self.max_model_len)
         if speculation != "off":
-            shape = (max_batch_size, self.max_model_len)
-            self.use_drafts(Speculation(speculation, *shape, policy.device, draft_head))
+            self._pool.speculation = Speculation(
+                speculation, max_batch_size, self.max_model_len, policy.device, draft_head
+            )
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
         self._running: Generation | None = None
         self.stats = RolloutStats()
-        self._speculated: SpeculationStats | None = None
         self.unfinished: dict[int, Unfinished] = {}
 
     @property
@@ -340,12 +298,12 @@ class RolloutEngine:
 
     def use_drafts(self, speculation: Speculation) -> None:
         """Verify the drafts of a `Speculation` with max_batch_size slots, from the next call on."""
-        self._pool.use_drafts(speculation)
+        self._pool.speculation = speculation
 
     def take_speculation(self) -> SpeculationStats | None:
         """Return the worth of all drafts since the last call of this, None without."""
-        taken, self._speculated = self._speculated, None
-        return taken
+        drafts = self._pool.speculation
+        return None if drafts is None else drafts.take()
 
     def free_cache(self) -> None:
         """Free the memory of the KV pages.
@@ -388,31 +346,36 @@ class RolloutEngine:
                 halved and the call starts over, with the same draws.
         """
         chosen = options or GenerateOptions()
+
+        def attempt() -> list[Completion]:
+            # Everything that a user may have got wrong is checked before anything runs.
+            started, limit = time.perf_counter(), self.max_model_len
+            encoded = encode_prompts(self.policy, prompts, limit, system_prompt)
+            groups = resumed_groups(self.policy, chosen.bounds.resume, params, limit)
+            first = sum(map(len, groups))
+            groups += make_groups(self.policy, encoded, params, limit, chosen, first)
+            return self._run(groups, params.max_tokens, progress, chosen, started)
+
         return within_memory(
-            lambda: self._generate(prompts, params, progress, system_prompt, chosen),
+            attempt,
             lambda problem: self.sizes.halve(self._pool.pages, self._pool.needed, problem),
             together=False,
         )
 
-    def _generate(
+    def _run(
         self,
-        prompts: Sequence[Sequence[int] | str | Prompt],
-        params: SamplingParams,
+        groups: Sequence[Sequence[RunningSequence]],
+        max_tokens: int,
         progress: ProgressCallback | None,
-        system_prompt: str | None,
         options: GenerateOptions,
+        started: float,
     ) -> list[Completion]:
-        """Run one attempt of `generate`, which raises if memory runs out."""
+        """Run the sequences of one attempt of `generate`, which raises if memory runs out."""
         assert self._running is None, "generate is not to be called while sequences run"
-        started = time.perf_counter()
-        # Everything that a user may have got wrong is checked before anything runs.
-        groups = self._groups(prompts, params, system_prompt, options)
         self.unfinished = {}
         if not groups:
             self.stats = RolloutStats()
             return []
-        partial = options.partial
-        enough = len(groups) if partial is None else partial.enough
         finished: dict[int, Completion] = {}
         # A refusal for lack of pages leaves the current cache as it is.
         cache = self._pool.cache_for(groups)
@@ -423,13 +386,13 @@ class RolloutEngine:
                     self.add(group)
                 complete = self._completer(options)
                 # Step until enough prompts are complete; the others are cut off.
-                while not scheduler.done and scheduler.num_complete_groups < enough:
+                while not scheduler.done and scheduler.num_complete_groups < options.bounds.enough:
                     for index in self.step():
                         finished[index] = complete(scheduler.sequences[index])
                         if options.finished is not None:
                             options.finished(index, finished[index])
                     if progress is not None:
-                        progress(self._running_now.progress(params.max_tokens))
+                        progress(self._running_now.progress(max_tokens))
                 # Their tokens so far go to `unfinished`, for the next call.
                 for sequence in scheduler.sequences:
                     if not sequence.finished:
@@ -439,7 +402,11 @@ class RolloutEngine:
             if options.environment is not None:
                 options.environment.close()
         completions = [finished.get(s.index) or complete(s) for s in scheduler.sequences]
-        self.unfinished = unfinished_completions(scheduler.sequences, completions)
+        self.unfinished = {
+            s.index: Unfinished(s.prompt, s.key, completion)
+            for s, completion in zip(scheduler.sequences, completions, strict=True)
+            if s.finish_reason == "cancelled"
+        }
         return completions
 
     def add(self, group: Sequence[RunningSequence]) -> None:
@@ -472,10 +439,9 @@ class RolloutEngine:
         """Drop all sequences, free their pages, and store their counts in `stats`."""
         running = self._running_now
         self.stats = stats = running.stats()
-        call, before = stats.speculation, self._speculated
-        self._speculated = call if before is None or call is None else before.plus(call)
         if stats.graphs:
             logger.info("%d graphs of decode captured in %.1f s", stats.graphs, stats.capture_s)
+        # The pool keeps the cache and its graphs for the next call.
         running.scheduler.close()
         self._running = None
 
@@ -516,44 +482,19 @@ class RolloutEngine:
             self._pool.drop()
             raise
 
-    def _groups(
-        self,
-        prompts: Sequence[Sequence[int] | str | Prompt],
-        params: SamplingParams,
-        system_prompt: str | None,
-        options: GenerateOptions,
-    ) -> list[list[RunningSequence]]:
-        """Return the sequences of a call by prompt, continued ones first."""
-        encoded = encode_prompts(self.policy, prompts, self.max_model_len, system_prompt)
-        partial = options.partial
-        groups = make_groups(
-            self.policy,
-            encoded,
-            params,
-            self.max_model_len,
-            options.max_turns,
-            options.max_tokens,
-            first=0 if partial is None else partial.num_resumed,
-            keys=options.keys,
-        )
-        if partial is None:
-            return groups
-        resumed = resumed_groups(self.policy, partial.resume, params, self.max_model_len)
-        return resumed + groups
-
     def _completer(self, options: GenerateOptions) -> Callable[[RunningSequence], Completion]:
         """Return the function that makes a completion of an ended sequence."""
         running = self._running_now
+        # With an environment, completions are conversations.
         if options.environment is not None and options.max_turns > 1:
             turns = MultiTurn(self.policy, options.environment, running.scheduler)
             running.multi_turn = turns
             return turns.completion
         decode = text_decoder(self.policy)
-        version = 0 if options.partial is None else options.partial.version
 
         def complete(sequence: RunningSequence) -> Completion:
             assert sequence.finish_reason is not None, f"sequence {sequence.index} is not finished"
-            text = sequence.text
+            text = sequence.text  # Cut before a stop string.
             if text is None:
                 text = decode(sequence.generated) if decode is not None else ""
             return Completion(
@@ -561,7 +502,7 @@ class RolloutEngine:
                 logprobs=tuple(sequence.logprobs),
                 finish_reason=sequence.finish_reason,
                 text=text,
-                versions=versions_of(sequence, version),
+                versions=sequence.versions_with(options.bounds.version),
             )
 
         return complete

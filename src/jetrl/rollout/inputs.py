@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from jetrl.errors import UserError
 from jetrl.models import chat, hf
 from jetrl.models.policy import Policy
+from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.sequence import RunningSequence, resumed_key, sequence_keys
 from jetrl.rollout.stopping import Decode, StopRules
 from jetrl.types import Prompt, SamplingParams, Unfinished
@@ -28,12 +31,12 @@ def encode_prompts(
         raise UserError("generate takes a list of prompts; put the one prompt into a list")
     encoded = []
     for index, prompt in enumerate(prompts):
+        # Text and messages go through the tokenizer; token ids are taken as they are.
         if isinstance(prompt, str):
             prompt = Prompt(id=str(index), text=prompt)
         if isinstance(prompt, Prompt):
-            token_ids = chat.encode_prompt(
-                policy.tokenizer, prompt, system_prompt, policy.plain_text
-            )
+            rules = (system_prompt, policy.plain_text)
+            token_ids = chat.encode_prompt(policy.tokenizer, prompt, *rules)
         else:
             token_ids = _integers(prompt, index)
         _check_ids(token_ids, policy.config.vocab_size, f"prompt {index}")
@@ -41,8 +44,8 @@ def encode_prompts(
             raise UserError(f"prompt {index} is empty; a prompt needs at least one token")
         if len(token_ids) >= max_model_len:
             raise UserError(
-                f"prompt {index} has {len(token_ids)} tokens, which leaves no room for an answer "
-                f"in a context of {max_model_len}; shorten or drop it"
+                f"prompt {index} has {len(token_ids)} tokens: no room for an answer in a context "
+                f"of {max_model_len}; shorten or drop it"
             )
         encoded.append(token_ids)
     return encoded
@@ -53,54 +56,36 @@ def make_groups(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     max_model_len: int,
-    max_turns: int = 1,
-    max_tokens: Sequence[int] | None = None,
+    options: GenerateOptions | None = None,
     first: int = 0,
-    keys: Sequence[Sequence[int]] | None = None,
 ) -> list[list[RunningSequence]]:
     """Return the sequences of a call, a group of n per prompt.
 
     Args:
         max_model_len: Tokens of prompt and completion; max_tokens is limited to what is left.
-        max_tokens: A limit per sequence; None: params.max_tokens.
         first: The index of the first sequence.
-        keys: The random keys of each prompt's sequences; None: those of `sequence_keys`.
 
     Raises:
         UserError: max_tokens are not one limit of at least 1 per sequence, a stop id is outside the
             vocabulary, or stop strings or turns have no tokenizer.
     """
-    _check_ids(params.stop_token_ids, policy.config.vocab_size, "stop_token_ids")
-    stops = _stop_ids(policy, params)
-    decode = text_decoder(policy)
-    if params.stop and decode is None:
+    options = options or GenerateOptions()
+    rules = _stop_rules(policy, params, options.max_turns)
+    # Without limits and keys of their own, completions have those of the call.
+    count = params.n * len(prompts)
+    limits = [params.max_tokens] * count if options.max_tokens is None else options.max_tokens
+    if len(limits) != count or min(limits, default=1) < 1:
         raise UserError(
-            f"stop strings {list(params.stop)} need a tokenizer, and the model has none; set "
-            "model.tokenizer, or use stop_token_ids"
+            f"max_tokens: {count} numbers of at least 1, one for each completion, not "
+            f"{len(limits)} with {min(limits, default=1)} among them"
         )
-    if max_turns > 1 and decode is None:
-        raise UserError(
-            "a task with turns reads what the model writes, and the model has no tokenizer; set "
-            "model.tokenizer"
-        )
-    # Without limits of their own all completions have that of the call.
-    if max_tokens is None:
-        max_tokens = [params.max_tokens] * (params.n * len(prompts))
-    if len(max_tokens) != params.n * len(prompts) or min(max_tokens, default=1) < 1:
-        raise UserError(
-            f"max_tokens: {params.n * len(prompts)} numbers of at least 1, one for each "
-            f"completion, not {len(max_tokens)} with {min(max_tokens, default=1)} among them"
-        )
-    groups: list[list[RunningSequence]] = []
-    if keys is None:
-        keys = sequence_keys(prompts, params.n)
+    keys = sequence_keys(prompts, params.n) if options.keys is None else options.keys
+    groups = []
     for number, prompt in enumerate(prompts):
         group = []
-        for sample, key in enumerate(keys[number]):
-            index = number * params.n + sample
-            limit = min(max_tokens[index], max_model_len - len(prompt))
-            rules = StopRules(limit, stops, params.stop, decode, max_turns)
-            group.append(RunningSequence(first + index, tuple(prompt), key, rules, params=params))
+        for index, key in enumerate(keys[number], number * params.n):
+            own = replace(rules, max_tokens=min(limits[index], max_model_len - len(prompt)))
+            group.append(RunningSequence(first + index, tuple(prompt), key, own, params=params))
         groups.append(group)
     return groups
 
@@ -116,42 +101,41 @@ def resumed_groups(
     Raises:
         UserError: A completion has no room for another token.
     """
-    groups: list[list[RunningSequence]] = []
-    index = 0
-    decode, stops = text_decoder(policy), _stop_ids(policy, params)
+    rules, index = _stop_rules(policy, params), itertools.count()
+    groups = []
     for members in resume:
         group = []
         for cut in members:
-            completion = cut.completion
-            limit = min(params.max_tokens, max_model_len - len(cut.prompt_token_ids))
-            if len(completion.token_ids) >= limit:
+            old, prompt = cut.completion, cut.prompt_token_ids
+            limit = min(params.max_tokens, max_model_len - len(prompt))
+            if len(old.token_ids) >= limit:
                 raise UserError(
-                    f"a completion to go on with has {len(completion.token_ids)} tokens, and this "
-                    f"call allows {limit}: raise max_tokens"
+                    f"a completion of {len(old.token_ids)} tokens cannot continue: raise "
+                    f"max_tokens above {limit}"
                 )
-            sequence = RunningSequence(
-                index,
-                cut.prompt_token_ids,
-                resumed_key(cut.key, len(completion.token_ids)),
-                StopRules(limit, stops, params.stop, decode),
-                generated=list(completion.token_ids),
-                logprobs=list(completion.logprobs),
-                versions=completion.versions,
-                params=params,
-            )
+            # Another key, since the old one's draws belong to another policy.
+            key, own = resumed_key(cut.key, len(old.token_ids)), replace(rules, max_tokens=limit)
+            sequence = RunningSequence(next(index), prompt, key, own, params=params)
+            sequence.generated, sequence.logprobs = list(old.token_ids), list(old.logprobs)
+            sequence.versions = old.versions
             group.append(sequence)
-            index += 1
         groups.append(group)
     return groups
 
 
-def _stop_ids(policy: Policy, params: SamplingParams) -> frozenset[int]:
-    """Return the ids that end a completion: the call's, and the model's unless ignored."""
-    stop_ids = set(params.stop_token_ids)
-    if not params.ignore_eos:
-        ends = hf.eos_token_ids(policy.config, policy.generation_config, policy.tokenizer)
-        stop_ids |= set(ends)
-    return frozenset(stop_ids)
+def _stop_rules(policy: Policy, params: SamplingParams, max_turns: int = 1) -> StopRules:
+    """Return the rules of a call: its stop ids, and the model's unless ignored."""
+    _check_ids(params.stop_token_ids, policy.config.vocab_size, "stop_token_ids")
+    ends = hf.eos_token_ids(policy.config, policy.generation_config, policy.tokenizer)
+    stops = frozenset([*params.stop_token_ids, *(() if params.ignore_eos else ends)])
+    decode = text_decoder(policy)
+    if params.stop and decode is None:
+        raise UserError(f"stop strings {list(params.stop)} need a tokenizer: set model.tokenizer")
+    if max_turns > 1 and decode is None:
+        raise UserError(
+            "a task with turns reads text, and the model has no tokenizer: set model.tokenizer"
+        )
+    return StopRules(params.max_tokens, stops, params.stop, decode, max_turns)
 
 
 def text_decoder(policy: Policy) -> Decode | None:

@@ -1,45 +1,380 @@
-"""The paged KV cache: the rollout's source of keys and values.
+"""The paged KV cache, and the attention of the rollout over it.
+
+    codes   [layers, pages, page_size, G, D]   float8_e4m3fn or int8, or the values as they are
+    scales  [layers, pages, page_size, G]      float32 next to FP8 or INT8 codes, else absent
+
+A forward runs a flat list of T tokens of many sequences. In each layer their keys and values are
+quantized and written to their slots; then the tokens attend. On a GPU kernels read the pages in
+place. Elsewhere tokens attend in parts: queries of sequences of similar length, whose pages are
+gathered into one dense batch. Parts bound time and memory and change no bit of a result.
+
+The output of a prompt is only read at its last token, so the last layer attends for that token.
 
 Keys and values of all layers lie in one range of memory. On a GPU, where decode's graphs read the
 range, its memory can be freed and mapped again at the same addresses (`mapped_memory`).
+
+Dimensions: T tokens of the forward, B items of a part, Q queries per item, P pages per item, L keys
+(at most P * page_size), H query heads, G key-value heads, D head size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.errors import UserError
+from jetrl.kernels.attention.layout import (
+    CODES,
+    KeyValueCodes,
+    QueryTiles,
+    SequenceQueries,
+    stored_dtype,
+)
+from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values, stored_values
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.families import ModelConfig
+from jetrl.models.layer import Rotary
 from jetrl.precision.plan import PrecisionPlan
+from jetrl.precision.quantize import QTensor
 from jetrl.rollout.launched_step import to_device
-from jetrl.rollout.paged_attention import (
-    GPU_PAGE_SIZE,
-    AttentionWork,
-    DecodeWork,
-    HopperKeyValues,
-    LastLayer,
-    PagedKeyValues,
-    Span,
-    gpu_work,
-    parts_of,
-    stores,
-)
+from jetrl.settings.presets import key_and_value_formats
 
 if TYPE_CHECKING:
     from jetrl.rollout.mapped_memory import MappedMemory
 
 
+class KVStore:
+    """The keys, or the values, of all layers.
+
+    Args:
+        codes: [layers, P, page_size, G, D], in the stored format.
+        scales: float32 [layers, P, page_size, G]; None if the format has none.
+    """
+
+    def __init__(self, codes: Tensor, scales: Tensor | None) -> None:
+        self.codes, self.scales = codes, scales
+        # The same memory as bytes: indexing is not implemented for FP8 types on every device.
+        self._raw = codes if scales is None else codes.view(torch.uint8)
+
+    def write(self, layer: int, slots: Tensor, codes: Tensor, scales: Tensor | None) -> None:
+        """Write the keys or values of T tokens.
+
+        Args:
+            slots: int64 [T], page * page_size + offset.
+            codes: [T, G, D], in the stored format.
+            scales: float32 [T, G]; None if the format has none.
+        """
+        assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
+        raw = codes.view(torch.uint8) if scales is not None else codes
+        self._raw[layer].flatten(0, 1)[slots] = raw
+        if self.scales is not None and scales is not None:
+            self.scales[layer].flatten(0, 1)[slots] = scales
+
+    def values(self, layer: int, slots: Tensor) -> Tensor:
+        """Return the values of slots, float32 [T, G, D], for inspection."""
+        codes = self._raw[layer].flatten(0, 1)[slots].view(self.codes.dtype)
+        scales = None if self.scales is None else self.scales[layer].flatten(0, 1)[slots]
+        return stored_values(codes, scales)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Return one layer in place: codes [P, page_size, G, D] and scales (or None)."""
+        return self.codes[layer], None if self.scales is None else self.scales[layer]
+
+    def gather(self, layer: int, pages: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
+        """Return the first keys of tables int64 [B, P]: codes [B, L, G, D], scales [B, L, G]."""
+        codes = self._raw[layer][pages].flatten(1, 2)[:, :num_keys].view(self.codes.dtype)
+        if self.scales is None:
+            return codes, None
+        return codes, self.scales[layer][pages].flatten(1, 2)[:, :num_keys]
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy pages, int64 [n] each, in all layers; all are read before one is written."""
+        self._raw[:, destinations] = self._raw[:, sources]
+        if self.scales is not None:
+            self.scales[:, destinations] = self.scales[:, sources]
+
+
+def stores(memory: Tensor, shape: tuple[int, ...], plan: PrecisionPlan) -> tuple[KVStore, KVStore]:
+    """Return the stores of keys and values in a range of bytes: all scales, then all codes.
+
+    Args:
+        memory: uint8, of exactly the size of both stores.
+        shape: The shape of the codes of one store.
+    """
+    formats = key_and_value_formats(plan.kv)
+    keys, values = (stored_dtype(format) for format in formats)
+    if formats[0] not in CODES:
+        codes = memory.view(keys).view(2, *shape)
+        return KVStore(codes[0], None), KVStore(codes[1], None)
+    scales_size = 2 * 4 * math.prod(shape[:-1])
+    scales = memory[:scales_size].view(torch.float32).view(2, *shape[:-1])
+    codes = memory[scales_size:].view(2, *shape)
+    return KVStore(codes[0].view(keys), scales[0]), KVStore(codes[1].view(values), scales[1])
+
+
+GPU_PAGE_SIZE = 64  # Tokens: the attention kernels read a page as one block of keys.
+_MAX_QUERIES = 256  # A longer chunk is cut into items, so that its first queries see fewer keys.
+MAX_GATHERED = 2**24  # Elements of keys gathered for one part.
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of one sequence in a forward, from row `row` of the T tokens."""
+
+    row: int
+    start: int
+    length: int
+    pages: list[int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries that attend in one dense batch.
+
+    Attributes:
+        rows: int64 [B, Q]; padding repeats an item's first.
+        positions: int64 [B, Q], in their sequences.
+        valid: bool [B, Q], False for padding.
+        pages: int64 [B, P]; padding repeats an item's first page.
+        num_keys: L; the rest of the last page is left out.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    valid: Tensor
+    pages: Tensor
+    num_keys: int
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """The tokens for which the last layer attends.
+
+    Attributes:
+        rows: int64 [R], their rows among the T tokens.
+        work: Their attention, in rows 0 to R.
+    """
+
+    rows: Tensor
+    work: AttentionWork
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """Attention of one new token, or of a few that verify a draft, for each of B sequences.
+
+    The tensors are read in place, so that a captured forward follows their values.
+
+    Attributes:
+        tables: int32 [B, P], the pages of each sequence in order, then anything.
+        lengths: int32 [B], the keys of each sequence, new ones included.
+        longest: An upper bound of the lengths, which sizes the launch.
+        queries: Several new tokens per sequence; None if each has one, a row.
+    """
+
+    tables: Tensor
+    lengths: Tensor
+    longest: int
+    queries: SequenceQueries | None = None
+
+
+AttentionWork = list[Part] | DecodeWork | QueryTiles
+
+
+@dataclass(frozen=True)
+class _OverPages:
+    """The stores of all layers, and the slots and attention of one forward's tokens."""
+
+    keys: KVStore
+    values: KVStore
+    plan: PrecisionPlan
+    slots: Tensor
+    work: AttentionWork
+    last: LastLayer | None = None
+
+    @property
+    def rows(self) -> Tensor | None:
+        return None if self.last is None else self.last.rows
+
+    def _queries(self, q: Tensor, last: bool) -> tuple[Tensor, AttentionWork]:
+        """Return the queries of q [T, H, D] that attend in a layer, and their work."""
+        if last and self.last is not None:
+            return q[self.last.rows], self.last.work
+        return q, self.work
+
+
+class PagedKeyValues(_OverPages):
+    """The `KeyValues` of one forward, by gathered pages in plain PyTorch."""
+
+    def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
+        attended = self.attend_heads(layer, *rope.heads(qkv), last).flatten(-2, -1)
+        if rope.trace is not None:
+            stored = [x.values(layer, self.slots) for x in (self.keys, self.values)]
+            rope.trace("keys and values", torch.cat(stored, dim=1))
+        return attended
+
+    def attend_heads(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, last: bool = False
+    ) -> Tensor:
+        """Store keys and values and attend to each sequence so far.
+
+        Args:
+            q: Rotated queries [T, H, D].
+            k: Rotated keys [T, G, D].
+            v: Values [T, G, D].
+
+        Returns:
+            [T, H, D], or [R, H, D] of the last layer.
+        """
+        # Write first, since a token attends to itself too.
+        keys, values = quantize_keys_and_values(k, v, self.plan.kv, self.plan.scales)
+        self.keys.write(layer, self.slots, *keys)
+        self.values.write(layer, self.slots, *values)
+        q, parts = self._queries(q, last)
+        assert isinstance(parts, list), "gathered pages attend in parts"
+        out, split = torch.empty_like(q), self.plan.sampler_deviation.attention_split
+        # Each part is one dense batch of sequences of similar length.
+        for part in parts:
+            stored = (
+                *self.keys.gather(layer, part.pages, part.num_keys),
+                *self.values.gather(layer, part.pages, part.num_keys),
+            )
+            dense = attend_dense(q[part.rows], *stored, part.positions, split)
+            out[part.rows[part.valid]] = dense[part.valid]
+        return out
+
+
+class HopperKeyValues(_OverPages):
+    """The `KeyValues` of one forward on a GPU, by kernels that read pages in place.
+
+    One kernel norms, rotates and writes keys and values into the pages, and another attends. Decode
+    and prefill chunks have their own kernels, with the same bits per token. With decode's work
+    nothing touches the host, so the forward can be captured in a CUDA graph.
+    """
+
+    def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
+        """Implement `KeyValues.attend`, with codes for the next linear layer if that is FP8."""
+        from jetrl.kernels.attention.hopper import (
+            SPLIT_KEYS,
+            attend_decode,
+            attend_decode_quantized,
+            attend_prefill,
+            attend_prefill_quantized,
+            stored_values,
+        )
+        from jetrl.kernels.rotary_hopper import qk_norm_rotary_cache
+
+        # Norm, rotate, quantize and write the new tokens, in one kernel.
+        pages = KeyValueCodes(*self.keys.layer(layer), *self.values.layer(layer))
+        q = qk_norm_rotary_cache(
+            qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, pages,
+            self.slots, self.plan.scales,
+        )  # fmt: skip
+        if rope.trace is not None:
+            rope.trace("rotary", q)
+            rope.trace("keys and values", stored_values(pages, self.slots))
+        # Attend; the kernel writes the next layer's FP8 codes itself unless a trace wants values.
+        q, work = self._queries(q, last)
+        format = self.plan.linear_format("rollout", layer, len(self.keys.codes))
+        watched = rope.trace is not None or rope.as_values
+        as_codes, scales = format == "fp8" and not watched, self.plan.scales
+        split = self.plan.sampler_deviation.attention_split or SPLIT_KEYS
+        if isinstance(work, DecodeWork):
+            batch = work.tables, work.lengths, work.longest
+            if as_codes:
+                return attend_decode_quantized(q, pages, *batch, scales, split, work.queries)
+            return attend_decode(q, pages, *batch, split, work.queries).flatten(1)
+        assert not isinstance(work, list), "kernels attend in tiles"
+        if as_codes:
+            return attend_prefill_quantized(q, pages, work, scales, split)
+        return attend_prefill(q, pages, work, split).flatten(1)
+
+
+def part_of(items: list[Span], page_size: int, device: torch.device) -> Part:
+    """Return similar items as one dense batch, padded to the longest."""
+    num_queries = max(item.length for item in items)
+    used = [-(-(item.start + item.length) // page_size) for item in items]
+    num_pages = max(used)
+    pages = [
+        item.pages[:count] + item.pages[:1] * (num_pages - count)
+        for item, count in zip(items, used, strict=True)
+    ]
+    # Queries beyond an item's own repeat its first one, and their output is dropped.
+    sizes = [(item.row, item.start, item.length) for item in items]
+    rows, starts, lengths = torch.tensor(sizes, device=device).unbind(1)
+    offsets = torch.arange(num_queries, device=device).expand(len(items), num_queries)
+    valid = offsets < lengths[:, None]
+    offsets = torch.where(valid, offsets, 0)
+    return Part(
+        rows=rows[:, None] + offsets,
+        positions=starts[:, None] + offsets,
+        valid=valid,
+        pages=torch.tensor(pages, device=device),
+        num_keys=max(item.start + item.length for item in items),
+    )
+
+
+def gpu_work(spans: Sequence[Span], device: torch.device) -> DecodeWork | QueryTiles:
+    """Return the work of the attention kernels: `DecodeWork` if each span is one token."""
+    lengths = [span.start + span.length for span in spans]
+    counts = [-(-length // GPU_PAGE_SIZE) for length in lengths]
+    pages = [span.pages[:count] for span, count in zip(spans, counts, strict=True)]
+    if any(span.length != 1 for span in spans):
+        return QueryTiles.paged([span.length for span in spans], lengths, pages, device)
+    widest = max(counts)
+    tables = [row + [0] * (widest - len(row)) for row in pages]
+    return DecodeWork(
+        to_device(np.array(tables, dtype=np.int32), device),
+        to_device(np.array(lengths, dtype=np.int32), device),
+        max(lengths),
+    )
+
+
+def group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:
+    """Cut spans into items of at most 256 queries, and group similar items as a batch.
+
+    The queries and keys of a group are within a factor of two, and its keys at most `max_keys`
+    together, or the group is a single item.
+    """
+    items = [
+        Span(span.row + at, span.start + at, min(_MAX_QUERIES, span.length - at), span.pages)
+        for span in spans
+        for at in range(0, span.length, _MAX_QUERIES)
+    ]
+    # From the longest on, each item joins the group before it if that stays cheap.
+    items.sort(key=lambda item: (item.length, item.start), reverse=True)
+    groups: list[list[Span]] = []
+    most_queries = most_keys = 0
+    for item in items:
+        keys = item.start + item.length
+        fits = (
+            groups
+            and 2 * item.length > most_queries
+            and most_keys < 2 * keys
+            and keys < 2 * most_keys
+            and max(most_keys, keys) * (len(groups[-1]) + 1) <= max_keys
+        )
+        if fits:
+            groups[-1].append(item)
+            most_keys = max(most_keys, keys)
+        else:
+            groups.append([item])
+            most_queries, most_keys = item.length, keys
+    return groups
+
+
 class PagedCache:
     """The pages of keys and values of all layers; the scheduler knows the owners of pages.
 
+    Attributes:
+        reads_pages_in_place: Whether attention does, by kernels; otherwise it gathers them.
+
     Raises:
-        UserError: The GPU's kernels do not read pages of this size.
         torch.OutOfMemoryError: There is no memory for the pages.
     """
 
@@ -52,18 +387,15 @@ class PagedCache:
         device: torch.device,
     ) -> None:
         plan = plan.on("rollout")
-        on_gpu = device.type == "cuda" and plan.kv != "fp32"
-        if on_gpu and page_size != GPU_PAGE_SIZE:
-            raise UserError(
-                f"rollout.page_size = {page_size}: the GPU reads pages of {GPU_PAGE_SIZE} tokens"
-            )
+        # No kernel reads pages of FP32.
+        self.reads_pages_in_place = device.type == "cuda" and plan.kv != "fp32"
+        assert not self.reads_pages_in_place or page_size == GPU_PAGE_SIZE, f"pages of {page_size}"
         self.num_pages, self.page_size = num_pages, page_size
-        self._on_gpu = on_gpu
         self._plan = plan
         self._token_elements = config.num_kv_heads * config.head_dim
         self.num_bytes = num_pages * self.page_bytes(config, plan, page_size)
         self._memory: MappedMemory | None = None
-        if on_gpu:
+        if self.reads_pages_in_place:
             from jetrl.rollout.mapped_memory import MappedMemory
 
             self._memory = MappedMemory(self.num_bytes, device)
@@ -71,7 +403,8 @@ class PagedCache:
             self._bytes = self._memory.tensor()
         else:
             self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        self._clear()
+        # Kernels read slots that are only padding too: these must not hold what was there before.
+        self._bytes.zero_()
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
         self._keys, self._values = stores(self._bytes, shape, plan)
 
@@ -81,23 +414,14 @@ class PagedCache:
         return page_size * kv_bytes_per_token(config, plan.on("rollout"))
 
     @property
-    def reads_pages_in_place(self) -> bool:
-        """True if attention reads pages in place: on a Hopper GPU, not in FP32."""
-        return self._on_gpu
-
-    @property
-    def keeps_addresses(self) -> bool:
-        """True if pages can be freed and mapped again at the same addresses."""
-        return self._memory is not None
-
-    @property
     def ready(self) -> bool:
         return self._memory is None or self._memory.mapped
 
-    def give_back(self) -> None:
-        """Free the pages' memory and contents; their addresses stay."""
-        assert self._memory is not None, "this cache keeps its memory"
-        self._memory.unmap()
+    def give_back(self) -> bool:
+        """Free the pages' memory and contents if their addresses can stay; return whether."""
+        if self._memory is not None:
+            self._memory.unmap()
+        return self._memory is not None
 
     def take_again(self) -> None:
         """Map memory again for pages that were freed; they are empty.
@@ -107,10 +431,6 @@ class PagedCache:
         """
         assert self._memory is not None, "this cache keeps its memory"
         self._memory.map()
-        self._clear()
-
-    def _clear(self) -> None:
-        # Kernels read slots that are only padding too: these must not hold what was there before.
         self._bytes.zero_()
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -132,9 +452,9 @@ class PagedCache:
         assert self.ready, "the pages' memory has been given back"
         device = self._keys.codes.device
         slots_T = to_device(self._slots(spans), device)
-        source = HopperKeyValues if self._on_gpu else PagedKeyValues
+        source = HopperKeyValues if self.reads_pages_in_place else PagedKeyValues
         last = None
-        if ends:
+        if ends:  # The last layer's queries: a token per span, behind all of its keys.
             rows = to_device([span.row + span.length - 1 for span in spans], device)
             last_tokens = [
                 Span(row, span.start + span.length - 1, 1, span.pages)
@@ -146,18 +466,18 @@ class PagedCache:
     def _work(self, spans: Sequence[Span]) -> AttentionWork:
         """Return the work of attention for spans, in the form that the device takes."""
         device = self._keys.codes.device
-        if self._on_gpu:
+        if self.reads_pages_in_place:
             return gpu_work(spans, device)
-        return parts_of(spans, self.page_size, self._token_elements, device)
+        budget = max(1, MAX_GATHERED // self._token_elements)
+        return [part_of(items, self.page_size, device) for items in group_items(spans, budget)]
 
     def _slots(self, spans: Sequence[Span]) -> np.ndarray:
         """Return the slot of each token, page * page_size + offset, int64 [T]."""
         slots = []
         for span in spans:
             at = np.arange(span.start, span.start + span.length)
-            first = span.start // self.page_size
-            used = np.array(span.pages[first : at[-1] // self.page_size + 1])
-            slots.append(used[at // self.page_size - first] * self.page_size + at % self.page_size)
+            pages = np.array(span.pages)[at // self.page_size]
+            slots.append(pages * self.page_size + at % self.page_size)
         return np.concatenate(slots)
 
     def decode_key_values(self, slots: Tensor, work: DecodeWork) -> HopperKeyValues:

@@ -22,12 +22,11 @@ class LaunchedStep:
     """A launched step, with its draws as they arrive on the host.
 
     Attributes:
-        tokens: int64 [forwards or more, draws * width or more] on the host, `step.width` columns
-            per draw; not to be read before `ready`.
+        tokens: Integers [forwards, draws * width] on the host, `step.width` columns per draw; not
+            to be read before `ready`.
         logprobs: float32, of the same shape.
-        offers: int32 [forwards or more, draws or more] on the host, `Verified.offers`; None without
-            drafts.
-        width: What the forwards verified; None without drafts.
+        offers: int32 [forwards, draws] on the host, `Verified.offers`; None without drafts.
+        verify: What the forwards verified; None without drafts.
         host_s: Seconds of the host's call, for a CPU.
         began, ready: Events at the start of the step on the device and after its last value
             arrived; None on a CPU.
@@ -39,7 +38,7 @@ class LaunchedStep:
     began: torch.cuda.Event | None = None
     ready: torch.cuda.Event | None = None
     offers: Tensor | None = None
-    width: Width | None = None
+    verify: Width | None = None
     host_s: float = 0.0
 
     @property
@@ -61,32 +60,17 @@ class LaunchedStep:
             for chunk in self.step.chunks
             for _ in chunk.draws
         ]
-        if self.step.width > 1:
-            return self._drawn_of_drafts(lengths)
-        drawn = []
-        tokens, logprobs = self.tokens.t().tolist(), self.logprobs.t().tolist()
-        for row, length in enumerate(lengths):
-            ids = tokens[row][:length]
-            if ids[-1] == NOT_DRAWN:
-                ids = ids[: ids.index(NOT_DRAWN)]
-            drawn.append((ids, logprobs[row][: len(ids)]))
-        return drawn
-
-    def _drawn_of_drafts(self, lengths: Sequence[int]) -> list[tuple[list[int], list[float]]]:
-        """Return the draws of forwards that verified drafts, any number per forward."""
-        width, count = self.step.width, len(lengths)
         # Row after row, forward after forward: what is left of a row are its draws, in order.
-        shape = (len(self.tokens), count, width)
+        shape = (len(lengths), self.step.width)
         tokens, logprobs = (
-            x[:, : count * width].numpy().reshape(shape).swapaxes(0, 1)
+            x.unflatten(1, shape).transpose(0, 1).flatten(1).tolist()
             for x in (self.tokens, self.logprobs)
         )
-        counted = tokens != NOT_DRAWN
         drawn = []
-        for row, length in enumerate(lengths):
-            taken = counted[row, :length]
-            ids, values = (x[row, :length][taken].tolist() for x in (tokens, logprobs))
-            drawn.append((ids, values))
+        for length, ids, values in zip(lengths, tokens, logprobs, strict=True):
+            last = length * self.step.width
+            kept = [at for at, id in enumerate(ids[:last]) if id != NOT_DRAWN]
+            drawn.append(([ids[at] for at in kept], [values[at] for at in kept]))
         return drawn
 
 

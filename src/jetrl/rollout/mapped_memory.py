@@ -22,8 +22,7 @@ try:
     from cuda.bindings import driver
 except ModuleNotFoundError as error:
     raise UserError(
-        f"sampling on a GPU needs the package cuda-bindings ({error}), which torch's CUDA packages "
-        "for Linux bring along: pip install cuda-bindings"
+        f"sampling on a GPU needs the package cuda-bindings ({error}): pip install cuda-bindings"
     ) from error
 
 
@@ -33,6 +32,16 @@ class _Range:
     size: int
     device: torch.device
     mapped: bool = False
+
+    def unmap(self) -> None:
+        torch.cuda.synchronize(self.device)
+        _checked(driver.cuMemUnmap(self.address, self.size))
+        self.mapped = False
+
+    def give_up(self) -> None:
+        if self.mapped:
+            self.unmap()
+        _checked(driver.cuMemAddressFree(self.address, self.size))
 
 
 class MappedMemory:
@@ -53,12 +62,13 @@ class MappedMemory:
         self._kind.location.id = index
         recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         unit = _checked(driver.cuMemGetAllocationGranularity(self._kind, recommended))
+        # Only addresses here; the driver maps memory to them in whole units.
         size = -(-num_bytes // unit) * unit
         address = int(_checked(driver.cuMemAddressReserve(size, 0, 0, 0)))
         self._range = _Range(address, size, device)
         self._held = DeviceBytes(device)
         # Not at exit: the process gives everything back then, and the driver may be gone before.
-        weakref.finalize(self, _give_up, self._range).atexit = False
+        weakref.finalize(self, self._range.give_up).atexit = False
 
     @property
     def mapped(self) -> bool:
@@ -72,7 +82,6 @@ class MappedMemory:
             torch.OutOfMemoryError: So much memory is not free.
         """
         where = self._range
-        assert not where.mapped, "mapped twice"
         handle = self._memory()
         try:
             _checked(driver.cuMemMap(where.address, where.size, 0, handle, 0))
@@ -86,19 +95,18 @@ class MappedMemory:
         try:
             _checked(driver.cuMemSetAccess(where.address, where.size, [access], 1))
         except BaseException:
-            _unmap(where)
+            where.unmap()
             raise
         self._held.bytes = where.size
 
     def unmap(self) -> None:
         """Free the memory once the device has finished its work."""
         if self._range.mapped:
-            _unmap(self._range)
+            self._range.unmap()
             self._held.bytes = 0
 
     def tensor(self) -> Tensor:
         """Return uint8 [num_bytes] over the addresses, which it keeps reserved."""
-        assert self._range.mapped, "nothing is mapped"
         return torch.as_tensor(self, device=self._range.device)
 
     @property
@@ -111,30 +119,17 @@ class MappedMemory:
         }
 
     def _memory(self) -> Any:
+        """Return a handle of new memory, after a second try without what torch keeps for later."""
         size = self._range.size
-        status, *handle = driver.cuMemCreate(size, self._kind, 0)
-        if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            release()
+        for _ in range(2):
             status, *handle = driver.cuMemCreate(size, self._kind, 0)
-        if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            free, _ = torch.cuda.mem_get_info(self._range.device)
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to map {size / 2**30:.2f} GiB. "
-                f"{free / 2**30:.2f} GiB are free"
-            )
-        return _checked((status, *handle))
-
-
-def _unmap(where: _Range) -> None:
-    torch.cuda.synchronize(where.device)
-    _checked(driver.cuMemUnmap(where.address, where.size))
-    where.mapped = False
-
-
-def _give_up(where: _Range) -> None:
-    if where.mapped:
-        _unmap(where)
-    _checked(driver.cuMemAddressFree(where.address, where.size))
+            if status != driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                return _checked((status, *handle))
+            release()
+        free, _ = torch.cuda.mem_get_info(self._range.device)
+        raise torch.OutOfMemoryError(
+            f"CUDA out of memory. Tried to map {size / 2**30:.2f} GiB. {free / 2**30:.2f} are free"
+        )
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

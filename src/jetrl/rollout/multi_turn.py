@@ -10,6 +10,8 @@ the end of the model's own text (models/chat.py).
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from jetrl.models.chat import ReplyError, decode, encode_reply
 from jetrl.models.policy import Policy
 from jetrl.rollout.options import Environment, EnvironmentReply
@@ -27,9 +29,9 @@ class MultiTurn:
         self._as_text = policy.plain_text != "none"
         self._environment = environment
         self._scheduler = scheduler
-        self._turns: dict[int, list[Turn]] = {}
-        self._failures: dict[int, str] = {}
-        self._unusable: set[int] = set()  # of the failures, those of replies that are no tokens
+        self._turns: defaultdict[int, list[Turn]] = defaultdict(list)
+        # Why a sequence has no reply, and whether there was one that is no tokens.
+        self._failures: dict[int, tuple[str, bool]] = {}
         self._asked: set[int] = set()
         # Replies to sequences that still have draws pending past the end of their turn.
         self._early: list[EnvironmentReply] = []
@@ -40,8 +42,7 @@ class MultiTurn:
             sequence = self._scheduler.sequences[index]
             if sequence.awaiting and index not in self._asked:
                 self._asked.add(index)
-                turns = self._turns.setdefault(index, [])
-                self._environment.ask(index, tuple(turns), self._text(sequence))
+                self._environment.ask(index, tuple(self._turns[index]), self._text(sequence))
 
     def take_in(self, wait: bool) -> None:
         """Give the scheduler the replies that are ready.
@@ -52,45 +53,45 @@ class MultiTurn:
         replies, self._early = self._early, []
         if self._asked and not (replies and wait):
             replies += self._environment.answers(wait)
-        # Replies to sequences whose draws are pending wait for the next call.
         for environment_reply in replies:
             index, reply, failure = environment_reply
             sequence = self._scheduler.sequences[index]
-            if sequence.finished:  # It was cancelled meanwhile.
-                self._asked.discard(index)
-                continue
-            if sequence.num_pending:
-                self._early.append(environment_reply)
+            if sequence.num_pending and not sequence.finished:
+                self._early.append(environment_reply)  # Its draws come first.
                 continue
             self._asked.discard(index)
+            if sequence.finished:  # It was cancelled meanwhile.
+                continue
             token_ids: list[int] | None = None
             if failure:
-                self._failures[index] = failure
+                self._failures[index] = failure, False
             elif reply is not None:
                 token_ids = self._encode(sequence, reply)
                 text = self._text(sequence)
+            # No tokens end the sequence; no room for them cuts it off.
             self._scheduler.reply(index, token_ids)
             if reply is not None and not sequence.finished:
                 self._turns[index].append(Turn(text, reply))
 
     def _encode(self, sequence: RunningSequence, reply: Reply) -> list[int] | None:
         """Return the token ids of a reply; None if the model cannot be given it."""
+        # A message continues from the end of the model's own text.
         turn = sequence.generated[sequence.turn_start :]
         where = f"the reply {reply!r:.80}"
         try:
             token_ids = encode_reply(self._tokenizer, reply, turn, where, self._as_text)
+            if token_ids:
+                return token_ids
             problem = "the environment's reply is empty"
         except ReplyError as error:
-            token_ids, problem = [], str(error)
-        if token_ids:
-            return token_ids
-        self._failures[sequence.index] = problem
-        self._unusable.add(sequence.index)
+            problem = str(error)
+        self._failures[sequence.index] = problem, True
         return None
 
     def completion(self, sequence: RunningSequence) -> Completion:
         """Return an ended sequence as a completion, whose text is that of both sides."""
         assert sequence.finish_reason is not None, f"sequence {sequence.index} is not finished"
+        failure, unusable = self._failures.get(sequence.index, ("", False))
         last = self._text(sequence)
         before = decode(self._tokenizer, sequence.generated[: sequence.turn_start])
         return Completion(
@@ -99,9 +100,9 @@ class MultiTurn:
             finish_reason=sequence.finish_reason,
             text=before + last,
             environment=tuple(sequence.environment),
-            turns=(*self._turns.get(sequence.index, ()), Turn(last)),
-            failure=self._failures.get(sequence.index, ""),
-            unusable_reply=sequence.index in self._unusable,
+            turns=(*self._turns[sequence.index], Turn(last)),
+            failure=failure,
+            unusable_reply=unusable,
         )
 
     def _text(self, sequence: RunningSequence) -> str:

@@ -14,12 +14,12 @@ Old tokens keep the log-probs of the policy that drew them, and `versions` names
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from jetrl.errors import UserError
-from jetrl.rollout.sequence import RunningSequence
 from jetrl.types import Completion, Reply, Turn, Unfinished
 
 
@@ -74,28 +74,24 @@ class SpeculationStats:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class RolloutStats:
-    """The counts of one call of `generate`.
+    """The counts of one call of `generate`, added up while it runs.
 
     Attributes:
         tokens_prefilled: Tokens run to fill the cache, again after a pre-emption; a prompt counts
             once for all its samples.
-        tokens_decoded: Tokens drawn by decode.
         prefill_s: Seconds of forwards over prompts and of their draws.
         device_idle_s: Seconds that a GPU had nothing to do between two steps.
         capture_s: Seconds of capturing graphs, compilation of kernels included.
         speculation: None without drafts.
     """
 
-    prompts: int = 0
     sequences: int = 0
     tokens_drawn: int = 0
     tokens_prefilled: int = 0
-    tokens_decoded: int = 0
     preemptions: int = 0
     forwards: int = 0
-    peak_pages: int = 0
     pages_total: int = 0
     seconds: float = 0.0
     prefill_s: float = 0.0
@@ -103,10 +99,6 @@ class RolloutStats:
     graphs: int = 0
     capture_s: float = 0.0
     speculation: SpeculationStats | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens_drawn / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -121,29 +113,6 @@ class Partial:
     enough: int
     resume: Sequence[Sequence[Unfinished]] = ()
     version: int = 0
-
-    @property
-    def num_resumed(self) -> int:
-        return sum(len(members) for members in self.resume)
-
-
-def versions_of(sequence: RunningSequence, version: int) -> tuple[int, ...]:
-    """Return each token's policy version; () of a finished sequence that only `version` drew."""
-    if sequence.finish_reason != "cancelled" and not sequence.versions:
-        return ()
-    new = len(sequence.generated) - len(sequence.versions)
-    return (*sequence.versions, *[version] * new)
-
-
-def unfinished_completions(
-    sequences: Sequence[RunningSequence], completions: Sequence[Completion]
-) -> dict[int, Unfinished]:
-    """Return the completions that a call cut off, by their index."""
-    return {
-        sequence.index: Unfinished(sequence.prompt, sequence.key, completion)
-        for sequence, completion in zip(sequences, completions, strict=True)
-        if sequence.finish_reason == "cancelled"
-    }
 
 
 class EnvironmentReply(NamedTuple):
@@ -211,6 +180,10 @@ class GenerateOptions:
         limited = self.environment is not None or self.max_tokens is not None
         if self.partial is not None and limited:
             raise UserError("a partial rollout takes neither an environment nor limits of its own")
+
+    @property
+    def bounds(self) -> Partial:
+        return self.partial or Partial(sys.maxsize)
 
     @property
     def max_turns(self) -> int:

@@ -17,8 +17,6 @@ class PageAllocator:
     """Free pages and a user count per page; a call is linear in the pages that it touches."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        assert num_pages >= 1, f"num_pages {num_pages}"
-        assert page_size >= 1, f"page_size {page_size}"
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
@@ -35,24 +33,17 @@ class PageAllocator:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def users(self, page: int) -> int:
-        return self._users[page]
-
     def allocate(self, count: int) -> list[int]:
         """Take free pages; the caller has made sure that there are enough."""
         assert 0 <= count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
-            assert self._users[page] == 0, f"free page {page} has {self._users[page]} users"
             self._users[page] = 1
         return taken
 
     def fork(self, pages: list[int], num_tokens: int) -> list[int]:
         """Return a second page table for the first `num_tokens` tokens, sharing their pages."""
         shared = pages[: self.pages_for(num_tokens)]
-        assert len(shared) == self.pages_for(num_tokens), (
-            f"{num_tokens} tokens in {len(pages)} pages"
-        )
         for page in shared:
             assert self._users[page] > 0, f"page {page} is free"
             self._users[page] += 1
@@ -79,6 +70,7 @@ class PageAllocator:
         cost = self.write_cost(pages, position, count)
         if not cost:
             return None
+        # The first page is copied if others read it; later ones are new.
         fresh = self.allocate(cost)
         first = position // self.page_size
         copy = None
@@ -98,13 +90,3 @@ class PageAllocator:
             if self._users[page] == 0:
                 self._free.append(page)
         pages.clear()
-
-    def check(self, tables: list[list[int]]) -> None:
-        """Assert, in tests, that the counts are those of exactly these page tables."""
-        counts = [0] * self.num_pages
-        for table in tables:
-            assert len(set(table)) == len(table), f"a page twice in one table: {table}"
-            for page in table:
-                counts[page] += 1
-        assert counts == self._users, f"counts {self._users}, in use {counts}"
-        assert sorted(self._free) == [page for page, users in enumerate(counts) if users == 0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,27 +13,29 @@ from torch import Tensor
 from jetrl.kernels.decode_state import BROKEN
 from jetrl.kernels.sampling import random_bits
 from jetrl.models.policy import Policy
-from jetrl.rollout.kv_cache import PagedCache
-from jetrl.rollout.launched_step import to_device
-from jetrl.rollout.paged_attention import Span
+from jetrl.rollout.kv_cache import PagedCache, Span
+from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
 from jetrl.rollout.sampler import Sampler, chunks_of_draws, filters
 from jetrl.rollout.scheduler import ScheduledStep
 from jetrl.rollout.sequence import RunningSequence
 
 
+@dataclass(frozen=True)
 class Prefill:
     """The forwards over prompts: they fill the cache and draw the tokens after the prompts."""
 
-    def __init__(self, policy: Policy, cache: PagedCache) -> None:
-        self._policy, self._cache = policy, cache
+    policy: Policy
+    cache: PagedCache
 
-    @property
-    def device(self) -> torch.device:
-        return self._policy.device
-
-    def copy_pages(self, step: ScheduledStep) -> None:
-        """Copy the shared pages that a step writes to, before any forward of the step."""
-        self._cache.copy_pages(step.copies)
+    def launch(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> LaunchedStep:
+        """Start a step over prompts, after its page copies, without waiting for the device."""
+        device = self.policy.device
+        began, called = mark(device), time.perf_counter()
+        logits = self.forward(step, sequences)
+        # The draws follow the forward on the device; only their copies come to the host.
+        tokens, logprobs = (to_host(x[None]) for x in self.draw(logits, step, sequences))
+        host_s = time.perf_counter() - called
+        return LaunchedStep(step, tokens, logprobs, began, mark(device), host_s=host_s)
 
     def forward(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> Tensor:
         """Run the prompt tokens of a step and fill the cache.
@@ -39,7 +43,6 @@ class Prefill:
         Returns:
             float32 logits [R, V], a row per chunk that draws, in the order of the chunks.
         """
-        assert not step.decodes, "decode is the decode batch's"
         # The tokens of all chunks, one after the other.
         token_ids: list[int] = []
         positions: list[np.ndarray] = []
@@ -49,17 +52,17 @@ class Prefill:
             spans.append(Span(len(token_ids), chunk.start, chunk.length, sequence.pages))
             token_ids += sequence.tokens(chunk.start, chunk.length)
             positions.append(np.arange(chunk.start, chunk.start + chunk.length))
-        device = self.device
-        hidden = self._policy.rollout_forward(
+        device = self.policy.device
+        hidden = self.policy.rollout_forward(
             to_device(token_ids, device),
             to_device(np.concatenate(positions), device),
-            self._cache.key_values(spans, ends=True),
+            self.cache.key_values(spans, ends=True),
         )
         # Only chunks that reach the end of their sequence need logits.
         rows = [row for row, chunk in enumerate(step.chunks) if chunk.draws]
         if not rows:
-            return torch.empty((0, self._policy.config.vocab_size), device=device)
-        return self._policy.rollout_logits(hidden[to_device(rows, device)])
+            return torch.empty((0, self.policy.config.vocab_size), device=device)
+        return self.policy.rollout_logits(hidden[to_device(rows, device)])
 
     def draw(
         self, logits: Tensor, step: ScheduledStep, sequences: Sequence[RunningSequence]
@@ -74,21 +77,16 @@ class Prefill:
             distribution at the temperature. BROKEN stands for logits without a finite softmax.
         """
         draws_of_rows = [chunk.draws for chunk in step.chunks if chunk.draws]
-        assert len(draws_of_rows) == len(logits), (
-            f"{len(logits)} logits rows for {len(draws_of_rows)} chunks"
-        )
         device = logits.device
-        noise = self._policy.plan.sampler_deviation.logit_noise
+        noise = self.policy.plan.sampler_deviation.logit_noise
         rows = [row for row, draws in enumerate(draws_of_rows) for _ in draws]
         drawing = [sequences[index] for draws in draws_of_rows for index in draws]
         # The position of a draw is the number of tokens before it.
-        bits = random_bits(
-            np.array([sequence.params.seed for sequence in drawing], dtype=np.int64),
-            np.array([sequence.key for sequence in drawing], dtype=np.int64),
-            np.array([sequence.num_tokens for sequence in drawing], dtype=np.int64),
-        )
+        counters = [(s.params.seed, s.key, s.num_tokens) for s in drawing]
+        bits = random_bits(*np.array(counters, dtype=np.int64).reshape(-1, 3).T)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
         logprobs = torch.empty(len(rows), device=device)
+        # Samples of one prompt share its logits, so their number bounds the memory of a draw.
         for part in chunks_of_draws(len(rows), logits):
             params = [sequence.params for sequence in drawing[part]]
             drawn, logprobs[part], lse = Sampler.of(params, device).draw(

@@ -42,11 +42,6 @@ class Sampler:
         """Return the parameters of as many rows."""
         return Sampler(*(_row_values(column, device) for column in _columns(params)))
 
-    @staticmethod
-    def empty(rows: int, device: torch.device) -> Sampler:
-        """Return the parameters of plain sampling."""
-        return Sampler.of([SamplingParams()] * rows, device)
-
     def fill(self, params: Sequence[SamplingParams]) -> None:
         """Write the parameters of the first rows; a value that all share is written to all rows."""
         tensors = (self.temperature, self.top_p, self.top_k)
@@ -81,8 +76,6 @@ def _columns(params: Sequence[SamplingParams]) -> list[list[float] | list[int]]:
 
 def _row_values(column: Sequence[float] | Sequence[int], device: torch.device) -> Tensor:
     """Return one value per row, float32 or int64 by the values' type."""
-    if len(set(column)) == 1:
-        return torch.full((len(column),), column[0], device=device)
     return to_device(torch.tensor(column).numpy(), device)
 
 

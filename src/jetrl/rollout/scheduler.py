@@ -118,8 +118,6 @@ class Scheduler:
         max_batch_size: int,
         max_prefill_tokens: int,
     ) -> None:
-        assert max_batch_size >= 1, f"max_batch_size {max_batch_size}"
-        assert max_prefill_tokens >= 1, f"max_prefill_tokens {max_prefill_tokens}"
         self.allocator = allocator
         self.max_batch_size = max_batch_size
         self.max_prefill_tokens = max_prefill_tokens
@@ -157,10 +155,6 @@ class Scheduler:
             self.sequences.append(sequence)
             self._groups.append(members)
             self.waiting.append(sequence)
-
-    @property
-    def num_groups(self) -> int:
-        return len(self._unfinished)
 
     @property
     def done(self) -> bool:

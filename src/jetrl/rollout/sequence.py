@@ -34,8 +34,8 @@ class NonFiniteLogits(NonFiniteError):  # noqa: N818  (an end of a run, as its b
         self.sequence = sequence
         self.token_ids: tuple[int, ...] = ()
         super().__init__(
-            "sampling met logits that are not finite: the weights have diverged or the checkpoint "
-            "is damaged; go back to an earlier one, with a lower train.lr"
+            "sampling met logits that are not finite: go back to an earlier checkpoint, with a "
+            "lower train.lr"
         )
 
 
@@ -83,8 +83,6 @@ class RunningSequence:
     _watch: TextWatch | None = None
 
     def __post_init__(self) -> None:
-        assert self.prompt, "a sequence has at least one prompt token"
-        assert self.rules.max_tokens >= 1, f"max_tokens {self.rules.max_tokens}"
         self._watch = self.rules.text_watch()
 
     @property
@@ -115,6 +113,12 @@ class RunningSequence:
         most = self.num_extra + forwards * width
         return max(forwards, min(most, self.max_cached_tokens - self.num_computed))
 
+    def versions_with(self, version: int) -> tuple[int, ...]:
+        """Return each token's policy version; () of a finished sequence that only one drew."""
+        if self.finish_reason != "cancelled" and not self.versions:
+            return ()
+        return (*self.versions, *[version] * (len(self.generated) - len(self.versions)))
+
     def tokens(self, start: int, length: int) -> list[int]:
         split = len(self.prompt)
         stop = start + length
@@ -130,11 +134,10 @@ class RunningSequence:
         Raises:
             NonFiniteLogits: An id below 0 (logits that are not finite) comes before the end.
         """
-        assert not self.finished, f"sequence {self.index} is finished"
-        assert not self.awaiting, f"sequence {self.index} waits for its environment"
         if self.rules.none_ends(token_ids, len(self.generated)) and (
             self._watch is None or self._watch.pass_over(self.generated, token_ids)
         ):
+            # Usually no draw of a step ends the sequence, and all are added at once.
             assert len(token_ids) == len(logprobs), f"{len(logprobs)} log-probs of {token_ids}"
             self.generated += token_ids
             self.logprobs += logprobs
@@ -155,6 +158,7 @@ class RunningSequence:
         self.logprobs.append(logprob)
         if self._watch is not None:
             self.text = self._watch.update(self.generated)
+        # A stop ends the sequence, or only its turn if an environment may still reply.
         reason = self.rules.reason_to_stop(
             token_id, len(self.generated), stop_string=self.text is not None
         )

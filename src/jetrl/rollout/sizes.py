@@ -68,25 +68,23 @@ class RolloutSizes:
         """
         before = self.now
         limit = before.max_pages if pages is None else pages
+        # Half of everything, but never fewer pages than one sequence needs.
+        least = min(_LEAST_PREFILL, before.max_prefill_tokens)
         after = Sizes(
-            max_batch_size=max(1, before.max_batch_size // 2),
-            max_prefill_tokens=max(
-                min(_LEAST_PREFILL, before.max_prefill_tokens), before.max_prefill_tokens // 2
-            ),
-            max_pages=None if limit is None else max(needed, limit // 2),
+            max(1, before.max_batch_size // 2),
+            max(least, before.max_prefill_tokens // 2),
+            None if limit is None else max(needed, limit // 2),
         )
         if replace(after, max_pages=None) == replace(before, max_pages=None):
             raise OutOfMemoryStop(
                 f"out of memory in rollout ({problem}) with one sequence at a time; lower "
-                "rollout.max_tokens, take precision.kv=fp8 or int8 if it is neither, or use a "
-                "device with more memory. The last checkpoint is good"
+                "rollout.max_tokens or set precision.kv=fp8. The last checkpoint is good"
             )
         self.now = after
         self._retries += 1
         logger.warning(
-            "out of memory in rollout (%s): the step's sampling begins anew with at most %d "
-            "sequences together, %d prompt tokens a forward and %s KV pages; the tokens are the "
-            "same",
+            "out of memory in rollout (%s): sampling starts over, with the same tokens, at most %d "
+            "sequences at once, %d prompt tokens per forward and %s KV pages",
             *(problem, after.max_batch_size, after.max_prefill_tokens, after.max_pages or "free"),
         )
 

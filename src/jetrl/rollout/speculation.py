@@ -14,11 +14,10 @@ sequence's share follows from how many of its drafts were right (`DraftText.qual
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from array import array
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ from jetrl.kernels.decode_state import (
 from jetrl.kernels.draft import propose, remember
 from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.models.draft_head import DraftHead
-from jetrl.rollout.draft_widths import DraftWidths, Width
+from jetrl.rollout.draft_widths import DraftWidths, Seen, Width
 from jetrl.rollout.launched_step import LaunchedStep, to_device
 from jetrl.rollout.options import SpeculationStats
 from jetrl.rollout.sequence import RunningSequence
@@ -66,18 +65,14 @@ class HeadDrafts:
         self._ready = torch.zeros(slots, dtype=torch.int32, device=device)
         self._on = torch.zeros(1, dtype=torch.int32, device=device)
 
-    @property
-    def trained(self) -> bool:
-        return self.head.trained
-
     def begin(self) -> None:
         """Begin a call, in which no sequence has a hidden state yet."""
         self._ready.zero_()
         self._on.fill_(int(self.head.trained))
 
-    def arrive(self, slots: Sequence[int]) -> None:
-        """Forget the hidden states of slots that new sequences have got."""
-        self._ready[to_device(slots, self._ready.device)] = 0
+    def arrive(self, slots: Tensor) -> None:
+        """Forget the hidden states of slots, int64 [N], that new sequences have got."""
+        self._ready[slots] = 0
 
     def propose(self, state: DecodeState, rows: Tensor, count: int, text: Drafts | None) -> Drafts:
         """Return a draft for each row: the text's if it has one, else the head's.
@@ -116,20 +111,8 @@ class HeadDrafts:
 
 MODES = ("off", "text", "head", "auto")
 _NONE = (0,) * len(SOURCES)
-
-
-@dataclass
-class Spent:
-    """Time and tokens of the forwards of one size.
-
-    Attributes:
-        sequences: Forwards times their sequences; each draws at least one token.
-    """
-
-    forwards: int = 0
-    seconds: float = 0.0
-    sequences: int = 0
-    tokens: int = 0
+_NO_DRAFTS = SpeculationStats(0, 0, _NONE, _NONE, 0.0, 0.0)
+_Piece = tuple[int, list[int], RunningSequence]  # A place in the text, tokens, and whose they are.
 
 
 class Speculation:
@@ -142,7 +125,6 @@ class Speculation:
     Attributes:
         head: None without a draft head.
         stats: The counts of the current call.
-        spent: By (sequences of the graph, maximum tokens per sequence, rows), since last cleared.
     """
 
     def __init__(
@@ -153,58 +135,61 @@ class Speculation:
         device: torch.device,
         head: DraftHead | None = None,
     ) -> None:
-        assert mode in MODES[1:], f"speculation {mode}"
         self._reads_text = mode != "head"
         archive = GPU_ARCHIVE if device.type == "cuda" else CPU_ARCHIVE
-        if not self._reads_text:
-            archive = 1
+        archive = archive if self._reads_text else 1
         # One slot more, which never holds a sequence.
         self.text = DraftText.empty(slots + 1, max_model_len, archive, archive, device)
         rows = padded_batch(slots)
         shapes = ((rows, MAX_DRAFT), (rows,), (rows,))
         self._no = Drafts(*(torch.zeros(s, dtype=torch.int32, device=device) for s in shapes))
-        self.head = None
-        if head is not None and mode != "text":
-            self.head = HeadDrafts(head, slots + 1)
+        self.head = None if head is None or mode == "text" else HeadDrafts(head, slots + 1)
         most = MAX_QUERIES if head is None or self._reads_text else 1 + head.tokens
         self.widths = DraftWidths(mode != "auto", most)
-        self.spent: defaultdict[tuple[int, int, int], Spent] = defaultdict(Spent)
         self._device = device
         self._ended: list[RunningSequence] = []
         self._written = 0  # Tokens of the archive, from its start, that the next text comes behind.
-        self._groups: dict[tuple[int, ...], int] = {}
-        self.stats = SpeculationStats(0, 0, _NONE, _NONE, 0.0, 0.0)
+        self.stats = _NO_DRAFTS
+        self._since_taken: SpeculationStats | None = None
 
     def begin(self) -> None:
         """Begin a call: its counts are zero."""
         if self.head is not None:
             self.head.begin()
-            self.widths.worth.head_tokens = self.head.head.tokens if self.head.trained else 0
-        self.widths.begin()
-        self._groups.clear()
-        self.stats = SpeculationStats(0, 0, _NONE, _NONE, 0.0, 0.0)
+            self.widths.worth.head_tokens = self.head.head.tokens if self.head.head.trained else 0
+        self.widths.times.begin()
+        self.stats = _NO_DRAFTS
+
+    def end(self) -> SpeculationStats:
+        """End a call that came to its end; return its counts."""
+        self._since_taken = self.stats.plus(self._since_taken or _NO_DRAFTS)
+        return self.stats
+
+    def take(self) -> SpeculationStats | None:
+        """Return the counts of the calls since the last one of this, None without calls."""
+        taken, self._since_taken = self._since_taken, None
+        return taken
 
     def arrive(self, arrivals: Sequence[tuple[int, RunningSequence]]) -> None:
         """Add the text of sequences that get a slot."""
         self.put_by()
-        if not arrivals:
-            return
+        # What the slot's last sequence left behind says nothing of the new one.
         slots = to_device([slot for slot, _ in arrivals], self._device)
         self.text.quality[slots] = FIRST_QUALITY
         if self.head is not None:
-            self.head.arrive([slot for slot, _ in arrivals])
+            self.head.arrive(slots)
         if self._reads_text:
             pieces = [
                 (slot * self.text.width, [*sequence.prompt, *sequence.generated], sequence)
                 for slot, sequence in arrivals
             ]
             self._remember(pieces, LAG)
-            groups = [self._group(sequence) for _, sequence in arrivals]
+            groups = [_prompt_key(sequence.prompt) for _, sequence in arrivals]
             self.text.group[slots] = to_device(groups, self._device)
 
     def choose(self, sequences: int) -> Width:
         """Return what each forward of the next step verifies."""
-        if self.head is not None and not self._reads_text and not self.head.trained:
+        if self.head is not None and not self._reads_text and not self.head.head.trained:
             return Width(1, padded_batch(sequences), drafts=False)
         return self.widths.choose(sequences)
 
@@ -212,8 +197,8 @@ class Speculation:
         """Return a draft for each row of a forward, empty ones if none are looked up."""
         if verify.drafts:
             return self.propose(state, rows, verify.most)
-        count = len(rows)
-        return Drafts(*(x[:count] for x in (self._no.tokens, self._no.counts, self._no.sources)))
+        no, count = self._no, len(rows)
+        return Drafts(no.tokens[:count], no.counts[:count], no.sources[:count])
 
     def propose(self, state: DecodeState, rows: Tensor, width: int) -> Drafts:
         """Return a draft for each row of a forward, without waiting for the device.
@@ -222,17 +207,13 @@ class Speculation:
             rows: int64 [B], the slot of each row.
             width: Maximum tokens of a sequence in the forward; at 1 only the text is looked up.
         """
+        # Next to a head only long matches of the text count.
         head = self.head
         text = propose(self.text, state, rows, longest_only=head is not None)
         if head is None or width == 1:
             return text
         count = min(head.head.tokens, width - 1)
         return head.propose(state, rows, count, text if self._reads_text else None)
-
-    def keep(self, hidden: Tensor, inputs: VerifyInputs, state: DecodeState, rows: Tensor) -> None:
-        """Keep what the head's next drafts begin at, after a forward (`HeadDrafts.keep`)."""
-        if self.head is not None:
-            self.head.keep(hidden, inputs, state, rows)
 
     def ended(self, sequence: RunningSequence) -> None:
         """Keep the text of an ended sequence for drafts of the same prompt."""
@@ -245,7 +226,7 @@ class Speculation:
         The text of a whole step takes the host a while: best while the device is at work.
         """
         room = len(self.text.text) - self.text.archive_start
-        pieces: list[tuple[int, list[int], RunningSequence]] = []
+        pieces: list[_Piece] = []
         for sequence in self._ended:
             # The prompt's last tokens lead to the first ones of the completion. An entry of
             # UNKNOWN ends the piece.
@@ -260,38 +241,27 @@ class Speculation:
         self._ended.clear()
         self._remember(pieces, 1)
 
-    def _remember(self, pieces: Sequence[tuple[int, list[int], RunningSequence]], lag: int) -> None:
+    def _remember(self, pieces: Sequence[_Piece], lag: int) -> None:
         """Write pieces of text, (place, tokens, sequence), and learn their n-grams."""
         if not pieces:
             return
+        # All pieces in one copy to the device: places, tokens and their prompts' keys.
         ids = np.concatenate([np.array(text, dtype=np.int64) for _, text, _ in pieces])
         at = np.concatenate([np.arange(at, at + len(text)) for at, text, _ in pieces])
         counts = [len(text) for _, text, _ in pieces]
-        keys = np.repeat([self._group(sequence) for _, _, sequence in pieces], counts)
+        keys = np.repeat([_prompt_key(sequence.prompt) for _, _, sequence in pieces], counts)
         device = self._device
         places, tokens, groups = (to_device(x.astype(np.int64), device) for x in (at, ids, keys))
         remember(self.text, places, tokens, groups, lag)
 
-    def _group(self, sequence: RunningSequence) -> int:
-        """Return the key of a sequence's prompt, a 63-bit integer."""
-        known = self._groups.get(sequence.prompt)
-        if known is None:
-            content = array("q", sequence.prompt).tobytes()
-            digest = hashlib.blake2b(content, digest_size=8).digest()
-            known = self._groups[sequence.prompt] = int.from_bytes(digest, "little") >> 1
-        return known
-
     def take_in(self, launched: LaunchedStep, seconds: float) -> None:
         """Count the result of a decode step, by which the next widths are chosen."""
-        if launched.offers is None or launched.width is None:
-            return
+        step, verify = launched.step, launched.verify
+        assert launched.offers is not None, "a step without drafts"
+        assert verify is not None, "a step of no size"
         # Draws and offers per forward and sequence; see `Verified.offers` for the bits.
-        step = launched.step
-        rows = len(step.chunks)
-        shape = (len(launched.tokens), rows, step.width)
-        tokens = launched.tokens[: shape[0], : rows * step.width].numpy().reshape(shape)
-        drawn = (tokens[: step.repeats] >= 0).sum(-1)
-        offers = launched.offers[: step.repeats, :rows].numpy()
+        drawn = (launched.tokens.unflatten(1, (-1, step.width)).numpy() >= 0).sum(-1)
+        offers = launched.offers.numpy()
         ran = drawn > 0
         drafted, source = offers & 7, (offers >> 3) & 3
         hit, offered = (offers >> 5) & 1, (offers >> 6) & 1
@@ -305,21 +275,12 @@ class Speculation:
             verify_s=seconds if step.width > 1 else 0.0,
         )
         self.stats = self.stats.plus(count)
-        # By size of the forward, for benchmarks.
-        width = launched.width
-        spent = self.spent[padded_batch(rows), width.most, width.rows]
-        spent.forwards += step.repeats
-        spent.seconds += seconds
-        spent.sequences += count.sequence_forwards
-        spent.tokens += count.tokens
-        self.widths.observe(
-            sequences=rows,
-            width=width,
-            forwards=step.repeats,
-            seconds=seconds,
-            drawn=drawn[ran],
-            drafted=drafted[ran],
-            hit=hit[ran],
-            offered=offered[ran],
-            by_head=(source == HEAD)[ran],
-        )
+        seen = (x[ran] for x in (drawn, drafted, hit, offered, source == HEAD))
+        self.widths.observe(len(step.chunks), verify, step.repeats, seconds, Seen(*seen))
+
+
+@functools.lru_cache(maxsize=4096)
+def _prompt_key(prompt: tuple[int, ...]) -> int:
+    """Return the key of a prompt, a 63-bit integer."""
+    digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

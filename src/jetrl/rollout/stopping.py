@@ -107,6 +107,7 @@ class TextWatch:
         end = self._ends(text)
         if end is not None:
             return text[:end]
+        # Tokens are committed once they end in whole characters.
         whole = not window.endswith(UNFINISHED_CHARACTER)
         if whole or len(tokens) - self._committed >= MAX_WINDOW:
             self._commit(text, len(tokens))

@@ -1,0 +1,55 @@
+"""The shared parts of the whole runs here: a tiny model, a task and a copy cut short."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from jetrl.runs import RunDirectory, reproducible
+
+SMALL = [
+    "sft.examples_per_step=8",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=6",
+    "eval.every=0",
+    "checkpoint.every=2",
+    "report.enabled=false",
+    "model.config.num_hidden_layers=1",
+    "model.config.max_position_embeddings=64",
+]
+
+_TASK = """
+from jetrl.tasks import Task
+from jetrl.types import Prompt
+
+class Sum(Task):
+    alphabet = "0123456789+-="
+
+    def prompts(self, split):
+        return [Prompt(id=str(i), text=f"{i}+{i}=", answer=str(2 * i)) for i in range(20)]
+
+    def score(self, prompt, completion):
+        BODY
+
+    def self_test(self):
+        return []  # a broken score is met in the middle of a run
+"""
+
+
+def task_of(path: Path, body: str) -> str:
+    """Write a task with a score of its own; return its name."""
+    file = path / "mine.py"
+    file.write_text(_TASK.replace("BODY", body))
+    return f"{file}:Sum"
+
+
+def metrics(path: Path) -> list[dict[str, float]]:
+    return [{"step": r["step"], **reproducible(r)} for r in RunDirectory.open(path).metrics()]
+
+
+def without_last_checkpoint(run: Path, copy: Path) -> Path:
+    """Copy a run as if it had been killed before its last checkpoint was written."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(sorted((copy / "checkpoints").glob("step_*"))[-1])
+    return copy
