@@ -354,7 +354,7 @@ class Flow:
                 f"precision.preset={self.policy.plan.name}",
                 f"rollout.prompts_per_step={load.prompts}",
                 f"rollout.samples_per_prompt={load.samples}",
-                f"rollout.max_batch_size={self.engine.max_batch_size}",
+                f"rollout.max_batch_size={self.engine.sizes.now.max_batch_size}",
             ]
         if choices.drafts_right is None:
             words.append("rollout.speculation=off")

@@ -248,7 +248,8 @@ def _weights_kept(trainer: Trainer) -> Iterator[None]:
 
 def _use_drafts(flow: Flow, off: TimedRollout, right: float, mode: str) -> KnownDrafts:
     """Let a flow sample with known drafts, after a short call with them; return the drafts."""
-    policy, load, batch_size = flow.policy, flow.load, flow.engine.max_batch_size
+    policy, load = flow.policy, flow.load
+    batch_size = flow.engine.sizes.now.max_batch_size
     flow.engine.free_cache()
     # As many pages as before from the start: the long call keeps the graphs of the short one.
     engine = RolloutEngine(policy, max_batch_size=batch_size, num_pages=off.stats.pages_total)

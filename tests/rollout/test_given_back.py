@@ -105,7 +105,7 @@ def test_no_memory_after_all_halves_the_sizes(engine, expected):
     Memory.failures = 1
     assert engine.generate(PROMPTS, PARAMS) == expected
     assert engine.sizes.take_retries() == 1
-    assert engine.max_batch_size == 4
+    assert engine.sizes.now.max_batch_size == 4
     assert engine._pool._cache is not cache
     assert engine._pool._decode is not decode
 

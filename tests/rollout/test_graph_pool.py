@@ -52,8 +52,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def captured(pool: GraphPool) -> Any:
-    graph: Any = pool.new_graph()
-    graph.capture(pool.pool)
+    graph: Any = Graph()
+    pool.graphs.append(graph)
+    graph.capture(pool.pools[0])
     return graph
 
 

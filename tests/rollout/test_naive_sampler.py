@@ -193,7 +193,7 @@ def test_the_engine_draws_what_a_naive_sampler_draws(make_policy, case: int) -> 
     head.trained = True
     speculating = RolloutEngine(
         policy,
-        engine.max_batch_size,
+        batch,
         num_pages,
         page,
         engine.sizes.now.max_prefill_tokens,

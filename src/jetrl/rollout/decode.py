@@ -56,21 +56,14 @@ class GraphPool:
     belongs to a finalizer, which resets every graph first.
 
     Attributes:
+        pools: The one memory pool; a traceback that kept it would keep its memory.
         close: Waits for the device, resets all graphs, then frees the pool; once.
     """
 
     def __init__(self) -> None:
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._pools = [torch.cuda.MemPool()]
-        self.close = weakref.finalize(self, _give_up, self._graphs, self._pools)
-
-    @property
-    def pool(self) -> torch.cuda.MemPool:
-        return self._pools[0]
-
-    def new_graph(self) -> torch.cuda.CUDAGraph:
-        self._graphs.append(torch.cuda.CUDAGraph())
-        return self._graphs[-1]
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.pools = [torch.cuda.MemPool()]
+        self.close = weakref.finalize(self, _give_up, self.graphs, self.pools)
 
 
 def _give_up(graphs: list[torch.cuda.CUDAGraph], pools: list[torch.cuda.MemPool]) -> None:
@@ -287,11 +280,13 @@ class GraphForwards(EagerForwards):
         stream, before = _capture_stream(), _without_tensors(buffers.rows.device)
         # A first run compiles the kernels of this size and takes the pool's memory: a capture that
         # runs out of memory half way would leave torch's allocator unusable.
-        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.pool):
+        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.pools[0]):
             self.forward(size)
-        graph, pool = self._pool.new_graph(), cast(Any, self._pool.pool.id)
+        graph = torch.cuda.CUDAGraph()
+        self._pool.graphs.append(graph)
         # Other threads may call the driver meanwhile: the watchdog, the writer of a checkpoint.
         mode = "thread_local"
+        pool = cast(Any, self._pool.pools[0].id)
         with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
             self.forward(size)
         self._held.bytes += _without_tensors(buffers.rows.device) - before

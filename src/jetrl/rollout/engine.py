@@ -281,11 +281,6 @@ class RolloutEngine:
         self.unfinished: dict[int, Unfinished] = {}
 
     @property
-    def max_batch_size(self) -> int:
-        """The current maximum of sequences at once; halved when memory runs out."""
-        return self.sizes.now.max_batch_size
-
-    @property
     def sequences(self) -> Sequence[RunningSequence]:
         """The sequences that run now, ended ones included; empty between calls."""
         running = self._running  # The watchdog reads this from another thread.
@@ -454,9 +449,9 @@ class RolloutEngine:
         """Return a new run over a cache, still without sequences."""
         # The pages are shared by all sequences; only the scheduler decides who gets them.
         allocator = PageAllocator(cache.num_pages, cache.page_size)
-        max_prefill = self.sizes.now.max_prefill_tokens
+        now = self.sizes.now
         self._running = Generation(
-            Scheduler([], allocator, self.max_batch_size, max_prefill),
+            Scheduler([], allocator, now.max_batch_size, now.max_prefill_tokens),
             Prefill(self.policy, cache),
             self._pool.decode_batch(),
             self._pool.speculation,

@@ -111,12 +111,8 @@ class MappedMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.num_bytes,),
-            "typestr": "|u1",
-            "data": (self._range.address, False),
-            "version": 3,
-        }
+        data = self._range.address, False
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": data, "version": 3}
 
     def _memory(self) -> Any:
         """Return a handle of new memory, after a second try without what torch keeps for later."""
