@@ -1,11 +1,9 @@
 from pathlib import Path
 
-import numpy as np
 import pytest
-from tools.documents.metrics import render_metrics_document
+from tools.documents.metrics import KNOWN_AS, render_metrics_document
 
 from jetrl.runs.metrics import (
-    KNOWN_AS,
     METRICS,
     check_metrics,
     eval_metric,
@@ -40,12 +38,6 @@ def test_names_are_unique_and_those_of_other_systems_are_of_registered_metrics()
 def test_a_metric_that_is_not_registered_or_no_number_is_refused(name, value, error, words):
     with pytest.raises(error, match=words):
         check_metrics({name: value})
-
-
-def test_numbers_become_plain_ones():
-    checked = check_metrics({"reward/mean": np.float32(0.1), "reward/failures": 3})
-    assert checked == {"reward/mean": float(np.float32(0.1)), "reward/failures": 3}
-    assert [type(v) for v in checked.values()] == [float, int]
 
 
 @pytest.mark.parametrize("task", ["reasoning_gym:chain sum", "/home/me/my tasks.py:Sum", "", "<b>"])
