@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import tomllib
 import types
 from collections.abc import Callable
@@ -13,6 +14,9 @@ import pytest
 
 from jetrl.errors import RunStopped, Terminated
 from jetrl.settings.loading import Settings, load_config, to_toml
+
+SMALL = ["sft.steps=1", "sft.examples_per_step=2", "loop.steps=1", "eval.every=0"]
+SMALL += ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_tokens=3"]
 
 
 class FakeLoop:
@@ -47,6 +51,7 @@ def test_train_without_a_recipe_runs_the_demo_and_says_what_next(
     done = jetrl("train")
     assert loop.calls == [("train", load_config("demo"), {"resume": False})]
     assert done.code == 0
+    assert done.out.startswith("demo, unchanged, takes about 4 minutes on two CPU cores; ")
     run = Path("runs") / "demo"
     assert done.out.splitlines()[-5:] == [
         f"run         {run}",
@@ -145,13 +150,34 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
     assert "--gpu-memory -1: should be above 0" in jetrl(*words, "--gpu-memory=-1").err
 
 
+@pytest.mark.parametrize(
+    "file, message",
+    [
+        ("model.safetensors", "model.safetensors: truncated or not a safetensors file"),
+        ("tokenizer.json", "its tokenizer has no vocabulary: none of merges.txt"),
+    ],
+)
+def test_a_spoilt_model_is_refused_before_a_run_is_made(
+    file: str, message: str, jetrl: Callable, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    if file == "model.safetensors":
+        (model / file).write_bytes((model / file).read_bytes()[:-100])
+    else:  # transformers then makes an empty tokenizer
+        (model / file).unlink()
+        (model / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    words = ["demo", *SMALL, f"run.dir={tmp_path / 'runs'}", f"model.path={model}"]
+    done = jetrl("train", *words, "model.config=none", "model.tokenizer=none")
+    assert (done.code, message in done.err) == (2, True), done.err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_real_run_from_the_command_line(
     jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The demo at its smallest: one update of each kind, then a sample from what it left."""
     monkeypatch.chdir(tmp_path)
-    words = ["demo", "sft.steps=1", "sft.examples_per_step=2", "loop.steps=1", "eval.every=0"]
-    words += ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_tokens=3"]
+    words = ["demo", *SMALL]
     done = jetrl("train", *words)
     assert done.code == 0, done.err
     for line in done.out.splitlines()[-6:-2]:

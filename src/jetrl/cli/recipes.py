@@ -10,6 +10,7 @@ For example:
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import textwrap
 
@@ -17,8 +18,9 @@ from jetrl.cli.arguments import print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe to print")
-    parser.add_argument("--json", action="store_true", help="print all recipes as a JSON list")
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help="a recipe to print")
+    add("--json", action="store_true", help="print all recipes as a JSON list")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,9 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if args.name is not None:
         print(find_recipe(args.name).read_text(encoding="utf-8"), end="")
         return 0
-    recipes = {
-        name: _description(find_recipe(name).read_text("utf-8")) for name in packaged_recipes()
-    }
+    recipes = {name: description(name) for name in packaged_recipes()}
     if args.json:
         print_json([{"name": name, **about} for name, about in recipes.items()])
         return 0
@@ -42,13 +42,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _description(recipe: str) -> dict[str, str]:
-    """Return what a recipe does and needs: the first and the `Needs:` paragraph of its comment."""
-    lines = []
-    for line in recipe.splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").strip())
-    paragraphs = [" ".join(p.split("\n")) for p in "\n".join(lines).split("\n\n")]
-    needs = next((p for p in paragraphs if p.startswith("Needs: ")), "Needs: ?")
-    return {"what": paragraphs[0], "needs": needs.removeprefix("Needs: ")}
+def description(name: str) -> dict[str, str]:
+    """Return what a packaged recipe does, needs and takes: paragraphs of its opening comment."""
+    from jetrl.settings.loading import find_recipe
+
+    lines = itertools.takewhile(
+        lambda line: line.startswith("#"), find_recipe(name).read_text("utf-8").splitlines()
+    )
+    text = "\n".join(line.removeprefix("#").strip() for line in lines)
+    what, *others = [" ".join(paragraph.split("\n")) for paragraph in text.split("\n\n")]
+    found = {"what": what, "needs": "?"}
+    for key, colon, words in (paragraph.partition(": ") for paragraph in others):
+        if colon and key in ("Needs", "Takes"):
+            found[key.lower()] = words
+    return found

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table
 from jetrl.cli.train import (
-    add_dry_run_argument,
     add_recipe_arguments,
-    add_resume_argument,
     closing_lines,
     dry_run,
     exit_code,
@@ -40,20 +38,19 @@ RUNS_ON_RANKS = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     parser.usage = (
         "jetrl sft [RECIPE] [KEY=VALUE ...] [--task answers|reward] [--out DIR] [--resume] "
         "[--dry-run]"
     )
     add_recipe_arguments(parser)
-    parser.add_argument(
+    add(
         "--task",
         choices=("answers", "reward"),
         default="answers",
         help="learn worked answers, or which completion of a pair is better",
     )
-    parser.add_argument("--out", metavar="DIR", help="write a copy of the model to DIR")
-    add_resume_argument(parser)
-    add_dry_run_argument(parser)
+    add("--out", metavar="DIR", help="write a copy of the model to DIR")
     parser.epilog = settings_help()
 
 

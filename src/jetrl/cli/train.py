@@ -42,8 +42,9 @@ DEFAULT_RECIPE = "demo"
 _GIB_OF_CUDA = 1.25  # of a GPU's nominal memory: the driver and a CUDA context, about
 _MEANING = 58  # column where a setting's meaning starts
 _MOST_CHARACTERS, _MOST_OF_A_VALUE = 800, 40  # of the sentence about a recipe's unused settings
+_LEFT = ("run", "report", "checkpoint", "model")  # what a run leaves
 _FIRST = ("task.name", "model.path")  # say most about another recipe
-_PLACE = ("run.name", "run.dir")  # say which run, and not what it does
+_PLACE = {"run.name", "run.dir"}  # say which run, and not what it does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.usage = "jetrl train [RECIPE] [KEY=VALUE ...] [--resume] [--dry-run | --preflight]"
     add_recipe_arguments(parser)
-    add_resume_argument(parser)
-    add_dry_run_argument(parser)
     parser.add_argument(
         "--preflight",
         action="store_true",
@@ -63,40 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="RECIPE | KEY=VALUE",
-        help="a TOML file or the name of a packaged recipe, then settings as section.key=value",
-    )
-
-
-def add_resume_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the last good checkpoint, with the run's settings and these overrides",
-    )
-
-
-def add_dry_run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print settings, precision and memory plans, check what needs no weights, and stop",
-    )
-    parser.add_argument(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="with --dry-run: plan the memory of a run on N GPUs, one process each",
-    )
-    parser.add_argument(
-        "--gpu-memory",
-        type=float,
-        metavar="GIB",
-        help="with --dry-run: plan for GPUs with this much memory, such as 80 or 141",
-    )
+    """Add what `train` and `sft` share."""
+    add = parser.add_argument
+    words = "a TOML file or the name of a packaged recipe, then settings as section.key=value"
+    add("words", nargs="*", metavar="RECIPE | KEY=VALUE", help=words)
+    resume = "continue from the last good checkpoint, with the run's settings and these overrides"
+    add("--resume", action="store_true", help=resume)
+    dry = "print settings, precision and memory plans, check what needs no weights, and stop"
+    add("--dry-run", action="store_true", help=dry)
+    gpus = "with --dry-run: plan the memory of a run on N GPUs, one process each"
+    add("--gpus", type=int, metavar="N", help=gpus)
+    memory = "with --dry-run: plan for GPUs with this much memory, such as 80 or 141"
+    add("--gpu-memory", type=float, metavar="GIB", help=memory)
 
 
 def planned_gpus(args: argparse.Namespace) -> PlannedGPUs:
@@ -106,8 +83,7 @@ def planned_gpus(args: argparse.Namespace) -> PlannedGPUs:
             raise UserError(f"{name} goes with --dry-run: a run uses the GPUs that torchrun starts")
         if value is not None and not value > 0:
             raise UserError(f"{name} {value:g}: should be above 0")
-    named = args.gpus is not None
-    return PlannedGPUs(args.gpus or launched_size(), args.gpu_memory, named)
+    return PlannedGPUs(args.gpus or launched_size(), args.gpu_memory, args.gpus is not None)
 
 
 @dataclass(frozen=True)
@@ -189,6 +165,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.preflight:
         return _run_preflight(settings)
+    if not resume:
+        _say_time(args.words)
     from jetrl import loop
 
     try:
@@ -200,20 +178,24 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(result)
 
 
-@contextlib.contextmanager
-def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
-    """Join the processes that torchrun started for a run, within the block.
+def _say_time(words: Sequence[str]) -> None:
+    """Print how long the packaged recipe takes, if its opening comment says so."""
+    from jetrl.cli.recipes import description
+    from jetrl.settings.loading import packaged_recipes
 
-    Raises:
-        UserError: The ranks were started differently, or settings need one process.
-    """
+    name = next((word for word in words if "=" not in word), DEFAULT_RECIPE)
+    takes = description(name).get("takes") if name in packaged_recipes() else None
+    if takes:
+        print(f"{name}, unchanged, takes {takes}", flush=True)
+
+
+def joined(settings: Settings, resume: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Return a context that joins the processes that torchrun started for a run."""
     if not started_by_torchrun():
-        yield
-        return
+        return contextlib.nullcontext()
     from jetrl.session import ranks
 
-    with ranks.joined(settings, resume):
-        yield
+    return ranks.joined(settings, resume)
 
 
 def goes_on(settings: Settings) -> bool:
@@ -240,10 +222,9 @@ def _unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path)
 
     recipes, runs = (settings.model_dump(mode="json") for settings in (given, own))
     differing = settings_that_differ(recipes, runs)
-    keys = [key for key in differing if key not in _PLACE]
     unused = [
         f"{key} = {word(differing[key][0])} (the run: {word(differing[key][1])})"
-        for key in sorted(keys, key=lambda key: key not in _FIRST)
+        for key in sorted(differing.keys() - _PLACE, key=lambda key: (key not in _FIRST, key))
     ]
     if not unused:
         return ""
@@ -279,19 +260,16 @@ def _run_preflight(settings: Settings) -> int:
 
     result = preflight(settings)
     for _, samples in itertools.groupby(result.samples, key=lambda sample: sample.group):
-        group = list(samples)
-        lines = [line for sample in group for line in _sample_lines(sample)]
-        print("\n".join([*prompt_lines(group[0].prompt), *lines, ""]))
+        first, *others = samples
+        lines = [line for sample in (first, *others) for line in _sample_lines(sample)]
+        print("\n".join([*prompt_lines(first.prompt), *lines, ""]))
     if settings.sft.steps:
         print(f"this is the model before its {settings.sft.steps} supervised updates")
     return say_warnings(result.warnings)
 
 
 def say_warnings(warnings: Sequence[str]) -> int:
-    for warning in warnings:
-        print(f"warning: {warning}")
-    if not warnings:
-        print("no warnings")
+    print("\n".join(f"warning: {warning}" for warning in warnings) or "no warnings")
     return 1 if warnings else 0
 
 
@@ -326,25 +304,16 @@ def prompt_lines(prompt: Prompt) -> list[str]:
 def closing_lines(result: RunResult, settings: Settings) -> str:
     from jetrl.runs import RunDirectory
 
-    paths = {
-        "run": result.run_path,
-        "report": result.report_path,
-        "checkpoint": result.checkpoint_path,
-        "model": result.model_path,
-    }
+    model = result.model_path
+    paths = {label: getattr(result, f"{label}_path") for label in _LEFT}
     lines = [table([(label, str(path)) for label, path in paths.items() if path is not None])]
-    if result.model_path is not None:
-        lines.append(f"sample from it: {_sample_command(result.model_path, settings)}")
-        reading = RunDirectory(result.run_path).reading()
-        if reading:
+    if model is not None:
+        prompt = "12+07=" if settings.task.name == "arithmetic" else "PROMPT"
+        chat = " --chat" if (model / "chat_template.jinja").is_file() else ""
+        lines.append(f"sample from it: jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'")
+        if reading := RunDirectory(result.run_path).reading():
             lines.append(f"in this task {reading}")
     return "\n".join(lines)
-
-
-def _sample_command(model: Path, settings: Settings) -> str:
-    prompt = "12+07=" if settings.task.name == "arithmetic" else "PROMPT"
-    chat = " --chat" if (model / "chat_template.jinja").is_file() else ""
-    return f"jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'"
 
 
 def dry_run(
@@ -391,14 +360,13 @@ def dry_run(
 
 def _unread(settings: Settings, resume: bool) -> Iterator[str]:
     """Yield the weights and services that a dry run does not check."""
-    if settings.model.path is not None:
-        yield f"the weights of {settings.model.path}"
-    others = {"reference": settings.reference.path, "critic": settings.critic.path}
-    others |= {"reward model": settings.reward.model_path}
-    yield from (f"those of the {name}" for name, path in others.items() if path is not None)
-    if settings.adapter.path is not None:
-        yield f"the tensors of {settings.adapter.path}"
-    if resume:
-        yield "the run's checkpoints"
-    if settings.trackers.names:
-        yield "the logins of trackers"
+    unread = {
+        f"the weights of {settings.model.path}": settings.model.path,
+        "those of the reference": settings.reference.path,
+        "those of the critic": settings.critic.path,
+        "those of the reward model": settings.reward.model_path,
+        f"the tensors of {settings.adapter.path}": settings.adapter.path,
+        "the run's checkpoints": resume,
+        "the logins of trackers": settings.trackers.names,
+    }
+    yield from (what for what, there in unread.items() if there)
