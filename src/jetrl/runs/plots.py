@@ -8,6 +8,7 @@ one drawing follows the reader's light or dark setting.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -46,20 +47,22 @@ SUPERVISED_METRICS = (
 )
 PANEL_INCHES = (5.2, 2.9)
 
-COLORS = {
-    "text": "#475063",
-    "axis": "#9aa3b2",
-    "grid": "#e6e9ef",
-    "blue": "#3567e8",
-    "green": "#12936f",
-    "amber": "#d48a12",
-    "violet": "#7c55d9",
-    "pink": "#c74b86",
-    "slate": "#71809a",
-    "red": "#d23f3f",
-    "teal": "#1a9fb5",
-    "brown": "#8a5a36",
+# Each color on a light and on a dark page.
+PALETTE = {
+    "text": ("#475063", "#a7b0c0"),
+    "axis": ("#9aa3b2", "#667085"),
+    "grid": ("#e6e9ef", "#262c38"),
+    "blue": ("#3567e8", "#7aa2ff"),
+    "green": ("#12936f", "#3fcf9e"),
+    "amber": ("#d48a12", "#f0b349"),
+    "violet": ("#7c55d9", "#ab8ff5"),
+    "pink": ("#c74b86", "#ee7fb4"),
+    "slate": ("#71809a", "#94a3b8"),
+    "red": ("#d23f3f", "#ff7b72"),
+    "teal": ("#1a9fb5", "#4cc9dc"),
+    "brown": ("#8a5a36", "#c79a73"),
 }
+COLORS = {name: light for name, (light, _) in PALETTE.items()}
 LINES = ("blue", "amber", "green", "violet", "pink", "slate", "teal", "brown")
 SIZE_INCHES = (5.4, 2.5)
 PNG_DPI = 160
@@ -68,29 +71,15 @@ SMOOTH_FROM = 40
 MOST_DRAWN = 1e100  # sums and squares of such values are finite
 
 STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "axes.edgecolor": COLORS["axis"],
-    "axes.labelcolor": COLORS["text"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.unicode_minus": False,
-    "grid.color": COLORS["grid"],
-    "text.color": COLORS["text"],
-    "xtick.color": COLORS["text"],
-    "ytick.color": COLORS["text"],
-    "ytick.left": False,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-    "svg.fonttype": "none",
-    "text.parse_math": False,
+    **{"font.size": 9, "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]},
+    **{"axes.edgecolor": COLORS["axis"], "axes.labelcolor": COLORS["text"]},
+    **{f"axes.spines.{side}": False for side in ("top", "right", "left")},
+    **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True},
+    **{"axes.unicode_minus": False, "text.parse_math": False, "svg.fonttype": "none"},
+    **{f"{name}.color": COLORS["text"] for name in ("text", "xtick", "ytick")},
+    **{"grid.color": COLORS["grid"], "ytick.left": False},
+    **{"legend.frameon": False, "legend.fontsize": 8},
+    **{"lines.linewidth": 1.8, "lines.solid_capstyle": "round"},
 }
 
 
@@ -124,8 +113,8 @@ def to_svg(chart: Chart) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    for size in ("width", "height"):  # the page decides
+        svg = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", svg, count=1)
     for name, color in COLORS.items():
         svg = svg.replace(f": {color}", f": var(--plot-{name})")
     return svg.strip()
@@ -219,78 +208,38 @@ PHASES = {
 }
 
 
-def charts_of(records: Records) -> list[Chart]:
-    """Return the charts for which metrics.jsonl has data, in reading order."""
-    rl, sft = in_phase(records, "rl"), in_phase(records, "sft")
-    charts = [
-        _reward(rl),
-        _evaluation(rl),
-        _mismatch(rl),
-        _mismatch_size(rl),
-        _lines(rl, "length", "Response length", "tokens", {"response_length/mean": "mean"}),
-        _lines(rl, "entropy", "Policy entropy", "nats", {"policy/entropy": "entropy"}),
-        _time(rl),
-        _lines(
-            rl,
-            "signal",
-            "Where signal is lost",
-            "share",
-            {
-                "reward/zero_std_groups": "groups of equal reward",
-                "response_length/clip_ratio": "answers cut off",
-                "policy/clip_fraction": "tokens clipped",
-            },
-        ),
-        _lines(rl, "grad_norm", "Gradient norm", "norm", {"policy/grad_norm": "before clipping"}),
-        _lines(
-            rl,
-            "throughput",
-            "Throughput",
-            "tokens/s",
-            {
-                "throughput/rollout_tokens_per_s": "rollout",
-                "throughput/train_tokens_per_s": "training",
-            },
-        ),
-        _lines(
-            rl,
-            "memory",
-            "Peak memory of the GPU",
-            "GiB",
-            {"memory/rollout_peak_gib": "rollout", "memory/update_peak_gib": "update"},
-        ),
-        _lines(sft, "sft_loss", "Supervised updates", "nats", {"sft/loss": "loss"}),
-        _lines(
-            sft,
-            "pairs",
-            "Pairs in the right order",
-            "share",
-            {"reward_model/accuracy": "of the update", "reward_model/eval_accuracy": "held out"},
-        ),
-    ]
-    return [chart for chart in charts if chart is not None]
-
-
 def _lines(
     records: Records, key: str, title: str, unit: str, names: Mapping[str, str]
 ) -> Chart | None:
-    present = {name: label for name, label in names.items() if any(name in r for r in records)}
-    if not present:
+    """Return a chart of lines; `names` has the label of each metric's line."""
+    supervised = next(iter(names)).startswith(("sft/", "reward_model/"))
+    records = in_phase(records, "sft" if supervised else "rl")
+    curves = {
+        label: series(records, name)
+        for name, label in names.items()
+        if any(name in record for record in records)
+    }
+    if not curves:
         return None
 
     def draw(axes: Axes) -> None:
-        for (name, label), color in zip(present.items(), LINES, strict=False):
-            line(axes, *series(records, name), label, COLORS[color])
-        if unit in ("share", "tokens", "nats", "norm", "tokens/s", "GiB"):
-            # Start at zero, unless a value is negative.
-            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes.dataLim.y0 < 0 else 0.0)
-            axes.set_ylim(top=1.03 * axes.get_ylim()[1])  # a flat line is not cut by the edge
-        finish(axes, unit, len(present))
+        for (label, curve), color in zip(curves.items(), LINES, strict=False):
+            line(axes, *curve, label, COLORS[color])
+        # Start at zero, unless a value is negative; a flat line is not cut by the edge.
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes.dataLim.y0 < 0 else 0.0)
+        axes.set_ylim(top=1.03 * axes.get_ylim()[1])
+        finish(axes, unit, len(curves))
 
     form = percent if unit == "share" else number
-    ends = [f"{label} {_ends(series(records, n)[1], form)}" for n, label in present.items()]
+    ends = [f"{label} {_ends(values, form)}" for label, (_, values) in curves.items()]
     unit_text = "" if unit in ("share", "norm") else f" {unit}"
     return Chart(key, title, "; ".join(ends) + unit_text, draw)
+
+
+def _of_lines(
+    key: str, title: str, unit: str, names: Mapping[str, str]
+) -> Callable[[Records], Chart | None]:
+    return lambda records: _lines(records, key, title, unit, names)
 
 
 def _ends(values: np.ndarray, form: Callable[[float], str]) -> str:
@@ -299,10 +248,10 @@ def _ends(values: np.ndarray, form: Callable[[float], str]) -> str:
 
 
 def _reward(records: Records) -> Chart | None:
-    steps, values = series(records, "reward/mean")
-    if not len(steps):
+    having = [r for r in in_phase(records, "rl") if "reward/mean" in r]
+    if not having:
         return None
-    having = [r for r in records if "reward/mean" in r]
+    steps, values = series(having, "reward/mean")
     spread = drawable([r.get("reward/std", math.nan) for r in having])
 
     def draw(axes: Axes) -> None:
@@ -318,6 +267,7 @@ def _reward(records: Records) -> Chart | None:
 
 
 def _evaluation(records: Records) -> Chart | None:
+    records = in_phase(records, "rl")
     names = sorted({n for r in records for n in r if re.fullmatch(r"eval/.*/(mean|pass_at_k)", n)})
     curves = {name: series(records, name) for name in names}
     # With one greedy completion per prompt, mean and pass@k are the same line.
@@ -359,90 +309,65 @@ def _evaluation(records: Records) -> Chart | None:
 
 
 def _mismatch(records: Records) -> Chart | None:
+    records = in_phase(records, "rl")
     steps, values = series(records, "mismatch/num_different")
     if not len(steps):
         return None
     exact = bool(np.all(values == 0))
-    compared = sum(r.get("mismatch/num_tokens", 0) for r in records)
-    compared_text = f" of {count(compared)} compared" if compared else ""
+    steps, shown = thin(steps, values, np.nanmax)
 
     def draw(axes: Axes) -> None:
-        color = COLORS["green"] if exact else COLORS["red"]
-        thin_steps, thin_values = thin(steps, values, np.nanmax)
         # An exact run is a flat line with a text, any other a stem per step with differing tokens.
+        color = COLORS["green" if exact else "red"]
         if exact:
-            axes.plot(
-                thin_steps,
-                thin_values,
-                color=color,
-                linewidth=3,
-                marker="o",
-                markersize=4,
-                clip_on=False,
-            )
-            axes.set_ylim(-0.12, 1.0)
-            axes.text(
-                0.5,
-                0.5,
-                "0 different tokens at every step",
-                color=color,
-                fontsize=12,
-                fontweight="bold",
-                ha="center",
-                va="center",
-                transform=axes.transAxes,
-            )
+            axes.plot(steps, shown, color=color, lw=3, marker="o", markersize=4, clip_on=False)
+            text: dict[str, Any] = {"color": color, "fontsize": 12, "fontweight": "bold"}
+            place: dict[str, Any] = {"ha": "center", "va": "center", "transform": axes.transAxes}
+            axes.text(0.5, 0.5, "0 different tokens at every step", **text, **place)
         else:
             axes.axhline(0, color=COLORS["green"], linewidth=1.4)
-            axes.vlines(thin_steps, 0, thin_values, color=color, linewidth=2.2)
-            axes.plot(thin_steps, thin_values, color=color, linewidth=0, marker="o", markersize=3)
-            axes.set_ylim(bottom=0)
-        # `finish` sets the limits of a curve: restore those of this chart.
-        bottom, top = axes.get_ylim()
+            axes.vlines(steps, 0, shown, color=color, linewidth=2.2)
+            axes.plot(steps, shown, color=color, linewidth=0, marker="o", markersize=3)
         finish(axes, "tokens")
         if exact:
             axes.set_yticks([0, 1])
-        axes.set_ylim(bottom, top)
+        axes.set_ylim(-0.12 if exact else 0.0, 1.0 if exact else None)
 
-    differ = count(float(np.nansum(values)))
-    caption = f"{differ} tokens differ{compared_text}; 0 is expected from an exact plan"
+    compared = sum(r.get("mismatch/num_tokens", 0) for r in records)
+    caption = (
+        f"{count(float(np.nansum(values)))} tokens differ"
+        + (f" of {count(compared)} compared" if compared else "")
+        + "; 0 is expected from an exact plan"
+    )
     return Chart("mismatch", "Sampler against trainer", caption, draw)
 
 
 def _mismatch_size(records: Records) -> Chart | None:
-    _, values = series(records, "mismatch/mean_abs_logprob_diff")
-    if not np.any(values != 0):
+    name = "mismatch/mean_abs_logprob_diff"
+    if not np.any(series(records, name)[1] != 0):
         return None
-    return _lines(
-        records,
-        "mismatch_size",
-        "Mean |log-prob difference|",
-        "nats",
-        {"mismatch/mean_abs_logprob_diff": "mean"},
-    )
+    return _lines(records, "mismatch_size", "Mean |log-prob difference|", "nats", {name: "mean"})
 
 
 def _time(records: Records) -> Chart | None:
-    having = [r for r in records if "timing/step_s" in r]
+    having = [r for r in in_phase(records, "rl") if "timing/step_s" in r]
     if not having:
         return None
     steps = np.array([r["step"] for r in having], dtype=np.float64)
-    whole = np.nan_to_num(drawable([r["timing/step_s"] for r in having]))
-    phases = {
-        phase: np.nan_to_num(drawable([r.get(f"timing/{phase}_s", 0.0) for r in having]))
-        for phase in PHASES
-        if phase != "other"
-    }
-    phases["other"] = np.maximum(whole - sum(phases.values()), 0.0)
+
+    def seconds(phase: str) -> np.ndarray:
+        return np.nan_to_num(drawable([r.get(f"timing/{phase}_s", 0.0) for r in having]))
+
+    phases = {phase: seconds(phase) for phase in PHASES if phase != "other"}
+    phases["other"] = np.maximum(seconds("step") - sum(phases.values()), 0.0)
     total = sum(float(v.sum()) for v in phases.values()) or 1.0
     # Tiny phases are drawn, since the height is the whole step, but not named.
     named = {phase for phase, v in phases.items() if v.sum() >= 0.005 * total}
 
     def draw(axes: Axes) -> None:
-        bottom: np.ndarray | None = None
+        low: Any = 0.0
         for phase, values in phases.items():
             x, y = thin(steps, values)
-            low = np.zeros_like(y) if bottom is None else bottom
             label = phase if phase in named else "_"
             color = COLORS[PHASES[phase]]
             if len(x) <= MAX_BARS:
@@ -450,12 +375,51 @@ def _time(records: Records) -> Chart | None:
                 axes.bar(x, y, bottom=low, width=width, color=color, label=label)
             else:
                 axes.fill_between(x, low, low + y, color=color, linewidth=0, label=label)
-            bottom = low + y
+            low = low + y
         finish(axes, "seconds", len(named))
 
     largest = sorted(phases.items(), key=lambda item: -item[1].sum())[:3]
     shares = ", ".join(f"{phase} {percent(float(v.sum()) / total)}" for phase, v in largest)
     return Chart("time", "Time per step", shares, draw)
+
+
+CHARTS: tuple[Callable[[Records], Chart | None], ...] = (
+    *(_reward, _evaluation, _mismatch, _mismatch_size),
+    _of_lines("length", "Response length", "tokens", {"response_length/mean": "mean"}),
+    _of_lines("entropy", "Policy entropy", "nats", {"policy/entropy": "entropy"}),
+    _time,
+    _of_lines(
+        *("signal", "Where signal is lost", "share"),
+        {
+            "reward/zero_std_groups": "groups of equal reward",
+            "response_length/clip_ratio": "answers cut off",
+            "policy/clip_fraction": "tokens clipped",
+        },
+    ),
+    _of_lines("grad_norm", "Gradient norm", "norm", {"policy/grad_norm": "before clipping"}),
+    _of_lines(
+        *("throughput", "Throughput", "tokens/s"),
+        {
+            "throughput/rollout_tokens_per_s": "rollout",
+            "throughput/train_tokens_per_s": "training",
+        },
+    ),
+    _of_lines(
+        *("memory", "Peak memory of the GPU", "GiB"),
+        {"memory/rollout_peak_gib": "rollout", "memory/update_peak_gib": "update"},
+    ),
+    _of_lines("sft_loss", "Supervised updates", "nats", {"sft/loss": "loss"}),
+    _of_lines(
+        *("pairs", "Pairs in the right order", "share"),
+        {"reward_model/accuracy": "of the update", "reward_model/eval_accuracy": "held out"},
+    ),
+)
+
+
+def charts_of(records: Records) -> list[Chart]:
+    """Return the charts for which metrics.jsonl has data, in reading order."""
+    charts = (chart(records) for chart in CHARTS)
+    return [chart for chart in charts if chart is not None]
 
 
 def plot_runs(
@@ -474,26 +438,25 @@ def plot_runs(
     in_rl = any(in_phase(records, "rl") for records in runs.values())
     usual = DEFAULT_METRICS if in_rl else SUPERVISED_METRICS
     names = _chosen(metrics or usual, runs, strict=bool(metrics))
-    num_columns = 1 if len(names) == 1 else 2
+    num_columns = min(len(names), 2)
     num_rows = math.ceil(len(names) / num_columns)
     width, height = PANEL_INCHES
+    out = Path(out_png)
     with mpl.rc_context(STYLE):
-        figure = Figure(
-            figsize=(width * num_columns, height * num_rows + 0.4), layout="constrained"
-        )
+        size = (width * num_columns, height * num_rows + 0.4)
+        figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(num_rows, num_columns, squeeze=False)
         for axes in grid.flat[len(names) :]:
             axes.set_visible(False)
         for name, axes in zip(names, grid.flat, strict=False):
-            for number_of_run, (label, records) in enumerate(runs.items()):
-                color = COLORS[LINES[number_of_run % len(LINES)]]
-                line(axes, *series(_phase_of(records, name), name), clip(visible(label), 60), color)
+            for (label, records), color in zip(runs.items(), itertools.cycle(LINES), strict=False):
+                curve = series(_phase_of(records, name), name)
+                line(axes, *curve, clip(visible(label), 60), COLORS[color])
             metric = find_metric(name)
             finish(axes, metric.unit if metric else "")
             axes.set_title(clip(visible(name), 60), loc="left", fontsize=10, fontweight="bold")
         handles, texts = grid.flat[0].get_legend_handles_labels()
         figure.legend(handles, texts, loc="outside upper left", ncols=4)
-        out = Path(out_png)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(out, format="png", dpi=150, facecolor="white")

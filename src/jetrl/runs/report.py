@@ -19,118 +19,23 @@ from jetrl.runs.attempts import Attempt
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.format import clip, count, date, duration, number, percent, spread, visible
 from jetrl.runs.history import Change, RunHistory, change_of, in_phase
-from jetrl.runs.plots import COLORS, Chart, charts_of, to_png, to_svg
+from jetrl.runs.plots import PALETTE, Chart, charts_of, to_png, to_svg
 from jetrl.runs.schemas import prompt_text
 from jetrl.runs.storage import Record, write_atomically
 from jetrl.settings.loading import Settings
 
 Html = NewType("Html", str)
 
-DARK = {
-    "text": "#a7b0c0",
-    "axis": "#667085",
-    "grid": "#262c38",
-    "blue": "#7aa2ff",
-    "green": "#3fcf9e",
-    "amber": "#f0b349",
-    "violet": "#ab8ff5",
-    "pink": "#ee7fb4",
-    "slate": "#94a3b8",
-    "red": "#ff7b72",
-    "teal": "#4cc9dc",
-    "brown": "#c79a73",
-}
-
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Nothing is loaded and no script runs, even if an escape were missing."""
 
 
-def _variables(colors: dict[str, str]) -> str:
-    return " ".join(f"--plot-{name}: {color};" for name, color in colors.items())
-
-
-STYLE_SHEET = (
-    f"""
-:root {{
-  color-scheme: light dark;
-  --page: #f5f6f9; --card: #ffffff; --line: #e3e6ed; --ink: #161b26; --soft: #5d6779;
-  --good: #0d7a5c; --good-soft: #e2f5ee; --bad: #b92f2f; --bad-soft: #fdeaea; --code: #f3f5f9;
-  {_variables(COLORS)}
-}}
-@media (prefers-color-scheme: dark) {{ :root {{
-  --page: #0e1117; --card: #161b24; --line: #262d3a; --ink: #e8ebf1; --soft: #98a2b3;
-  --good: #4fd6a8; --good-soft: #12332a; --bad: #ff8e86; --bad-soft: #3b1d1d; --code: #0f141c;
-  {_variables(DARK)}
-}} }}
-"""
-    + """
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial,
-  sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 40px 24px 64px; }
-h1 { font-size: 30px; line-height: 1.2; letter-spacing: -0.02em; margin: 0;
-  overflow-wrap: anywhere; }
-h2 { font-size: 19px; letter-spacing: -0.01em; margin: 44px 0 14px; }
-h3 { font-size: 15px; margin: 0; }
-p { margin: 0; }
-.soft { color: var(--soft); }
-.kicker { font-size: 12px; letter-spacing: 0.09em; text-transform: uppercase; color: var(--soft);
-  margin-bottom: 6px; }
-.title { display: flex; gap: 14px; align-items: center; flex-wrap: wrap; }
-.pill { font-size: 12.5px; font-weight: 600; padding: 2px 11px; border-radius: 99px;
-  background: var(--line); white-space: nowrap; }
-.pill.good { background: var(--good-soft); color: var(--good); }
-.pill.bad { background: var(--bad-soft); color: var(--bad); }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(215px, 1fr)); gap: 14px;
-  margin-top: 26px; }
-.tile { padding: 16px 18px 15px; }
-.tile .value { font-size: 27px; font-weight: 650; letter-spacing: -0.02em; margin: 3px 0 2px;
-  font-variant-numeric: tabular-nums; line-height: 1.25; }
-.tile .value .from { color: var(--soft); font-weight: 450; }
-.tile .note { font-size: 13px; color: var(--soft); }
-.good .value { color: var(--good); }
-.bad .value { color: var(--bad); }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(440px, 100%), 1fr));
-  gap: 14px; }
-.chart { padding: 15px 16px 8px; margin: 0; min-width: 0; }
-.chart figcaption p { font-size: 13px; color: var(--soft); margin-bottom: 6px;
-  overflow-wrap: anywhere; }
-.chart svg { display: block; width: 100%; height: auto; }
-.chart svg text { font-family: inherit !important; }
-.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr));
-  gap: 14px 22px; align-items: start; }
-.columns > * { min-width: 0; }
-.columns h3 { margin: 0 0 10px; }
-.sample { padding: 12px 14px; margin-bottom: 12px; }
-.sample header { display: flex; gap: 8px 10px; flex-wrap: wrap; align-items: center;
-  font-size: 13px; color: var(--soft); margin-bottom: 8px; }
-pre { margin: 0; font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
-.sample pre { padding: 8px 10px; border-radius: 8px; background: var(--code); margin-top: 6px;
-  max-height: 320px; overflow: auto; }
-.sample p.readable { font-weight: 600; margin: 8px 2px 0; }
-.sample pre.prompt { background: none; padding: 0 2px; color: var(--soft); }
-.sample pre.reply { background: none; border-left: 3px solid var(--line); border-radius: 0;
-  margin-left: 14px; padding: 2px 10px; color: var(--soft); }
-.scroll { overflow-x: auto; padding: 6px 16px; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-td, th { text-align: left; vertical-align: top; padding: 6px 18px 6px 0; overflow-wrap: anywhere; }
-td:last-child { min-width: 6em; }
-tr + tr > td { border-top: 1px solid var(--line); }
-th { font-size: 12.5px; color: var(--soft); font-weight: 600; }
-td:first-child { white-space: nowrap; }
-td code { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-details { margin-top: 12px; padding: 12px 16px; }
-summary { cursor: pointer; font-weight: 600; }
-details pre { margin-top: 10px; }
-.empty { padding: 34px; text-align: center; color: var(--soft); }
-footer { margin-top: 44px; font-size: 13px; color: var(--soft); }
-@media (max-width: 560px) { main { padding: 26px 14px 44px; } h1 { font-size: 24px; } }
-@media print { body { background: white; } .card { break-inside: avoid; } }
-"""
-)
+def _style_sheet() -> str:
+    sheet = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    for which, word in enumerate(("LIGHT_COLORS", "DARK_COLORS")):
+        colors = (f"--plot-{name}: {both[which]};" for name, both in PALETTE.items())
+        sheet = sheet.replace(word, " ".join(colors))
+    return sheet
 
 
 def text(value: object) -> Html:
@@ -147,7 +52,7 @@ def page(title: str, body: Sequence[Html]) -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(POLICY)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(title)}</title>\n<style>{STYLE_SHEET}</style>\n</head>\n"
+        f"<title>{text(title)}</title>\n<style>\n{_style_sheet()}</style>\n</head>\n"
         f"<body>\n<main>\n{join(body)}\n</main>\n</body>\n</html>\n"
     )
 
@@ -239,24 +144,17 @@ def write_report(run_path: str | Path) -> Path:
     plots.mkdir(exist_ok=True)
     for old in plots.glob("*.png"):
         old.unlink(missing_ok=True)
-    for chart in charts_of(run.metrics()):
-        to_png(chart, plots / f"{chart.key}.png")
-    path = run.path / "report.html"
-    write_atomically(path, _report_page(run_path))
-    return path
-
-
-def _report_page(run_path: str | Path) -> str:
-    """Return the current report of a run, as HTML."""
-    run = RunDirectory.open(run_path)
     records, attempts, history = run.metrics(), run.attempts(), run.history()
     config, plan = run.config(), run.plan()
     charts = charts_of(records)
+    for chart in charts:
+        to_png(chart, plots / f"{chart.key}.png")
+    no_step = Html('<p class="card empty">No step was finished.</p>')
     body = [
         _header(run, config, history, attempts),
         _headline(records, history, attempts),
         _warnings(records),
-        _charts(charts),
+        section("Curves", figures(charts) if charts else no_step),
         _samples(run, config),
         _settings(run, config),
         section("Precision plan", table(_plan_rows(plan), ("operand", "format"))),
@@ -266,7 +164,9 @@ def _report_page(run_path: str | Path) -> str:
             "/metrics.jsonl. The plots are in plots/ as PNG files.</footer>"
         ),
     ]
-    return page(f"{run.name} - jetrl", body)
+    path = run.path / "report.html"
+    write_atomically(path, page(f"{run.name} - jetrl", body))
+    return path
 
 
 def _header(
@@ -292,22 +192,24 @@ def _header(
 
 
 def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt]) -> Html:
-    tiles = [_change_tile(f"Held-out {_task_of(e.name)}", e) for e in history.evals]
+    tiles = [_change_tile(f"Held-out {e.name[5:-5]}", e) for e in history.evals]
     if history.reward is not None:
         tiles.append(_change_tile("Training reward", history.reward))
     if history.num_different is not None:
-        different = history.num_different
-        exact = different == 0
-        tokens = history.num_tokens
-        compared = f"of {count(tokens)} tokens compared, " if tokens is not None else "tokens, "
-        tiles.append(
-            tile(
-                "Sampler against trainer",
-                text(f"{count(different)} different"),
-                compared + ("bit for bit" if exact else "0 is expected from an exact plan"),
-                "good" if exact else "bad",
-            )
-        )
+        exact, tokens = history.num_different == 0, history.num_tokens
+        note = f"of {count(tokens)} tokens compared, " if tokens is not None else "tokens, "
+        note += "bit for bit" if exact else "0 is expected from an exact plan"
+        different = text(f"{count(history.num_different)} different")
+        tone = "good" if exact else "bad"
+        tiles.append(tile("Sampler against trainer", different, note, tone))
+    extra = {
+        "Tokens per decode forward, with drafts": "speculation/tokens_per_forward",
+        "Acceptance rate of the draft head": "speculation/acceptance_head",
+    }
+    if history.num_steps == 0:
+        extra = {"Supervised loss": "sft/loss"}
+    changes = [(label, change_of(records, name)) for label, name in extra.items()]
+    tiles += [_change_tile(label, change) for label, change in changes if change is not None]
     steps = f"{count(history.num_steps)} step{'s' if history.num_steps != 1 else ''}"
     if history.num_sft_steps and not history.num_steps:
         steps = f"{count(history.num_sft_steps)} supervised updates"
@@ -315,16 +217,7 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
         steps += f" after {count(history.num_sft_steps)} of supervised warm-up"
     if len(attempts) > 1:
         steps += f", in {len(attempts)} attempts"
-    drafts = change_of(records, "speculation/tokens_per_forward")
-    if drafts is not None:
-        tiles.append(_change_tile("Tokens per decode forward, with drafts", drafts))
-    guesses = change_of(records, "speculation/acceptance_head")
-    if guesses is not None:
-        tiles.append(_change_tile("Acceptance rate of the draft head", guesses))
     tiles.append(tile("Wall time", text(duration(history.elapsed_s)), steps))
-    loss = change_of(records, "sft/loss")
-    if loss is not None and history.num_steps == 0:
-        tiles.insert(0, _change_tile("Supervised loss", loss))
     return Html(f'<div class="tiles">{join(tiles)}</div>')
 
 
@@ -350,18 +243,12 @@ def _warnings(records: list[Record]) -> Html:
     return section("Warnings", table(rows, ("from", ""))) if rows else Html("")
 
 
-def _charts(charts: list[Chart]) -> Html:
-    if not charts:
-        return section("Curves", Html('<p class="card empty">No step was finished.</p>'))
-    return section("Curves", figures(charts))
-
-
 def _samples(run: RunDirectory, config: Mapping[str, Any]) -> Html:
     steps = run.rollout_steps()
     num = int(config.get("report", {}).get("samples", DEFAULT_SAMPLES))
     if not steps or num == 0:
         return Html("")
-    chosen = [steps[0], steps[-1]] if len(steps) > 1 else [steps[0]]
+    chosen = dict.fromkeys((steps[0], steps[-1]))
     columns = []
     for step in chosen:
         title = f"<h3>Step {step}</h3>"
@@ -373,9 +260,8 @@ def _samples(run: RunDirectory, config: Mapping[str, Any]) -> Html:
         shown = spread(records, max(1, num // len(chosen)))
         columns.append(Html(f"<div>{title}{join(_sample(r) for r in reversed(shown))}</div>"))
     note = "From the highest to the lowest reward of the first and the last step."
-    reading = run.reading()
-    if reading:
-        note = f"{note} In this task {reading}."
+    if reading := run.reading():
+        note += f" In this task {reading}."
     return section(
         "Completions, early and late",
         Html(f'<p class="soft" style="margin:-8px 0 14px">{text(note)}</p>'),
@@ -397,34 +283,32 @@ def _sample(record: Record) -> Html:
     facts += [f"{name} {number(float(value))}" for name, value in score_parts.items()]
     if record.get("failure"):
         facts.append(f"not scored: {record['failure']}")
+    readable = str(record.get("readable") or "")
+    if readable:
+        readable = f'<p class="readable">{text(clip(readable, 200))}</p>'
     return Html(
         f'<article class="card sample"><header><span class="pill {tone}">reward '
         f"{text(number(reward))}</span>{text(' · '.join(facts))}</header>"
-        f"{_readable(record)}"
+        f"{readable}"
         f'<pre class="prompt">{text(_shortened(prompt_text(record), MAX_PROMPT))}</pre>'
         f"{_completion(record)}</article>"
     )
-
-
-def _readable(record: Record) -> Html:
-    line = str(record.get("readable") or "")
-    return Html(f'<p class="readable">{text(clip(line, 200))}</p>' if line else "")
 
 
 def _completion(record: Record) -> Html:
     """Return the completion's text, or its turns and the environment's replies."""
     turns = record.get("turns")
     if not isinstance(turns, list) or not turns:
-        content = _shortened(str(record.get("completion", "")), MAX_COMPLETION)
-        return Html(f"<pre>{text(content)}</pre>")
+        turns = [record]
     pieces = []
     for turn in turns:
         written, reply = str(turn.get("completion", "")), turn.get("reply")
         pieces.append(Html(f"<pre>{text(_shortened(written, MAX_COMPLETION))}</pre>"))
         if reply is not None:
-            role = reply.get("role", "reply") if isinstance(reply, dict) else "reply"
-            content = reply.get("content", "") if isinstance(reply, dict) else reply
-            shown = f"{role}: {_shortened(str(content), MAX_COMPLETION)}"
+            if not isinstance(reply, dict):
+                reply = {"content": reply}
+            content = _shortened(str(reply.get("content", "")), MAX_COMPLETION)
+            shown = f"{reply.get('role', 'reply')}: {content}"
             pieces.append(Html(f'<pre class="reply">{text(shown)}</pre>'))
     return join(pieces)
 
@@ -436,37 +320,35 @@ def _shortened(content: str, width: int) -> str:
 
 def _settings(run: RunDirectory, config: Mapping[str, Any]) -> Html:
     defaults = Settings().model_dump(mode="json")
+
+    def default(name: str, key: str) -> str:
+        value = defaults.get(name, {}).get(key)
+        return "not set" if value is None else clip(str(value), 120)
+
     rows = [
-        (f"{name}.{key}", clip(str(value), 300), _default(defaults, name, key))
+        (f"{name}.{key}", clip(str(value), 300), default(name, key))
         for name, keys in config.items()
         for key, value in keys.items()
         if defaults.get(name, {}).get(key) != value
     ]
-    whole = (run.path / "config.toml").read_text(encoding="utf-8")
     return section(
         "Settings",
         table(rows, ("differs from the default", "this run", "default")) if rows else Html(""),
-        folded("All settings (config.toml)", whole),
+        folded("All settings (config.toml)", (run.path / "config.toml").read_text("utf-8")),
     )
 
 
-def _default(defaults: Mapping[str, Any], name: str, key: str) -> str:
-    value = defaults.get(name, {}).get(key)
-    return "not set" if value is None else clip(str(value), 120)
-
-
 def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def shown(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return ", ".join(f"{key} = {field}" for key, field in value.items())
+        return FORMATS.get(str(value), str(value))
+
     return [
-        (PLAN_ROLES.get(key, key), FORMATS.get(str(value), _plan_value(value)))
+        (PLAN_ROLES.get(key, key), shown(value))
         for key, value in plan.items()
         if not (key.endswith("_layers_bf16") and value == 0)
     ]
-
-
-def _plan_value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} = {field}" for key, field in value.items())
-    return str(value)
 
 
 def _attempts(attempts: list[Attempt]) -> Html:
@@ -488,7 +370,3 @@ def _attempts(attempts: list[Attempt]) -> Html:
         Html('<div style="height:12px"></div>'),
         table([*last.notes.items(), *last.versions.items()], ("of the last attempt", "")),
     )
-
-
-def _task_of(name: str) -> str:
-    return name.removeprefix("eval/").removesuffix("/mean")
