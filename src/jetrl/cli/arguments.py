@@ -23,7 +23,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
-        silent = action.default in (None, False, argparse.SUPPRESS) or action.default == []
+        silent = action.default in (None, False, True, argparse.SUPPRESS) or action.default == []
         if silent or not action.option_strings or "%(default)" in text:
             return text
         return f"{text} (default: %(default)s)"
@@ -56,10 +56,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--plan", choices=PLANS, help="precision preset (default: the run's, or unified)"
-    )
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="device to use")
+    add = parser.add_argument
+    add("--plan", choices=PLANS, help="precision preset (default: the run's, or unified)")
+    add("--device", choices=DEVICES, default="auto", help="device to use")
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
@@ -79,22 +78,17 @@ def add_sampling_arguments(
     seed: int | None = 0,
 ) -> None:
     """Add --max-tokens, --temperature, --top-p, --top-k and --seed; None: the command decides."""
-    parser.add_argument(
-        "--max-tokens", type=int, default=max_tokens, help="maximum tokens per completion"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=temperature, help="sampling temperature; 0: greedy"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--max-tokens", type=int, default=max_tokens, help="maximum tokens per completion")
+    add("--temperature", type=float, default=temperature, help="sampling temperature; 0: greedy")
+    add(
         "--top-p",
         type=float,
         default=top_p,
         help="keep the most probable tokens of this mass; 1: all",
     )
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="keep this many most probable tokens; 0: all"
-    )
-    parser.add_argument("--seed", type=int, default=seed, help="random seed of the draws")
+    add("--top-k", type=int, default=0, help="keep this many most probable tokens; 0: all")
+    add("--seed", type=int, default=seed, help="random seed of the draws")
 
 
 def sampling_params(

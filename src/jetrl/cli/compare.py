@@ -20,12 +20,11 @@ from jetrl.cli.arguments import print_json, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="+", metavar="RUN", help="a run's name or directory")
-    parser.add_argument("--dir", default="runs", help="the folder with the run directories")
-    parser.add_argument(
-        "--same", action="store_true", help="exit code 1 unless the bits are the same"
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    add = parser.add_argument
+    add("run", nargs="+", metavar="RUN", help="a run's name or directory")
+    add("--dir", default="runs", help="the folder with the run directories")
+    add("--same", action="store_true", help="exit code 1 unless the bits are the same")
+    add("--json", action="store_true", help="print a JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,7 +16,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import platform
 import re
 import shlex
@@ -32,7 +31,7 @@ from jetrl.errors import UserError
 
 if TYPE_CHECKING:
     from jetrl.runs import Attempt, RunDirectory
-    from jetrl.runs.attempts import Status
+    from jetrl.runs.schemas import Status
 
 Severity = Literal["OK", "WARN", "FAIL"]
 
@@ -49,6 +48,7 @@ OPTIONAL = {
 # The kernels compile with these and those between (tests/kernels/test_triton.py).
 FIRST_TRITON, LAST_TRITON = "3.6", "3.9"
 LOW_DISK_GIB, NO_DISK_GIB = 10.0, 1.0
+REPORT = "please report this with `jetrl doctor --json`"
 _RECORDED = re.compile(r"collectives_rank_\d+\.json|nccl_timeout_rank_\d+")
 
 
@@ -62,11 +62,10 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="a run's name or directory (default: this machine)"
-    )
-    parser.add_argument("--dir", default="runs", help="the folder with the run directories")
-    parser.add_argument("--json", action="store_true", help="print the checks as a JSON list")
+    add = parser.add_argument
+    add("run", nargs="?", metavar="RUN", help="a run's name or directory (default: this machine)")
+    add("--dir", default="runs", help="the folder with the run directories")
+    add("--json", action="store_true", help="print the checks as a JSON list")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,21 +86,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _all_checks() -> list[Finding]:
     """Return the findings about this machine, in the order of the output."""
-    findings = [
-        _check_python(),
-        _check_torch(),
-        _check_device(),
+    self_checks = {"FP8 cast": _check_fp8_cast, "exactness": _check_exactness}
+    if installed("math-verify"):
+        self_checks["math-verify"] = _check_answers
+    return [
+        *(_check_python(), _check_torch(), _check_device()),
         *(_check_core(name) for name in CORE),
         _check_triton(),
         *(_check_optional(name, use) for name, use in OPTIONAL.items()),
         _check_disk(Path.cwd()),
+        *(finding for name, check in self_checks.items() for finding in _guarded(name, check)),
     ]
-    self_checks = {"FP8 cast": _check_fp8_cast, "exactness": _check_exactness}
-    if installed("math-verify"):
-        self_checks["math-verify"] = _check_answers
-    for name, self_check in self_checks.items():
-        findings += _guarded(name, self_check)
-    return findings
 
 
 def _guarded(name: str, self_check: Callable[[], list[Finding]]) -> list[Finding]:
@@ -111,8 +106,7 @@ def _guarded(name: str, self_check: Callable[[], list[Finding]]) -> list[Finding
     except UserError as error:  # its message says what to do
         return [Finding("FAIL", name, str(error))]
     except Exception as error:  # the other checks still run
-        detail = f"{type(error).__name__}: {error}"
-        return [Finding("FAIL", name, detail, "please report this with `jetrl doctor --json`")]
+        return [Finding("FAIL", name, f"{type(error).__name__}: {error}", REPORT)]
 
 
 def _check_python() -> Finding:
@@ -161,10 +155,7 @@ def _check_triton() -> Finding:
     version = installed("triton")
     if version is None or _minor(FIRST_TRITON) <= _minor(version) <= _minor(LAST_TRITON):
         return _check_optional("triton", "GPU kernels; it comes with a CUDA build of torch")
-    step = (
-        f"the GPU kernels need Triton {FIRST_TRITON} (torch 2.11) to {LAST_TRITON} (torch 2.15): "
-        "install one of these versions of torch"
-    )
+    step = f"install a torch with Triton {FIRST_TRITON} (torch 2.11) to {LAST_TRITON} (torch 2.15)"
     return Finding("WARN", "triton", version, step)
 
 
@@ -183,23 +174,10 @@ def installed(name: str) -> str | None:
 def _check_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free / 2**30
     detail = f"{free:.1f} GiB free in {folder}"
-    step = (
-        "a checkpoint takes 12 bytes per parameter (weights and optimizer states), 7 with "
-        "train.optimizer_states=compact: free some space, or set run.dir"
-    )
+    step = "a checkpoint takes up to 12 bytes per parameter: free some space, or set run.dir"
     if free < LOW_DISK_GIB:
         return Finding("FAIL" if free < NO_DISK_GIB else "WARN", "disk", detail, step)
     return Finding("OK", "disk", detail)
-
-
-def _e4m3_values() -> list[float]:
-    """Return the 127 finite non-negative E4M3 values, from the definition of the format."""
-    # 4 bits of exponent with bias 7, 3 of mantissa; exponent 0 is subnormal, all ones is NaN.
-    codes = ((code >> 3, code & 7) for code in range(0x7F))
-    return [
-        mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-        for exponent, mantissa in codes
-    ]
 
 
 def _check_fp8_cast() -> list[Finding]:
@@ -208,15 +186,17 @@ def _check_fp8_cast() -> list[Finding]:
 
     from jetrl.precision import dequantize, quantize
 
-    # The largest value is in each group, so the scale is 1 and only the cast is tested.
-    values = _e4m3_values()
-    exact = torch.tensor([[*values, -values[-1]]])
+    # From the definition of the format: 4 bits of exponent with bias 7 (0: subnormal), 3 of
+    # mantissa. The largest value is in each group, so the scale is 1 and only the cast is tested.
+    codes = ((code >> 3, code & 7) for code in range(0x7F))
+    values = [2.0 ** (max(e, 1) - 7) * ((e > 0) + mantissa / 8) for e, mantissa in codes]
     halfway = [(low + high) / 2 for low, high in itertools.pairwise(values)]
     even = [values[code + code % 2] for code in range(len(halfway))]
-    rounded = torch.tensor([[*halfway, values[-1], -values[-1]]])
-    expected = torch.tensor([[*even, values[-1], -values[-1]]])
-    wrong = int((dequantize(quantize(exact)) != exact).sum())
-    wrong += int((dequantize(quantize(rounded)) != expected).sum())
+    wrong = 0
+    for given, expected in ((values, values), (halfway, even)):
+        ends = [values[-1], -values[-1]]
+        found = dequantize(quantize(torch.tensor([[*given, *ends]])))
+        wrong += int((found != torch.tensor([[*expected, *ends]])).sum())
     if wrong:
         step = "this torch rounds E4M3 differently, so results are not exact: use another version"
         return [Finding("FAIL", "FP8 cast", f"{wrong} of 256 values wrong", step)]
@@ -247,11 +227,11 @@ def _check_exactness() -> list[Finding]:
             policy = Policy.from_config(shape, PrecisionPlan.preset("unified"), 0, "cuda")
             shapes = "exact at qwen3-0.6b's shapes"
             properties += [(shapes, checked) for checked in check_policy(policy)]
-    step = "runs with an exact plan will stop: please report this with `jetrl doctor --json`"
     return [
-        Finding("OK", f"{where}: {checked.operation}", checked.detail)
-        if checked.ok
-        else Finding("FAIL", f"{where}: {checked.operation}", checked.detail, step)
+        Finding(
+            *("OK" if checked.ok else "FAIL", f"{where}: {checked.operation}", checked.detail),
+            "" if checked.ok else f"runs with an exact plan will stop: {REPORT}",
+        )
         for where, checked in properties
     ]
 
@@ -274,8 +254,8 @@ def run_checks(path: Path) -> list[Finding]:
 
     run = RunDirectory.open(path)
     checks: dict[str, Callable[[RunDirectory], list[Finding]]] = {
-        "end": lambda run: [_check_end(run)],
-        "progress": lambda run: [_check_progress(run)],
+        "end": _check_end,
+        "progress": _check_progress,
         "checkpoints": _check_checkpoints,
         "hang": _check_hang,
         "ranks": _check_ranks,
@@ -292,7 +272,7 @@ def run_checks(path: Path) -> list[Finding]:
     return findings
 
 
-def _check_end(run: RunDirectory) -> Finding:
+def _check_end(run: RunDirectory) -> list[Finding]:
     """Return how the last attempt ended, and in which phase."""
     from jetrl.runs.attempts import read_status
     from jetrl.runs.format import duration
@@ -300,43 +280,38 @@ def _check_end(run: RunDirectory) -> Finding:
     attempts = run.attempts()
     if not attempts:
         step = "start it again: the name is still free"
-        return Finding("WARN", "end", "killed before the run began", step)
-    last, status, state = attempts[-1], read_status(run.path), run.state()
+        return [Finding("WARN", "end", "killed before the run began", step)]
+    last, state = attempts[-1], run.state()
     count = f"attempt {len(attempts)}, started {_date(last.started)}"
-    where = _where(status, last)
+    where = _where(read_status(run.path), last)
     if state == "running":
-        return Finding("OK", "end", f"running: {where}; {count}")
+        return [Finding("OK", "end", f"running: {where}; {count}")]
     if state == "finished":
-        return Finding("OK", "end", f"finished {_date(last.ended)}; {count}")
+        return [Finding("OK", "end", f"finished {_date(last.ended)}; {count}")]
     if last.ended is None:
         step = (
             "the process could not say why: look for a closed terminal (nohup and tmux keep a run "
             "alive), SIGKILL from outside, the out-of-memory killer (dmesg), a power cut"
         )
-        return Finding("FAIL", "end", f"killed {where}; {count}", step)
-    took = duration(last.ended - last.started)
-    level: Severity = "FAIL" if state == "failed" else "WARN"
+        return [Finding("FAIL", "end", f"killed {where}; {count}", step)]
+    took, failed = duration(last.ended - last.started), state == "failed"
     detail = f"{state} after {took}, {where}: {last.reason}; {count}"
-    step = "log.txt has the traceback" if state == "failed" and "hang" not in last.reason else ""
-    return Finding(level, "end", detail, step)
+    step = "log.txt has the traceback" if failed and "hang" not in last.reason else ""
+    return [Finding("FAIL" if failed else "WARN", "end", detail, step)]
 
 
-def _check_progress(run: RunDirectory) -> Finding:
+def _check_progress(run: RunDirectory) -> list[Finding]:
     from jetrl.runs.format import duration
 
-    total = run.config().get("loop", {}).get("steps", "?")
-    try:
-        history = run.history()
-    except UserError as error:
-        return Finding("FAIL", "progress", str(error), "repair or delete that line")
+    history = run.history()
     facts = [f"{history.num_sft_steps} supervised updates"] if history.num_sft_steps else []
     if _command(run) == "train":
+        total = run.config().get("loop", {}).get("steps", "?")
         facts.append(f"{max(history.last_step, 0)} of {total} steps")
-    reward = history.reward
-    if reward is not None:
+    if (reward := history.reward) is not None:
         facts.append(f"reward {reward.first:.3f} to {reward.last:.3f}")
     facts.append(f"{duration(history.elapsed_s)} in total")
-    return Finding("OK", "progress", ", ".join(facts))
+    return [Finding("OK", "progress", ", ".join(facts))]
 
 
 def _check_checkpoints(run: RunDirectory) -> list[Finding]:
@@ -379,33 +354,27 @@ def _check_hang(run: RunDirectory) -> list[Finding]:
         return []
     if not text.strip():
         return []
-    headers = re.findall(r"(?m)^==== (.*)$", text)
-    frames = re.findall(
-        r'(?m)^  File "(.+)", line (\d+) in (.+)$', text.rpartition("most recent")[2]
-    )
+    last = "faulthandler wrote it: the interpreter's lock was held"
+    last = [last, *re.findall(r"(?m)^==== (.*)$", text)][-1]
+    stack = text.rpartition("most recent")[2]
+    frame = re.search(r'(?m)^  File "(.+)", line (\d+) in (.+)$', stack)
     where = ""
-    if frames:
-        file, line, function = frames[0]
-        where = f"; the main thread was in {function} ({file}, line {line})"
-    last = headers[-1] if headers else "faulthandler wrote it: the interpreter's lock was held"
+    if frame:
+        where = f"; the main thread was in {frame[3]} ({frame[1]}, line {frame[2]})"
     step = "hang.txt has the stacks, the sequences and the memory; watchdog.* sets the limits"
     return [Finding("WARN", "hang", f"{last}{where}", step)]
 
 
 def _check_ranks(run: RunDirectory) -> list[Finding]:
     """Return where each rank was when one rank ended the last attempt, and the records kept."""
-    from jetrl.files import checked, read_bytes
+    from jetrl.files import read_stored
     from jetrl.runs.schemas import BOARD
 
     folder, attempts = run.path / "ranks", run.attempts()
     try:
-        text = read_bytes(folder / "board.json")
+        record = read_stored(folder / "board.json", BOARD)
     except FileNotFoundError:
         return []
-    try:
-        record = checked(BOARD, json.loads(text), str(folder / "board.json"))
-    except (RecursionError, ValueError) as error:
-        raise UserError(f"{folder / 'board.json'}: {error}") from None
     if not attempts or record.time < attempts[-1].started:  # it is from an earlier attempt
         return []
     findings = [Finding("WARN", "ranks", record.words)]
@@ -417,10 +386,7 @@ def _check_ranks(run: RunDirectory) -> list[Finding]:
         findings.append(Finding("OK", f"rank {line.rank}", f"{detail}; process {line.pid}"))
     files = sorted(file.name for file in folder.glob("*") if _RECORDED.fullmatch(file.name))
     if files:
-        step = (
-            "these are the last collectives of each rank; torch's torchfrtrace reads "
-            "nccl_timeout_* (only open files you trust with it)"
-        )
+        step = "torch's torchfrtrace reads nccl_timeout_* (only open files you trust with it)"
         findings.append(Finding("OK", "collectives", f"{folder}: {', '.join(files)}", step))
     return findings
 
@@ -432,17 +398,12 @@ def _check_numbers(run: RunDirectory) -> list[Finding]:
     skipped = "were not finite and were skipped"
     replay = shlex.join(["jetrl", "replay", str(run.path)])
     operation = f"log.txt names operation and layer; to run it again: {replay}"
+    first = "log.txt has the reason for the first one of each step"
     warnings = {
         "policy/skipped_updates": (f"updates {skipped}", operation),
         "critic/skipped_updates": (f"updates of the critic {skipped}", operation),
-        "reward_model/skipped_updates": (
-            f"updates of the reward model {skipped}",
-            "log.txt names the parameters",
-        ),
-        "reward/failures": (
-            "completions could not be judged and got reward 0",
-            "log.txt has the reason for the first one of each step",
-        ),
+        "reward_model/skipped_updates": (f"updates of the reward model {skipped}", ""),
+        "reward/failures": ("completions could not be judged and got reward 0", first),
     }
     lines = run.metrics()
     totals = {

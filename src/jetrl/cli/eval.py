@@ -50,29 +50,30 @@ RUNS_ON_RANKS = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_model_arguments(parser)
-    parser.add_argument(
+    add(
         "--task",
         help="a built-in task, reasoning_gym:NAME, file.py:Class, or several of them separated by "
         "commas (default: the run's own task with its path, options, split and system prompt)",
     )
-    parser.add_argument("--path", help="data file or folder of the task")
-    parser.add_argument(
+    add("--path", help="data file or folder of the task")
+    add(
         "--option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="an option of the task, as in [task.options] (repeatable)",
     )
-    parser.add_argument("--split", help="split of the task (default: test)")
-    parser.add_argument("--prompts", type=int, help="number of prompts, from the first; 0: all")
-    parser.add_argument("--samples", type=int, help="completions per prompt")
+    add("--split", help="split of the task (default: test)")
+    add("--prompts", type=int, help="number of prompts, from the first; 0: all")
+    add("--samples", type=int, help="completions per prompt")
     add_sampling_arguments(parser, max_tokens=None, temperature=None, top_p=None, seed=None)
-    parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--threshold", type=float, help="least reward of a solved prompt")
-    parser.add_argument("--workers", type=int, help="number of scoring processes")
-    parser.add_argument("--timeout", type=float, help="CPU seconds per score")
-    parser.add_argument("--json", action="store_true", help="print JSON, with all completions")
+    add("--system", metavar="TEXT", help="system prompt")
+    add("--threshold", type=float, help="least reward of a solved prompt")
+    add("--workers", type=int, help="number of scoring processes")
+    add("--timeout", type=float, help="CPU seconds per score")
+    add("--json", action="store_true", help="print JSON, with all completions")
 
 
 def run(args: argparse.Namespace) -> int:

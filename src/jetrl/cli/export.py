@@ -31,26 +31,18 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         metavar="MODEL",
         help="a Hugging Face directory, an adapter, a run directory or a checkpoint",
     )
-    parser.add_argument("out", metavar="OUT", help="the directory to write")
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32", "fp8"),
-        default="bfloat16",
-        help="weight format",
-    )
-    parser.add_argument("--merge", action="store_true", help="merge the adapter into a whole model")
-    parser.add_argument(
-        "--base",
-        metavar="DIR",
-        help="write the random base of the adapter to DIR, in float32",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing model at OUT")
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="device to use")
+    add("out", metavar="OUT", help="the directory to write")
+    add("--dtype", choices=("bfloat16", "float32", "fp8"), default="bfloat16", help="weight format")
+    add("--merge", action="store_true", help="merge the adapter into a whole model")
+    add("--base", metavar="DIR", help="write the random base of the adapter to DIR, in float32")
+    add("--overwrite", action="store_true", help="replace an existing model at OUT")
+    add("--device", choices=DEVICES, default="cpu", help="device to use")
     add_trust_argument(parser)
 
 

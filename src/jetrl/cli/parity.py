@@ -20,16 +20,15 @@ from jetrl.types import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_model_arguments(parser)
-    parser.add_argument("--prompts", type=int, default=8, help="random prompts of mixed lengths")
-    parser.add_argument("--samples", type=int, default=2, help="completions per prompt")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens per completion")
-    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of prompts and draws")
-    parser.add_argument(
-        "--locate", action="store_true", help="name the first operation that differs, if any"
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    add("--prompts", type=int, default=8, help="random prompts of mixed lengths")
+    add("--samples", type=int, default=2, help="completions per prompt")
+    add("--max-tokens", type=int, default=64, help="tokens per completion")
+    add("--temperature", type=float, default=1.0, help="sampling temperature")
+    add("--seed", type=int, default=0, help="random seed of prompts and draws")
+    add("--locate", action="store_true", help="name the first operation that differs, if any")
+    add("--json", action="store_true", help="print a JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,11 +21,12 @@ from jetrl.errors import NonFiniteError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN", help="a run directory, such as runs/NAME")
-    parser.add_argument("--plan", choices=PLANS, help="another precision preset than the run's")
-    parser.add_argument("--device", choices=DEVICES, help="another device than the run's")
+    add = parser.add_argument
+    add("path", metavar="RUN", help="a run directory, such as runs/NAME")
+    add("--plan", choices=PLANS, help="another precision preset than the run's")
+    add("--device", choices=DEVICES, help="another device than the run's")
     add_trust_argument(parser)
-    parser.add_argument("--json", action="store_true", help="a JSON object")
+    add("--json", action="store_true", help="a JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

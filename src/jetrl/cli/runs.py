@@ -20,26 +20,27 @@ from jetrl.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     parser.usage = (
         "jetrl runs {list | show RUN ... | plot RUN ... | watch RUN ...} [--dir DIR] [--json] "
         "[--metric NAME ...] [--out FILE]"
     )
-    parser.add_argument("action", choices=("list", "show", "plot", "watch"), help="what to do")
-    parser.add_argument("run", nargs="*", metavar="RUN", help="a run's name or directory")
-    parser.add_argument("--dir", default="runs", help="the folder with the run directories")
-    parser.add_argument(
+    add("action", choices=("list", "show", "plot", "watch"), help="what to do")
+    add("run", nargs="*", metavar="RUN", help="a run's name or directory")
+    add("--dir", default="runs", help="the folder with the run directories")
+    add(
         "--metric",
         action="append",
         default=[],
         metavar="NAME",
         help="plot: a metric, or eval for all evaluations (repeatable; default: the usual ones)",
     )
-    parser.add_argument("--out", metavar="FILE", default="runs.png", help="plot: the PNG to write")
-    parser.add_argument("--json", action="store_true", help="list, show: print JSON")
+    add("--out", metavar="FILE", default="runs.png", help="plot: the PNG to write")
+    add("--json", action="store_true", help="list, show: print JSON")
     # Options of the live page that `watch` once had.
-    parser.add_argument("--browser", action="store_true", help=argparse.SUPPRESS)
+    add("--browser", action="store_true", help=argparse.SUPPRESS)
     for option in ("--every", "--port"):
-        parser.add_argument(option, help=argparse.SUPPRESS)
+        add(option, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:

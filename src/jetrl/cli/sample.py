@@ -28,21 +28,15 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_model_arguments(parser)
-    parser.add_argument(
-        "prompts",
-        nargs="*",
-        metavar="PROMPT",
-        help="a text to complete (default: lines of stdin)",
-    )
-    parser.add_argument("--n", type=int, default=1, help="completions per prompt")
+    add("prompts", nargs="*", metavar="PROMPT", help="a text to complete (default: lines of stdin)")
+    add("--n", type=int, default=1, help="completions per prompt")
     add_sampling_arguments(parser, max_tokens=256, temperature=1.0)
-    parser.add_argument(
-        "--stop", action="append", default=[], help="a string that ends a completion (repeatable)"
-    )
-    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt (with --chat)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per completion")
+    add("--stop", action="append", default=[], help="a string that ends a completion (repeatable)")
+    add("--chat", action="store_true", help="use the model's chat template")
+    add("--system", metavar="TEXT", help="system prompt (with --chat)")
+    add("--json", action="store_true", help="print one JSON object per completion")
 
 
 def run(args: argparse.Namespace) -> int:
