@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from jetrl.runs.anomalies import ENOUGH, RECENT, STEPS, WINDOW, Anomalies, Learning, problems
+from jetrl.runs.anomalies import ENOUGH, RECENT, STEPS, WINDOW, Anomalies, Learning
 
 
 def step(norm=1.0, loss=0.0, entropy=2.0, reward=0.3):
@@ -167,10 +167,3 @@ def test_evaluations_are_no_steps_and_a_resumed_run_says_the_same():
     for metrics in (*steps, {"eval/x/mean": 0.0}):
         assert uncut.see(metrics) == []
     assert uncut.see(ZERO) == resumed.see(ZERO) != []
-
-
-def test_several_problems_at_once():
-    found = problems([ZERO | {"reward/part/answered": 0.0}], "4 completions", "look at them")
-    assert set(found) == {"format", "one reward"}
-    split = ZERO | {"reward/mean": 0.5, "reward/std": 0.5}
-    assert set(problems([split], "", "")) == {"same rewards"}

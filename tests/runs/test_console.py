@@ -79,16 +79,6 @@ def test_a_long_phase_reports_every_half_minute_when_plain(capsys):
     ]
 
 
-def test_time_left_comes_from_this_attempt():
-    now = [0.0]
-    console = Console(30, first_step=20, elapsed_s=1000, file=Terminal(), clock=lambda: now[0])
-    now[0] = 50.0
-    console.step(StepStats(25, {}))
-    assert console._time_text() == "17m 30s gone, 50.0 s left"
-    console.close()
-    console.close()
-
-
 @pytest.mark.parametrize("opened", [os.pipe, os.openpty, None])
 def test_a_reader_that_goes_away_or_a_full_disk_leaves_the_run_alone(opened, synthetic, caplog):
     """`jetrl train | head`, a terminal that is closed, `jetrl train > /full/train.log`."""

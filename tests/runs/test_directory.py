@@ -14,7 +14,6 @@ import pytest
 
 from jetrl.errors import RunStopped, StorageError, UserError
 from jetrl.runs import RunDirectory
-from jetrl.runs.schemas import sample_of
 from jetrl.settings.loading import load_config
 from jetrl.types import Completion, StepStats, Turn
 
@@ -141,7 +140,17 @@ def test_rollouts_read_back_equal_and_a_failed_rewrite_leaves_them(create, synth
     with create() as run:
         path = run.write_rollouts(3, samples)
         assert path.name == "step_000003.jsonl"
-        assert [sample_of(record) for record in run.rollouts(3)] == samples
+        for record, sample in zip(run.rollouts(3), samples, strict=True):
+            read = sample.completion
+            assert record["token_ids"] == list(read.token_ids)
+            assert record["logprobs"] == list(read.logprobs), "the same bits"
+            assert record.get("environment", []) == [list(span) for span in read.environment]
+            assert [turn["reply"] for turn in record.get("turns", [])] == [
+                t.reply for t in read.turns
+            ]
+            assert (record["messages"] is None) == (sample.prompt.messages is None)
+            own = (sample.group, sample.failure, sample.score.reward, dict(sample.score.parts))
+            assert own == tuple(record[key] for key in ("group", "failure", "reward", "parts"))
         before = path.read_bytes()
 
         def full(descriptor):

@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import io
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console as RichConsole
 
 import jetrl.runs.plots
 from jetrl.errors import UserError
-from jetrl.runs import list_runs, plot_runs, runs_table, show_run
-from jetrl.runs.plots import line
+from jetrl.runs import list_runs, plot_runs, runs_table
 
 
 def test_listing_has_good_and_damaged_runs(make_run):
@@ -38,18 +35,6 @@ def test_listing_has_good_and_damaged_runs(make_run):
         list_runs(good.parent / "none")
 
 
-def test_show_says_what_happened_and_names_the_newest_checkpoint(make_run):
-    run = make_run(steps=10, end="interrupted")
-    for name in ("sft/step_000050", "step_000000"):
-        (run / "checkpoints" / name).mkdir(parents=True)
-        text = show_run(run)
-        assert f"last checkpoint       {name}\n" in text
-    assert "eval/arithmetic/mean  42.0% -> " in text
-    assert "(step 0 to 10)" in text
-    assert "0 of 40,960 different" in text
-    assert "interrupted" in text
-
-
 def test_plot_overlays_runs(make_run, tmp_path):
     runs = [make_run("a", steps=4), make_run("b", steps=60), make_run("c", steps=0)]
     out = plot_runs(runs, (), tmp_path / "plots" / "all.png")
@@ -69,14 +54,3 @@ def test_a_supervised_run_is_plotted_from_its_own_lines(make_run, tmp_path, monk
     drawn.clear()
     plot_runs([make_run("rl", steps=5, sft=3)], ["timing/step_s"], tmp_path / "rl.png")
     assert drawn == [5], "not those of its warm-up"
-
-
-def test_a_constant_is_one_straight_line():
-    """A moving mean of equal numbers differs from them in the last place, and an axis shows it."""
-    axes = Figure().subplots()
-    steps = np.arange(300.0)
-    line(axes, steps, np.full(300, 1e-3), "lr", "blue")
-    (only,) = axes.lines
-    assert np.unique(only.get_ydata()).tolist() == [1e-3]
-    line(axes, steps, steps % 7, "noisy", "blue")
-    assert len(axes.lines) == 3

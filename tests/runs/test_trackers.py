@@ -97,18 +97,12 @@ def test_what_cannot_start_is_refused_and_the_others_are_closed(fake_wandb, monk
 
 
 def test_failing_tracker_is_logged_once_and_stops_nothing(fake_wandb, tmp_path, caplog):
-    fake_wandb(fails=True)
+    run = fake_wandb(fails=True)
     trackers = open_trackers(["wandb"], "p", tmp_path, {})
     with caplog.at_level(logging.WARNING):
         trackers.log(1, {"reward/mean": 0.5})
         trackers.log(2, {"reward/mean": 0.6})
-        trackers.close()
+        trackers.close(lambda: {}["lost"])
     (record,) = caplog.records
     assert "tracker wandb could not take the metrics of step 1" in record.getMessage()
-
-
-def test_a_summary_that_fails_still_closes_the_tracker(fake_wandb, tmp_path, caplog):
-    run = fake_wandb()
-    open_trackers(["wandb"], "p", tmp_path, {}).close(lambda: {}["lost"])
-    assert run.finished == 1
-    assert "could not take the summary (KeyError: 'lost')" in caplog.text
+    assert run.finished == 1, "a summary that fails still closes the tracker"

@@ -91,32 +91,23 @@ def problems(steps: Collection[Mapping[str, float]], when: str, look: str) -> di
     if answered is not None and answered <= UNRECOGNISED:
         texts["format"] = (
             f"{when}: {percent(answered)} of the completions have an answer in the expected form: "
-            f"{look}, describe the form in the prompt or in task.system_prompt, warm up on worked "
-            "answers (sft.steps), or change the task's checker"
+            f"{look}, describe the form in task.system_prompt, or warm up (sft.steps)"
         )
     if cut_off >= CUT_OFF:
         texts["cut off"] = (
-            f"{when}: {percent(cut_off)} of the completions were cut off at rollout.max_tokens, "
-            "most likely before their answer: raise it, or make sure that completions end (the "
-            "model's end-of-sequence token, the task's stop strings, a chat template)"
+            f"{when}: {percent(cut_off)} of the completions were cut off at rollout.max_tokens: "
+            "raise it, or make sure that completions end (stop strings, a chat template)"
         )
     if spread == 0.0 and len({step["reward/mean"] for step in steps}) == 1:
-        texts["one reward"] = (
-            f"{when}: every completion got the reward {number(reward)}, so there is nothing to "
-            "learn"
-            + (
-                f": {look}; warm up on worked answers (sft.steps), or choose easier prompts or a "
-                "reward with parts"
-                if reward <= 0
-                else ". If the task is solved, the run is done; otherwise the score is too coarse"
-            )
-        )
+        advice = "If the task is solved, the run is done; otherwise the score is too coarse"
+        if reward <= 0:
+            advice = f"{look}; warm up (sft.steps), or choose easier prompts"
+        texts["one reward"] = f"{when}: every completion got the reward {number(reward)}: {advice}"
     elif same >= SAME:
         texts["same rewards"] = (
-            f"{when}: in {percent(same)} of the groups all completions got the same reward (the "
-            f"mean is {number(reward)}), which teaches nothing: choose prompts that are sometimes "
-            "solved (data.order=pass_rate, other data), raise rollout.samples_per_prompt, or "
-            "turn on algorithm.dynamic_sampling"
+            f"{when}: in {percent(same)} of the groups all completions got the same reward, which "
+            "teaches nothing: choose prompts that are sometimes solved (data.order=pass_rate), "
+            "raise rollout.samples_per_prompt, or turn on algorithm.dynamic_sampling"
         )
     return texts
 
@@ -165,8 +156,7 @@ class Anomalies(Watch):
             return ""
         return (
             f"gradient norm {number(norm)}, {number(norm / usual)} times the median of the last "
-            f"{len(before)} steps ({number(usual)}); train.grad_clip limits the effect of one such "
-            "step; if it happens again, lower train.lr"
+            f"{len(before)} steps; train.grad_clip limits its effect; if it recurs, lower train.lr"
         )
 
     def _loss_spike(self, metrics: Mapping[str, float]) -> str:
@@ -220,14 +210,13 @@ def _surprise(metrics: Mapping[str, float]) -> str:
     if abs(z) <= SURPRISE:
         return ""
     cause = (
-        "the sampler does not draw from the distribution that it reports; look for changes in "
-        "sampling (temperature, cutoffs, random numbers, lost tokens), and do not trust this run's "
-        "gradients until the cause is found"
+        "the sampler does not draw from the distribution that it reports (temperature, cutoffs, "
+        "random numbers); do not trust this run's gradients until the cause is found"
     )
     if metrics.get("mismatch/num_different"):
         cause = (
-            "log-probs of sampler and trainer also differ (mismatch/*), perhaps the only cause "
-            "in a large step; to find out, run a step with precision.preset=unified"
+            "log-probs of sampler and trainer also differ, perhaps the only cause; to find out, "
+            "run a step with precision.preset=unified"
         )
     return (
         f"the drawn tokens are {'less' if z > 0 else 'more'} probable than the policy's entropy "

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -28,7 +28,7 @@ from typing import IO, Any, Literal
 from jetrl.errors import RunStopped, StorageError, Terminated, UserError
 from jetrl.files import checked, open_regular, read_bytes
 from jetrl.runs.format import visible
-from jetrl.runs.schemas import ATTEMPT_LINE, STATUS, EndState
+from jetrl.runs.schemas import ATTEMPT_LINE, STATUS, EndState, Status
 from jetrl.runs.storage import read_jsonl, storing
 
 State = Literal["new", "running", "finished", "interrupted", "stopped", "failed"]
@@ -60,14 +60,8 @@ def read_attempts(path: Path) -> list[Attempt]:
     attempts: list[Attempt] = []
     for record in read_jsonl(path / "attempts.jsonl", ATTEMPT_LINE)[0]:
         if record["event"] == "start":
-            attempts.append(
-                Attempt(
-                    started=float(record["time"]),
-                    command=record.get("command", ""),
-                    versions=record.get("versions", {}),
-                    notes=record.get("notes", {}),
-                )
-            )
+            named = {key: record[key] for key in ("command", "versions", "notes") if key in record}
+            attempts.append(Attempt(float(record["time"]), **named))
         elif attempts:
             attempts[-1].ended = float(record["time"])
             attempts[-1].end(record.get("state", "failed"), record.get("reason", ""))
@@ -83,9 +77,7 @@ def run_state(path: Path) -> State:
     if is_locked(path):
         return "running"
     attempts = read_attempts(path)
-    if not attempts:
-        return "new"
-    return attempts[-1].state or "interrupted"
+    return attempts[-1].state or "interrupted" if attempts else "new"
 
 
 def versions() -> dict[str, str]:
@@ -250,31 +242,18 @@ def attempt_logged(
 ) -> Iterator[Attempt]:
     """Record an attempt: its start, its end, and its log in path/log.txt."""
     attempt = Attempt(time.time(), " ".join(command), versions(), dict(notes))
-    write(
-        {
-            "event": "start",
-            "time": attempt.started,
-            "command": attempt.command,
-            "versions": attempt.versions,
-            "notes": attempt.notes,
-            "pid": os.getpid(),
-            "host": platform.node(),
-        }
-    )
+    named = {"command": attempt.command, "versions": attempt.versions, "notes": attempt.notes}
+    process = {"pid": os.getpid(), "host": platform.node()}
+    write({"event": "start", "time": attempt.started, **named, **process})
     with logging_to(path / "log.txt", attempt, remarks):
         try:
             with end_of_attempt(attempt):
                 yield attempt
         finally:
             # If the disk is full, raise only the error that ended the run.
-            end = {
-                "event": "end",
-                "time": attempt.ended,
-                "state": attempt.state,
-                "reason": attempt.reason,
-            }
+            end = {"time": attempt.ended, "state": attempt.state, "reason": attempt.reason}
             try:
-                write(end)
+                write({"event": "end", **end})
             except StorageError as error:
                 if attempt.state == "finished":
                     raise
@@ -309,16 +288,6 @@ _LENGTH = 256
 NAME = "status.json"
 
 
-@dataclass(frozen=True)
-class Status:
-    """The last phase of a run ("": between phases), its step (0 before the first), its start."""
-
-    phase: str
-    step: int
-    time: float
-    pid: int
-
-
 class StatusFile:
     """Writes `status.json`, as an observer of the run's phases."""
 
@@ -328,11 +297,9 @@ class StatusFile:
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
 
     def begin(self, phase: str, step: int) -> None:
-        status = Status(phase, step, time.time(), os.getpid())
+        status = {"phase": phase, "step": step, "time": time.time(), "pid": os.getpid()}
         with storing(self._path):
-            os.pwrite(
-                self._handle, json.dumps(asdict(status)).ljust(_LENGTH - 1).encode() + b"\n", 0
-            )
+            os.pwrite(self._handle, json.dumps(status).ljust(_LENGTH - 1).encode() + b"\n", 0)
         self._step = step
 
     def beat(self) -> None:
@@ -350,11 +317,9 @@ def read_status(run_path: Path) -> Status | None:
     """Return the last status of a run; None if the file is missing or incomplete."""
     path = run_path / NAME
     try:
-        text = read_bytes(path)
-        status = json.loads(text)
-    except (FileNotFoundError, RecursionError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
+        status = json.loads(read_bytes(path))
+    except UserError:
+        raise
+    except (FileNotFoundError, RecursionError, ValueError):
         return None
-    record = checked(STATUS, status, str(path))
-    return Status(record.phase, record.step, record.time, record.pid)
+    return checked(STATUS, status, str(path))

@@ -124,26 +124,23 @@ class Console:
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Print a table of a few completions, from lowest to highest reward."""
         shown = spread(sorted(samples, key=lambda s: s.score.reward), SAMPLE_ROWS)
-        rows = [
-            (s.prompt.asked, s.completion.text, s.readable, number(s.score.reward)) for s in shown
-        ]
         if self._bar is None:
-            for prompt, text, readable, reward in rows:
-                question, answer = clip(visible(prompt), 60), clip(visible(text), 100)
-                raw = f"{question}  ->  {answer}"
-                read = f"{clip(visible(readable), 100)}   (written {raw})" if readable else raw
-                self._print([(f"    reward {reward}  {read}", "")])
+            for s in shown:
+                question, answer = clip(visible(s.prompt.asked), 60), visible(s.completion.text)
+                raw = f"{question}  ->  {clip(answer, 100)}"
+                read = f"{clip(visible(s.readable), 100)}   (written {raw})" if s.readable else raw
+                self._print([(f"    reward {number(s.score.reward)}  {read}", "")])
             return
         table = Table(title=f"completions of step {step}", title_style=QUIET, border_style=QUIET)
         table.add_column("reward", justify="right")
         table.add_column("prompt", max_width=48)
         table.add_column("completion")
-        if any(readable for _, _, readable, _ in rows):
+        if any(s.readable for s in shown):
             table.add_column("read", max_width=48)
-        for prompt, text, readable, reward in rows:
-            cells = [clip(visible(prompt), 120), clip(visible(text), 300)]
-            cells += [clip(visible(readable), 120)] if len(table.columns) > len(cells) + 1 else []
-            table.add_row(reward, *map(Text, cells))
+        for s in shown:
+            texts = ((s.prompt.asked, 120), (s.completion.text, 300), (s.readable, 120))
+            cells = [Text(clip(visible(text), width)) for text, width in texts]
+            table.add_row(number(s.score.reward), *cells[: len(table.columns) - 1])
         with self._unread():
             self._rich.print(table)
 
@@ -183,9 +180,7 @@ class Console:
         try:
             yield
         except OSError as error:
-            logger.warning(
-                "cannot write to the console any more (%s): it goes silent", error.strerror
-            )
+            logger.warning("cannot write to the console any more (%s)", error.strerror)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._file.fileno())  # also for text that is still in its buffer
             os.close(nowhere)
@@ -220,12 +215,11 @@ def _step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) 
             add(f"eval {visible(name[5:-5])}", name, form, "bold cyan")
     add("length", "response_length/mean", lambda v: f"{v:.1f}")
     add("entropy", "policy/entropy", lambda v: f"{v:.3f}")
-    if "mismatch/num_different" in metrics:
-        num_different = metrics["mismatch/num_different"]
-        compared = metrics.get("mismatch/num_tokens")
-        text = f"{count(num_different)} different" + (f" of {count(compared)}" if compared else "")
-        pieces += [("  mismatch ", QUIET), (text, GOOD if num_different == 0 else BAD)]
-    elif metrics.get("mismatch/num_tokens") == 0:
+    different, compared = (metrics.get(f"mismatch/num_{k}") for k in ("different", "tokens"))
+    if different is not None:
+        text = f"{count(different)} different" + (f" of {count(compared)}" if compared else "")
+        pieces += [("  mismatch ", QUIET), (text, BAD if different else GOOD)]
+    elif compared == 0:
         pieces.append(("  mismatch nothing compared", QUIET))
     if metrics.get("reward/failures"):
         pieces.append((f"  {count(metrics['reward/failures'])} not scored", BAD))

@@ -20,7 +20,6 @@ process writes it.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import time
 import tomllib
@@ -100,7 +99,9 @@ class RunDirectory:
         """
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
         try:
-            run._make_folder(resume)
+            run._check_use(resume)
+            for folder in (run.path, run.rollouts_dir, run.checkpoints_dir):
+                folder.mkdir(parents=True, exist_ok=True)
             run._lock = RunLock(run.path)
             try:
                 run._sweep()
@@ -161,9 +162,8 @@ class RunDirectory:
 
     def end_attempt_for_hang(self, reason: str) -> None:
         """Record from another thread that the attempt failed, when its own thread hangs."""
-        self._write_attempt(
-            {"event": "end", "time": time.time(), "state": "failed", "reason": reason}
-        )
+        end = {"event": "end", "time": time.time(), "state": "failed", "reason": reason}
+        self._write_attempt(end)
 
     def write_step(self, stats: StepStats, phase: Phase = "rl") -> None:
         """Append a step's metrics; a process killed after this call does not lose them.
@@ -175,13 +175,12 @@ class RunDirectory:
         self._check_writable()
         position = (PHASE_ORDER[phase], stats.step)
         if position <= self._last:
-            raise ValueError(
-                f"{phase} step {stats.step} written out of order in {self.metrics_file}"
-            )
-        record: Record = {"step": stats.step, "time": time.time()}
-        if phase != "rl":
-            record["phase"] = phase
-        record.update(check_metrics(stats.metrics))
+            raise ValueError(f"{phase} step {stats.step} is out of order in {self.metrics_file}")
+        record = {
+            **{"step": stats.step, "time": time.time()},
+            **({"phase": phase} if phase != "rl" else {}),
+            **check_metrics(stats.metrics),
+        }
         assert self._metrics_writer is not None
         with storing(self.metrics_file):
             self._metrics_writer.write(record)
@@ -206,12 +205,11 @@ class RunDirectory:
 
     def rollout_steps(self) -> list[int]:
         """Return the steps whose rollouts were written, ascending."""
-        names = (path.name for path in self.rollouts_dir.glob("step_*.jsonl"))
-        matches = (re.fullmatch(r"step_(\d+)\.jsonl", name) for name in names)
-        return sorted(int(match[1]) for match in matches if match)
+        names = [path.stem.removeprefix("step_") for path in self.rollouts_dir.glob("step_*.jsonl")]
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def rollouts(self, step: int) -> list[Record]:
-        """Return the samples of a step as dicts, for `schemas.sample_of`."""
+        """Return the samples of a step as dicts (`schemas.record_of`)."""
         return read_jsonl(self._rollouts_file(step), ROLLOUT_LINE)[0]
 
     def truncate_after(self, step: int, phase: Phase = "rl") -> None:
@@ -307,11 +305,6 @@ class RunDirectory:
     def _rollouts_file(self, step: int) -> Path:
         return self.rollouts_dir / f"step_{step:06d}.jsonl"
 
-    def _make_folder(self, resume: bool) -> None:
-        self._check_use(resume)
-        for folder in (self.path, self.rollouts_dir, self.checkpoints_dir):
-            folder.mkdir(parents=True, exist_ok=True)
-
     def _sweep(self) -> None:
         """Remove temporary files and models of a killed attempt."""
         for folder in (self.path, self.rollouts_dir):
@@ -322,8 +315,8 @@ class RunDirectory:
     def _check_use(self, resume: bool) -> None:
         if self.path.is_symlink():
             raise UserError(
-                f"run directory {self.path} is a link to {self.path.resolve()}, but a run only "
-                "writes into run.dir: set run.dir to that folder, or choose another run.name"
+                f"run directory {self.path} is a link to {self.path.resolve()}: set run.dir to the "
+                "folder above that, or choose another run.name"
             )
         used = self.path.is_dir() and any(self.path.iterdir())
         if used and not resume and not self._is_void():
@@ -340,13 +333,9 @@ class RunDirectory:
         """Return whether all attempts ended before their first step, so the name is free."""
         left = (self.rollouts_dir, self.checkpoints_dir)
         # Killed between making the folder and writing the settings: all files are our own.
-        killed_at_once = {path.name for path in self.path.iterdir()} <= {
-            ".lock",
-            ".plan.json.tmp",
-            "plan.json",
-            ".config.toml.tmp",
-            *(folder.name for folder in left),
-        }
+        first = {".lock", ".plan.json.tmp", "plan.json", ".config.toml.tmp"}
+        names = {path.name for path in self.path.iterdir()}
+        killed_at_once = names <= {*first, *(folder.name for folder in left)}
         return (
             (killed_at_once or self.state() in ("failed", "stopped", "interrupted"))
             and not (self.metrics_file.is_file() and self.metrics_file.stat().st_size)
@@ -368,16 +357,12 @@ class RunDirectory:
         write_atomically(self.path / "config.toml", config_text)
 
     def _check_plan(self, plan: Mapping[str, Any]) -> None:
-        before, now = self.plan(), json.loads(json.dumps(plan))
-        differing = ", ".join(
-            f"{key}: {before.get(key)} there, {now.get(key)} here"
-            for key in sorted(before | now)
-            if before.get(key) != now.get(key)
-        )
-        if differing:
+        changed = _differences(self.plan(), json.loads(json.dumps(plan)))
+        if changed:
+            words = ", ".join(f"{key}: {a} there, {b} here" for key, (a, b) in changed.items())
             raise UserError(
-                f"run {self.name!r} was started with another precision plan ({differing}): "
-                f"resume with [precision] as in {self.path / 'config.toml'}, or start a new run"
+                f"run {self.name!r} was started with another precision plan ({words}): resume "
+                f"with [precision] as in {self.path / 'config.toml'}, or start a new run"
             )
 
     def _open_metrics(self) -> None:
@@ -423,9 +408,7 @@ def _checked_name(name: str | None) -> str:
             "'..' or control characters, or begin or end with blanks (run.dir: its parent)"
         )
     if len(name.encode()) > MAX_NAME:
-        raise UserError(
-            f"run.name: {len(name.encode())} bytes long; at most {MAX_NAME} are allowed"
-        )
+        raise UserError(f"run.name: {len(name.encode())} bytes long, at most {MAX_NAME} may be")
     return name
 
 
@@ -440,9 +423,12 @@ def settings_that_differ(
     def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {f"{s}.{k}": v for s, section in tree.items() for k, v in section.items()}
 
-    old, new = flat(before), flat(now)
+    return _differences(flat(before), flat(now))
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {
         key: (old.get(key), new.get(key))
-        for key in sorted(old | new)
+        for key in sorted({*old, *new})
         if old.get(key) != new.get(key)
     }

@@ -97,19 +97,16 @@ def show_run(path: str | Path) -> str:
         rows.append(("now", f"{status.phase} of step {status.step} for {since}"))
     if history.num_sft_steps:
         rows.append(("supervised steps", count(history.num_sft_steps)))
-    for change in ((history.reward,) if history.reward else ()) + history.evals:
+    for change in (history.reward, *history.evals):
+        if change is None:
+            continue
         ends = " -> ".join(metric_value(change.name, v) for v in (change.first, change.last))
         rows.append((change.name, f"{ends}  (step {change.first_step} to {change.last_step})"))
     if history.num_different is not None:
-        differing = _mismatch_text(history.num_different, history.num_tokens)
-        rows.append(("mismatch", f"{differing} different"))
-    checkpoints = [
-        path
-        for pattern in ("sft/step_*", "step_*")
-        for path in sorted(run.checkpoints_dir.glob(pattern))
-    ]
-    last = str(checkpoints[-1].relative_to(run.checkpoints_dir)) if checkpoints else "none"
-    rows.append(("last checkpoint", last))
+        rows.append(("mismatch", f"{_mismatch_text(history)} different"))
+    folder = run.checkpoints_dir
+    last = [path for name in ("sft/step_*", "step_*") for path in sorted(folder.glob(name))][-1:]
+    rows.append(("last checkpoint", str(last[0].relative_to(folder)) if last else "none"))
     report = run.path / "report.html"
     rows.append(("report", str(report) if report.is_file() else "none"))
     shown = [(clip(visible(label), 60), visible(value)) for label, value in rows]
@@ -126,11 +123,12 @@ def _row(path: Path) -> RunRow:
         return RunRow(path.name, path, "damaged", RunHistory(), problem=str(error))
 
 
-def _mismatch_text(num_different: int | None, num_tokens: int | None) -> str:
+def _mismatch_text(history: RunHistory | RunBeside) -> str:
     """Return how many of the compared tokens differ between sampler and trainer, or ""."""
-    if num_different is None:
+    if history.num_different is None:
         return ""
-    return count(num_different) + (f" of {count(num_tokens)}" if num_tokens is not None else "")
+    tokens = f" of {count(history.num_tokens)}" if history.num_tokens is not None else ""
+    return count(history.num_different) + tokens
 
 
 # Means over the last tenth of the steps, and medians of all.
@@ -190,7 +188,7 @@ def compare_runs(paths: Sequence[str | Path]) -> Comparison:
     if len(paths) < 2:
         raise UserError("a comparison needs two runs or more")
     runs = [RunDirectory.open(path) for path in paths]
-    lines = [{_line(r): r for r in run.metrics()} for run in runs]
+    lines = [{(phase_of(r), int(r["step"])): r for r in run.metrics()} for run in runs]
     common = sorted(set.intersection(*({s for p, s in own if p == "rl"} for own in lines)))
     names, config = labels([run.path for run in runs]), runs[0].config()
     beside = tuple(
@@ -209,7 +207,7 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         ("precision", *(run.preset for run in runs)),
         ("steps", *(count(run.num_steps) for run in runs)),
         ("wall time", *(duration(run.elapsed_s) for run in runs)),
-        ("tokens different", *(_mismatch_text(r.num_different, r.num_tokens) for r in runs)),
+        ("tokens different", *map(_mismatch_text, runs)),
     ]
     for name in dict.fromkeys(name for run in runs for name in run.reached):
         cells = (_reached(name, run.reached, first.reached, run is first) for run in runs)
@@ -251,13 +249,8 @@ def _beside(
 ) -> RunBeside:
     history = history_of(list(lines.values()), run.attempts())
     common_lines = [line for line in first_lines if line in lines]
-    same, at, different = 0, None, {}
-    for line in common_lines:
-        different = _different(first_lines[line], lines[line])
-        if different:
-            at = line
-            break
-        same += 1
+    differing = ((line, _different(first_lines[line], lines[line])) for line in common_lines)
+    at, different = next(((line, names) for line, names in differing if names), (None, {}))
     return RunBeside(
         name=name,
         path=run.path,
@@ -270,14 +263,10 @@ def _beside(
         reached=_reached_by([lines["rl", step] for step in common]),
         settings={key: pair for key, pair in settings.items() if key not in _OWN},
         common_lines=len(common_lines),
-        same_lines=same,
+        same_lines=len(common_lines) if at is None else common_lines.index(at),
         differs_at=at,
         different=different,
     )
-
-
-def _line(record: Record) -> Line:
-    return phase_of(record), int(record["step"])
 
 
 def _different(first: Record, other: Record) -> dict[str, tuple[float | None, float | None]]:
@@ -292,20 +281,14 @@ def _different(first: Record, other: Record) -> dict[str, tuple[float | None, fl
 
 def _reached_by(records: Sequence[Record]) -> dict[str, float]:
     """Return a run's means, last evaluations, medians and peaks by metric."""
-    reached: dict[str, float] = {}
-
-    def add(
-        names: Sequence[str], over: Sequence[Record], reduce: Callable[[list[float]], float]
-    ) -> None:
-        for name in names:
-            if values := values_of(over, name):
-                reached[name] = reduce(values)
-
-    add(_REACHED, records[-max(1, len(records) // 10) :], mean)
-    reached.update({change.name: change.last for change in history_of(records).evals})
-    add(_MEDIANS, records, statistics.median)
-    add(("memory/peak_gib",), records, max)
-    return reached
+    end = records[-max(1, len(records) // 10) :]
+    found: list[tuple[str, Callable[[list[float]], float], list[float]]] = [
+        *((name, mean, values_of(end, name)) for name in _REACHED),
+        *((change.name, max, [change.last]) for change in history_of(records).evals),
+        *((name, statistics.median, values_of(records, name)) for name in _MEDIANS),
+        ("memory/peak_gib", max, values_of(records, "memory/peak_gib")),
+    ]
+    return {name: reduce(values) for name, reduce, values in found if values}
 
 
 def _reached(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from jetrl.files import Count, Step, Stored, UnixTime
-from jetrl.types import Completion, Prompt, Sample, Score, Turn
+from jetrl.types import Completion, Sample
 
 Phase = Literal["sft", "rl"]
 EndState = Literal["finished", "interrupted", "stopped", "failed"]
@@ -49,8 +49,8 @@ class AttemptLine(Stored):
     reason: str = ""
 
 
-class StatusRecord(Stored):
-    """The contents of status.json: phase "" is between phases, step 0 before the first."""
+class Status(Stored):
+    """The contents of status.json: the last phase ("": between phases) and its step (0: before)."""
 
     phase: Name
     step: Step
@@ -170,7 +170,7 @@ def _field(value: Any) -> Any:
 METRICS_LINE = TypeAdapter(MetricsLine)
 ATTEMPT_LINE = TypeAdapter(AttemptLine)
 ROLLOUT_LINE = TypeAdapter(RolloutLine)
-STATUS = TypeAdapter(StatusRecord)
+STATUS = TypeAdapter(Status)
 BOARD = TypeAdapter(BoardRecord)
 RUN_CONFIG = TypeAdapter(RunConfig)
 PLAN: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[Name, Annotated[Any, AfterValidator(_field)]])
@@ -201,34 +201,6 @@ def record_of(step: int, sample: Sample) -> dict[str, Any]:
         **({"versions": list(completion.versions)} if completion.versions else {}),
         **_turns_of(completion),
     }
-
-
-def sample_of(record: dict[str, Any]) -> Sample:
-    """Return the sample that `record_of` wrote, without the prompt's metadata."""
-    messages = record["messages"]
-    return Sample(
-        prompt=Prompt(
-            id=record["prompt_id"],
-            text=record["prompt"],
-            messages=None if messages is None else tuple(messages),
-            answer=record["answer"],
-            task=record.get("task", ""),
-        ),
-        group=record["group"],
-        prompt_token_ids=tuple(record["prompt_token_ids"]),
-        completion=Completion(
-            token_ids=tuple(record["token_ids"]),
-            logprobs=tuple(record["logprobs"]),
-            finish_reason=record["finish_reason"],
-            text=record["completion"],
-            environment=tuple((start, end) for start, end in record.get("environment", ())),
-            turns=tuple(Turn(t["completion"], t["reply"]) for t in record.get("turns", ())),
-            versions=tuple(record.get("versions", ())),
-        ),
-        score=Score(record["reward"], record["parts"]),
-        failure=record["failure"],
-        readable=record.get("readable", ""),
-    )
 
 
 def _turns_of(completion: Completion) -> dict[str, Any]:

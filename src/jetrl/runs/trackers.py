@@ -65,14 +65,8 @@ class Trackers:
             if name in self._failed:
                 return
             self._failed.add(name)
-            log.warning(
-                "tracker %s %s (%s: %s); its further failures are not logged, and the metrics "
-                "are in metrics.jsonl",
-                name,
-                failure,
-                type(error).__name__,
-                error,
-            )
+            reason = f"{type(error).__name__}: {error}"
+            log.warning("tracker %s %s (%s); no further failure is logged", name, failure, reason)
 
 
 def open_trackers(
@@ -89,8 +83,6 @@ def open_trackers(
     opened: dict[str, Tracker] = {}
     try:
         for name in names:
-            if name not in _OPENERS:
-                raise UserError(f"trackers.names: {name!r} is none of {', '.join(_OPENERS)}")
             opened[name] = _start(name, project, run_path, dict(config))
     except UserError:
         Trackers(opened).close()
@@ -105,12 +97,13 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _module(name: str) -> ModuleType:
+    if name not in _OPENERS:
+        raise UserError(f"trackers.names: {name!r} is none of {', '.join(_OPENERS)}")
     try:
         return importlib.import_module(_OPENERS[name][0])
     except ImportError as error:
         raise UserError(
-            f"trackers.names: {name} is not installed ({error}): pip install {name}, or remove it "
-            "from the list"
+            f"trackers.names: {name} is not installed ({error}): pip install {name}"
         ) from None
 
 
@@ -119,9 +112,9 @@ def _start(name: str, project: str, path: Path, config: dict[str, Any]) -> Track
     try:
         return _OPENERS[name][1](module, project, path, config)
     except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"trackers.names: {name} could not start ({type(error).__name__}: {error}); "
-            "see its documentation for login and offline use, or remove it from the list"
+            f"trackers.names: {name} could not start ({reason}): log in, or use it offline"
         ) from error
 
 
@@ -131,14 +124,8 @@ def _wandb(wandb: ModuleType, project: str, path: Path, config: dict[str, Any]) 
     id_file = path / "wandb_id.txt"
     if not id_file.is_file():
         id_file.write_text(secrets.token_hex(8))
-    run = wandb.init(
-        project=project,
-        name=path.name,
-        id=id_file.read_text().strip(),
-        resume="allow",
-        dir=path,
-        config=config,
-    )
+    own = {"name": path.name, "id": id_file.read_text().strip(), "dir": path}
+    run = wandb.init(project=project, resume="allow", config=config, **own)
     run.define_metric("*", step_metric="step")
     # Not wandb's own step, which may only grow: warm-up and RL each count from one, and a resumed
     # run repeats the steps after its checkpoint.
