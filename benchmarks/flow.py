@@ -38,9 +38,9 @@ from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.settings.loading import Settings, load_config
-from jetrl.training import Trainer, pack
 from jetrl.training.micro_batches import MicroBatchSize, batch_logprobs
-from jetrl.training.trainer import TrainedStep
+from jetrl.training.packing import pack
+from jetrl.training.trainer import TrainedStep, Trainer
 from jetrl.types import Completion, Sample, SamplingParams
 
 MOST_TOKENS = 16384  # of a micro-batch

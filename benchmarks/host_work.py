@@ -25,7 +25,7 @@ import numpy as np
 
 from jetrl.session.ranks import samples_digest
 from jetrl.session.sampling import _packed, _unpacked
-from jetrl.training import pack
+from jetrl.training.packing import pack
 from jetrl.types import Completion, Prompt, Sample, Score
 
 OWN = ("taken apart", "encoded")

@@ -106,8 +106,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
-from jetrl.training import pack
-from jetrl.training.packing import shares_prompts
+from jetrl.training.packing import pack, shares_prompts
 from jetrl.types import Sample
 
 # Of a row, what is printed below the table.

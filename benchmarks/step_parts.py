@@ -29,7 +29,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision import gradients as ordered_gradients
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import RolloutStats
-from jetrl.training import Trainer
+from jetrl.training.trainer import Trainer
 from jetrl.types import Completion, Sample
 
 Known = Callable[[Row], None]

@@ -31,7 +31,7 @@ from jetrl.runs.directory import RunDirectory
 from jetrl.session.evaluate import evaluate_model
 from jetrl.settings.loading import Settings, load_config
 from jetrl.tasks import Scorer, build_task
-from jetrl.training import Checkpoints
+from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.checkpoint_files import StoredTensors
 from jetrl.types import SamplingParams
 

@@ -31,7 +31,8 @@ from jetrl.session.building import build_policy
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.tasks import get_task
 from jetrl.tasks.questions import SOURCES
-from jetrl.training import Checkpoints, Optimizer
+from jetrl.training.checkpoint import Checkpoints
+from jetrl.training.optimizer import Optimizer
 
 
 def test_init_makes_a_model_of_the_asked_shape(jetrl: Callable, tmp_path: Path) -> None:

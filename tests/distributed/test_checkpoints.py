@@ -25,7 +25,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import StorageError, UserError
 from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.settings.loading import Settings
-from jetrl.training import Checkpoints
+from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.checkpoint_files import StoredTensors, fingerprint
 
 SETTINGS = Settings.model_validate({"checkpoint": {"keep_last": 9}})

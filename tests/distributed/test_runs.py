@@ -24,8 +24,8 @@ from jetrl.runs import RunDirectory
 from jetrl.session import session as verbs
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import compare_weights
-from jetrl.training import StepMismatchError, Trainer
-from jetrl.training.mismatch import Difference
+from jetrl.training.mismatch import Difference, StepMismatchError
+from jetrl.training.trainer import Trainer
 
 THREE = [*STEPS_ALONE, "loop.steps=3"]
 PARTIAL = [

@@ -13,7 +13,8 @@ from jetrl.distributed.world import world
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, gradients
 from jetrl.settings.loading import Settings
-from jetrl.training import SftTrainer, Trainer
+from jetrl.training.sft import SftTrainer
+from jetrl.training.trainer import Trainer
 from jetrl.types import Example
 
 

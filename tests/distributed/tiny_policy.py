@@ -13,7 +13,7 @@ from jetrl.distributed.shards import Shard
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import Settings
-from jetrl.training import Optimizer
+from jetrl.training.optimizer import Optimizer
 from jetrl.types import Completion, Prompt, Sample, Score
 
 CONFIG: dict[str, Any] = {

@@ -10,7 +10,7 @@ import numpy as np
 
 from jetrl import Policy, load_config
 from jetrl.precision import PrecisionPlan
-from jetrl.training import SftTrainer
+from jetrl.training.sft import SftTrainer
 from jetrl.types import Example
 
 STEPS, WINDOW = 60, 10

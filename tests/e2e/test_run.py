@@ -15,7 +15,8 @@ from jetrl.errors import MismatchError, RunStopped, StorageError, UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
 from jetrl.session import RunResult, Session
-from jetrl.training import SftTrainer, checkpoint_files
+from jetrl.training import checkpoint_files
+from jetrl.training.sft import SftTrainer
 
 TINY = [
     *SMALL,

@@ -16,7 +16,7 @@ from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.process_group import open_world
 from jetrl.distributed.world import world
 from jetrl.settings.loading import Settings
-from jetrl.training import Trainer
+from jetrl.training.trainer import Trainer
 
 # A vocabulary of eight whole blocks of rows, and a ragged one.
 SIZES = {"vocab_size": 1100, "intermediate_size": 1280, "head_dim": 64, "initializer_range": 0.02}

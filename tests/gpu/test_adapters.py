@@ -20,7 +20,7 @@ from jetrl import RolloutEngine, SamplingParams
 from jetrl.precision.adapter import add_adapter, project_down, project_up
 from jetrl.session.parity import check_policy, failures, locate, measure, random_prompts
 from jetrl.settings.loading import load_config
-from jetrl.training import SftTrainer
+from jetrl.training.sft import SftTrainer
 from jetrl.types import Example
 
 pytestmark = pytest.mark.gpu

@@ -14,8 +14,8 @@ from jetrl.kernels.decode_state import HEAD
 from jetrl.models.draft_head import DraftHead
 from jetrl.session.parity import random_prompts
 from jetrl.settings.loading import Settings
-from jetrl.training import Trainer
 from jetrl.training.extras.draft_head import DraftHeadTraining
+from jetrl.training.trainer import Trainer
 from jetrl.types import Sample
 
 pytestmark = pytest.mark.gpu

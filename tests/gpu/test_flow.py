@@ -15,7 +15,7 @@ from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.precision import PrecisionPlan
 from jetrl.session.parity import locate, measure, random_prompts, self_check
 from jetrl.settings.loading import load_config
-from jetrl.training import SftTrainer
+from jetrl.training.sft import SftTrainer
 from jetrl.types import Example
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from jetrl import RolloutEngine, SamplingParams
 from jetrl.memory.device import beside_tensors
 from jetrl.session.parity import random_prompts
 from jetrl.settings.loading import Settings
-from jetrl.training import Trainer
+from jetrl.training.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import NonFiniteError
 from jetrl.session.parity import random_prompts
 from jetrl.settings.loading import Settings
-from jetrl.training import Trainer
+from jetrl.training.trainer import Trainer
 from jetrl.types import Sample
 
 pytestmark = pytest.mark.gpu

@@ -45,7 +45,7 @@ import jetrl.distributed.shard_files  # noqa: F401  (here, once, and not in ever
 from jetrl.cli.main import main as command
 from jetrl.distributed.peers import peers
 from jetrl.distributed.process_group import FILES
-from jetrl.training import Checkpoints
+from jetrl.training.checkpoint import Checkpoints
 
 LIMIT_S = 10.0  # from the end of one rank to the end of all
 RUN_LIMIT_S = 240.0  # kernels may have to be compiled

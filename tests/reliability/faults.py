@@ -18,7 +18,7 @@ from typing import Any
 import jetrl.runs.directory
 import jetrl.runs.storage
 from jetrl.session import Session
-from jetrl.training import Optimizer
+from jetrl.training.optimizer import Optimizer
 
 TASK = Path(__file__).with_name("soak_task.py")
 SMALL = [

@@ -23,7 +23,7 @@ from jetrl.cli.main import main
 from jetrl.errors import StorageError
 from jetrl.runs import RunDirectory
 from jetrl.session import Session
-from jetrl.training import Checkpoints
+from jetrl.training.checkpoint import Checkpoints
 
 PROGRAM = """
 import contextlib, logging, subprocess, sys

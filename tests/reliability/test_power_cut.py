@@ -29,7 +29,8 @@ from jetrl import train
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.sections import TrainSettings
-from jetrl.training import Checkpoints, Optimizer
+from jetrl.training.checkpoint import Checkpoints
+from jetrl.training.optimizer import Optimizer
 
 KINDS = ["ordered", "strict"]
 Names = dict[int, dict[str, int]]  # of each directory, by inode: the inodes by name

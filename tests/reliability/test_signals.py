@@ -22,7 +22,9 @@ from jetrl.session import session as verbs
 from jetrl.session import stop_signals as module
 from jetrl.session.sampling import Scoring
 from jetrl.session.stop_signals import StopSignals
-from jetrl.training import Checkpoints, SftTrainer, Trainer
+from jetrl.training.checkpoint import Checkpoints
+from jetrl.training.sft import SftTrainer
+from jetrl.training.trainer import Trainer
 
 Small, Same = Callable[..., Any], Callable[[Path, Path], bool]
 ENDS: dict[int, type[BaseException]] = {

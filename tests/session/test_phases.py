@@ -14,7 +14,8 @@ from jetrl.session import Session
 from jetrl.session.open import RunContext
 from jetrl.session.training_run import MemoryPeaks, Phases
 from jetrl.settings.loading import load_config
-from jetrl.training import SftTrainer, Trainer
+from jetrl.training.sft import SftTrainer
+from jetrl.training.trainer import Trainer
 
 
 def test_out_of_memory_names_the_phase() -> None:

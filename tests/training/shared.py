@@ -10,7 +10,7 @@ import torch
 from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
-from jetrl.training import Trainer
+from jetrl.training.trainer import Trainer
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 2.0]
 

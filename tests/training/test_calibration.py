@@ -10,11 +10,10 @@ from jetrl.errors import UserError
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import load_config
-from jetrl.training import Trainer, pack
 from jetrl.training.extras.calibration import ClipBounds, ClipCalibration, calibrated
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
-from jetrl.training.packing import with_advantages
-from jetrl.training.trainer import Accumulated
+from jetrl.training.packing import pack, with_advantages
+from jetrl.training.trainer import Accumulated, Trainer
 
 REFERENCE = ClipBounds(0.8, 1.2)
 

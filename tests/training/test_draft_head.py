@@ -12,9 +12,11 @@ from jetrl.kernels.decode_state import HEAD
 from jetrl.models.draft_head import DraftHead
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.settings.loading import Settings
-from jetrl.training import SftTrainer, Trainer, pack
 from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.micro_batches import MicroBatch
+from jetrl.training.packing import pack
+from jetrl.training.sft import SftTrainer
+from jetrl.training.trainer import Trainer
 from jetrl.types import Example, SamplingParams
 
 VOCABULARY = 32

@@ -10,8 +10,9 @@ import torch
 from tests.training.shared import REWARDS, equal, settings, snapshot
 
 from jetrl.errors import NonFiniteError
-from jetrl.training import SftTrainer, Trainer
 from jetrl.training.guard import MOST_IN_A_ROW
+from jetrl.training.sft import SftTrainer
+from jetrl.training.trainer import Trainer
 from jetrl.types import Example
 
 

@@ -11,8 +11,9 @@ from tests.training.shared import REWARDS, gradients_of_step, settings, trained
 
 from jetrl.errors import OutOfMemoryStop
 from jetrl.memory.out_of_memory import within_memory
-from jetrl.training import SftTrainer, Trainer
 from jetrl.training.micro_batches import MicroBatchSize
+from jetrl.training.sft import SftTrainer
+from jetrl.training.trainer import Trainer
 from jetrl.types import Example
 
 ERRORS = {

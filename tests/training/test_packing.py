@@ -11,12 +11,9 @@ import pytest
 from tests.training.shared import settings, snapshot
 
 from jetrl.errors import UserError
-from jetrl.training import Trainer
 from jetrl.training.packing import (
     WORTH_SHARING,
     Pair,
-    by_batch,
-    by_sample,
     choose_minibatches,
     contrast_pairs,
     pack,
@@ -28,6 +25,7 @@ from jetrl.training.packing import (
     trained_lengths,
     with_advantages,
 )
+from jetrl.training.trainer import Trainer
 from jetrl.types import Example
 
 
@@ -79,18 +77,6 @@ def test_each_sequence_goes_whole_into_the_first_batch_that_has_room(sample):
                 assert tuple(batch.token_ids[start:end]) == (*prompt, *completion)
                 masked = [False] * len(prompt) + [True] * len(completion)
                 assert batch.loss_mask[start:end].tolist() == masked
-
-
-def test_values_of_samples_and_of_batches(sample):
-    samples = [sample(i, [1] * (1 + i % 2), [2] * (i % 4)) for i in range(9)]
-    batches = pack(samples, 5)
-    assert [trained_lengths(b).tolist() for b in batches] == [
-        [len(samples[i].completion.token_ids) for i in b.sample_ids] for b in batches
-    ]
-    numbers = [10.0 * i + np.arange(i % 4) for i in range(9)]
-    values = [by_batch(batch, numbers) for batch in batches]
-    back = by_sample(batches, values, len(samples))
-    assert [v.tolist() for v in back] == [v.tolist() for v in numbers]
 
 
 def test_examples():

@@ -15,9 +15,9 @@ from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import random_weights
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import Settings
-from jetrl.training import Critic, pack
-from jetrl.training.extras.critic import value_loss
+from jetrl.training.extras.critic import Critic, value_loss
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
+from jetrl.training.packing import pack
 from jetrl.training.preparation import value_metrics
 from jetrl.training.sft import RewardTrainer
 

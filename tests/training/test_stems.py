@@ -12,9 +12,9 @@ from jetrl.models.packed import Stems
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.training import Trainer, pack
 from jetrl.training.micro_batches import batch_logprobs
-from jetrl.training.packing import targets
+from jetrl.training.packing import pack, targets
+from jetrl.training.trainer import Trainer
 from jetrl.types import Batch
 
 

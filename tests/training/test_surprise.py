@@ -16,8 +16,8 @@ import jetrl.rollout.sampler as sampler
 from jetrl.kernels.logprob import log_softmax_parts
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.settings.loading import Settings
-from jetrl.training import Trainer
 from jetrl.training.mismatch import EXCESS, VARIANCE, surprise_sums, surprise_z
+from jetrl.training.trainer import Trainer
 from jetrl.types import SamplingParams
 
 BOUND = 5.0

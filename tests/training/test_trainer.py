@@ -14,10 +14,13 @@ from tests.training.shared import REWARDS, draw, equal, make_policy, settings, s
 from jetrl.errors import MismatchError, RunStopped
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.algorithms import ALGORITHMS
-from jetrl.training import Checkpoints, SftTrainer, StepMismatchError, Trainer, group_advantages
+from jetrl.training.advantages import group_advantages
+from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.micro_batches import batch_logprobs
-from jetrl.training.mismatch import compare_step, mismatch_metrics
+from jetrl.training.mismatch import StepMismatchError, compare_step, mismatch_metrics
 from jetrl.training.packing import pack
+from jetrl.training.sft import SftTrainer
+from jetrl.training.trainer import Trainer
 from jetrl.types import Example
 
 

@@ -316,7 +316,7 @@ def _check_progress(run: RunDirectory) -> list[Finding]:
 
 def _check_checkpoints(run: RunDirectory) -> list[Finding]:
     """Return which checkpoints are whole or damaged, and how many steps a resume would repeat."""
-    from jetrl.training import Checkpoints
+    from jetrl.training.checkpoint import Checkpoints
 
     damaged: list[Finding] = []
     whole: list[str] = []

@@ -19,7 +19,7 @@ from jetrl.session.building import build_policy, choose_device, limit_threads, p
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import load_config
 from jetrl.settings.presets import DEFAULT_PRESET
-from jetrl.training import Checkpoints
+from jetrl.training.checkpoint import Checkpoints
 
 
 class ModelLocation(NamedTuple):

@@ -39,9 +39,10 @@ from jetrl.models.model import Model
 from jetrl.runs import RunDirectory
 from jetrl.runs.storage import storing
 from jetrl.settings.loading import Settings
-from jetrl.training import Checkpoints, Optimizer, Trainer
-from jetrl.training.checkpoint import Background, Loaded, Snapshot
+from jetrl.training.checkpoint import Background, Checkpoints, Loaded, Snapshot
 from jetrl.training.extras import Learner
+from jetrl.training.optimizer import Optimizer
+from jetrl.training.trainer import Trainer
 from jetrl.types import FinishReason, StepStats
 
 RandomKey = Annotated[int, Field(ge=0, lt=2**64)]

@@ -50,7 +50,7 @@ from jetrl.session.sampling import EncodedPrompt, encode_prompts, turns_of
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
-from jetrl.training import Checkpoints
+from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.objectives import Objective
 from jetrl.training.sft import Pair
 

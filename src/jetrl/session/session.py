@@ -50,9 +50,12 @@ from jetrl.session.supervised import SupervisedUpdates
 from jetrl.session.training_run import TrainingRun, settings_of_attempt
 from jetrl.session.watchdog import hang_state
 from jetrl.settings.loading import Settings
-from jetrl.training import Critic, SftTrainer, StepMismatchError, Trainer
+from jetrl.training.extras.critic import Critic
 from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.micro_batches import MicroBatchSize
+from jetrl.training.mismatch import StepMismatchError
+from jetrl.training.sft import SftTrainer
+from jetrl.training.trainer import Trainer
 from jetrl.types import Sample
 
 logger = logging.getLogger(__name__)

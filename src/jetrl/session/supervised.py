@@ -27,9 +27,8 @@ from jetrl.session.sampling import EncodedPrompt
 from jetrl.session.training_run import TrainingRun, settings_of_attempt
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task
-from jetrl.training import SftTrainer
 from jetrl.training.micro_batches import MicroBatchSize
-from jetrl.training.sft import Pair, RewardTrainer
+from jetrl.training.sft import Pair, RewardTrainer, SftTrainer
 from jetrl.types import StepStats
 
 

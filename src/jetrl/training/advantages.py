@@ -175,8 +175,7 @@ def check_rewards(
     if not np.isfinite(reward_N).all():
         first = int(np.flatnonzero(~np.isfinite(reward_N))[0])
         raise UserError(
-            f"the reward of sample {first} (group {group_N[first]}) is {reward_N[first]}: "
-            "a task's score must be a finite number"
+            f"the reward of sample {first} (group {group_N[first]}) is {reward_N[first]}"
         )
     return reward_N, group_N
 

@@ -20,6 +20,7 @@ thread (`Background`) while training continues.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -117,7 +118,6 @@ class Checkpoints:
         keep_best: int = 0,
         ranks: World | None = None,
     ) -> None:
-        assert keep_last >= 1
         self.directory = Path(directory)
         self.keep_last, self.keep_best = keep_last, keep_best
         self._ranks = ranks or world()
@@ -354,13 +354,9 @@ class Checkpoints:
 
     def _score(self, step: int) -> float | None:
         """Return the score of a checkpoint; None if it has none, or is damaged."""
-        if not self.keep_best:
-            return None
-        try:
-            score = files.state_of(self.path(step))["score"]
-        except (OSError, UserError):
-            return None
-        return None if score is None else float(score)
+        with contextlib.suppress(OSError, UserError, TypeError):  # of None
+            return float(files.state_of(self.path(step))["score"]) if self.keep_best else None
+        return None
 
     def _explain_failure(self, target: Path, error: Exception) -> str:
         try:

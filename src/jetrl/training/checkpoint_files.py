@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import IO, Annotated, Any, NamedTuple, Self
+from typing import IO, Annotated, Any, Self
 
 import torch
 from pydantic import Field, TypeAdapter, model_validator
@@ -85,10 +85,9 @@ _SUFFIX = ".safetensors"
 
 def masters_of(path: Path) -> Path | None:
     """Return the file or folder with the master weights of a checkpoint, None without any."""
-    found = (path / f"{MASTERS}{_SUFFIX}", path / MASTERS)
-    if found[0].is_file():
-        return found[0]
-    return found[1] if any(found[1].glob(f"*{_SUFFIX}")) else None
+    file, folder = path / f"{MASTERS}{_SUFFIX}", path / MASTERS
+    sharded = any(folder.glob(f"*{_SUFFIX}"))
+    return file if file.is_file() else folder if sharded else None
 
 
 def parts_of(path: Path) -> dict[str, Path]:
@@ -265,11 +264,8 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        entries[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        place = {"shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], **place}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -349,13 +345,6 @@ def _digest(path: Path, begin: int = 0, size: int | None = None) -> bytes:
 ShardOf = Callable[[str], Shard | None]
 
 
-class Layout(NamedTuple):
-    """The dtype and shape of a whole tensor, of which a rank may have some rows."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-
-
 class StoredTensors(Mapping[str, Tensor]):
     """The tensors of a file, or of a folder of several ranks' files, read from disk at each access.
 
@@ -371,7 +360,7 @@ class StoredTensors(Mapping[str, Tensor]):
             from jetrl.distributed.shard_files import ShardFiles
 
             files = ShardFiles(path)
-            self.layouts = {name: Layout(*found) for name, found in files.properties.items()}
+            self.layouts = dict(files.properties)
             self._read = files.read
         else:
             self._open_file()
@@ -382,7 +371,7 @@ class StoredTensors(Mapping[str, Tensor]):
             self.layouts = {}
             for name in self._file.keys():  # noqa: SIM118  (not a mapping)
                 shape = torch.Size(self._file.get_slice(name).get_shape())
-                self.layouts[name] = Layout(self._rows_of_file(name, slice(0, 0)).dtype, shape)
+                self.layouts[name] = (self._rows_of_file(name, slice(0, 0)).dtype, shape)
         self._read = self._rows_of_file
 
     def _rows_of_file(self, name: str, rows: slice | None) -> Tensor:
@@ -395,7 +384,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def rows(self, name: str, shard: Shard | None) -> Tensor:
         """Return the rows of a tensor that this rank owns, in CPU memory; all if shard is None."""
-        shape = self.layouts[name].shape
+        _, shape = self.layouts[name]
         if shard is None:
             return self._read(name, None)
         # The rows are divided by the model, so their number must be its own.
@@ -411,12 +400,12 @@ class StoredTensors(Mapping[str, Tensor]):
         for name, master in model.master_weights().items():
             shard, shape = model.weights.shards.get(name), master.shape
             whole = shape if shard is None else torch.Size((shard.num_rows, *shape[1:]))
-            here[name] = Layout(master.dtype, whole)
+            here[name] = (master.dtype, whole)
         return [
             *(f"the checkpoint lacks {name}" for name in here if name not in self.layouts),
             *(f"this model has no {name}" for name in self.layouts if name not in here),
             *(
-                f"{n} is {t.dtype} {tuple(t.shape)} there and {h.dtype} {tuple(h.shape)} here"
+                f"{n} is {t[0]} {tuple(t[1])} there and {h[0]} {tuple(h[1])} here"
                 for n, t in self.layouts.items()
                 if (h := here.get(n, t)) != t
             ),

@@ -47,11 +47,10 @@ class NonFiniteUpdate:
 
     def __str__(self) -> str:
         numbers = ", ".join(f"{n} is {v}" for n, v in self.values.items() if not math.isfinite(v))
-        bad = self.parameters
-        if not bad:
+        if not self.parameters:
             return f"{numbers}; every gradient is finite"
-        names = ", ".join(bad[:3]) + (", ..." if bad[3:] else "")
-        return f"{numbers}; the gradient is not finite of {len(bad)} parameters ({names})"
+        names = ", ".join(self.parameters[:3]) + (", ..." if self.parameters[3:] else "")
+        return f"{numbers}; {len(self.parameters)} gradients are not finite ({names})"
 
 
 class Guard:

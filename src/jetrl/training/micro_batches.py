@@ -28,6 +28,7 @@ from jetrl.types import Batch
 
 logger = logging.getLogger(__name__)
 
+_OF_TOKENS = ("token_ids", "loss_mask", "rollout_logprobs", "advantages")
 _OF_SEQUENCES = ("sample_ids", "stem_ids", "stem_lengths")
 
 
@@ -58,21 +59,12 @@ class MicroBatch:
         tokens = slice(int(starts[0]), int(starts[-1]))
         ends = np.cumsum([0, *trained_lengths(batch)])
         trained = slice(int(ends[sequences.start]), int(ends[sequences.stop]))
-        return MicroBatch(
-            Batch(
-                token_ids=batch.token_ids[tokens],
-                cu_seqlens=starts - starts[0],
-                loss_mask=batch.loss_mask[tokens],
-                rollout_logprobs=batch.rollout_logprobs[tokens],
-                advantages=batch.advantages[tokens],
-                **{
-                    name: values[sequences.start : sequences.stop]
-                    for name in _OF_SEQUENCES
-                    if (values := getattr(batch, name)) is not None
-                },
-            ),
-            **{name: tensor[trained] for name, tensor in self.known().items()},
-        )
+        fields: dict[str, Any] = {name: getattr(batch, name)[tokens] for name in _OF_TOKENS}
+        for name in _OF_SEQUENCES:
+            values = getattr(batch, name)
+            fields[name] = None if values is None else values[sequences.start : sequences.stop]
+        part = Batch(cu_seqlens=starts - starts[0], **fields)
+        return MicroBatch(part, **{name: tensor[trained] for name, tensor in self.known().items()})
 
     def known(self) -> dict[str, Tensor]:
         """Return the numbers [N] that are set, by name."""

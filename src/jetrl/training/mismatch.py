@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,8 +28,10 @@ EXCESS, VARIANCE = "surprise/excess", "surprise/variance"
 _NOTHING_COMPARED = {"mismatch/num_tokens": 0.0}
 
 
-@dataclass(frozen=True)
-class Difference:
+Metrics = dict[str, float]
+
+
+class Difference(NamedTuple):
     """A token whose log-probs differ between sampler and trainer."""
 
     sample: int
@@ -55,15 +56,11 @@ class StepMismatchError(MismatchError):
     """
 
     def __init__(
-        self,
-        plan_name: str,
-        samples: Sequence[Sample],
-        differences: Sequence[Difference],
-        metrics: dict[str, float],
+        self, plan_name: str, samples: Sequence[Sample], found: list[Difference], metrics: Metrics
     ) -> None:
         self.samples = tuple(samples)
-        self.sample_ids = tuple(sorted({difference.sample for difference in differences}))
-        self.first = first = min(differences, key=lambda d: (d.sample, d.token))
+        self.sample_ids = tuple(sorted({difference.sample for difference in found}))
+        self.first = first = min(found, key=lambda d: (d.sample, d.token))
         self.metrics = dict(metrics)
         sample = self.samples[first.sample]
         super().__init__(
@@ -79,9 +76,7 @@ class StepMismatchError(MismatchError):
         )
 
 
-def mismatch_metrics(
-    trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray
-) -> dict[str, float]:
+def mismatch_metrics(trainer: np.ndarray, rollout: np.ndarray) -> dict[str, float]:
     """Return the mismatch of N >= 1 tokens' float32 log-probs; d = trainer - rollout in float64.
 
     mismatch/num_tokens: N.
@@ -90,7 +85,7 @@ def mismatch_metrics(
     mismatch/k3_kl: mean of exp(d) - d - 1, an estimate of KL(rollout || trainer) in nats.
     mismatch/token_mult_prob_error: mean of exp|d|; 1 when nothing differs.
     """
-    trainer, rollout = _float32(trainer_logprobs), _float32(rollout_logprobs)
+    trainer, rollout = _float32(trainer), _float32(rollout)
     assert trainer.shape == rollout.shape == (len(trainer),), (trainer.shape, rollout.shape)
     # A NaN differs from everything; equal bits count as exactly 0.
     same = ~different(trainer, rollout)

@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -192,8 +192,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip: float, clip_high: float) -
     return TokenLoss(loss, too_high | too_low)
 
 
-@dataclass(frozen=True)
-class UpdateSize:
+class UpdateSize(NamedTuple):
     """The size of one update, which its token weights depend on."""
 
     tokens: int
@@ -326,10 +325,11 @@ class Objective:
         values = {key: settings.value(key, algorithm) for key in algorithm.options}
         own = settings.options
         _check_own_options(name, own, algorithm)
-        token_loss = _piece(name, algorithm.loss, LOSSES, UsersLoss, values | own)
+        token_loss = _piece(name, algorithm.loss, (LOSSES, UsersLoss), values | own)
         if not isinstance(algorithm.advantages, str):
             values |= own
-        advantages = _piece(name, algorithm.advantages, ESTIMATORS, UsersEstimator, values)
+        estimators = (ESTIMATORS, UsersEstimator)
+        advantages = _piece(name, algorithm.advantages, estimators, values)
         aggregation = settings.aggregation or algorithm.aggregation
         correction = Correction.from_settings(settings)
         return cls(algorithm, settings, max_tokens, advantages, token_loss, aggregation, correction)
@@ -416,14 +416,14 @@ def _arguments(piece: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return dict(list(inspect.signature(piece).parameters.items())[1:])
 
 
+_Pieces = tuple[Mapping[str, Callable[..., Any]], Callable[..., Any]]
+
+
 def _piece(
-    name: str,
-    piece: str | Callable[..., Any],
-    built_in: Mapping[str, Callable[..., Any]],
-    users: Callable[..., Any],
-    values: Mapping[str, Any],
+    name: str, piece: str | Callable[..., Any], kinds: _Pieces, values: Mapping[str, Any]
 ) -> Any:
-    """Return a loss or an estimator, built in or a user's, with its options."""
+    """Return a loss or an estimator, of the built-in ones or a user's, with its options."""
+    built_in, users = kinds
     function = built_in[piece] if isinstance(piece, str) else piece
     if values.get("clip_high") is None and "clip" in values:
         values = {**values, "clip_high": values["clip"]}
@@ -522,10 +522,7 @@ class UsersLoss(UsersFunction):
                 f"{len(tokens.advantages)} tokens, not {shape}"
             )
         if tokens.trainer_logprobs.requires_grad and not loss.loss.requires_grad:
-            raise self._error(
-                "its loss has no gradient; make it of tokens.trainer_logprobs or "
-                "tokens.log_ratio, and detach neither"
-            )
+            raise self._error("its loss has no gradient; make it of tokens.trainer_logprobs")
         return loss
 
 
@@ -552,8 +549,6 @@ class UsersEstimator(UsersFunction):
 def _described(value: object) -> str:
     """Return the type of a value in words, with the shape and dtype of arrays."""
     name = type(value).__name__
-    if isinstance(value, Advantages):
-        return f"Advantages of {_described(value.advantages)}"
     if isinstance(value, np.ndarray | Tensor):
         return f"{name} of shape {list(value.shape)}, {value.dtype}"
     if isinstance(value, list | tuple):

@@ -66,10 +66,8 @@ def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> f
     # The last update of the run has the smallest rate.
     span = max(1, total_updates - settings.warmup_steps - 1)
     progress = min(1.0, (update - settings.warmup_steps) / span)
-    if settings.schedule == "linear":
-        share = 1.0 - progress
-    else:
-        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    share = 1.0 - progress if settings.schedule == "linear" else cosine
     return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
 
 
@@ -101,17 +99,13 @@ class Optimizer:
         }
         # By name, as torch.optim.AdamW has them by parameter; nothing before the first gradient.
         self._compact: dict[str, dict[str, Tensor]] = {}
-        matrices = [p for p in self._wide.values() if p.ndim >= 2]
-        vectors = [p for p in self._wide.values() if p.ndim < 2]
+        wide = self._wide.values()
+        groups = [
+            {"params": [p for p in wide if p.ndim >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in wide if p.ndim < 2], "weight_decay": 0.0},
+        ]
         self._adamw = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": settings.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
+            groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
         )
 
     @property
@@ -244,9 +238,8 @@ class Optimizer:
     def _check_state(self, full_name: str, tensor: Tensor) -> None:
         """Raise a `UserError` if a tensor is not one of this optimizer's states."""
         key, _, name = full_name.partition(".")
-        master = self.masters.get(name)
         saved = next((kind for kind, keys in _LAYOUTS.items() if key in keys), None)
-        if master is None or (saved is None and key != "step"):
+        if name not in self.masters or (saved is None and key != "step"):
             raise UserError(f"optimizer state {full_name!r} belongs to no parameter of the model")
         kind = self._kind(name)
         if saved not in (None, kind):
@@ -254,11 +247,11 @@ class Optimizer:
                 f"the checkpoint has {saved} optimizer states, and train.optimizer_states is "
                 f"{self.settings.optimizer_states} here: resume with train.optimizer_states={saved}"
             )
-        shape = torch.Size() if key == "step" else master.shape
-        dtype = torch.float32 if key == "step" else _LAYOUTS[kind][key]
-        if tensor.shape != shape or tensor.dtype != dtype:
-            expected = str(dtype).removeprefix("torch.")
+        needed = (torch.float32, torch.Size())
+        if key != "step":
+            needed = (_LAYOUTS[kind][key], self.masters[name].shape)
+        if (tensor.dtype, tensor.shape) != needed:
             raise UserError(
                 f"optimizer state {full_name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
-                f"this model needs {expected} {tuple(shape)}"
+                f"this model needs {needed[0]} {tuple(needed[1])}"
             )

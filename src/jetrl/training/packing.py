@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,8 +61,7 @@ def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[
     """
     if len(groups) < num_minibatches:
         raise UserError(
-            f"train.updates_per_step = {num_minibatches} but the step has only {len(groups)} "
-            "samples: lower it, or raise rollout.prompts_per_step or rollout.samples_per_prompt"
+            f"lower train.updates_per_step = {num_minibatches}: only {len(groups)} samples"
         )
     # Whole groups if there are enough, else single samples.
     units = _members(groups)
@@ -141,10 +140,7 @@ def pack(
     for i in chosen:
         sample = samples[i]
         if not sample.prompt_token_ids:
-            raise UserError(
-                f"prompt {sample.prompt.id!r} has no tokens: a completion's first token needs at "
-                "least one token before it"
-            )
+            raise UserError(f"prompt {sample.prompt.id!r} has no tokens before its completion")
     sequences = {
         i: _Sequence(samples[i].prompt_token_ids, done.token_ids, done.logprobs, done.environment)
         for i in chosen
@@ -302,7 +298,6 @@ def _first_fit_decreasing(
     return [sorted(ids) for ids in bins]
 
 
-SharePrompts = bool | Literal["auto"]
 # The share of an update's tokens that "auto" wants to save. A smaller one may be lost again:
 # products take as long for some more rows, and another packing may fill micro-batches less evenly.
 # Measured at the shape of Qwen3-8B, 10% of the tokens save 3% of an update, and 58% save half.
@@ -310,11 +305,13 @@ WORTH_SHARING = 0.08
 
 
 def shares_prompts(
-    setting: SharePrompts, samples: Sequence[Sample], sample_ids: Iterable[int] | None = None
+    setting: bool | str,
+    samples: Sequence[Sample],
+    sample_ids: Iterable[int] | None = None,
 ) -> bool:
     """Return whether an update is packed with shared prompts, by `train.share_prompts`."""
     if setting != "auto":
-        return setting
+        return bool(setting)
     total = saved = 0
     stems: set[tuple[int, ...]] = set()
     for i in range(len(samples)) if sample_ids is None else sample_ids:

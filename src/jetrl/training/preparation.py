@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from jetrl.training.extras.critic import Critic
 
 
+Prepared = tuple[list[Minibatch], dict[str, float]]
+
+
 @dataclass(frozen=True)
 class Preparation:
     """Prepares the samples of training steps for the updates of a policy."""
@@ -50,9 +53,7 @@ class Preparation:
     size: MicroBatchSize
     temperature: float
 
-    def __call__(
-        self, samples: Sequence[Sample], num_updates: int
-    ) -> tuple[list[Minibatch], dict[str, float]]:
+    def __call__(self, samples: Sequence[Sample], num_updates: int) -> Prepared:
         """Return the minibatch of each update, and metrics of the rewards and of the critic."""
         chosen = packing.choose_minibatches(samples, self.settings, num_updates)
 
@@ -63,9 +64,7 @@ class Preparation:
 
         return within_memory(lambda: self._prepare(samples, self._pack(samples, chosen)), shrink)
 
-    def _prepare(
-        self, samples: Sequence[Sample], packed: Sequence[Sequence[Batch]]
-    ) -> tuple[list[Minibatch], dict[str, float]]:
+    def _prepare(self, samples: Sequence[Sample], packed: list[list[Batch]]) -> Prepared:
         # Minibatches stay apart, and each is divided into micro-batches.
         forwarded = self._forward_all(packed)
         # Rewards less penalties, then one advantage per trained token.
@@ -88,21 +87,17 @@ class Preparation:
 
         # Each rank forwards its share; log-probs and values then go to all ranks, in order.
         own = on_all_ranks(forward_share)
-        micro_batches = iter(own)
         if world().size > 1:
             of_own = [{name: tensor.cpu() for name, tensor in m.known().items()} for m in own]
             known = world().gather_in_order("numbers from before the updates", of_own)
-            micro_batches = iter(
-                [
-                    MicroBatch(batch, **{n: t.to(self.policy.device) for n, t in tensors.items()})
-                    for (batch, _), tensors in zip(batches, known, strict=True)
-                ]
-            )
+            own = [
+                MicroBatch(batch, **{n: t.to(self.policy.device) for n, t in tensors.items()})
+                for (batch, _), tensors in zip(batches, known, strict=True)
+            ]
+        micro_batches = iter(own)
         return [[next(micro_batches) for _ in batches] for batches in packed]
 
-    def _pack(
-        self, samples: Sequence[Sample], chosen: Sequence[Sequence[int]]
-    ) -> list[list[Batch]]:
+    def _pack(self, samples: Sequence[Sample], chosen: list[list[int]]) -> list[list[Batch]]:
         """Return the batches of each update, without updates that have no trained token."""
         share = self.settings.train.share_prompts
         packed = [
@@ -114,8 +109,8 @@ class Preparation:
         packed = [batches for batches in packed if batches]
         if not packed:
             raise RunStopped(
-                f"none of the step's {len(samples)} samples has a completion token: there is "
-                "nothing to train on; look at the prompts and stop strings"
+                f"none of the step's {len(samples)} samples has a completion token: look at the "
+                "prompts and stop strings"
             )
         return packed
 

@@ -5,7 +5,7 @@ Both use the same forward (and the same FP8) as reinforcement learning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -34,12 +34,7 @@ class _Supervised:
     """A trainer with learning rate, warm-up and schedule of `sft`, and the rest of `train`."""
 
     def __init__(
-        self,
-        model: Model,
-        settings: Settings,
-        size: MicroBatchSize | None,
-        guard: Guard | None,
-        loss: Callable[[Any, Any], MicroBatchLoss],
+        self, model: Model, settings: Settings, size: MicroBatchSize | None, guard: Guard | None
     ) -> None:
         self.micro_batch_size = size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite, "sft.lr")
@@ -47,7 +42,6 @@ class _Supervised:
         own = {"lr": sft.lr, "warmup_steps": sft.warmup_steps, "schedule": sft.schedule}
         train = settings.train.model_copy(update=own)
         self.optimizer = Optimizer(model.master_weights(), train, sft.steps, model.weights.shards)
-        self._update = Update(model, self.optimizer, self.guard, loss, "sft")
 
     def _common(self, stats: UpdateStats) -> dict[str, float]:
         """Return the metrics that a skipped update has too."""
@@ -65,9 +59,10 @@ class SftTrainer(_Supervised):
         micro_batch_size: MicroBatchSize | None = None,
         guard: Guard | None = None,
     ) -> None:
+        super().__init__(policy, settings, micro_batch_size, guard)
         # Not a method: without a reference back, the moments are gone as soon as the trainer is.
         loss = partial(_loss, policy, settings.train.activation_checkpointing)
-        super().__init__(policy, settings, micro_batch_size, guard, loss)
+        self._update = Update(policy, self.optimizer, self.guard, loss, "sft")
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """Make one optimizer update on worked answers.
@@ -78,7 +73,7 @@ class SftTrainer(_Supervised):
             loss and norm. If memory ran out, memory/train_retries.
 
         Raises:
-            UserError: No examples, or one with an empty prompt or completion.
+            UserError: An example has an empty prompt or completion.
             NonFiniteError, OutOfMemoryStop: As `Update`.
         """
         assert examples
@@ -137,7 +132,8 @@ class RewardTrainer(_Supervised):
     ) -> None:
         self.model = model
         self._checkpoint_layers = settings.train.activation_checkpointing
-        super().__init__(model, settings, size, None, self._loss)
+        super().__init__(model, settings, size, None)
+        self._update = Update(model, self.optimizer, self.guard, self._loss, "sft")
 
     def step(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Make one optimizer update on pairs of sequences.
@@ -149,10 +145,9 @@ class RewardTrainer(_Supervised):
             reward_model/skipped_updates only. If it happened, memory/train_retries.
 
         Raises:
-            UserError: No pairs, or a sequence that the model cannot take.
+            UserError: A sequence that the model cannot take.
             NonFiniteError, OutOfMemoryStop: As `Update`.
         """
-        assert pairs
         self.model.check_sequences([sequence for pair in pairs for sequence in pair])
         # Accuracy and margin are of all pairs, as scored before the weights change.
         accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))

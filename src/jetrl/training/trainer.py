@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from torch import Tensor
 
 from jetrl.distributed.agreement import OUT_OF_MEMORY, agree
 from jetrl.distributed.world import world
+from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import Attempt, explained, raise_on_all_ranks, release
 from jetrl.models.model import Model
 from jetrl.models.packed import upload
@@ -68,8 +69,7 @@ if TYPE_CHECKING:
     from jetrl.training.extras.draft_head import DraftHeadTraining
 
 
-@dataclass(frozen=True)
-class TrainedStep:
+class TrainedStep(NamedTuple):
     """Metrics as `Trainer.step` lists them, and seconds of one training step.
 
     `update` is all but requantization; `optimizer` (AdamW) is a part of it; `requantize`.
@@ -104,12 +104,14 @@ class Trainer:
         self.policy = policy
         self.settings = settings
         self.objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
-        assert reference is not None or not settings.algorithm.kl, "a KL needs a reference"
-        assert critic is not None or not self.objective.algorithm.needs_critic
+        if settings.algorithm.kl > 0 and reference is None:
+            raise UserError(f"algorithm.kl = {settings.algorithm.kl} needs a reference policy")
+        if self.objective.algorithm.needs_critic and critic is None:
+            raise UserError(f"algorithm.name = {settings.algorithm.name} needs a critic")
         # The schedule counts updates, of which a step makes several.
         total = settings.loop.steps * settings.train.updates_per_step
-        shards = policy.weights.shards
-        self.optimizer = Optimizer(policy.master_weights(), settings.train, total, shards)
+        masters, shards = policy.master_weights(), policy.weights.shards
+        self.optimizer = Optimizer(masters, settings.train, total, shards)
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite)
         # Greedy sampling reports the log-probs of temperature 1 (types.SamplingParams).
@@ -236,17 +238,13 @@ class Trainer:
         return replace(loss, metrics=metrics, outputs=logprobs.detach())
 
     def _compare(
-        self,
-        samples: Sequence[Sample],
-        version: int,
-        minibatches: Sequence[Minibatch],
-        first_logprobs: Sequence[Tensor],
+        self, samples: Sequence[Sample], version: int, data: list[Minibatch], first: list[Tensor]
     ) -> dict[str, float]:
         """Compare sampler and trainer on all trained tokens of the step; see `compare_step`."""
         # The first minibatch's training forward and the others' earlier one cover all tokens.
-        micro_batches = list(chain(*(minibatch.micro_batches for minibatch in minibatches)))
+        micro_batches = list(chain(*(minibatch.micro_batches for minibatch in data)))
         before = [micro.before for micro in micro_batches if micro.before is not None]
-        logprobs = [part.cpu().numpy() for part in (*first_logprobs, *before)]
+        logprobs = [part.cpu().numpy() for part in (*first, *before)]
         batches = [micro.batch for micro in micro_batches]
         try:
             return mismatch.compare_step(self.policy.plan, samples, version, batches, logprobs)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from jetrl.training.trainer import Accumulated
     from jetrl.types import Batch
 
-Metrics = Mapping[str, float]
-
 
 class Extra:
     """A part of training with the points at which `Trainer.step` calls it, in their order.
@@ -42,18 +40,18 @@ class Extra:
         """Return the objective of the next micro-batch, given the run's."""
         return objective
 
-    def after_forward(self) -> Metrics:
+    def after_forward(self) -> Mapping[str, float]:
         """Work after the first minibatch's forwards and backwards, before any weight changes."""
         return {}
 
-    def before_last(self, accumulated: Accumulated) -> Metrics:
+    def before_last(self, accumulated: Accumulated) -> Mapping[str, float]:
         """Work before the step's last update is applied, with its forwards and backwards."""
         return {}
 
     def after_update(self, index: int, minibatch: Minibatch) -> None:
         """Work after an update that was applied."""
 
-    def after_updates(self) -> Metrics:
+    def after_updates(self) -> Mapping[str, float]:
         """Work after the step's last update."""
         return {}
 

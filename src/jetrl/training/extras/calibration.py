@@ -22,8 +22,7 @@ algorithm's own, which it reports as equally good.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +48,7 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class ClipBounds:
+class ClipBounds(NamedTuple):
     """The interval, around 1, that a ratio is clipped to."""
 
     low: float

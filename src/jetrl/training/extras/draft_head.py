@@ -81,13 +81,8 @@ class DraftHeadTraining(Learner):
     def __init__(self, head: DraftHead, settings: Settings) -> None:
         self.head, self.masters, self._settings = head, head.masters, settings.draft_head
         self._seed = settings.run.seed
-        own = {
-            "lr": self._settings.lr,
-            "warmup_steps": _WARMUP_UPDATES,
-            "schedule": "constant",
-            "weight_decay": 0.0,
-            "betas": (0.9, 0.95),
-        }
+        own = {"lr": self._settings.lr, "warmup_steps": _WARMUP_UPDATES, "schedule": "constant"}
+        own |= {"weight_decay": 0.0, "betas": (0.9, 0.95)}
         self.optimizer = Optimizer(head.masters, settings.train.model_copy(update=own), 1)
         # How often each token of the vocabulary was drawn: the head knows the most frequent ones.
         self._counts = np.zeros(head.policy.config.vocab_size, dtype=np.int64)
@@ -246,12 +241,10 @@ class DraftHeadTraining(Learner):
         """Complete the hidden states by those that other ranks have copied."""
         if world().size == 1:
             return
-        own = np.flatnonzero(lessons.copied)
-        share = (own, lessons.hidden[torch.from_numpy(own).to(lessons.hidden.device)].cpu())
+        own, device = np.flatnonzero(lessons.copied), lessons.hidden.device
+        share = (own, lessons.hidden[torch.from_numpy(own).to(device)].cpu())
         for slots, hidden in world().gather("hidden states for the draft head", share):
-            lessons.hidden[torch.from_numpy(slots).to(lessons.hidden.device)] = hidden.to(
-                lessons.hidden.device
-            )
+            lessons.hidden[torch.from_numpy(slots).to(device)] = hidden.to(device)
             lessons.copied[slots] = True
 
     def after_updates(self) -> dict[str, float]:
