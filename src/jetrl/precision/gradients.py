@@ -241,14 +241,6 @@ class _Stage:
         return range(self.shard.own_rows.start, self.shard.own_rows.stop)
 
 
-@dataclass
-class _Travelling:
-    """Tensors that another stream still reads, and the event after which it does not."""
-
-    tensors: list[Tensor]
-    added: torch.cuda.Event
-
-
 class OrderedGradients(Gradients):
     """The gradient sums of own rows, over all micro-batches of all ranks in order.
 
@@ -272,7 +264,8 @@ class OrderedGradients(Gradients):
         self._own = False  # whether this rank has one
         self._sent = 0  # how many stages of the round have travelled
         self._filling: _Stage | None = None  # whose product backward may add to
-        self._travelling: deque[_Travelling] = deque()
+        # Tensors that another stream still reads, and the event after which it does not.
+        self._travelling: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
         self._stream: torch.cuda.Stream | None = None
 
     def expect(self, master: Tensor, dtype: torch.dtype | None) -> None:
@@ -376,9 +369,8 @@ class OrderedGradients(Gradients):
 
     def _send_ready(self, all_stages: bool = False) -> None:
         """Send what is ready, in the order of the stages; or all that is left of the round."""
-        stages = list(self._stages)
-        while self._sent < len(stages):
-            stage = stages[self._sent]
+        while self._sent < len(self._stages):
+            stage = self._stages[self._sent]
             if not all_stages and (stage.made is None or stage is self._filling):
                 return
             self._sent += 1
@@ -441,13 +433,14 @@ class OrderedGradients(Gradients):
             _summed(total, received, begun)
             return
         # The sums are made on a stream of their own, next to the backward of the next layers.
-        with torch.cuda.stream(self._side_stream(stage.master.device)):
+        self._stream = self._stream or torch.cuda.Stream(stage.master.device)
+        with torch.cuda.stream(self._stream):
             work.wait()
             _summed(total, received, begun)
             added = torch.cuda.Event()
             added.record()
         sent = [] if product is None else [product]
-        self._travelling.append(_Travelling([received, total, *sent], added))
+        self._travelling.append(([received, total, *sent], added))
         while len(self._travelling) > _IN_FLIGHT:
             self._await_oldest()
 
@@ -492,14 +485,10 @@ class OrderedGradients(Gradients):
         none = torch.zeros(0, dtype=torch.int64, device=device)
         return none, torch.zeros((0, stage.shape[1]), dtype=torch.bfloat16, device=device)
 
-    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
-
     def _await_oldest(self) -> None:
-        """Let the present stream wait for the oldest sum, so that its tensors can be used again."""
-        torch.cuda.current_stream().wait_event(self._travelling.popleft().added)
+        """Let the current stream wait for the oldest sum, so that its tensors can be used again."""
+        _, added = self._travelling.popleft()
+        torch.cuda.current_stream().wait_event(added)
 
 
 def _summed(total: Tensor | None, products: Tensor, begun: bool = True) -> Tensor:

@@ -13,7 +13,7 @@ Legend: T tokens, K input features, N output features.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from jetrl.precision.quantized_weight import (
     FP8Weight,
     Operand,
     QuantizedWeight,
-    StoredWeight,
     WeightOfCodedInputs,
 )
 
@@ -89,10 +88,10 @@ def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMM
     if not isinstance(weight, FP8Weight) or format == "bf16":
         return dy
     arithmetic = arithmetic_of(dy)
-    if arithmetic is not None:
-        rows = arithmetic.quantize_rows(dy, format, plan.scales)
-        return _widened(rows, len(dy)) if format == "e5m2" else rows
-    return quantize(dy, (1, FP8_BLOCK), format, plan.scales)
+    if arithmetic is None:
+        return quantize(dy, (1, FP8_BLOCK), format, plan.scales)
+    rows = arithmetic.quantize_rows(dy, format, plan.scales)
+    return _widened(rows, len(dy)) if format == "e5m2" else rows
 
 
 def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> OutputGradient:
@@ -106,14 +105,14 @@ def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -
     if not isinstance(weight, FP8Weight) or format == "bf16":
         return OutputGradient(dy, dy)
     arithmetic = arithmetic_of(dy)
-    if arithmetic is not None:
-        by_rows, by_tokens = arithmetic.quantize_rows_and_tokens(dy, format, plan.scales)
-        return OutputGradient(
-            _widened(by_rows, len(dy)) if format == "e5m2" else by_rows,
-            _widened(by_tokens, len(dy)) if plan.widens_wgrad else by_tokens,
-        )
-    rows = quantize(dy, (1, FP8_BLOCK), format, plan.scales)
-    return OutputGradient(rows, quantize(dy, (FP8_BLOCK, 1), format, plan.scales))
+    if arithmetic is None:
+        blocks = (1, FP8_BLOCK), (FP8_BLOCK, 1)
+        return OutputGradient(*(quantize(dy, block, format, plan.scales) for block in blocks))
+    rows, tokens = arithmetic.quantize_rows_and_tokens(dy, format, plan.scales)
+    return OutputGradient(
+        _widened(rows, len(dy)) if format == "e5m2" else rows,
+        _widened(tokens, len(dy)) if plan.widens_wgrad else tokens,
+    )
 
 
 def _widened(codes: QTensor, num_tokens: int) -> Tensor:
@@ -148,12 +147,6 @@ class Linear(nn.Module):
         self.quantized, self.gradients = quantized, gradients
         self.weight, self.bias, self.adapter = quantized.master, bias, adapter
 
-    @overload
-    def operand(self, side: Literal["train"]) -> StoredWeight: ...
-
-    @overload
-    def operand(self, side: Side) -> Operand: ...
-
     def operand(self, side: Side) -> Operand:
         """Return the quantized weight that `side` multiplies by."""
         return self.quantized.operand(side)
@@ -174,26 +167,14 @@ class Linear(nn.Module):
             whole = nn.functional.linear(x, self.weight, self.bias)
             return whole if self.adapter is None else add_adapter(whole, x, self.adapter)
         if self.adapter is not None and arithmetic_of(x) is not None:
-            adapter = self.adapter
-            whole = _AdaptedFunction.apply(
-                x, adapter.a, adapter.b, weight, plan, self.bias, adapter
-            )
+            a, b = self.adapter.a, self.adapter.b
+            whole = _AdaptedFunction.apply(x, a, b, weight, plan, self.bias, self.adapter)
             return whole
         y: Tensor = _LinearFunction.apply(
             x, self.weight, weight, plan, self.out_dtype, self.gradients
         )
-        return self.add_to(y, x)
-
-    def add_to(self, product: Tensor, x: Tensor) -> Tensor:
-        """Return the product x @ weight^T plus what else the layer adds: bias, then adapter.
-
-        Each addition is in the product's dtype, after the product has been rounded to that dtype.
-
-        Args:
-            product: [T, N].
-            x: What the layer multiplied, before it was quantized, [T, K].
-        """
-        y = self.with_bias(product)
+        # Each addition is in the product's dtype, after the product has been rounded to it.
+        y = self.with_bias(y)
         return y if self.adapter is None else add_adapter(y, x, self.adapter)
 
     def with_bias(self, product: Tensor) -> Tensor:
@@ -309,13 +290,8 @@ class _LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         if ctx.needs_input_grad[1]:
             ctx.save_for_backward(x)
-        ctx.dtype, ctx.master, ctx.weight, ctx.plan, ctx.gradients = (
-            x.dtype,
-            master,
-            weight,
-            plan,
-            gradients,
-        )
+        ctx.dtype, ctx.master, ctx.gradients = x.dtype, master, gradients
+        ctx.weight, ctx.plan = weight, plan
         entered = quantize_input(x, plan) if isinstance(weight, FP8Weight) else x
         return fprop(entered, weight, plan, out_dtype)
 

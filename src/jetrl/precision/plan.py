@@ -64,36 +64,16 @@ class SamplerDeviation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are set, by name, as lists and plain values."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in fields.items()
-            if value != defaults[name]
+            for name, value in values.items()
+            if value != getattr(SamplerDeviation, name)
         }
-
-    def describe(self) -> str:
-        """Return the fields that are set, as text for people."""
-        return ", ".join(
-            f"{name} = {' '.join(map(str, value)) if isinstance(value, list) else value}"
-            for name, value in self.to_dict().items()
-        )
 
 
 NO_DEVIATION = SamplerDeviation()
 
-
-__all__ = [
-    "FP8_BLOCK",
-    "Format",
-    "GradFormat",
-    "KVFormat",
-    "LinearFormat",
-    "PrecisionPlan",
-    "Rounding",
-    "ScaleRule",
-    "Side",
-]
 
 Side = Literal["rollout", "train"]
 GradFormat = Literal["e4m3", "e5m2", "bf16"]
@@ -190,10 +170,9 @@ class PrecisionPlan:
         """
         options = settings.model_dump(exclude={"preset"}, exclude_none=True)
         plan = PrecisionPlan.preset(settings.preset)
-        if deviation is not None:
-            changes = deviation.model_dump(exclude_none=True)
-            options["sampler_deviation"] = dataclasses.replace(plan.sampler_deviation, **changes)
-        return plan.replace(**options)
+        changes = {} if deviation is None else deviation.model_dump(exclude_none=True)
+        own = dataclasses.replace(plan.sampler_deviation, **changes)
+        return plan.replace(**options, sampler_deviation=own)
 
     def replace(self, **options: Any) -> PrecisionPlan:
         """Return a plan with some fields changed; UserError for a field that does not exist."""
@@ -234,7 +213,11 @@ class PrecisionPlan:
     @property
     def deviation(self) -> str:
         """The fields in which the sampler deviates from the trainer, for people; "" for none."""
-        return self.sampler_deviation.describe() if self._deviates else ""
+        fields = self.sampler_deviation.to_dict() if self._deviates else {}
+        return ", ".join(
+            f"{name} = {' '.join(map(str, value)) if isinstance(value, list) else value}"
+            for name, value in fields.items()
+        )
 
     def on(self, side: Side) -> PrecisionPlan:
         """Return the plan as one side reads it: on the sampler's with what it has otherwise.
@@ -247,15 +230,11 @@ class PrecisionPlan:
     @functools.cached_property
     def _of_sampler(self) -> PrecisionPlan:
         """Return the plan with the sampler's formats and scales in place of its own."""
-        deviation = self.sampler_deviation
-        changes = {
-            "rollout_linear": deviation.linears,
-            "scales": deviation.scales,
-            "kv": deviation.kv,
-            "lm_head": deviation.lm_head,
-        }
+        own = self.sampler_deviation
+        changes: dict[str, Any] = {name: getattr(own, name) for name in ("scales", "kv", "lm_head")}
+        changes["rollout_linear"] = own.linears
         changes = {k: v for k, v in changes.items() if v not in (None, getattr(self, k))}
-        return dataclasses.replace(self, **changes) if changes else self  # type: ignore[arg-type]
+        return dataclasses.replace(self, **changes) if changes else self
 
     def linear_format(self, side: Side, layer: int, num_layers: int) -> LinearFormat:
         """Return the format of a decoder layer's linears on one side.
@@ -279,8 +258,7 @@ class PrecisionPlan:
 
     def linear_formats(self, layer: int, num_layers: int) -> dict[Side, LinearFormat]:
         """Return the format of a decoder layer's linears on each side."""
-        sides: tuple[Side, Side] = ("rollout", "train")
-        return {side: self.linear_format(side, layer, num_layers) for side in sides}
+        return {side: self.linear_format(side, layer, num_layers) for side in get_args(Side)}
 
     def check_layers(self, num_layers: int) -> None:
         """Raise a UserError for a layer of `sampler_deviation` that a decoder does not have."""
@@ -299,7 +277,7 @@ class PrecisionPlan:
         """
         if format == "fp8_activations":
             return Rounding("bf16")
-        if format in ("fp32", "bf16", "nvfp4"):
+        if format not in ("fp8", "fp8_weights"):
             return Rounding(format)
         through_bf16 = side == "rollout" and self.sampler_deviation.weights_through_bf16
         return Rounding(format, self.on(side).scales, through_bf16)
@@ -311,13 +289,13 @@ class PrecisionPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, as a run directory and a checkpoint keep them."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
         preset = PrecisionPlan.preset(self.name) if self.name in PRESETS else self
-        unset = {k for k in _STORED_IF_SET if fields[k] == getattr(preset, k) == defaults[k]}
-        stored = {k: v for k, v in fields.items() if k not in unset}
-        if "sampler_deviation" in stored:
-            stored["sampler_deviation"] = self.sampler_deviation.to_dict()
-        return stored
+        for name in _STORED_IF_SET:
+            if fields[name] == getattr(preset, name) == getattr(PrecisionPlan, name):
+                del fields[name]
+        if "sampler_deviation" in fields:
+            fields["sampler_deviation"] = self.sampler_deviation.to_dict()
+        return fields
 
     @staticmethod
     def from_dict(fields: dict[str, Any], where: str = "precision plan") -> PrecisionPlan:
@@ -332,8 +310,8 @@ class PrecisionPlan:
         """
         name = fields.get("name")
         if not isinstance(name, str) or name not in PRESETS:
-            shown = shown_value(name)
-            raise UserError(f"{where}: name = {shown}: use one of {', '.join(PRESETS)}")
+            known = ", ".join(PRESETS)
+            raise UserError(f"{where}: name = {shown_value(name)}: use one of {known}")
         preset = PrecisionPlan.preset(name).to_dict()
         changed = {k: v for k, v in fields.items() if k not in preset or v != preset[k]}
         deviation = changed.pop("sampler_deviation", None)
@@ -341,8 +319,8 @@ class PrecisionPlan:
         if deviation is None:
             return plan
         own = checked(_DEVIATION_SETTINGS, deviation, f"{where}: sampler_deviation")
-        fields = own.model_dump(exclude_none=True)
-        return plan.replace(sampler_deviation=SamplerDeviation(**fields))
+        changes = own.model_dump(exclude_none=True)
+        return plan.replace(sampler_deviation=SamplerDeviation(**changes))
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of (role, format) for people: what is printed before a run."""
@@ -374,7 +352,6 @@ class PrecisionPlan:
             rows.append(("sums", order))
         if self.deviation:
             rows.append(("sampler alone, otherwise", self.deviation))
-        promise = (
-            "bit for bit equal (checked every step)" if self.exact else "not promised (measured)"
-        )
+        promise = "bit for bit equal (checked every step)"
+        promise = promise if self.exact else "not promised (measured)"
         return [*rows, ("sampler and trainer log-probs", promise)]

@@ -11,10 +11,8 @@ and receives the rest of the quantized weight, which is whole on every rank.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -116,42 +114,30 @@ class QuantizedWeight:
         num_rows = len(master) if shard is None else shard.num_rows
         self.shape = torch.Size((num_rows, *master.shape[1:]))
         kept = {self._roundings[side] for side in sides}
-        self._check_formats()
+        coded = "NVFP4" if "nvfp4" in formats.values() else "FP8"
+        if set(formats.values()) - {"fp32", "bf16"} and any(n % FP8_BLOCK for n in self.shape):
+            raise UserError(
+                f"layer {name}: {coded} needs dimensions that are multiples of {FP8_BLOCK}, "
+                f"and this weight is {list(self.shape)}; use precision.preset=bf16 (--plan bf16)"
+            )
+        if coded == "NVFP4" and not fixed:
+            raise UserError(
+                f"layer {name}: precision.base=nvfp4 is for weights that are not trained; "
+                "train an adapter (adapter.kind=lora), or leave precision.base unset"
+            )
+        self._stored: dict[Rounding, StoredWeight]
         if codes is not None:
             assert fixed, "a weight with codes has no master weight"
             assert kept == {Rounding("nvfp4")}, "codes are read as they are"
-            self._stored: dict[Rounding, StoredWeight] = dict.fromkeys(
-                kept, NVFP4Weight.of_codes(codes)
-            )
-        elif shard is None:
-            self._stored = {rounding: self._rounded(rounding) for rounding in sorted(kept)}
+            self._stored = dict.fromkeys(kept, NVFP4Weight.of_codes(codes))
         else:
-            self._stored = {rounding: self._empty(rounding) for rounding in sorted(kept)}
+            make = self._rounded if shard is None else self._empty
+            self._stored = {rounding: make(rounding) for rounding in sorted(kept)}
+        if shard is not None and codes is None:
             self.requantize()
         if fixed and Rounding("fp32") not in kept:
             empty = torch.empty((), device=master.device).expand(master.shape)
             self.master = nn.Parameter(empty, requires_grad=False)
-
-    def _check_formats(self) -> None:
-        """Check that the weight can have the formats that the sides read."""
-        formats = set(self.formats.values())
-        coded = "NVFP4" if "nvfp4" in formats else "FP8"
-        if formats - {"fp32", "bf16"} and any(size % FP8_BLOCK for size in self.shape):
-            raise UserError(
-                f"layer {self.name}: {coded} needs dimensions that are multiples of {FP8_BLOCK}, "
-                f"and this weight is {list(self.shape)}; use precision.preset=bf16 (--plan bf16)"
-            )
-        if "nvfp4" in formats and not self.fixed:
-            raise UserError(
-                f"layer {self.name}: precision.base=nvfp4 is for weights that are not trained; "
-                "train an adapter beside them (adapter.kind=lora), or leave precision.base unset"
-            )
-
-    @overload
-    def operand(self, side: Literal["train"]) -> StoredWeight: ...
-
-    @overload
-    def operand(self, side: Side) -> Operand: ...
 
     def operand(self, side: Side) -> Operand:
         """Return the rounding that a side reads."""
@@ -200,9 +186,10 @@ class QuantizedWeight:
         """Replace every tensor that forwards read by what `moved` makes of the tensor."""
         for rounding, weight in self._stored.items():
             if isinstance(weight, FP8Weight):
-                codes, scales = moved(weight.direct.codes), moved(weight.direct.scales)
-                direct = dataclasses.replace(weight.direct, codes=codes, scales=scales)
-                self._stored[rounding] = FP8Weight(direct)
+                q = weight.direct
+                self._stored[rounding] = FP8Weight(
+                    QTensor(moved(q.codes), moved(q.scales), q.block)
+                )
             elif isinstance(weight, NVFP4Weight):
                 self._stored[rounding] = weight.moved(moved)
             else:
@@ -213,9 +200,8 @@ class QuantizedWeight:
         assert rounding.format != "fp32", "a weight that is read as it is cannot be divided"
         if rounding.format != "fp8":
             return torch.empty(self.shape, dtype=torch.bfloat16, device=self.master.device)
-        dtype, _ = FORMATS["e4m3"]
         rows, columns = self.shape
-        return FP8Weight(empty_weight(rows, columns, dtype, self.master.device))
+        return FP8Weight(empty_weight(rows, columns, FORMATS["e4m3"][0], self.master.device))
 
     def _rounded(self, rounding: Rounding, into: StoredWeight | None = None) -> StoredWeight:
         """Return the master weight in a rounding, written over `into` if that is given."""
@@ -231,7 +217,13 @@ class QuantizedWeight:
         if weight.is_meta:  # of a model that is checked before its weights are read
             return self._empty(rounding)
         if rounding.format == "nvfp4":
-            return self._in_nvfp4(weight)
+            rounded = NVFP4Weight.of(weight)
+            if not rounded.is_finite:
+                raise UserError(
+                    f"layer {self.name}: the weight has values that are NaN or Inf, which NVFP4 "
+                    "cannot keep; fix the model's files, or leave precision.base unset"
+                )
+            return rounded
         if rounding.through_bf16:
             weight = weight.bfloat16().float()
         if rounding.format == "fp8_weights":
@@ -239,16 +231,6 @@ class QuantizedWeight:
         if rounding.format != "fp8":
             return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
         return _fp8(weight, rounding.scales, into)
-
-    def _in_nvfp4(self, weight: Tensor) -> NVFP4Weight:
-        """Return a weight [N, K] in NVFP4, or raise UserError for values that are not finite."""
-        rounded = NVFP4Weight.of(weight)
-        if not rounded.is_finite:
-            raise UserError(
-                f"layer {self.name}: the weight has values that are NaN or Inf, which NVFP4 cannot "
-                "keep; mend the model's files, or leave precision.base unset"
-            )
-        return rounded
 
 
 def _fp8(weight: Tensor, scales: ScaleRule, into: StoredWeight | None = None) -> FP8Weight:

@@ -119,39 +119,41 @@ def child_bytes(work: Work) -> int:
 @contextlib.contextmanager
 def _compiled(work: Work, device: str, most: int) -> Iterator[None]:
     """Have kernels compiled by at most so many children, unless the record says they were."""
-    try:
-        record = _record(work)
-    except OSError as error:
-        logger.debug("kernels are not compiled ahead: %s", error)
-        yield
-        return
-    with record:
-        children: list[subprocess.Popen[bytes]] = []
+    children: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as stack:
         try:
-            locked = _locked(record)
-            if locked and most > 0 and not record.seek(0, os.SEEK_END):
-                children = [_started(work, device, index, most) for index in range(most)]
+            record = stack.enter_context(_record(work))
+        except OSError as error:
+            logger.debug("kernels are not compiled ahead: %s", error)
             yield
-            began, said = time.monotonic(), False
-            while any(child.poll() is None for child in children) or not locked:
-                waited = time.monotonic() - began
-                if waited > _LIMIT_S:
-                    break
-                if waited > _SILENT_S and not said and world().is_first:
-                    print(_WAITING, file=sys.stderr, flush=True)
-                    said = True
-                time.sleep(0.1)
-                locked = locked or _locked(record)
-            if children:
-                codes = [child.poll() for child in children]
-                logger.debug("kernels compiled ahead by children, which ended with %s", codes)
-                with contextlib.suppress(OSError):  # a full disk: the next run compiles again
-                    record.write(f"{codes}\n")
-                    record.flush()
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
+            return
+        stack.callback(_end, children)
+        first = _locked(record)
+        if first and not record.seek(0, os.SEEK_END):
+            children += [_started(work, device, index, most) for index in range(most)]
+        yield
+        began, said = time.monotonic(), False
+        # Wait for our children, or for those of the process that has the lock.
+        while any(child.poll() is None for child in children) or not (first or _locked(record)):
+            waited = time.monotonic() - began
+            if waited > _LIMIT_S:
+                break
+            if waited > _SILENT_S and not said and world().is_first:
+                print(_WAITING, file=sys.stderr, flush=True)
+                said = True
+            time.sleep(0.1)
+        if children:
+            codes = [child.poll() for child in children]
+            logger.debug("kernels compiled ahead by children, which ended with %s", codes)
+            with contextlib.suppress(OSError):  # a full disk: the next run compiles again
+                record.write(f"{codes}\n")
+                record.flush()
+
+
+def _end(children: list[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        child.kill()
+        child.wait()
 
 
 def _record(work: Work) -> IO[str]:
@@ -160,7 +162,7 @@ def _record(work: Work) -> IO[str]:
 
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith(("TRITON_", "DG_")))
     digest = hashlib.sha256(repr((work, triton.__version__, torch.__version__, settings)).encode())
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -261,10 +263,9 @@ def launches(policy: Policy, work: Work) -> list[Callable[[], object]]:
         with torch.no_grad():
             for linear in policy.decoder.layers[0].modules():
                 if isinstance(linear, Linear):
-                    shape = rows, linear.weight.shape[1]
-                    x = torch.ones(shape, dtype=torch.bfloat16, device=policy.device)
-                    for side in ("train", "rollout"):
-                        linear(x, side)
+                    x = torch.ones(rows, linear.weight.shape[1], device=policy.device).bfloat16()
+                    linear(x, "train")
+                    linear(x, "rollout")
 
     batches = sorted({min(64, work.max_batch_size), work.max_batch_size})
     samplings = [lambda batch=batch: sample(batch) for batch in batches]

@@ -12,6 +12,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -95,9 +96,8 @@ def measure(
     params = SamplingParams(
         n=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True
     )
-    completions = RolloutEngine(policy, max_batch_size=max_batch_size).generate(
-        prompts, params, progress
-    )
+    engine = RolloutEngine(policy, max_batch_size=max_batch_size)
+    completions = engine.generate(prompts, params, progress)
     pairs = [
         (list(prompts[i // samples]), list(completion.token_ids))
         for i, completion in enumerate(completions)
@@ -105,9 +105,7 @@ def measure(
     rollout = [np.array(c.logprobs, dtype=np.float32) for c in completions]
     trainer = _trainer_logprobs(policy, pairs, temperature or 1.0, gradients)
     metrics = mismatch_metrics(np.concatenate(trainer), np.concatenate(rollout))
-    first = next(
-        (p for p, a, b in zip(pairs, trainer, rollout, strict=True) if different(a, b).any()), None
-    )
+    differ = (p for p, a, b in zip(pairs, trainer, rollout, strict=True) if different(a, b).any())
     return ParityResult(
         tokens=int(metrics["mismatch/num_tokens"]),
         different=int(metrics["mismatch/num_different"]),
@@ -115,7 +113,7 @@ def measure(
         max_abs=metrics["mismatch/max_abs_logprob_diff"],
         k3_kl=metrics["mismatch/k3_kl"],
         token_mult_prob_error=metrics["mismatch/token_mult_prob_error"],
-        first_different=first,
+        first_different=next(differ, None),
     )
 
 
@@ -216,30 +214,29 @@ def locate(
         temperature: Of the log-probs; 0 is greedy, with the log-probs of 1.
     """
     tokens = torch.tensor([*prompt, *completion], device=policy.device)
-    trainer, rollout = _Recorder(), _Recorder()
-    decoder = policy.decoder
-    try:
-        decoder.trace = trainer
-        targets = torch.arange(len(prompt), len(tokens), device=policy.device)
-        ends = torch.tensor([0, len(tokens)], device=policy.device)
-        with torch.enable_grad():  # with gradients other kernels run: those of a training step
-            policy.train_logprobs(tokens, ends, targets)
-        decoder.trace = rollout
+    targets = torch.arange(len(prompt), len(tokens), device=policy.device)
+    ends = torch.tensor([0, len(tokens)], device=policy.device)
+    # With gradients other kernels run: those of a training step.
+    with _recorded(policy) as made, torch.enable_grad():
+        policy.train_logprobs(tokens, ends, targets)
+    trainer = {name: torch.cat(values) for name, values in made.items()}
+    with _recorded(policy) as made:
         drawn, logprobs = _replay(policy, prompt, completion, temperature)
-    finally:
-        decoder.trace = None
-    compared = [(name, ours, rollout.output(name)) for name, ours in trainer.outputs()]
-    expected, _ = chosen_logprobs(trainer.output("lm_head"), drawn, temperature or 1.0)
-    compared.append(("log-probs", expected[:, None], logprobs[:, None]))
-    for name, ours, theirs in compared:
+    rollout = {name: torch.cat(values) for name, values in made.items()}
+    expected, _ = chosen_logprobs(trainer["lm_head"], drawn, temperature or 1.0)
+    trainer["log-probs"], rollout["log-probs"] = expected[:, None], logprobs[:, None]
+    for name, ours in trainer.items():
+        theirs = rollout[name]
         # The sampler's last layer gives a prompt's last token alone, as lm_head does for both.
         first = len(prompt) - 1 if len(theirs) == len(completion) else 0
         ours = ours[first:] if len(ours) == len(tokens) else ours
         rows = min(len(ours), len(theirs))  # the sampler never runs the last token
-        difference = _compare(ours[:rows], theirs[:rows])
-        if difference is not None:
-            row, values, largest = difference
-            return Location(name, first + row, values, ours[row].numel(), largest)
+        a, b = ours[:rows].float().flatten(1), theirs[:rows].float().flatten(1)
+        unequal = (a.view(torch.int32) != b.view(torch.int32)).cpu()
+        if unequal.any():
+            row = int(unequal.any(1).nonzero()[0])
+            largest = float((a[row] - b[row]).abs().max())
+            return Location(name, first + row, int(unequal[row].sum()), ours[row].numel(), largest)
     return None
 
 
@@ -257,20 +254,15 @@ def located(
     )
 
 
-class _Recorder:
-    """A trace of the decoder that keeps every output."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[Tensor]] = {}
-
-    def __call__(self, name: str, value: Tensor) -> None:
-        self._values.setdefault(name, []).append(value.detach().clone())
-
-    def outputs(self) -> list[tuple[str, Tensor]]:
-        return [(name, torch.cat(values)) for name, values in self._values.items()]
-
-    def output(self, name: str) -> Tensor:
-        return torch.cat(self._values[name])
+@contextlib.contextmanager
+def _recorded(policy: Policy) -> Iterator[dict[str, list[Tensor]]]:
+    """Keep every output of the decoder within the context, by the operation's name."""
+    made: dict[str, list[Tensor]] = defaultdict(list)
+    try:
+        policy.decoder.trace = lambda name, value: made[name].append(value.detach().clone())
+        yield made
+    finally:
+        policy.decoder.trace = None
 
 
 def _replay(
@@ -302,17 +294,6 @@ def _replay(
     device = policy.device
     tokens = torch.tensor(drawn, device=device).clamp(min=0)  # below 0: logits that are not finite
     return tokens, torch.tensor(logprobs, device=device)
-
-
-def _compare(a: Tensor, b: Tensor) -> tuple[int, int, float] | None:
-    """Return the first row that differs in any bit, how many of its values do, and by how much."""
-    a, b = a.float().flatten(1), b.float().flatten(1)
-    unequal = (a.view(torch.int32) != b.view(torch.int32)).cpu()
-    rows = unequal.any(1).nonzero().flatten()
-    if not len(rows):
-        return None
-    row = int(rows[0])
-    return row, int(unequal[row].sum()), float((a[row] - b[row]).abs().max())
 
 
 # Rows of a batch that are computed alone and must have the bits of the whole batch.
@@ -443,11 +424,8 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
     def of_rows(operation: Callable[[Tensor], Tensor]) -> Callable[[slice], Tensor]:
         return lambda s: operation(x[s])
 
-    x, weight, bf16_weight = (
-        normal(70, 256),
-        quantize(normal(128, 256), (128, 128)),
-        normal(96, 256),
-    )
+    x, weight = normal(70, 256), quantize(normal(128, 256), (128, 128))
+    bf16_weight = normal(96, 256)
     cu = torch.tensor([0, 30, 70], device=device)
     qkv = normal(70, (4 + 2 + 2) * 64)
     logits, chosen = normal(70, 999).float() * 4, torch.arange(70, device=device)
@@ -464,8 +442,7 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
         "log-probs": lambda s: chosen_logprobs(logits[s], chosen[s], 0.7)[0],
     }
     checks = [_quantizer_check(device)]
-    for name, operation in by_rows.items():
-        checks.append(_batch_check(name, operation, operation(slice(None))))
+    checks += [_batch_check(name, f, f(slice(None))) for name, f in by_rows.items()]
     same = torch.equal(_attended(qkv, cu)[30:], _attended(qkv[30:], cu[1:] - 30))
     checks.append(Check("attention", same, "same bits in any batch" if same else "rows differ"))
     exact = (name for name in PRESETS if PrecisionPlan.preset(name).exact)
@@ -489,20 +466,13 @@ def _quantizer_check(device: str | torch.device) -> Check:
 
 
 def _flow_check(preset: str, device: str | torch.device) -> Check:
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 256,
-        "hidden_size": 128,
-        **DenseShape(256).to_hf(),
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-    }
-    policy = Policy.from_config(config, PrecisionPlan.preset(preset), seed=0, device=device)
+    plan = PrecisionPlan.preset(preset)
+    shape = {
+        "model_type": "qwen3", "hidden_size": 128, **DenseShape(256).to_hf(),
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "vocab_size": 256, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    }  # fmt: skip
+    policy = Policy.from_config(shape, plan, seed=0, device=device)
     result = measure(policy, num_prompts=6, samples=2, max_tokens=16)
     return _flow_result(f"flow {preset}", policy, result)

@@ -381,12 +381,7 @@ def project_down_rows(x: Tensor, down: Tensor, arrived: Tensor, signal: bool = F
 def project_down_quantize(
     x: Tensor, down: Tensor, arrived: Tensor, scales: str = "fp32"
 ) -> tuple[Tensor, QTensor]:
-    """Return what `project_down_rows` returns, and x in 1 x 128 groups, from one pass.
-
-    Args:
-        x: as of `project_down_rows`, K a multiple of 128.
-        scales: "fp32" or "pow2", the quantizer's scales.
-    """
+    """Return what `project_down_rows` returns, and x in 1 x 128 groups, from one pass."""
     rows = empty_row_groups(x.shape[0], x.shape[1], FORMATS["e4m3"][0], x.device)
     return _launch(x, down, arrived, False, rows, scales), rows
 
@@ -396,13 +391,19 @@ def _tile_rows(rows: int) -> int:
     return 16 if rows <= _FEW_ROWS else 64
 
 
+def _checked(x: Tensor, down: Tensor) -> Tensor:
+    """Check the operands of a product with A, and return an empty result."""
+    check_matrix("project_down", x, (torch.bfloat16,))
+    check_tensor("project_down", "A", down, torch.bfloat16, (len(down), x.shape[1]))
+    return torch.empty(len(x), len(down), dtype=torch.bfloat16, device=x.device)
+
+
 def _launch(
     x: Tensor, down: Tensor, arrived: Tensor, signal: bool, codes: QTensor | None, scales: str
 ) -> Tensor:
     """Launch down_rows_kernel over rows, ranks and chunks; x stands in for codes that are not."""
-    check_matrix("project_down", x, (torch.bfloat16,))
+    out = _checked(x, down)
     (num_rows, num_columns), rank = x.shape, len(down)
-    check_tensor("project_down", "A", down, torch.bfloat16, (rank, num_columns))
     counters = MOST_ROWS // 16 * rank // 16
     check_tensor("project_down", "arrived", arrived, torch.int32, (counters + 1,))
     multiple = 16 if codes is None else FP8_BLOCK
@@ -411,7 +412,6 @@ def _launch(
             f"project_down: fewer than {MOST_ROWS} rows and K a multiple of {multiple}, not "
             f"{list(x.shape)} with strides {list(x.stride())}"
         )
-    out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
     if not num_rows:
         return out
     chunks, ranks, rows = cdiv(num_columns, CHUNK), min(_RANKS, rank), _tile_rows(num_rows)
@@ -428,7 +428,6 @@ def _launch(
     return out
 
 
-_BF16 = (torch.bfloat16,)
 # Pinned: the bits of every product depend on these.
 _ROWS, _DEPTH, _OUTPUTS = 64, 64, 64
 
@@ -527,9 +526,9 @@ def _up_kernel(
 
 def project_down_hopper(x: Tensor, down: Tensor, arrived: Tensor) -> Tensor:
     """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`."""
-    return (
-        project_down_rows(x, down, arrived) if len(x) < MOST_ROWS else project_down_whole(x, down)
-    )
+    if len(x) < MOST_ROWS:
+        return project_down_rows(x, down, arrived)
+    return project_down_whole(x, down)
 
 
 def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
@@ -538,11 +537,9 @@ def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
     Args:
         x: bfloat16 [T, K], its rows contiguous.
     """
-    check_matrix("project_down", x, _BF16)
+    out = _checked(x, down)
     (num_rows, num_columns), rank = x.shape, len(down)
-    check_tensor("project_down", "A", down, torch.bfloat16, (rank, num_columns))
-    out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
-    block = min(128, _power_of_two(rank))
+    block = min(128, 1 << (rank - 1).bit_length())
     if num_rows:
         _down_kernel[(cdiv(num_rows, _ROWS), cdiv(rank, block))](
             x, down, out, num_rows, num_columns, rank, x.stride(0), cdiv(num_columns, CHUNK),
@@ -561,11 +558,7 @@ def project_up_hopper(y: Tensor, u: Tensor, up: Tensor, columns: Tensor) -> Tens
     if num_rows:
         _up_kernel[(cdiv(num_rows, _ROWS), cdiv(num_outputs, _OUTPUTS))](
             y, u, up, columns, num_rows, num_outputs, u.stride(0), rank, _ROWS, _OUTPUTS,
-            min(64, _power_of_two(rank)), num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
+            min(64, 1 << (rank - 1).bit_length()),
+            num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
         )  # fmt: skip
     return y
-
-
-def _power_of_two(value: int) -> int:
-    """Return the smallest power of two that is not below a value."""
-    return 1 << (value - 1).bit_length()

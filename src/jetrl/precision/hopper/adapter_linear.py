@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
 from jetrl.precision.hopper.adapter import (
@@ -45,6 +44,12 @@ def form_for(rows: int, n: int, rank: int) -> Form:
     return "fused" if fits else "passes"
 
 
+def _signalling(x: Tensor, adapter: AdapterWeight) -> tuple[Tensor, AdapterOperands]:
+    """Start the product with A, which tells the next kernel when it may read X."""
+    u = project_down_rows(x, adapter.down, adapter.arrived, signal=True)
+    return u, AdapterOperands(u, adapter.up, adapter.columns, ready_word(adapter.arrived))
+
+
 def adapted_matmul(
     a: QTensor, values: Tensor, b: QTensor, adapter: AdapterWeight, form: Form | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -59,18 +64,15 @@ def adapted_matmul(
     Returns:
         bfloat16 [T, N] and bfloat16 [T, P * R].
     """
-    up, columns, arrived = adapter.up, adapter.columns, adapter.arrived
-    if (form or form_for(len(values), len(up), up.shape[1])) == "fused":
-        u = project_down_rows(values, adapter.down, arrived, signal=True)
-        operands = AdapterOperands(u, up, columns, ready_word(arrived))
+    if (form or form_for(len(values), *adapter.up.shape)) == "fused":
+        u, operands = _signalling(values, adapter)
         return rows_matmul(*row_operand(a), b, adapter=operands), u
-    u = project_down_hopper(values, adapter.down, arrived)
-    y = fp8_matmul_hopper(a, b)
-    return project_up_hopper(y, u, up, columns), u
+    u = project_down_hopper(values, adapter.down, adapter.arrived)
+    return project_up_hopper(fp8_matmul_hopper(a, b), u, adapter.up, adapter.columns), u
 
 
 def quantized_adapted_matmul(
-    x: Tensor, b: QTensor, adapter: AdapterWeight, scales: str, form: Form | None = None
+    x: Tensor, b: QTensor, adapter: AdapterWeight, scales: str
 ) -> tuple[Tensor, Tensor]:
     """Return quantize(x) @ b^T with the adapter's product added, and the product with A.
 
@@ -82,16 +84,10 @@ def quantized_adapted_matmul(
         bfloat16 [T, N] and bfloat16 [T, P * R].
     """
     u, a = project_down_quantize(x, adapter.down, adapter.arrived, scales)
-    if (form or form_for(len(x), len(adapter.up), adapter.up.shape[1])) == "fused":
+    if form_for(len(x), *adapter.up.shape) == "fused":
         operands = AdapterOperands(u, adapter.up, adapter.columns)
         return rows_matmul(*row_operand(a), b, adapter=operands), u
-    y = fp8_matmul_hopper(a, b, torch.bfloat16)
-    return project_up_hopper(y, u, adapter.up, adapter.columns), u
-
-
-def nvfp4_form_for(rows: int, rank: int) -> Form:
-    """Return the faster form of a product of an NVFP4 weight with an adapter."""
-    return "fused" if rows <= NVFP4_FUSED_ROWS and rank <= MOST_RANKS else "passes"
+    return project_up_hopper(fp8_matmul_hopper(a, b), u, adapter.up, adapter.columns), u
 
 
 def nvfp4_adapted_matmul(
@@ -107,9 +103,9 @@ def nvfp4_adapted_matmul(
         bfloat16 [T, N] and bfloat16 [T, P * R].
     """
     x = x if x.is_contiguous() else x.contiguous()
-    if (form or nvfp4_form_for(len(x), adapter.up.shape[1])) == "fused":
-        u = project_down_rows(x, adapter.down, adapter.arrived, signal=True)
-        operands = AdapterOperands(u, adapter.up, adapter.columns, ready_word(adapter.arrived))
+    fits = len(x) <= NVFP4_FUSED_ROWS and adapter.up.shape[1] <= MOST_RANKS
+    if form == "fused" or (form is None and fits):
+        u, operands = _signalling(x, adapter)
         return nvfp4_rows_matmul(x, w, adapter=operands), u
     u = project_down_hopper(x, adapter.down, adapter.arrived)
     return project_up_hopper(nvfp4_matmul_hopper(x, w), u, adapter.up, adapter.columns), u

@@ -110,8 +110,8 @@ def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bflo
             f"{b.dtype} {list(b.shape)}"
         )
     # At few rows cuBLAS would choose other kernels, with other bits: such products run as 64 rows.
-    rows = a.shape[0]
-    padded = _extended(a, padded_rows(rows))
+    rows, columns = a.shape
+    padded = _placed(a, (padded_rows(rows), columns), (columns, 1))
     with pinned_bf16_reductions():
         return bf16_matmul_free(padded, b, out_dtype)[:rows]
 
@@ -217,40 +217,33 @@ def _load_deep_gemm() -> Any:
 
 def row_operand(a: QTensor) -> tuple[int, Tensor, Tensor]:
     """Return a's rows, and codes and scales of `padded_rows`, in place where possible."""
-    rows = a.shape[0]
-    padded = padded_rows(rows)
-    return rows, _extended(a.codes, padded), _left_scales(a.scales, padded)
+    (rows, columns), padded = a.shape, padded_rows(a.shape[0])
+    codes = _placed(a.codes, (padded, columns), (columns, 1))
+    return rows, codes, _placed(a.scales, (padded, a.scales.shape[1]), (1, padded))
 
 
-def _extended(x: Tensor, rows: int) -> Tensor:
-    """Return x [M, K] as [rows, K] contiguous.
+def _placed(
+    x: Tensor, shape: tuple[int, int], strides: tuple[int, int], zeros: bool = False
+) -> Tensor:
+    """Return x [M, N] in a larger shape with some strides, copied if it does not lie so.
 
-    The bytes that follow the last row in x's own storage serve as padding, whatever they are: a row
-    of a product depends on that row only. Without enough storage, x is copied.
+    The bytes that follow in x's own storage serve as padding, whatever they are: a row of a product
+    depends on that row only.
+
+    Args:
+        zeros: Whether the padding of a copy is zeros.
     """
-    count, columns = x.shape
-    if count == rows and x.is_contiguous():
+    if x.shape == shape and x.stride() == strides:
         return x
-    contiguous = x.stride(1) == 1 and (x.stride(0) == columns or count == 1)
-    if contiguous and _storage_left(x) >= rows * columns:
-        return x.as_strided((rows, columns), (columns, 1))
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    out[:count] = x
+    fits = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
+    left = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    if fits and left >= shape[0] * shape[1]:
+        return x.as_strided(shape, strides)
+    out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    if zeros:
+        out.zero_()
+    out[: x.shape[0], : x.shape[1]] = x
     return out
-
-
-def _left_scales(scales: Tensor, rows: int) -> Tensor:
-    """Return scales [M, K/128] as [rows, K/128] with strides (1, rows), copied if they must be."""
-    if scales.shape[0] == rows and scales.stride() == (1, rows):
-        return scales
-    blocks = scales.shape[1]
-    strided = scales.stride(0) == 1 or scales.shape[0] == 1
-    placed = scales.stride(1) == rows or blocks == 1
-    if strided and placed and _storage_left(scales) >= rows * blocks:
-        return scales.as_strided((rows, blocks), (1, rows))
-    out = torch.empty(blocks, rows, dtype=torch.float32, device=scales.device)
-    out[:, : scales.shape[0]] = scales.t()
-    return out.t()
 
 
 def _weight_scales(b: QTensor, multiple: int) -> Tensor:
@@ -259,43 +252,24 @@ def _weight_scales(b: QTensor, multiple: int) -> Tensor:
     # without: those are copied for cuBLAS.
     outer, blocks = b.scales.shape
     length = round_up(blocks, multiple)
-    if b.scales.stride() == (length, 1):
-        if length == blocks:
-            return b.scales
-        if _storage_left(b.scales) >= outer * length:
-            return b.scales.as_strided((outer, length), (length, 1))
-    out = torch.zeros(outer, length, dtype=torch.float32, device=b.scales.device)
-    out[:, :blocks] = b.scales
-    return out
-
-
-def _storage_left(x: Tensor) -> int:
-    """Return the number of elements of x's storage from x's first on."""
-    return int(x.untyped_storage().nbytes()) // x.element_size() - int(x.storage_offset())
+    return _placed(b.scales, (outer, length), (length, 1), zeros=True)
 
 
 def _check(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> None:
     """Raise ValueError for operands or a result that no backend takes."""
-    a_shape, b_shape = a.shape, b.shape
-    if len(a_shape) != 2 or len(b_shape) != 2 or a_shape[1] != b_shape[1]:
-        raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a_shape} and {b_shape}")
-    if a.block != (1, FP8_BLOCK) or b.block != (FP8_BLOCK, FP8_BLOCK):
-        raise ValueError(f"fp8_matmul: groups 1x128 and 128x128, not {a.block} and {b.block}")
-    if a_shape[1] % FP8_BLOCK or b_shape[0] % 16:
-        raise ValueError(
-            f"fp8_matmul: K a multiple of {FP8_BLOCK} and N of 16, not K={a_shape[1]} "
-            f"N={b_shape[0]}; token groups are padded by the quantizer of jetrl.kernels"
+    pair = a.codes, b.codes
+    fits = all(x.dim() == 2 and x.device.type != "cpu" and x.stride(1) == 1 for x in pair)
+    fits = fits and all(x.dtype == torch.float8_e4m3fn for x in pair)
+    fits = fits and a.block == (1, FP8_BLOCK) and b.block == (FP8_BLOCK, FP8_BLOCK)
+    fits = fits and a.shape[1] == b.shape[1] and not a.shape[1] % FP8_BLOCK and not b.shape[0] % 16
+    if not fits or out_dtype not in (torch.bfloat16, torch.float32):
+        given = "; ".join(
+            f"{q.codes.dtype} {list(q.shape)} in groups of {q.block} with strides "
+            f"{list(q.codes.stride())} on {q.codes.device}"
+            for q in (a, b)
         )
-    for name, codes in (("a", a.codes), ("b", b.codes)):
-        if codes.device.type == "cpu" or codes.stride(1) != 1:
-            raise ValueError(
-                f"fp8_matmul: {name} on a CUDA device with K contiguous, not strides "
-                f"{list(codes.stride())} on {codes.device}"
-            )
-        if codes.dtype != torch.float8_e4m3fn:
-            raise ValueError(
-                f"fp8_matmul: {name} is {codes.dtype}, and no block-scaled GEMM for Hopper takes "
-                "it; use precision.grad_output=e4m3"
-            )
-    if out_dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"fp8_matmul: out_dtype bfloat16 or float32, not {out_dtype}")
+        raise ValueError(
+            f"fp8_matmul: E4M3 codes [M, K] and [N, K] on a GPU, K contiguous and a multiple of "
+            f"{FP8_BLOCK}, N of 16, in groups of 1x128 and 128x128, to bfloat16 or float32, not "
+            f"{given}, to {out_dtype}"
+        )

@@ -62,7 +62,7 @@ def program_bytes(stages: int, stage: int, beside: int) -> int:
 
     Args:
         stage: Bytes of a stage of all rings, its barriers among them.
-        next to: Bytes of all else, such as the tiles of an adapter.
+        beside: Bytes of all else, such as the tiles of an adapter.
     """
     return stages * stage + beside + TRITONS_OWN
 
@@ -71,8 +71,6 @@ def fitting_stages(fastest: int, stage: int, beside: int, room: int) -> int:
     """Return how many stages a program has: as many as were fastest, or as fit, but at least 2.
 
     Args:
-        stage: As of `program_bytes`.
-        next to: As of `program_bytes`.
         room: Bytes of shared memory that the program may take.
     """
     stages = fastest

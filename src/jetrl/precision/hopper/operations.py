@@ -1,5 +1,7 @@
 """The table of Hopper's kernels: an `Arithmetic` (`precision.backend`), one name for each."""
 
+# ruff: noqa: F401  (names for the protocol)
+
 from __future__ import annotations
 
 from jetrl.precision.hopper.adapter import MOST_ROWS as MOST_QUANTIZED_ROWS
@@ -25,25 +27,3 @@ from jetrl.precision.hopper.quantize import (
     turned_weight,
 )
 from jetrl.precision.nvfp4 import hopper_order as nvfp4_order
-
-__all__ = [
-    "MOST_QUANTIZED_ROWS",
-    "adapted_matmul",
-    "add_products",
-    "bf16_matmul",
-    "bf16_matmul_free",
-    "fp8_matmul",
-    "nvfp4_adapted_matmul",
-    "nvfp4_dgrad",
-    "nvfp4_matmul",
-    "nvfp4_order",
-    "project_down",
-    "project_up",
-    "quantize_rows",
-    "quantize_rows_and_tokens",
-    "quantize_squares",
-    "quantize_tokens",
-    "quantize_weight",
-    "quantized_adapted_matmul",
-    "turned_weight",
-]
