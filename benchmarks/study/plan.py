@@ -206,11 +206,13 @@ def _resolved(definition: Definition, flat: Flat, name: str, seed: int, folder: 
         )
     overrides = [f"{key}={_override(setting.value)}" for key, setting in flat.items()]
     overrides += [f"run.name={name}", f"run.dir={definition.out / folder}", f"run.seed={seed}"]
-    places = {key: setting.place for key, setting in flat.items()}
     try:
-        return load_config(definition.recipe, overrides, places)
+        return load_config(definition.recipe, overrides)
     except UserError as error:
-        raise UserError(f"{error}\n(settings of the run {name})") from None
+        message = str(error)
+        for override, setting in zip(overrides, flat.values(), strict=False):
+            message = message.replace(f"override {override!r}", setting.place)
+        raise UserError(f"{message}\n(settings of the run {name})") from None
 
 
 def _override(value: Any) -> str:

@@ -17,7 +17,6 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,11 +33,7 @@ RECIPES = Path(__file__).parent / "recipes"
 _NO_TOML = (ValueError, RecursionError)  # also a number of 5,000 digits, or 1,000 brackets
 
 
-def load_config(
-    recipe: str | Path | None = None,
-    overrides: Sequence[str] = (),
-    places: Mapping[str, str] | None = None,
-) -> Settings:
+def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings of a TOML recipe and of `key=value` overrides, the last one winning.
 
     `recipe` is a file or the name of a packaged recipe (`demo`); `run.name` defaults to its name.
@@ -52,8 +47,6 @@ def load_config(
     Args:
         recipe: A TOML file, or the name of a packaged recipe; None: no recipe.
         overrides: Settings as `section.key=value`.
-        places: Where overrides were read, such as "study.toml, line 3", by dotted key, for
-            messages; one that is not there was typed.
 
     Raises:
         UserError: There is no such recipe, the TOML does not parse, a key is unknown (the message
@@ -61,10 +54,12 @@ def load_config(
             another setting.
     """
     tree: dict[str, Any] = {}
-    origins = _Origins(places=places or {})
+    origins: Origins = {}
+    names = ["the overrides"] if overrides else []
     if recipe is not None:
         path = find_recipe(recipe)
-        tree = _read_toml(path, origins)
+        tree, names = _read_toml(path, origins), [str(path), *names]
+    origins[""] = " and ".join(names) or "the settings"
     _set_aside(tree, overrides)
     for override in overrides:
         _apply_override(tree, override, origins)
@@ -98,34 +93,21 @@ def find_recipe(recipe: str | Path) -> Path:
     raise UserError(f"recipe {recipe}: no such file or packaged recipe{hint}")
 
 
-@dataclass
-class _Origins:
-    """The origins of settings by dotted key, for messages: lines of a recipe, overrides, places."""
-
-    recipe: Path | None = None
-    lines: dict[str, str] = field(default_factory=dict)
-    overrides: dict[str, str] = field(default_factory=dict)
-    places: Mapping[str, str] = field(default_factory=dict)
-
-    def of(self, key: str) -> str:
-        parts = key.split(".")
-        prefixes = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]  # a.b.c, a.b, a
-        given = {**self.overrides, **self.places}
-        for origins in (given, self.lines):
-            for prefix in prefixes:
-                if prefix in origins:
-                    return origins[prefix]
-        inside = [given[other] for other in self.overrides if other.startswith(f"{key}.")]
-        return inside[0] if inside else str(self.recipe or "the settings")
-
-    def everywhere(self) -> str:
-        names = [str(self.recipe)] if self.recipe else []
-        if self.overrides:
-            names.append("the settings of the study" if self.places else "the overrides")
-        return " and ".join(names) or "the settings"
+Origins = dict[str, str]
+"""Where each setting was read, by dotted key, for messages; "": all of them."""
 
 
-def _read_toml(path: Path, origins: _Origins) -> dict[str, Any]:
+def _origin(key: str, origins: Origins) -> str:
+    """Return where a key was read, else its section, else something inside it."""
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):  # a.b.c, a.b, a
+        if (prefix := ".".join(parts[:end])) in origins:
+            return origins[prefix]
+    inside = [where for other, where in origins.items() if other.startswith(f"{key}.")]
+    return inside[-1] if inside else origins[""]
+
+
+def _read_toml(path: Path, origins: Origins) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
@@ -135,15 +117,14 @@ def _read_toml(path: Path, origins: _Origins) -> dict[str, Any]:
         raise UserError(f"recipe {path}: not UTF-8 text ({error.reason})") from None
     except _NO_TOML as error:
         raise UserError(f"recipe {path}: not valid TOML: {error}") from None
-    origins.recipe = path
     section = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[\s*([\w.\-]+)\s*\]", line):
             section = header[1]
-            origins.lines.setdefault(section, f"{path}, line {number}")
+            origins.setdefault(section, f"{path}, line {number}")
         elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
             full = f"{section}.{key[1]}".lstrip(".")
-            origins.lines.setdefault(full, f"{path}, line {number}")
+            origins.setdefault(full, f"{path}, line {number}")
     return tree
 
 
@@ -168,7 +149,7 @@ def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     )
 
 
-def _apply_override(tree: dict[str, Any], override: str, origins: _Origins) -> None:
+def _apply_override(tree: dict[str, Any], override: str, origins: Origins) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not all(key.split(".")):
@@ -177,7 +158,9 @@ def _apply_override(tree: dict[str, Any], override: str, origins: _Origins) -> N
         key = "task.name"
     elif key in Settings.model_fields:
         raise UserError(f"override {override!r}: {key} is a section; name a key of it")
-    origins.overrides[key] = f"override {override!r}"
+    for replaced in [other for other in origins if other.startswith(f"{key}.")]:
+        del origins[replaced]
+    origins[key] = f"override {override!r}"
     *sections, last = key.split(".")
     value = _parse_value(text, is_text=_annotation(key) in (str, str | None))
     for section in sections:
@@ -209,19 +192,18 @@ def _parse_value(text: str, is_text: bool) -> Any:
 
 
 def _check_tree(
-    tree: Mapping[str, Any], model: type[BaseModel], path: tuple[str, ...], origins: _Origins
+    tree: Mapping[str, Any], model: type[BaseModel], path: tuple[str, ...], origins: Origins
 ) -> None:
     for key, value in tree.items():
         full = ".".join((*path, key))
         if key not in model.model_fields:
             hint = _nearest(key, model, path)
-            raise UserError(f"{origins.of(full)}: unknown setting {full}; {hint}")
+            raise UserError(f"{_origin(full, origins)}: unknown setting {full}; {hint}")
         section = model.model_fields[key].annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             if not isinstance(value, Mapping):
-                raise UserError(
-                    f"{origins.of(full)}: {full} is a section: write [{full}] and its keys below it"
-                )
+                where = _origin(full, origins)
+                raise UserError(f"{where}: {full} is a section: write [{full}] above its keys")
             _check_tree(value, section, (*path, key), origins)
         else:
             _reject_unwritable(full, value, origins)
@@ -245,12 +227,12 @@ def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
     return f"known {'in ' + '.'.join(path) if path else 'sections'}: {', '.join(here)}"
 
 
-def _reject_unwritable(full: str, value: Any, origins: _Origins) -> None:
+def _reject_unwritable(full: str, value: Any, origins: Origins) -> None:
     """Refuse values that TOML has and the settings' JSON has not: dates, NaN and infinity."""
     if isinstance(value, datetime.date | datetime.time):
-        raise UserError(f"{origins.of(full)}: {full} is a date; write it as text, in quotes")
+        raise UserError(f"{_origin(full, origins)}: {full} is a date; write it as text, in quotes")
     if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{origins.of(full)}: {full} = {value}: a finite number is expected")
+        raise UserError(f"{_origin(full, origins)}: {full} = {value}: a finite number is expected")
     if isinstance(value, Mapping):
         for key, item in value.items():
             _reject_unwritable(f"{full}.{key}", item, origins)
@@ -259,7 +241,7 @@ def _reject_unwritable(full: str, value: Any, origins: _Origins) -> None:
             _reject_unwritable(full, item, origins)
 
 
-def _explain(error: ValidationError, origins: _Origins) -> str:
+def _explain(error: ValidationError, origins: Origins) -> str:
     """Return a line for each wrong setting; the branches of a union are joined by `or`."""
     messages: dict[str, list[str]] = {}
     heads: dict[str, str] = {}
@@ -269,10 +251,10 @@ def _explain(error: ValidationError, origins: _Origins) -> str:
         if item["type"] == "missing":
             message = "has too few values"
         if item["type"] == "value_error":
-            heads[key] = origins.of(key) if "." in key else origins.everywhere()
+            heads[key] = _origin(key, origins) if "." in key else origins[""]
         else:
             value = "none" if item["input"] is None else item["input"]
-            heads[key] = f"{origins.of(key)}: {key} = {toml_value(value)}"
+            heads[key] = f"{_origin(key, origins)}: {key} = {toml_value(value)}"
         if message not in messages.setdefault(key, []):
             messages[key].append(message)
     return "\n".join(f"{heads[key]}: {' or '.join(texts)}" for key, texts in messages.items())
