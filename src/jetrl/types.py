@@ -41,7 +41,7 @@ class Prompt:
         messages: Chat messages (role and content), which go through the tokenizer's chat template.
         answer: The right answer, for the task's `score` alone.
         metadata: More that the task's `score` needs.
-        task: The name of the prompt's task where several are mixed, otherwise "".
+        task: The name of the prompt's task if several are mixed, otherwise "".
 
     Raises:
         ValueError: Both or neither of `text` and `messages` are given, or `id` is no text.
@@ -148,12 +148,12 @@ class Completion:
     Attributes:
         token_ids: The tokens; in a task with turns the environment's replies are among them.
         logprobs: The natural-log probability of each token, a float32 value held exactly.
-        finish_reason: "stop", "length", or "cancelled" where sampling was cut off.
+        finish_reason: "stop", "length", or "cancelled" if sampling was cut off.
         text: The decoded completion without special tokens and stop string; "" when the engine has
             no tokenizer.
         environment: The spans [start, end) of token_ids that the environment wrote; their log-probs
             are 0 and they are not trained on.
-        turns: The texts of the turns; () where there was no environment.
+        turns: The texts of the turns; () if there was no environment.
         failure: The reason why the environment could not answer, which ended the completion.
         versions: The version of the policy that drew each token, of a completion that was cut off
             or continued; () of any other.
@@ -221,7 +221,7 @@ class Sample:
         score: The task's verdict.
         failure: The reason why the scorer gave no verdict of its own; "" when it did.
         readable: The prompt and the completion as a person would write them, to be shown next to
-            them; "" where they are written so already.
+            them; "" if they are written so already.
     """
 
     prompt: Prompt

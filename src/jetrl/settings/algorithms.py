@@ -54,8 +54,8 @@ class Algorithm:
         aggregation: How the tokens of an update are weighted.
         options: The settings that the algorithm reads, with its defaults; None for a default that
             follows from other settings.
-        kl_estimator: The estimate of the KL where the settings name none.
-        kl_in: Where the KL counts where the settings do not say.
+        kl_estimator: The estimate of the KL if the settings name none.
+        kl_in: The place where the KL counts if the settings do not say.
         compares_group: Whether a prompt needs two completions at least.
         needs_critic: Whether a value model is needed.
     """
@@ -177,7 +177,7 @@ USERS = Algorithm(
 
 @dataclass(frozen=True)
 class CorrectionBounds:
-    """The levels that a correction has, and its bounds where the settings give none.
+    """The levels that a correction has, and its bounds if the settings give none.
 
     Attributes:
         levels: The levels that the settings may name; the first is the default.
@@ -268,7 +268,7 @@ class AlgorithmSettings(Section):
         return self.name.rpartition(":")[0].endswith(".py")
 
     def value(self, key: str, record: Algorithm) -> Any:
-        """Return a setting, or the algorithm's default where the setting is not given, or None."""
+        """Return a setting, or the algorithm's default if the setting is not given, or None."""
         own = getattr(self, key)
         return record.options.get(key) if own is None else own
 

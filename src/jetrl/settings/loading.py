@@ -1,7 +1,7 @@
 """Settings read and written: TOML recipes and dotted overrides (`train.lr=2e-6`) in, TOML out.
 
 The sections and keys are in `jetrl.settings.sections`. A key that does not exist is an error that
-names the nearest one (also where the key is right and the section is wrong), and every error says
+names the nearest one (also if the key is right and the section is wrong), and every error says
 where the value came from: the recipe and its line, or the override.
 """
 
@@ -37,8 +37,8 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
     """Return the settings of a TOML recipe and of `key=value` overrides, the last one winning.
 
     `recipe` is a file or the name of a packaged recipe (`demo`); `run.name` defaults to its name.
-    An override's value is read as TOML where the setting is not text (`1e-6`, `true`, `["a"]`),
-    unchanged where it is text, and `none` unsets. `task=NAME` is short for `task.name=NAME`; where
+    An override's value is read as TOML if the setting is not text (`1e-6`, `true`, `["a"]`),
+    unchanged if it is text, and `none` unsets. `task=NAME` is short for `task.name=NAME`; if
     it names another task than the recipe, the recipe's [task] section, which was for its own task,
     is set aside. Likewise an override of model.path takes the place of the recipe's model.config,
     and of the tokenizer that was for it; a warning says so. Relative paths stay relative to the

@@ -141,7 +141,7 @@ class AdapterSettings(Section):
 
     @model_validator(mode="after")
     def is_switched_on(self) -> AdapterSettings:
-        """Check that no other key is set where adapter.kind is unset."""
+        """Check that no other key is set if adapter.kind is unset."""
         if self.kind is not None:
             if 0 < self.noise_start < self.noise_end:
                 raise ValueError(

@@ -64,9 +64,9 @@ def verified_drafts(
 ) -> Speculation:
     """Return which drafts a run verifies: those of text where it is faster, where none are asked.
 
-    None are by default where the run would not repeat itself. `auto` decides by time how many rows
+    None are by default if the run would not repeat itself. `auto` decides by time how many rows
     a forward has: on that depend the draws of a plan that promises no bits, and which completions
-    are cut off where more prompts are on their way than a step needs.
+    are cut off when more prompts are on their way than a step needs.
 
     Args:
         asked: The setting rollout.speculation; None: it is not set, and no draft head is trained.

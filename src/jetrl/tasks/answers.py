@@ -46,7 +46,7 @@ _MIXED = r"[0-9]{1,9}[ ][0-9]{1,9}/[0-9]{1,9}(?![0-9/]|[.,][0-9])"  # 2 1/3
 NUMBER = re.compile(
     rf"(?:(?<![\w).%])-[ ]?)?\$?[ ]?(?:(?<=\$)-)?(?:{_MIXED}|{_DECIMAL}(?:[ ]?/[ ]?{_DECIMAL})?)"
 )
-# Letters that stand for a variable where one follows a number: 18x, 3xy, 2ab. The others are units
+# Letters that stand for a variable if it follows a number: 18x, 3xy, 2ab. The others are units
 # (18 m, 18 g, 18 L), and so is every longer word without a value of its own.
 _VARIABLES = (
     r"(?:[xyz]{1,3}|x[a-z]|[a-z][xy]|ab|abc|bc|ac|[abceijnpqrtuvw\u03c0\u03b8])(?![A-Za-z])"
@@ -197,7 +197,7 @@ class Answer:
 
 
 def final_answer(text: str, strict: bool = False) -> Answer | None:
-    """Return the answer that a completion gives; None where it gives none."""
+    """Return the answer that a completion gives; None if it gives none."""
     text = _clean(text)
     boxes = list(_BOX.finditer(text))
     markers = list(_MARKER.finditer(text))
@@ -236,7 +236,7 @@ def gold_answer(text: str) -> str:
 
 
 def answer_key(completion: str, strict: bool = False) -> str | None:
-    """Return a completion's answer in one form for equal numbers; None where it gives none."""
+    """Return a completion's answer in one form for equal numbers; None if it gives none."""
     answer = final_answer(completion, strict)
     if answer is None or not answer.text:
         return None
@@ -260,7 +260,7 @@ def is_right(gold: str, answer: Answer) -> bool:
 
 
 def check_math(gold: str, completion: str, strict: bool = False) -> Score:
-    """Return the score of a completion: 1 where its answer has the value of the right one."""
+    """Return the score of a completion: 1 if its answer has the value of the right one."""
     answer = final_answer(completion, strict=strict)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
@@ -430,7 +430,7 @@ _BASE = re.compile(r"^[0-9A-Fa-f.]+_\{?([0-9]+)\}?$")  # 2516_8
 _DEEP = re.compile(rf"[({{]{{{MAX_DEPTH + 1}}}")
 _DOUBLED = re.compile(r"\((\([^(){}]*\))\)|\{(\{[^(){}]*\})\}")
 _PRECISION = 30  # of the numbers of an expression
-# What sympy raises where it cannot do something.
+# Errors that sympy raises for operations it cannot do.
 _NOT_POSSIBLE = (TypeError, ValueError, AttributeError, NotImplementedError, ArithmeticError)
 
 
@@ -569,7 +569,7 @@ def _parts(collection: Any) -> list[Any]:
 
 
 def _number(expression: Any) -> Any:
-    """Return the value of an expression without variables; None where it has none."""
+    """Return the value of an expression without variables; None if it has none."""
     sympy = _sympy()
     if isinstance(expression, sympy.Eq):
         expression = expression.rhs

@@ -51,8 +51,8 @@ class Task:
         splits: The names that `prompts` accepts; the first is trained on by default.
         stop: Strings that end a completion; the text handed to `score` is cut before them.
         alphabet: Every character of prompts and answers, for a tokenizer with one token a
-            character; None where the task is built from free text.
-        max_turns: Largest number of turns of a completion; above 1 where `step` replies.
+            character; None if the task is built from free text.
+        max_turns: Largest number of turns of a completion; above 1 if `step` replies.
         weights: Share of the prompts by `Prompt.task`, for a task built from several; {} else.
         reading: A sentence for people who see the completions, where they are not written as a
             person would write them; shown at a run's start and in its report.
@@ -128,7 +128,7 @@ class Task:
     def readable(self, prompt: Prompt, completion: str) -> str:
         """Return a prompt and its completion as a person would write them, on one line.
 
-        It is shown next to both where people look at samples. The default, "", shows nothing: they
+        It is shown next to both when people look at samples. The default, "", shows nothing: they
         are written as a person would write them.
 
         Args:
@@ -138,7 +138,7 @@ class Task:
         return ""
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
-        """Return what a completion answers, in one form for equal answers; None where nothing.
+        """Return what a completion answers, in one form for equal answers; None if it has none.
 
         The most frequent answer of several completions is their majority (maj@k of `jetrl eval`).
         A task whose completions cannot be compared leaves this as it is.

@@ -177,7 +177,7 @@ class Dataset(Task):
         return Prompt(id=prompt_id, answer=answer, metadata=dict(row), **content)
 
     def _text(self, row: Row, role: str, where: str) -> str | None:
-        """Return a text field, or a number as its text; None where no field plays the role."""
+        """Return a text field, or a number as its text; None if no field plays the role."""
         if not self.fields[role]:
             return None
         value = self._field(row, role, where)

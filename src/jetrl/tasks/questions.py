@@ -26,7 +26,7 @@ _ANNOTATION = re.compile(r"<<[^<>]*>>")
 class Gsm8k(Task):
     r"""Grade-school questions, answered with a number.
 
-    The reward is 1 for the right value and 0 otherwise; the part `answered` is 1 where the
+    The reward is 1 for the right value and 0 otherwise; the part `answered` is 1 if the
     completion names a final answer by `####` or `\boxed`.
 
     Args:
@@ -160,7 +160,7 @@ def benchmark_name(name: str) -> str | None:
 class Benchmark(Task):
     """A held-out set that people report.
 
-    The reward is 1 for the right value or letter and 0 otherwise; the part `answered` is 1 where
+    The reward is 1 for the right value or letter and 0 otherwise; the part `answered` is 1 if
     the completion marks an answer.
 
     Args:

@@ -94,7 +94,7 @@ class ReasoningGym(Task):
     def score(self, prompt: Prompt, completion: str) -> Score:
         """Return the data set's own score.
 
-        With an instruction the part `answered` is 1 where the completion has tags around an answer.
+        With an instruction the part `answered` is 1 if the completion has tags around an answer.
         """
         answer: str | None = completion.strip()
         score_parts = {}

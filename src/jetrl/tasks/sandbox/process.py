@@ -265,7 +265,7 @@ class WorkerProcess:
         process = self._process
         if process is None:
             return
-        try:  # also where it has ended by itself: what its task started has not
+        try:  # also if it has ended by itself: what its task started has not
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             process.kill()  # its session has not begun yet, or nobody is left in it

@@ -48,7 +48,7 @@ class ScoredText:
     """A completion's score.
 
     Attributes:
-        score: The score that the task gave; a reward of 0 where it gave none.
+        score: The score that the task gave; a reward of 0 if it gave none.
         failure: The reason why the task gave no score; "" if it gave one.
         readable: The prompt and the completion as a person would write them; "" for nothing.
     """
@@ -151,7 +151,7 @@ class Scorer:
     def score(self, items: Sequence[tuple[Prompt, str | tuple[Turn, ...]]]) -> list[ScoredText]:
         """Return the scores of (prompt, completion) pairs, in their order.
 
-        A completion is its text, or its turns where it has some. No completion blocks the others,
+        A completion is its text, or its turns if it has some. No completion blocks the others,
         and at most about `max_lost_s` is lost to scores that hang or crash.
 
         Raises:
