@@ -97,14 +97,11 @@ def test_a_start_is_shared_by_what_does_not_change_it(study: Read) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (ARMS, "study is missing"),
         (HEAD + "[arms]\n", "at least one arm"),
         (HEAD.replace("name", "nmae") + ARMS, "line 2: unknown key study.nmae; did you mean name"),
-        (HEAD + ARMS + "[evals]\n", "line 14: unknown key evals; did you mean eval"),
         (HEAD.replace("[0, 3]", "[0, 0]") + ARMS, "line 3: study.seeds = .*each one once"),
         (HEAD.replace("mine", "../up") + ARMS, "line 2: study.name = '../up'"),
         (HEAD + ARMS + "kill_after = [3, 2]\n", "line 14: .*ascending order"),
-        (HEAD + ARMS + "[collapse]\nmetric = 'reward/maen'\n", "did you mean reward/mean"),
         (
             HEAD + ARMS + "".join(f"[grid.a{n}.x]\n[grid.a{n}.y]\n" for n in range(12)),
             "16,384 runs; a study has at most 10,000",

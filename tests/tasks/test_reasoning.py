@@ -1,6 +1,5 @@
 import pytest
 
-from jetrl.errors import UserError
 from jetrl.tasks import Scorer, get_task
 
 pytest.importorskip("reasoning_gym")
@@ -40,18 +39,3 @@ def test_the_splits_share_no_question_although_neighbouring_seeds_do():
     }
     assert len(questions[0, "train"] & questions[1, "train"]) >= 90  # why the seeds lie far apart
     assert not questions[0, "train"] & questions[0, "test"]
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"max_term": 3}, "task.options.max_term: .*did you mean max_terms?"),
-        ({"min_terms": -1}, "does not take these options: AssertionError: min_terms must be"),
-        ({"size": 0}, "task.options.size = 0"),
-        ({"format": "html"}, "task.options.format"),
-        ({"path": "x"}, "task.path: task reasoning_gym:chain_sum has no such option"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(UserError, match=message):
-        get_task(NAME, **options)

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -112,12 +111,6 @@ def test_a_worker_that_dies_while_idle_is_replaced(scorer, wait_until):
 def test_a_scorer_that_cannot_work_is_an_error_at_start(name, message, workers):
     with pytest.raises(UserError, match=message):
         Scorer(f"{FILE}:{name}", workers=workers)
-
-
-def test_metadata_that_cannot_be_sent_names_the_prompt(scorer):
-    prompt = Prompt(id="p8", text="?", metadata={"file": sys.stdout, "call": lambda: 0})
-    with pytest.raises(UserError, match="prompt 'p8': its metadata cannot be sent"):
-        scorer.score([(prompt, "1")])
 
 
 def test_ctrl_c_stops_scoring_at_once_and_leaves_a_scorer_that_works(tmp_path, wait_until):
