@@ -220,7 +220,7 @@ class EagerForwards:
         return spans
 
 
-@dataclass
+@dataclass(eq=False)
 class GraphForwards(EagerForwards):
     """The same forwards as CUDA graphs, each captured when its size first comes up.
 
