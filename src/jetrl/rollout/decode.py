@@ -325,28 +325,26 @@ class _Resident:
     pages: list[int]
 
 
+@dataclass(eq=False)
 class DecodeBatch:
     """The device's side of decode over one cache; `speculation` is None without drafts."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        cache: PagedCache,
-        max_batch_size: int,
-        max_model_len: int,
-        speculation: Speculation | None = None,
-    ) -> None:
-        self._page_size, self._device = cache.page_size, policy.device
-        self._width = -(-max_model_len // cache.page_size)  # Pages of a table.
-        self._speculation = speculation
-        self._buffers = DecodeBuffers.empty(
-            max_batch_size, MAX_REPEATS, self._width, policy.device, speculation is not None
-        )
+    policy: Policy
+    cache: PagedCache
+    max_batch_size: int
+    max_model_len: int
+    speculation: Speculation | None = None
+
+    def __post_init__(self) -> None:
+        policy, cache, drafts = self.policy, self.cache, self.speculation is not None
+        self._device, self._width = policy.device, -(-self.max_model_len // cache.page_size)
+        sizes = (self.max_batch_size, MAX_REPEATS, self._width)
+        self._buffers = DecodeBuffers.empty(*sizes, policy.device, drafts)
         # A traced forward runs eagerly, since the replay of a graph calls no Python.
         captured = cache.reads_pages_in_place and policy.decoder.trace is None
         forwards = GraphForwards if captured else EagerForwards
-        self.forwards = forwards(policy, cache, self._buffers, speculation)
-        self._free = list(range(max_batch_size))
+        self.forwards = forwards(policy, cache, self._buffers, self.speculation)
+        self._free = list(range(self.max_batch_size))
         self._resident: dict[int, _Resident] = {}
         self._rows: list[int] = []
         self._params: list[SamplingParams] = []  # Those in the buffers: one for all rows, or each.
@@ -443,8 +441,8 @@ class DecodeBatch:
             state.limit[slots] = limits.int()
             state.key[slots] = keys
             state.active[slots] = 1
-        if arrived and self._speculation is not None:
-            self._speculation.arrive([(slot, new) for slot, new, _ in arrived])
+        if arrived and self.speculation is not None:
+            self.speculation.arrive([(slot, new) for slot, new, _ in arrived])
         if pages:
             entries, numbers = to_device(pages, self._device).unbind(1)
             state.tables.view(-1)[entries] = numbers.int()
@@ -484,7 +482,7 @@ class DecodeBatch:
         """Return (entry of the tables, page) for each page that changed since the last step."""
         known = resident.pages
         # Pages before the first one that is written next cannot have changed.
-        first = min(start // self._page_size, len(known))
+        first = min(start // self.cache.page_size, len(known))
         if known[first:] == pages[first:]:
             return []
         resident.pages = list(pages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jetrl.errors import UserError
@@ -38,7 +38,12 @@ def encode_prompts(
             rules = (system_prompt, policy.plain_text)
             token_ids = chat.encode_prompt(policy.tokenizer, prompt, *rules)
         else:
-            token_ids = _integers(prompt, index)
+            try:
+                token_ids = [operator.index(token) for token in prompt]
+            except TypeError:
+                raise UserError(
+                    f"prompt {index}: {prompt!r:.80} is not a list of token ids, a text or a Prompt"
+                ) from None
         _check_ids(token_ids, policy.config.vocab_size, f"prompt {index}")
         if not token_ids:
             raise UserError(f"prompt {index} is empty; a prompt needs at least one token")
@@ -141,15 +146,6 @@ def _stop_rules(policy: Policy, params: SamplingParams, max_turns: int = 1) -> S
 def text_decoder(policy: Policy) -> Decode | None:
     """Return a function from token ids to text, or None without a tokenizer."""
     return None if policy.tokenizer is None else chat.decoder(policy.tokenizer)
-
-
-def _integers(token_ids: Iterable[int], index: int) -> list[int]:
-    try:
-        return [operator.index(token) for token in token_ids]
-    except TypeError:
-        raise UserError(
-            f"prompt {index}: {token_ids!r:.80} is not a list of token ids, a text or a Prompt"
-        ) from None
 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int, where: str) -> None:

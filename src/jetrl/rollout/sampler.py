@@ -40,16 +40,16 @@ class Sampler:
     @staticmethod
     def of(params: Sequence[SamplingParams], device: torch.device) -> Sampler:
         """Return the parameters of as many rows."""
-        return Sampler(*(_row_values(column, device) for column in _columns(params)))
+        return Sampler(*(to_device(column.numpy(), device) for column in _columns(params)))
 
     def fill(self, params: Sequence[SamplingParams]) -> None:
         """Write the parameters of the first rows; a value that all share is written to all rows."""
         tensors = (self.temperature, self.top_p, self.top_k)
         for tensor, column in zip(tensors, _columns(params), strict=True):
-            if len(set(column)) == 1:
-                tensor.fill_(column[0])
+            if (column == column[0]).all():
+                tensor.fill_(column[0].item())
             else:
-                tensor[: len(column)] = _row_values(column, tensor.device)
+                tensor[: len(column)] = to_device(column.numpy(), tensor.device)
 
     def draw(
         self, logits: Tensor, bits: Tensor, rows: slice | Tensor, filtered: bool, noise: float
@@ -65,18 +65,13 @@ class Sampler:
         return sample(with_noise(logits, bits, noise), bits, *params, filtered)
 
 
-def _columns(params: Sequence[SamplingParams]) -> list[list[float] | list[int]]:
-    """Return the temperature, top_p and top_k of each row."""
+def _columns(params: Sequence[SamplingParams]) -> list[Tensor]:
+    """Return the temperature, top_p and top_k of each row, on the host."""
     return [
-        [float(p.temperature) for p in params],
-        [float(p.top_p) for p in params],
-        [p.top_k for p in params],
+        torch.tensor([float(p.temperature) for p in params]),
+        torch.tensor([float(p.top_p) for p in params]),
+        torch.tensor([p.top_k for p in params]),
     ]
-
-
-def _row_values(column: Sequence[float] | Sequence[int], device: torch.device) -> Tensor:
-    """Return one value per row, float32 or int64 by the values' type."""
-    return to_device(torch.tensor(column).numpy(), device)
 
 
 def filters(params: Iterable[SamplingParams]) -> bool:
