@@ -123,7 +123,6 @@ def test_an_adapter_whose_base_no_reader_could_find_is_not_exported(
     words: list[str],
     message: str,
 ) -> None:
-    """Without a name of the base, peft would ask the hub for a model called None."""
     model = run if source == "adapter" else make_tiny(tmp_path / "whole", num_layers=1)
     words = [word.replace("OUT", str(tmp_path / "out")) for word in words]
     assert main(["export", str(model), str(tmp_path / "written"), *words]) == 2
@@ -193,7 +192,6 @@ def test_a_run_goes_on_from_an_adapter_on_a_directory(
 
 
 def test_a_base_in_nvfp4_with_noise_is_exact_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    """Noise of (seed, step, layer), of which evaluation and exports know nothing."""
     options = ["precision.base=nvfp4", "adapter.noise_start=0.05", "adapter.noise_end=0.01"]
     options += ["adapter.noise_stages=3", "eval.every=4", "sft.steps=0", "loop.steps=4"]
     uncut = train(settings(tmp_path, *options, name="uncut")).run_path

@@ -53,7 +53,6 @@ class Batch:
 def tokens_a_millisecond(
     sequences: int, right: float, attention: float, fixed: Width | None = None
 ) -> float:
-    """Return the tokens a sequence that a millisecond of many steps brings."""
     widths, batch = DraftWidths(always=False), Batch(sequences, right)
     tokens = taken = 0.0
     for step in range(STEPS):
@@ -75,7 +74,6 @@ def tokens_a_millisecond(
 def test_auto_loses_nothing_and_is_near_the_best_width(
     sequences: int, attention: float, right: float
 ) -> None:
-    """The steps that try a choice are among the 60, since nothing is known before them."""
     off = tokens_a_millisecond(sequences, right, attention, NONE)
     auto = tokens_a_millisecond(sequences, right, attention) / off
     best = max(

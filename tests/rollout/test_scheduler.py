@@ -281,10 +281,7 @@ def test_a_load_on_the_fewest_pages_preempts_and_close_frees_them():
 
 
 def test_short_replies_to_long_conversations_share_a_forward_as_their_contexts_allow():
-    """Ten conversations of 200 tokens and a stop are answered at once, with a token each.
-
-    By 16 tokens a forward they would take eight; by 64 times 16 tokens of contexts they take five.
-    """
+    # By 16 tokens a forward they would take eight; by 64 times 16 tokens of contexts, five.
     simulation = simulate([200] * 10, batch=10, prefill=16, turns=2, stop_chance=1.0, late=10**6)
     scheduler = simulation.scheduler
     while not all(
