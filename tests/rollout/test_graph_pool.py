@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl.rollout.decode import GraphPool
+from jetrl.rollout.decode import DecodeBuffers, GraphForwards, GraphPool
+from jetrl.rollout.kv_cache import PagedCache
 
 
 class Pool:
@@ -81,4 +82,22 @@ def test_a_circle_that_is_collected_ends_in_the_same_order(log: list[str]) -> No
     owner.itself = owner
     del owner
     gc.collect()
+    assert log == ENDED
+
+
+def test_a_traceback_that_holds_a_graph_keeps_no_memory(log: list[str], policy: Any) -> None:
+    """The forward fails while its graph is captured; its owner is closed while the error lives."""
+    cache = PagedCache(policy.config, policy.plan, 2, 4, policy.device)
+    buffers = DecodeBuffers.empty(8, 2, 4, policy.device)
+    forwards = GraphForwards(policy, cache, buffers)
+
+    def capture() -> None:
+        captured(forwards._pool)
+        graph = captured(forwards._pool)
+        raise RuntimeError(f"no room for {graph}")
+
+    with pytest.raises(RuntimeError, match="no room") as error:
+        capture()
+    forwards.close()
+    assert error.traceback[-1].frame.f_locals["graph"].pool is None
     assert log == ENDED
