@@ -40,22 +40,19 @@ PARTIAL = [
 _FLIPPED = "layers.0.down.0"
 
 
-def test_a_run_has_the_same_results_on_any_number_of_ranks(
+def test_a_run_has_the_same_results_on_three_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = Path(run_small(str(tmp_path), "alone"))
-    expected = results(alone)
-    for size in (2, 4):
-        path = Path(run_ranks(size, run_small, str(tmp_path), f"run-{size}")[0])
-        found = results(path)
-        assert found["metrics"] == expected["metrics"]
-        assert [name for name in expected if found.get(name) != expected[name]] == []
-        assert found.keys() == expected.keys()
-        last = RunDirectory.open(path).metrics("rl")[-1]
-        assert last["distributed/size"] == size
-        assert 0 < last["distributed/wait_share"] < 1
-        logs = sorted(file.name for file in (path / "ranks").iterdir())
-        assert logs == [f"rank_{rank}.txt" for rank in range(1, size)]
+    path = Path(run_ranks(3, run_small, str(tmp_path), "ranks")[0])
+    expected, found = results(alone), results(path)
+    assert found["metrics"] == expected["metrics"]
+    assert [name for name in expected if found.get(name) != expected[name]] == []
+    assert found.keys() == expected.keys()
+    last = RunDirectory.open(path).metrics("rl")[-1]
+    assert last["distributed/size"] == 3
+    assert 0 < last["distributed/wait_share"] < 1
+    assert {file.name for file in (path / "ranks").iterdir()} == {"rank_1.txt", "rank_2.txt"}
     assert max(line.get("dynamic_sampling/rounds", 0) for line in expected["metrics"]) > 1
     # Commands of one process read a checkpoint of several.
     checkpoints = [run / "checkpoints" / "step_000005" for run in (alone, path)]
@@ -66,6 +63,31 @@ def test_a_run_has_the_same_results_on_any_number_of_ranks(
     next((checkpoints[1] / "masters").iterdir()).write_bytes(b"short")
     assert main(["export", str(checkpoints[1]), str(tmp_path / "out")]) == 2
     assert re.search(r"masters/shard-\S+ has \d+ bytes instead of", capsys.readouterr().err)
+
+
+def _until(folder: str, steps: int) -> str:
+    """Make or resume a run with a critic, up to a step."""
+    ppo = ["algorithm.name=ppo", "critic.path=policy", "algorithm.dynamic_sampling=none"]
+    words = [*STEPS_ALONE, *ppo, "train.schedule=constant", "checkpoint.every=1"]
+    return run_small(folder, "cut", *words, f"loop.steps={steps}", resume=steps > 1)
+
+
+def test_a_run_goes_on_at_any_number_of_ranks_with_the_same_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("alone", "ranks"):
+        (tmp_path / name).mkdir()
+    alone, ranks = (str(tmp_path / name) for name in ("alone", "ranks"))
+    for steps, size in enumerate((4, 2, 1, 3), start=1):
+        expected = _until(alone, steps)
+        capsys.readouterr()
+        found = _until(ranks, steps) if size == 1 else run_ranks(size, _until, ranks, steps)[0]
+        told = capsys.readouterr().out
+        assert ("resumed on 1 rank, was 2" in told) == (size == 1)
+    assert results(Path(found)) == results(Path(expected))
+    parts = [Path(run) / "checkpoints" / "step_000003" for run in (expected, found)]
+    for file in ("masters.safetensors", "optimizer.safetensors", "critic.safetensors"):
+        assert (parts[0] / file).read_bytes() == (parts[1] / file).read_bytes()  # of one process
 
 
 RARE = {

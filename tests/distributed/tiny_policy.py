@@ -55,18 +55,6 @@ def update(policy: Policy, optimizer: Optimizer) -> None:
     policy.requantize()
 
 
-def digest(policy: Policy, optimizer: Optimizer) -> str:
-    """Return a digest of master weights, moments and quantized weights, alike on all ranks."""
-    states = optimizer.state_tensors()
-    tensors = {
-        **policy.whole_masters(),
-        **{name: whole(states[name], optimizer.shard_of(name)) for name in sorted(states)},
-        **policy.weight_scales(),
-        **policy.weights.quantized_tensors(),
-    }
-    return f"{optimizer.num_updates} {digest_of(tensors)}"
-
-
 def whole(tensor: torch.Tensor, shard: Shard | None) -> torch.Tensor:
     return tensor if shard is None else whole_tensor(tensor, shard)
 

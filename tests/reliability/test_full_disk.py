@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 
-import jetrl.runs.directory as directory
 from jetrl import train
 from jetrl.cli.main import main
 from jetrl.errors import StorageError
-from jetrl.runs import RunDirectory
 from jetrl.session import Session
 from jetrl.training.checkpoint import Checkpoints
 
@@ -193,27 +191,3 @@ def test_a_file_system_that_cannot_flush_names(
 
     monkeypatch.setattr(os, "fsync", without_directories)
     assert train(small("loop.steps=2")).steps == 2
-
-
-def test_the_first_error_is_the_one_that_is_said(
-    small: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the end of the attempt nor the report can be written either."""
-    settings = small("report.enabled=true")
-
-    class Full(directory.JsonlWriter):
-        def write(self, record: Any) -> None:
-            if record.get("step", 0) >= 3 or record.get("event") == "end":
-                raise OSError(28, "No space left on device")
-            super().write(record)
-
-    def no_report(path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(directory, "JsonlWriter", Full)
-    monkeypatch.setattr("jetrl.session.training_run.write_report", no_report)
-    with pytest.raises(StorageError, match=r"metrics.jsonl could not be written.*--resume"):
-        train(settings)
-    run = RunDirectory.open(tmp_path / "run")
-    assert [line["step"] for line in run.metrics("rl")] == [1, 2]
-    assert run.state() == "interrupted", "how it ended could not be written"
