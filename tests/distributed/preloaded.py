@@ -6,5 +6,4 @@ import torch.distributed
 import torch.distributed.launcher.api  # noqa: F401
 import transformers  # noqa: F401
 
-import jetrl.distributed.shard_files
 import jetrl.session.session  # noqa: F401

@@ -104,9 +104,9 @@ def failing(target: str, nth: int) -> Any:
 
 
 POINTS: list[tuple[int, str, int]] = [
-    (1, "torch.distributed.checkpoint.filesystem.os.fsync", 2),  # of its second part
+    (1, "jetrl.training.checkpoint_files.write_tensors", 2),  # of its second part
     (2, "jetrl.training.checkpoint_files.fingerprint", 1),
-    (0, "torch.distributed.checkpoint.filesystem._write_files_from_queue", 1),
+    (0, "jetrl.training.checkpoint_files.os.fsync", 1),
     (0, "jetrl.training.checkpoint_files.write_text", 2),  # of the manifest
     (0, "jetrl.session.checkpoints.sync", 1),  # of the run's lines
 ]

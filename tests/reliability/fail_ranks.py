@@ -41,7 +41,6 @@ import torch
 from kill_and_resume import SMALL, check_same, fingerprint, forked
 from torch.distributed import TCPStore
 
-import jetrl.distributed.shard_files  # noqa: F401  (here, once, and not in every fork)
 from jetrl.cli.main import main as command
 from jetrl.distributed.peers import peers
 from jetrl.distributed.process_group import FILES

@@ -56,9 +56,6 @@ OPTIONAL_PACKAGES = {
     *("triton", "wandb"),
 }
 
-# They take half a second to import, and a run of one process does not need them.
-SLOW_MODULES = {"jetrl.distributed.shard_files"}
-
 WITHOUT_TORCH = [
     *("", "types", "errors", "files", "untrusted", "settings.loading", "cli.main", "tasks", "runs"),
     *("rollout.scheduler", "rollout.pages", "rollout.sequence"),
@@ -134,14 +131,13 @@ def test_the_check_sees_an_offence(file: str, text: str) -> None:
 
 
 def inside_functions(path: Path, text: str | None = None) -> list[str]:
-    """The imports inside functions that are of no optional package, Hopper form or slow module."""
+    """The imports inside functions that are of no optional package or Hopper form."""
     return [
         f"{path.relative_to(SOURCE.parent)}:{line}: import of {name} inside {function.name}"
         for function in ast.walk(tree_of(path, text))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for line, name in imports_of(function)
         if not OPTIONAL_PACKAGES & set(name.split(".")) and not is_hopper_form(name)
-        if name.rpartition(".")[0] not in SLOW_MODULES
     ]
 
 

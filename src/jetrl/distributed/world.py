@@ -7,7 +7,6 @@ of one process every method of `world()` returns what it is given, and no proces
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,10 +67,6 @@ class World:
     def channel(self) -> World:
         """Return the same processes for another thread's messages; every rank calls this."""
         return self
-
-    def awaiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a collective that this class does not know."""
-        return contextlib.nullcontext()
 
     def same(self, what: str, value: Any) -> None:
         """Raise RanksDiffer, which names the ranks, if not all have the same value."""

@@ -24,6 +24,7 @@ from pydantic import Field, TypeAdapter, model_validator
 from safetensors import safe_open
 from torch import Tensor
 
+from jetrl.distributed.shard_files import ShardFiles, file_of, own_part
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World
 from jetrl.errors import UserError
@@ -192,11 +193,13 @@ def write_parts(
             own.append(folder / f"{part}{_SUFFIX}")
             write_tensors(own[-1], tensors)
     else:
-        # Torch's checkpoints take half a second to import, and a run of one process writes none.
-        from jetrl.distributed.shard_files import write_shards
-
         for part, tensors in parts.items():
-            own += write_shards(folder / part, tensors, shards.get(part, {}), ranks)
+            own.append(folder / part / file_of(ranks.rank))
+            make = functools.partial(own[-1].parent.mkdir, exist_ok=True)
+            ranks.together("a folder of a checkpoint", make)
+            rows, metadata = own_part(tensors, shards.get(part, {}), ranks.rank)
+            write = functools.partial(write_tensors, own[-1], rows, metadata)
+            ranks.together("the files of a checkpoint", write)
     what = "the checksums of a checkpoint"
     found = ranks.together(
         what, lambda: {path.relative_to(folder).as_posix(): fingerprint(path) for path in own}
@@ -240,7 +243,9 @@ _PIECE, _READ = 2**30, 2**22  # bytes of a file's pieces for its fingerprint, an
 _WHOLE, _PIECES = "sha256", "sha256_of_gib_pieces"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a safetensors file, which is on disk when this returns.
 
     Tensors go through a buffer of 64 MiB: safetensors' own writer takes as much CPU memory as the
@@ -249,7 +254,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     # The widest types first: every tensor begins at a multiple of its element.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     with open(path, "wb") as file:
-        written = flushed = file.write(_header(ordered))
+        written = flushed = file.write(_header(ordered, metadata))
         for piece in chain.from_iterable(map(_pieces, ordered.values())):
             written += file.write(piece)
             if written - flushed >= _FLUSHED:
@@ -258,9 +263,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         _flush(file)
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
     """Return a file's head: the length of a JSON, and in it each tensor's type and place."""
-    entries: dict[str, Any] = {}
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
@@ -356,9 +361,6 @@ class StoredTensors(Mapping[str, Tensor]):
         self._shard_of: ShardOf = lambda name: None
         self._read: Callable[[str, slice | None], Tensor]
         if path.is_dir():
-            # Torch's checkpoints take half a second to import: few processes read any.
-            from jetrl.distributed.shard_files import ShardFiles
-
             files = ShardFiles(path)
             self.layouts = dict(files.properties)
             self._read = files.read
