@@ -48,7 +48,7 @@ from jetrl.session import watchdog
 clock, timers = SimpleNamespace(now=0.0), []
 watchdog.clock = clock
 watchdog.time = SimpleNamespace(**{**vars(time), "monotonic": lambda: clock.now})
-watchdog.LAST_WORDS_S = LAST_WORDS
+watchdog.LAST_WORDS_S = SECONDS
 end_later = watchdog.Watchdog._end_later
 
 def noted(self, seconds, file):
@@ -71,7 +71,7 @@ def program(folder: Path, words: list[str], how: str, last_words_s: float) -> st
     words += ["checkpoint.every=1", "watchdog.min_s=60", "watchdog.first_s=60"]
     argv = f"sys.argv = {['jetrl', *words, f'run.dir={folder}', 'run.name=run']}\n"
     main = "from jetrl.cli.main import main\nsys.exit(main())\n"
-    return PROGRAM.replace("LAST_WORDS", str(last_words_s)) + argv + main
+    return PROGRAM.replace("SECONDS", str(last_words_s)) + argv + main
 
 
 def test_a_hang_in_c_code_is_ended_and_written_down(small_words: list[str], tmp_path: Path) -> None:

@@ -90,13 +90,7 @@ class RolloutSizesState(Stored):
     """The sizes of a rollout's work (`rollout.sizes`)."""
 
     asked: RolloutSizes
-    now: RolloutSizes
-
-    @model_validator(mode="after")
-    def _check_sizes(self) -> Self:
-        if None in self.now[:2]:
-            raise ValueError("now has null in place of a size")
-        return self
+    now: Annotated[tuple[Positive, Positive, Positive | None], Field(strict=False)]
 
 
 class States(Stored):
@@ -170,6 +164,8 @@ class RunCheckpoints:
     Attributes:
         good_step: The step of the newest checkpoint that this attempt has loaded or written, if
             any. A newer one may exist, damaged.
+        ending_s: The seconds that the last checkpoint and the export may take: twice the longest
+            time that writing a checkpoint took; 0 before the first one.
     """
 
     def __init__(self, run: RunDirectory, settings: Settings) -> None:
@@ -183,7 +179,7 @@ class RunCheckpoints:
         self._supervised = Checkpoints(run.checkpoints_dir / "sft", keep_last, ranks=ranks)
         self._background = Background()
         self.good_step: int | None = None
-        self._longest_write_s = 0.0
+        self.ending_s = 0.0
         self._states: dict[str, Stateful] = {}
         self._tensors: dict[str, Learner] = {}
 
@@ -256,20 +252,12 @@ class RunCheckpoints:
         else:
             self._finish(checkpoints, snapshot)
 
-    @property
-    def ending_s(self) -> float:
-        """The seconds that the last checkpoint and the export may take; 0 before the first one.
-
-        They are twice the longest time that the writing of a checkpoint has taken.
-        """
-        return 2 * self._longest_write_s
-
     def _finish(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
         """Write a snapshot to the disk."""
         began = time.monotonic()
         self._ranks.from_first("the run's lines", self._flush_lines)
         checkpoints.write(snapshot)
-        self._longest_write_s = max(self._longest_write_s, time.monotonic() - began)
+        self.ending_s = max(self.ending_s, 2 * (time.monotonic() - began))
         # With a checkpoint of a step the warm-up is over, and its own are not needed.
         if checkpoints is self._steps:
             self.good_step = snapshot.step
