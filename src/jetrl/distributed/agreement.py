@@ -36,6 +36,7 @@ def _first_text(answers: Sequence[str]) -> str:
 OUT_OF_MEMORY = Decision[str]("how memory ran out, empty if it did not", _first_text)
 STOP = Decision[str]("why the run stops after this step, empty if it continues", _first_text)
 UPDATE_IS_FINITE = Decision[bool]("whether the numbers of an update are all finite", all)
+FIRST_NONFINITE = Decision[str]("the first value that was not finite, empty if none", _first_text)
 LARGEST_SIZE = Decision[int]("the largest size of work that fits everywhere", min)
 
 

@@ -195,10 +195,10 @@ def meet(init_method: str = "env://") -> Meeting:
         store, _, _ = next(rendezvous(init_method, rank, waits, timeout=timedelta(seconds=START_S)))
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).strip().splitlines()[0]
         raise NoMeeting(
             f"rank {rank} could not be joined to the others at {address} (MASTER_ADDR and "
-            f"MASTER_PORT; another port may be free, or two processes have RANK={rank}): "
-            f"{str(error).strip().splitlines()[0]}"
+            f"MASTER_PORT: try another port, and give each process its own RANK): {reason}"
         ) from None
     _meetings.append(Meeting(_of_this_attempt(store), rank, size))
     return _meetings[0]

@@ -185,10 +185,9 @@ def open_world(
         trouble = watch.trouble()
         if trouble is not None:
             raise RankLost(trouble.reason, trouble.code) from None
+        reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"the {meeting.size} processes of the run have met, and could not be joined by "
-            f"{'NCCL and gloo' if device == 'cuda' else 'gloo'}: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"the {meeting.size} processes have met, but not joined: {reason}"
         ) from None
     world = ProcessGroupWorld(
         rank=dist.get_rank(),

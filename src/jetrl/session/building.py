@@ -147,9 +147,8 @@ def check_kept(settings: Settings, path: Path) -> None:
     needed = settings.algorithm.kl and settings.adapter.kind is None and settings.sft.steps
     if needed and settings.reference.path is None and not path.exists():
         raise UserError(
-            f"algorithm.kl = {settings.algorithm.kl} measures against the policy as the "
-            "warm-up left it, and this run began without algorithm.kl and did not keep that: "
-            "set reference.path, or algorithm.kl=0"
+            f"algorithm.kl = {settings.algorithm.kl}: this run began without it, and did not keep "
+            "the policy as the warm-up left it; set reference.path, or algorithm.kl=0"
         )
 
 

@@ -328,8 +328,7 @@ class RunCheckpoints:
             if self._run.had_checkpoint(every):
                 raise UserError(
                     f"no checkpoint in {self._run.checkpoints_dir}, where there has been one: put "
-                    "it back from a copy, or start a new run under another run.name. To begin this "
-                    f"one anew, delete {self._run.path}"
+                    f"it back, choose another run.name, or delete {self._run.path} to begin anew"
                 )
             self._run.truncate_after(-1, "sft")
 

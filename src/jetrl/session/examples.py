@@ -49,9 +49,9 @@ def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
     texts = task.preference(encoded.prompt)
     if texts is None or model.tokenizer is None:
         raise UserError(
-            f"a reward model learns from pairs of completions, and task {task.label} has none for "
-            f"prompt {encoded.prompt.id!r}; give the task a preference method, or the data set's "
-            "fields in task.options.chosen and task.options.rejected"
+            f"a reward model needs pairs, and task {task.label} has none for prompt "
+            f"{encoded.prompt.id!r}; give it a preference method, or set task.options.chosen and "
+            "task.options.rejected"
         )
     where = f"prompt {encoded.prompt.id!r}"
     is_pair = isinstance(texts, tuple | list) and len(texts) == 2

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from jetrl.distributed.agreement import Decision, agree
+from jetrl.distributed.agreement import FIRST_NONFINITE, agree
 from jetrl.errors import NonFiniteError, StorageError
 from jetrl.memory.out_of_memory import is_out_of_memory
 from jetrl.models.model import Model
@@ -28,14 +28,9 @@ from jetrl.types import Sample
 logger = logging.getLogger(__name__)
 
 REPLAY = "replay-"  # begins the name of a copy of a run in which it is run again
-_FIRST = Decision[str](
-    "the first value that was not finite, empty where all are",
-    lambda answers: next(filter(None, answers), ""),
-)
 _NOT_AGAIN = (
-    "and it was not met again when it was repeated at once: an operation that does not give the "
-    "same result each time, a fault of the device, or a loss of your own (algorithm.name) that "
-    "makes it of finite values"
+    "and it was not met again when it was repeated at once: an operation whose results vary, a "
+    "fault of the device, or a loss of your own (algorithm.name)"
 )
 
 
@@ -81,7 +76,7 @@ class NonFiniteReports:
     def _report_update(self, step: int, samples: Sequence[Sample], refused: NonFiniteUpdate) -> str:
         """Keep the rollouts of a refused update; return a sentence about it."""
         # All ranks repeat the update; the first that finds an operation names it.
-        first = agree(_FIRST, self._first_nonfinite(refused.repeat, refused.model))
+        first = agree(FIRST_NONFINITE, self._first_nonfinite(refused.repeat, refused.model))
         where = self._where(step, first, refused.index)
         try:
             if samples:

@@ -112,7 +112,6 @@ class CheckedRun(TrainingContext):
     model: Policy
     objective: Objective
     max_turns: int
-    longest: int
     eval_prompts: list[EncodedPrompt]
     scorer: Scorer
 
@@ -220,19 +219,8 @@ def check_run(
     build_reward(settings, policy, memory.tokens)
     # The scoring processes start last; the stack ends them.
     scorer = stack.enter_context(Scorer.from_settings(task_settings))
-    return CheckedRun(
-        model=policy,
-        task=task,
-        prompts=prompts,
-        memory=memory,
-        notes=notes,
-        loading="",
-        objective=objective,
-        max_turns=max_turns,
-        longest=longest,
-        eval_prompts=eval_prompts,
-        scorer=scorer,
-    )
+    data = policy, task, prompts, memory, notes, ""
+    return CheckedRun(*data, objective, max_turns, eval_prompts, scorer)
 
 
 def check_pairs(

@@ -46,9 +46,8 @@ class PromptDigest:
     def load_state(self, state: str | None) -> None:
         if state not in (None, self._digest):
             logger.warning(
-                "the training prompts or their answers are not those of the checkpoint: the data, "
-                "its options, the system prompt or the tokenizer changed; training continues on "
-                "the new ones, and is not what an uncut run on either would be"
+                "the training prompts or their answers are not those of the checkpoint (data, "
+                "options, system prompt or tokenizer changed); training continues on the new ones"
             )
 
 

@@ -299,7 +299,7 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
     raise RanksDiffer(
         f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from the other ranks in "
         f"{len(differing)} of {len(tensors)} weights {when}, first in {differing[0]}: a fault of a "
-        "GPU or of its memory, or a bug; go on with --resume from the last checkpoint"
+        "GPU, or a bug; continue with --resume"
     )
 
 

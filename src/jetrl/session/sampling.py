@@ -105,13 +105,11 @@ def encode_prompts(
     if not encoded:
         raise UserError(f"{where} has no prompts")
     context = policy.config.max_position_embeddings
-    too_long = [e for e in encoded if len(e.token_ids) >= context]
-    if too_long:
+    if too_long := [e for e in encoded if len(e.token_ids) >= context]:
         first = too_long[0]
         raise UserError(
-            f"{where}: prompt {first.prompt.id!r} has {len(first.token_ids)} tokens, which "
-            f"leaves no room for an answer in the model's context of {context}; {len(too_long)} of "
-            f"{len(encoded)} prompts are too long: shorten or drop them"
+            f"{where}: prompt {first.prompt.id!r} has {len(first.token_ids)} tokens, no room for "
+            f"an answer in the context of {context}; shorten or drop {len(too_long)} prompts"
         )
     return encoded
 
