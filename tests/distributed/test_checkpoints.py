@@ -106,7 +106,7 @@ def failing(target: str, nth: int) -> Any:
 POINTS: list[tuple[int, str, int]] = [
     (1, "jetrl.training.checkpoint_files.write_tensors", 2),  # of its second part
     (2, "jetrl.training.checkpoint_files.fingerprint", 1),
-    (0, "jetrl.training.checkpoint_files.os.fsync", 1),
+    (0, "jetrl.training.checkpoint_files._flush", 1),
     (0, "jetrl.training.checkpoint_files.write_text", 2),  # of the manifest
     (0, "jetrl.session.checkpoints.sync", 1),  # of the run's lines
 ]

@@ -199,7 +199,7 @@ def _write_shards(
         tensors: dict[str, Tensor] = {}
         for piece in shard:
             if piece.parameter != name:  # whose parts may be in two files
-                whole = torch.empty(0)  # one at a time is in memory
+                whole = rows = torch.empty(0)  # one at a time is in memory
                 name, whole = piece.parameter, weights[piece.parameter].detach()
             rows = whole[piece.rows]
             assert tuple(rows.shape) == piece.part.shape, f"{name} is {list(whole.shape)}"
