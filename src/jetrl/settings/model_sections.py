@@ -151,5 +151,7 @@ class AdapterSettings(Section):
             return self
         for key, field in type(self).model_fields.items():
             if getattr(self, key) != field.default:
-                raise ValueError(f"adapter.{key} is set, and not adapter.kind: set it to lora")
+                raise ValueError(
+                    f"adapter.{key} is set: set adapter.kind=lora too, or leave it out"
+                )
         return self

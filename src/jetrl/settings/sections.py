@@ -492,8 +492,8 @@ class Settings(Section):
     def _single_problems(self) -> Iterator[str]:
         if self.rollout.speculation == "head" and not self.loop.steps:
             yield (
-                "rollout.speculation = head drafts with a network that RL trains, and loop.steps = "
-                "0; take text or off"
+                "rollout.speculation = head has drafts from a network that RL trains, and "
+                "loop.steps = 0; take text or off"
             )
         if self.eval.samples > 1 and self.eval.temperature == 0:
             yield (
