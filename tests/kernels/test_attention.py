@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.reference import (
-    attend_dense,
     attend_packed,
     quantize_keys_and_values,
     stored_values,
@@ -67,35 +66,6 @@ def test_bits_do_not_depend_on_batch_or_padding(kv: str) -> None:
         s = slice(start, end)
         alone = attend_packed(q[s], k[s], v[s], torch.tensor([0, end - start]), kv)
         assert torch.equal(alone, together[s])
-
-
-@pytest.mark.parametrize("kv", [*CODED, "bf16"])
-def test_decode_equals_the_packed_forward(kv: str) -> None:
-    """Decode gives the packed forward's bits over a longer buffer whose unused part is NaN."""
-    length, room = 29, 64
-    q, k, v = inputs(length, 4, 2, 64, kv)
-    packed = attend_packed(q, k, v, torch.tensor([0, length]), kv)
-    buffers = []
-    for codes, scales in quantize_keys_and_values(k, v, kv):
-        anything = 99 if codes.dtype == torch.int8 else torch.nan
-        buffer = torch.full((1, room, 2, 64), anything).to(codes.dtype)
-        buffer[0, :length] = codes
-        scale_buffer = None
-        if scales is not None:
-            scale_buffer = torch.full((1, room, 2), torch.nan)
-            scale_buffer[0, :length] = scales
-        buffers += [buffer, scale_buffer]
-    for position in range(length):
-        one = attend_dense(q[None, position : position + 1], *buffers, torch.tensor([[position]]))
-        assert torch.equal(one[0, 0], packed[position])
-
-
-def test_long_work_is_cut_without_changing_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = inputs(60, 2, 1, 64, "fp8")
-    cu = torch.tensor([0, 10, 45, 60])
-    whole = attend_packed(q, k, v, cu, "fp8")
-    monkeypatch.setattr("jetrl.kernels.attention.reference._MAX_SCORES", 200)
-    assert torch.equal(attend_packed(q, k, v, cu, "fp8"), whole)
 
 
 @pytest.mark.parametrize("kv", FORMATS)

@@ -107,11 +107,3 @@ def test_chosen_logprobs(temperature: float, vocabulary: int) -> None:
     assert (variance - true_variance).abs().max() <= 64 * 2.0**-24 * spread**2
     # p = exp(z - lse): an error of z of 8 * 2**-24 * spread is a relative error of p
     assert (logits.grad - logits64.grad).abs().max() <= 16 * 2.0**-24 * spread * dy.abs().max()
-
-
-def test_masked_tokens_do_not_spoil_the_entropy() -> None:
-    logits = torch.tensor([[0.0, 0.0, -torch.inf]])
-    logprobs, (entropy, variance) = chosen_logprobs(logits, torch.tensor([0]), 1.0)
-    assert abs(logprobs.item() + np.log(2)) <= 2.0**-23
-    assert abs(entropy.item() - np.log(2)) <= 2.0**-22
-    assert variance.item() == 0

@@ -14,7 +14,6 @@ from jetrl.kernels.sampling import (
     normal_noise,
     random_bits,
     sample,
-    with_noise,
 )
 
 
@@ -43,16 +42,6 @@ def test_philox_known_answer() -> None:
     low = np.array([0x85A308D3_243F6A88], dtype=np.uint64)
     high = np.array([0x03707344_13198A2E], dtype=np.uint64)
     assert random_bits(key, low, high)[0] == (0xD16CFE09 << 32 | 0x94FDCCEB) >> 11
-
-
-def test_a_draw_depends_on_its_own_counter_only() -> None:
-    seeds, keys, positions = np.full(50, 3), np.arange(50) * 7, np.arange(50) % 5
-    together = random_bits(seeds, keys, positions)
-    alone = [
-        random_bits(seeds[i : i + 1], keys[i : i + 1], positions[i : i + 1])[0] for i in range(50)
-    ]
-    assert together.tolist() == alone
-    assert len(set(together.tolist())) == 50
 
 
 FILTERS = [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.5, 1.0, 7), (1.0, 0.5, 20), (2.0, 0.95, 98)]
@@ -126,12 +115,3 @@ def test_noise_is_standard_normal_and_independent_of_the_row() -> None:
     assert (noise.square().mean(1) - 1).abs().max() < bound * math.sqrt(2)
     assert (torch.corrcoef(noise) - torch.eye(len(KEYS))).abs().max() < bound
     assert noise.isfinite().all()
-
-
-def test_noise_depends_on_the_rows_bits_and_the_token_alone() -> None:
-    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
-    noisy = with_noise(logits.clone(), KEYS, 0.3)
-    order = torch.tensor([2, 0])
-    assert torch.equal(with_noise(logits[order], KEYS[order], 0.3), noisy[order])
-    assert torch.equal(with_noise(logits[:, :60].clone(), KEYS, 0.3), noisy[:, :60])
-    assert torch.equal(noisy, logits + 0.3 * normal_noise(KEYS, 100))
