@@ -62,9 +62,9 @@ def merging_losses(base: Mapping[str, Tensor], merged: MergedWeights) -> dict[st
 
     They are measured on linear layers from the first to the last, 28 at most.
     """
-    step = max(1, -(-len(merged.adapted) // _MEASURED_LINEARS))
+    step = max(1, -(-len(merged.shapes) // _MEASURED_LINEARS))
     sums = {format: torch.zeros(4, dtype=torch.float64) for format in ("bfloat16", "fp8")}
-    for layer in merged.adapted[::step]:
+    for layer in list(merged.shapes)[::step]:
         change = merged.change(layer)
         before = base[f"{layer}.weight"].to(change.device, torch.float32)
         for format, total in sums.items():

@@ -28,8 +28,7 @@ from jetrl.cli.doctor import run_checks
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, inverse_frequencies, parameter_shapes
-from jetrl.models.hf import check_quantization
-from jetrl.models.nvfp4_files import left_in_16_bits
+from jetrl.models.nvfp4_files import check_quantization, left_in_16_bits
 from jetrl.models.peft import base_of, read_lora
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, compare_runs, comparison_rows, list_runs, runs_table, show_run

@@ -7,7 +7,7 @@ import torch
 from benchmarks.shapes import SHAPES
 
 from jetrl import Policy
-from jetrl.models.norm_noise import NoiseSchedule, NormNoise
+from jetrl.models.norm_noise import NormNoise, noise_sigma
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.sections import Settings
 
@@ -30,7 +30,7 @@ def norms(p: Policy) -> dict[str, torch.Tensor]:
 
 
 def test_sigma_falls_from_stage_to_stage_after_a_part_without_noise() -> None:
-    sigmas = [NoiseSchedule(0.1, 0.01, 3, 8).sigma(step) for step in range(1, 9)]
+    sigmas = [noise_sigma(0.1, 0.01, 3, 8, step) for step in range(1, 9)]
     middle = (0.1 * 0.01) ** 0.5
     assert sigmas == pytest.approx([0, 0, 0.1, 0.1, middle, middle, 0.01, 0.01])
 

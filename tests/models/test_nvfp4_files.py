@@ -160,9 +160,9 @@ def bad_scale(byte: int) -> Callable[[Tensor], Tensor]:
 SCALE, WHOLE, DIVISOR = f"{NAME}_scale", f"{NAME}_scale_2", f"{NAME}_global_scale"
 NVIDIA, NEURAL = "modelopt", "compressed-tensors"
 BAD = [
-    (NVIDIA, missing(SCALE), rf"there is {NAME}, but no tensor {SCALE}:"),
-    (NVIDIA, missing(NAME), rf"no tensor {NAME}:"),
-    (NEURAL, missing(f"{NAME}_packed"), rf"no tensor {NAME}_packed:"),
+    (NVIDIA, missing(SCALE), rf"tensor {SCALE} is missing: NVFP4"),
+    (NVIDIA, missing(NAME), rf"tensor {NAME} is missing"),
+    (NEURAL, missing(f"{NAME}_packed"), rf"tensor {NAME}_packed is missing"),
     (NVIDIA, replaced(NAME, lambda codes: codes[:-1].clone()), r"shape \[255, 64\].* \[256, 64\]"),
     (NVIDIA, replaced(SCALE, lambda s: s[:, ::2].clone()), r"shape \[256, 4\].* \[256, 8\]"),
     (NVIDIA, replaced(SCALE, lambda s: s.view(torch.uint8)), rf"{SCALE} is torch\.uint8"),
@@ -214,7 +214,7 @@ OTHER = [
     (altered(NEURAL, *GROUP, "weights", "strategy", value="group"), "strategy = 'group'"),
     (altered(NEURAL, "transform_config", value={"config_groups": {"R4": {}}}), "transform_config"),
     (altered(NEURAL, "config_groups", value=[]), r"config_groups = \[\]"),
-    ({"quant_method": "mxfp4"}, "quant_method = 'mxfp4' is not supported"),
+    ({"quant_method": "mxfp4"}, "quant_method = 'mxfp4': should be 'fp8'"),
 ]
 
 

@@ -19,7 +19,6 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 
 import torch
@@ -28,10 +27,9 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.files import shown_value
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
-from jetrl.models.nvfp4_files import CodedWeights, codes_of, left_wide
+from jetrl.models.nvfp4_files import CodedWeights, codes_of
 from jetrl.models.patterns import matching
 from jetrl.precision.adapter import AdapterShape
-from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.randomness import derive_seed
 
 ALL_LINEAR = "all-linear"
@@ -180,36 +178,31 @@ class Adapter:
     unties: bool = False
 
     @staticmethod
-    def new(config: ModelConfig, lora: LoRA, seed: int) -> Adapter:
-        """Return an adapter that changes nothing yet: A of small numbers, and B zero."""
+    def new(config: ModelConfig, lora: LoRA, seed: int, device: str = "cpu") -> Adapter:
+        """Return an adapter that changes nothing yet: A of small numbers, and B zero.
+
+        Args:
+            device: "meta" for shapes without values.
+        """
         shapes, parts = lora.shapes(config), adapted_parts(config, lora.targets)
+        device = "meta" if device == "meta" else "cpu"  # where draws are the same for all devices
 
         def drawn(name: str) -> Tensor:
             layer, _, kind = name.rpartition(".")
             shape = shapes[layer]
             if kind == "lora_B":
-                return torch.zeros(shape.b_shape)
-            bound, values = 1 / math.sqrt(shape.num_columns), []
-            for part in parts[layer]:
+                return torch.zeros(shape.b_shape, device=device)
+            values = torch.empty(shape.a_shape, device=device)
+            if device == "meta":
+                return values
+            bound = 1 / math.sqrt(shape.num_columns)
+            for part, rows in zip(parts[layer], values.split(shape.rank), strict=True):
                 key = derive_seed(seed, "lora_A", part.name)
-                one = torch.empty(shape.rank, shape.num_columns)
-                generator = torch.Generator().manual_seed(key)
-                values.append(one.uniform_(-bound, bound, generator=generator))
-            return torch.cat(values)
+                rows.uniform_(-bound, bound, generator=torch.Generator().manual_seed(key))
+            return values
 
         names = [name for layer in shapes for name in adapter_names(layer)]
         return Adapter(lora, shapes, CodedWeights(names, drawn))
-
-    @staticmethod
-    def outline(config: ModelConfig, lora: LoRA) -> Adapter:
-        """Return an adapter of shapes without values, on the device "meta"."""
-        shapes = lora.shapes(config)
-        tensors = {
-            name: torch.empty(size, device="meta")
-            for layer, shape in shapes.items()
-            for name, size in zip(adapter_names(layer), (shape.a_shape, shape.b_shape), strict=True)
-        }
-        return Adapter(lora, shapes, tensors)
 
     def check_base(self, digest: str) -> None:
         """Raise where the adapter was made on another base.
@@ -231,17 +224,14 @@ class Adapter:
         """Return the parameters of the base with those that the adapter replaces."""
         if not self.replaced:
             return weights
-        first, head = self.replaced, (_HEAD,) if self.unties else ()
+        head = (_HEAD,) if self.unties else ()
 
         def value(name: str) -> Tensor:
-            if name in first:
-                return first[name]
+            if name in self.replaced:
+                return self.replaced[name]
             return weights[_EMBEDDINGS if name in head else name]  # an untied head begins so
 
-        def codes(name: str) -> NVFP4Tensor | None:
-            return None if name in (*first, *head) else codes_of(weights, name)
-
-        return CodedWeights(chain(weights, head), value, codes, partial(left_wide, weights))
+        return CodedWeights(chain(weights, head), value, codes_of(weights))
 
 
 def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tensor) -> str:

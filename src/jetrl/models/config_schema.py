@@ -2,12 +2,12 @@
 
 The bounds are far above every model there is, and low enough that a file of a few bytes cannot ask
 for years of work: what is within them is compared with the tensors before anything of its size is
-made. `families` says what is not supported.
+made. What this decoder does not compute is refused here or in `families`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -22,6 +22,7 @@ Positions = Annotated[int, Field(ge=1, le=2**40)]
 Positive = Annotated[float, Field(gt=0, le=1e30)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Theta = Annotated[float, Field(gt=1, le=1e30)]
+Off = Literal[False, None]  # a switch whose other state this decoder does not compute
 
 
 class Rope(Stored):
@@ -81,14 +82,14 @@ class HfConfig(Named):
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
     tie_word_embeddings: bool | None = None
-    use_sliding_window: bool | None = None
+    use_sliding_window: Off = None
     sliding_window: int | None = None
-    no_rope_layers: Annotated[list[int], Field(max_length=1024)] | None = None
+    no_rope_layers: Annotated[list[Literal[0, 1]], Field(max_length=1024)] | None = None
     no_rope_layer_interval: Positions | None = None
-    attention_bias: bool | None = None
-    mlp_bias: bool | None = None
-    hidden_act: Name | None = None
-    layer_types: Annotated[list[Name], Field(max_length=1024)] | None = None
+    attention_bias: Off = None
+    mlp_bias: Off = None
+    hidden_act: Literal["silu", "swish"]  # two names of one function
+    layer_types: Annotated[list[Literal["full_attention"]], Field(max_length=1024)] | None = None
     num_labels: int | None = None
     id2label: dict[Any, Any] | None = None
     quantization_config: Quantization | None = None

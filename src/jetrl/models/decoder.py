@@ -21,7 +21,7 @@ V vocabulary.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Side
 from jetrl.precision.quantized_weight import QuantizedWeight
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class DecoderLayer(nn.Module):
@@ -86,7 +88,10 @@ class DecoderLayer(nn.Module):
         # Attention: the residual sum and its norm, then qkv, of all T tokens.
         x, qkv = norm_linear(x, delta, self.input_norm, self.qkv, side, trace)
         tell(trace, "qkv", qkv)
-        attended = kv.attend(self.index, qkv, self._rotary(positions, table, trace), last)
+        c, as_values = self.config, self.o.adapter is not None
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        rope = Rotary(positions, table, norms, c.num_heads, c.num_kv_heads, trace, as_values)
+        attended = kv.attend(self.index, qkv, rope, last)
         tell(trace, "attention", attended)
         if last and kv.rows is not None:
             x = x[kv.rows]
@@ -96,14 +101,6 @@ class DecoderLayer(nn.Module):
         del attended
         # The block, with the sum of both in front.
         return self.block(x, delta, side, trace)
-
-    def _rotary(self, positions: Tensor, table: Tensor, trace: Trace | None) -> Rotary:
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = (self.q_norm, self.k_norm)
-        c = self.config
-        as_values = self.o.adapter is not None
-        return Rotary(positions, table, norms, c.num_heads, c.num_kv_heads, trace, as_values)
 
 
 class Decoder(nn.Module):
@@ -166,12 +163,6 @@ class Decoder(nn.Module):
         part.layers = nn.ModuleList(list(self.layers)[:count])
         return part
 
-    def without_adapters(self) -> Decoder:
-        """Return this decoder with the adapters left out, sharing all weights: the base."""
-        part = _without_adapters(self)
-        assert isinstance(part, Decoder), "a copy has the class of its original"
-        return part
-
     def forward(
         self,
         token_ids: Tensor,
@@ -225,11 +216,11 @@ class Decoder(nn.Module):
         return scores
 
 
-def _without_adapters(module: nn.Module) -> nn.Module:
+def without_adapters(module: _Module) -> _Module:
     """Return a copy of a module whose linear layers have no adapter, sharing all tensors."""
     part = copy.copy(module)
     part._modules = {
-        name: None if child is None else _without_adapters(child)
+        name: None if child is None else without_adapters(child)
         for name, child in module._modules.items()
     }
     if isinstance(part, Linear):

@@ -74,7 +74,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family("SmolLM3ForCausalLM"),
     "phi3": Family("Phi3ForCausalLM", fused=True, window_in_use=True, rope_types=("default",)),
 }
-# Patterns of a refused model_type: the nearest family, and what that one lacks.
+# Patterns of a refused model_type, and the nearest family.
 _NEAREST = (
     ("qwen3", "qwen3"),
     ("qwen2|seed_oss", "qwen2"),
@@ -85,13 +85,7 @@ _NEAREST = (
 _LACKING = (
     ("moe|mixtral|llama4|qwen3_next|deepseek|gpt_oss", "it has mixtures of experts"),
     ("_vl|mllama|^mistral3|multimodal", "it reads images"),
-    ("ministral3", "it scales queries by their position"),
-    ("^phi$", "its norms are LayerNorms, and only part of a head is rotated"),
-    ("seed_oss", "its attention output may have a bias"),
-    ("granite", "it multiplies embeddings, residuals, scores and logits"),
-    ("olmo", "its norms stand behind attention and feed-forward"),
-    ("gemma", "its feed-forward is GeGLU, and its norms add 1 to their weights"),
-    ("glm4", "only part of a head is rotated, and it has more norms"),
+    (".", "it computes something else"),
 )
 Head = Literal["lm", "score"]
 """What the decoder ends in: logits of tokens (ForCausalLM), or one number
@@ -101,10 +95,8 @@ _LM, _SCORE = "ForCausalLM", "ForSequenceClassification"  # endings of an archit
 _SMALL_TABLE = 2**29  # bytes of a table of rotary positions that any model may have
 _MOST_TOKENS = 2**31  # of a vocabulary
 # They have to be there, though transformers has defaults: a file without them is damaged.
-_SIZES = {
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-    "max_position_embeddings", *DenseShape.hf_sizes,
-}  # fmt: skip
+_DEFAULTED = {"rms_norm_eps", "rope_theta", "hidden_act"}
+_SIZES = {key for key, field in HfConfig.model_fields.items() if field.is_required()} - _DEFAULTED
 
 
 @dataclass(frozen=True)
@@ -161,8 +153,13 @@ class ModelConfig:
         """Return the model of a config.json, in the layout of transformers 4 or 5."""
         family, head = _family(checked(NAMED, config, "config.json"), config)
         hf = checked(HF_CONFIG, {**defaults(family), **config}, "config.json")
-        _refuse_unsupported(hf, family)
-        shared = FAMILIES[family]
+        shared, window = FAMILIES[family], hf.sliding_window
+        if shared.window_in_use and window is not None and window < hf.max_position_embeddings:
+            raise UserError(
+                f"config.json: sliding_window = {window} is below max_position_embeddings = "
+                f"{hf.max_position_embeddings}; set it to null (absent, it is transformers' "
+                "default) if full attention is meant"
+            )
         num_heads = hf.num_attention_heads
         num_kv_heads = hf.num_key_value_heads or num_heads
         if num_heads % num_kv_heads:
@@ -290,32 +287,11 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
 
 def _nearest(model_type: str | None) -> str:
     """Return the words that name the family nearest to a refused one; "" if none is near."""
-    found = [
-        [value for pattern, value in table if re.search(pattern, str(model_type))]
+    family, lacks = (
+        next((value for pattern, value in table if re.search(pattern, str(model_type))), None)
         for table in (_NEAREST, _LACKING)
-    ]
-    return f": the nearest family is {found[0][0]}, but {found[1][0]}" if all(found) else ""
-
-
-def _refuse_unsupported(config: HfConfig, family: str) -> None:
-    """Raise for an option of config.json that this decoder does not compute."""
-    window, context = config.sliding_window, config.max_position_embeddings
-    layer_types = set(config.layer_types or ()) - {"full_attention"}
-    problem = None
-    if config.use_sliding_window:
-        problem = "use_sliding_window is true; set it to false if full attention is meant"
-    elif FAMILIES[family].window_in_use and window is not None and window < context:
-        problem = (
-            f"sliding_window = {window!r} is below max_position_embeddings = {context}; set it to "
-            "null (absent, it is transformers' default) if full attention is meant"
-        )
-    elif layer_types:
-        shown = printable(", ".join(sorted(layer_types)))
-        problem = f"layer_types has {shown}; only full_attention is supported"
-    elif config.attention_bias:
-        problem = f"attention_bias is true, which is not supported for {family}"
-    if problem:
-        raise UserError(f"config.json: {problem}")
+    )
+    return f": the nearest family is {family}, but {lacks}" if family else ""
 
 
 def _head_dim(config: HfConfig) -> int:
@@ -342,11 +318,8 @@ def _layers_without_rope(config: HfConfig, family: str) -> tuple[int, ...]:
         if every is None:
             raise UserError("config.json: no_rope_layer_interval is missing")
         return tuple(range(every - 1, num_layers, every))
-    if len(rotated) < num_layers or set(rotated) - {0, 1}:
-        raise UserError(
-            f"config.json: no_rope_layers = {shown_value(rotated)}: a list of {num_layers} numbers "
-            "is expected, 1 for a layer with rotary positions and 0 for one without"
-        )
+    if len(rotated) < num_layers:
+        raise UserError(f"config.json: no_rope_layers has no {num_layers} numbers")
     return tuple(index for index in range(num_layers) if not rotated[index])
 
 

@@ -42,11 +42,12 @@ from jetrl.models.hf_files import (
     read_object,
     tensor_files,
 )
-from jetrl.models.hf_save import save_model
+from jetrl.models.hf_save import save_model as save_model
 from jetrl.models.nvfp4_files import (
     SIDECAR,
     CodedWeights,
     NVFP4Layout,
+    check_quantization,
     left_in_16_bits,
     nvfp4_layout,
     read_nvfp4,
@@ -54,16 +55,6 @@ from jetrl.models.nvfp4_files import (
 from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
 from jetrl.precision.quantize import QTensor, dequantize
-
-__all__ = [
-    "eos_token_ids",
-    "load_tokenizer",
-    "model_config",
-    "open_weights",
-    "read_config",
-    "read_generation_config",
-    "save_model",
-]
 
 _GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # tokenizer.json alone
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints kept; recomputed here
@@ -191,9 +182,7 @@ def open_weights(
         return
     directory = model_directory(path, "weights")
     with ExitStack() as stack:
-        files = tensor_files(directory)
-        handles = {file: stack.enter_context(open_tensors(file)) for file in set(files.values())}
-        weights = _StoredWeights(directory, files, handles, torch.device(device), config, layout)
+        weights = _StoredWeights(directory, stack, device, config, layout)
         weights.check_complete()
         yield _outline(config, layout) if outline else weights
 
@@ -201,11 +190,10 @@ def open_weights(
 def _outline(config: ModelConfig, layout: NVFP4Layout | None) -> CodedWeights:
     """Return the parameters of a directory as its config.json has them, without memory."""
     shapes, wide = parameter_shapes(config), left_in_16_bits(config)
-    parts = {} if layout is None else stored_tensors(config)
-    coded = {name for name in parts if parts[name][0].linear_weight} - wide
+    parts = stored_tensors(config)
 
     def codes(name: str) -> NVFP4Tensor | None:
-        if name not in coded:
+        if not parts[name][0].linear_weight or name in wide:
             return None
         rows, columns = shapes[name]
         packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta")
@@ -215,7 +203,7 @@ def _outline(config: ModelConfig, layout: NVFP4Layout | None) -> CodedWeights:
     def value(name: str) -> Tensor:
         return torch.empty(shapes[name], device="meta")
 
-    return CodedWeights(shapes, value, codes, wide.__contains__)
+    return CodedWeights(shapes, value, None if layout is None else codes)
 
 
 class _StoredWeights(CodedWeights):
@@ -224,16 +212,18 @@ class _StoredWeights(CodedWeights):
     def __init__(
         self,
         directory: Path,
-        files: dict[str, Path],
-        handles: dict[Path, Any],
-        device: torch.device,
+        stack: ExitStack,
+        device: str | torch.device,
         config: ModelConfig,
         layout: NVFP4Layout | None,
     ) -> None:
         self._parts, self._tied = stored_tensors(config), config.tie_word_embeddings
-        super().__init__(self._parts, self._weight, self._codes, self._left_wide)
-        self._directory, self._files, self._handles = directory, files, handles
-        self._device, self._layout = device, layout
+        codes = None if layout is None else self._codes
+        super().__init__(self._parts, self._weight, codes)
+        self._directory, self._device, self._layout = directory, device, layout
+        self._files = tensor_files(directory)
+        opened = set(self._files.values())
+        self._handles = {file: stack.enter_context(open_tensors(file)) for file in opened}
 
     def _weight(self, name: str) -> Tensor:
         coded = self._codes(name)
@@ -265,9 +255,6 @@ class _StoredWeights(CodedWeights):
         read = [read_nvfp4(layout, part, self._files, self._tensor) for part in parts]
         return stacked_nvfp4(read)
 
-    def _left_wide(self, name: str) -> bool:
-        return self._layout is not None and not any(map(self._has_codes, self._parts[name]))
-
     def _has_codes(self, part: StoredTensor) -> bool:
         """Return whether the files have any NVFP4 tensor of a stored weight."""
         if self._layout is None:
@@ -283,17 +270,23 @@ class _StoredWeights(CodedWeights):
         # A tied checkpoint may hold the embedding a second time.
         used = {"lm_head.weight"} if self._tied else set()
         for part in chain(*self._parts.values()):
+            names: tuple[str, ...] = (part.name,)
+            asks = f"config.json asks for it, {list(part.shape)}"
             if self._layout is not None and self._has_codes(part):
-                used |= self._coded_names(part, self._layout)
-                continue
-            if part.name not in self._files:
-                tie = ": is tie_word_embeddings true?" if part.name == "lm_head.weight" else ""
-                one = len(self._handles) == 1
+                names = self._layout.names(part.name)
+                asks = f"NVFP4 in {self._layout.tool}'s layout has {', '.join(names)}"
+            else:
+                used.add(part.name + SCALE_SUFFIX)
+            missing = [name for name in names if name not in self._files]
+            if missing:
+                file = next((self._files[name] for name in names if name in self._files), None)
+                file = file or (self._directory / INDEX if len(self._handles) > 1 else None)
+                tie = "; is tie_word_embeddings true?" if part.name == "lm_head.weight" else ""
                 raise UserError(
-                    f"{next(iter(self._handles)) if one else self._directory / INDEX}: tensor "
-                    f"{part.name} {list(part.shape)} is missing; config.json asks for it{tie}"
+                    f"{file or next(iter(self._handles))}: tensor {missing[0]} is missing: "
+                    f"{asks}{tie}"
                 )
-            used |= {part.name, part.name + SCALE_SUFFIX}
+            used |= {*names}
         unread = () if self._layout is None else self._layout.unread
         ignored = (*_IGNORED_SUFFIXES, *unread)
         extra = sorted(name for name in set(self._files) - used if not name.endswith(ignored))
@@ -303,18 +296,6 @@ class _StoredWeights(CodedWeights):
                 f"{self._directory}: tensors that config.json has no place for: {shown}; are "
                 "config.json and the weights of the same model?"
             )
-
-    def _coded_names(self, part: StoredTensor, layout: NVFP4Layout) -> set[str]:
-        """Return the names of a weight's tensors in NVFP4, or raise for one that is missing."""
-        names = layout.names(part.name)
-        there = next(name for name in names if name in self._files)
-        for name in names:
-            if name not in self._files:
-                raise UserError(
-                    f"{self._files[there]}: there is {there}, but no tensor {name}: NVFP4 in "
-                    f"{layout.tool}'s layout has {', '.join(names)}"
-                )
-        return set(names)
 
     def _read(self, part: StoredTensor) -> Tensor:
         """Return a stored tensor on the device, dequantized if it is FP8."""
@@ -358,25 +339,3 @@ class _StoredWeights(CodedWeights):
             return tensor.to(self._device)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: tensor {name} cannot be read: {error}") from error
-
-
-def check_quantization(quantization: Any) -> NVFP4Layout | None:
-    """Return the layout of NVFP4 weights that config.json's quantization_config describes.
-
-    None without a quantization, and of FP8 in blocks; every other one is refused.
-    """
-    layout = nvfp4_layout(quantization)
-    if quantization is None or layout is not None:
-        return layout
-    where = "config.json: quantization_config"
-    if not isinstance(quantization, Mapping):
-        raise UserError(f"{where} = {quantization!r}: an object is expected")
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    if method != "fp8":
-        raise UserError(
-            f"{where}.quant_method = {method!r} is not supported; use a checkpoint in 16 or 32 "
-            "bits, 'fp8' with 128 x 128 blocks, or as a frozen base NVFP4"
-        )
-    if block is None or tuple(block) != FP8_BLOCK:
-        raise UserError(f"{where}.weight_block_size = {block!r}; supported: [128, 128]")
-    return None

@@ -75,29 +75,35 @@ def save_model(
     assert parameters.keys() == set(weights), parameters.keys() ^ set(weights)
     encoding = _Encoding(dtype, frozenset(bf16_layers), scales)
     shards = _shards(parameters, encoding, max_shard_bytes)
+
+    def finish() -> None:
+        write_json(scratch / "config.json", _config_json(config, encoding))
+        if generation_config:
+            write_json(scratch / "generation_config.json", dict(generation_config))
+
+    with new_directory(path, overwrite, tokenizer) as scratch:
+        _write_shards(scratch, shards, encoding, weights)
+        world().from_first("config.json", finish)
+
+
+@contextlib.contextmanager
+def new_directory(
+    path: str | Path, overwrite: bool, tokenizer: PreTrainedTokenizerBase | None
+) -> Iterator[Path]:
+    """Yield a hidden folder to fill; after the block rank 0 adds the tokenizer and moves it."""
     target = Path(path)
     scratch = world().from_first(
         "a folder to write into", lambda: begin_directory(target, overwrite)
     )
 
-    def finish() -> None:
-        write_json(scratch / "config.json", _config_json(config, encoding))
+    def publish() -> None:
         if tokenizer is not None:
             save_tokenizer(scratch, tokenizer)
-        if generation_config:
-            write_json(scratch / "generation_config.json", dict(generation_config))
         publish_directory(scratch, target)
 
-    with filling(scratch, target):
-        _write_shards(scratch, shards, encoding, weights)
-        world().from_first("the end of a model directory", finish)
-
-
-@contextlib.contextmanager
-def filling(scratch: Path, target: Path) -> Iterator[None]:
-    """Remove the folder of `begin_directory` after the block, which fills and publishes it."""
     try:
-        yield
+        yield scratch
+        world().from_first("the end of a model directory", publish)
     except OSError as error:
         raise StorageError(
             f"{target}: not written: {error}. Make room there and type the command again; a run "
@@ -162,12 +168,11 @@ class _Encoding:
 
 
 class _Piece(NamedTuple):
-    """A stored tensor of a file: the rows of our parameter that it holds, and its bytes there."""
+    """A stored tensor of a file, and the rows of our parameter that it holds."""
 
     parameter: str
     rows: slice
     part: StoredTensor
-    num_bytes: int
 
 
 def _shards(
@@ -175,14 +180,16 @@ def _shards(
 ) -> list[list[_Piece]]:
     """Return the tensors of each file, decided from shapes alone."""
     shards: list[list[_Piece]] = [[]]
+    used = 0
     for name, parts in parameters.items():
         row = 0
         for part in parts:
             size, end = encoding.num_bytes(part), row + part.shape[0]
-            if shards[-1] and sum(piece.num_bytes for piece in shards[-1]) + size > most:
+            if shards[-1] and used + size > most:
                 shards.append([])
-            shards[-1].append(_Piece(name, slice(row, end), part, size))
-            row = end
+                used = 0
+            shards[-1].append(_Piece(name, slice(row, end), part))
+            used, row = used + size, end
     return shards
 
 
@@ -208,7 +215,7 @@ def _write_shards(
         world().from_first("a file of weights", partial(save_file, tensors, directory / file))
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
-        total = sum(piece.num_bytes for shard in shards for piece in shard)
+        total = sum(encoding.num_bytes(piece.part) for shard in shards for piece in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write = partial(write_json, directory / "model.safetensors.index.json", index)
         world().from_first("the index of the files", write)

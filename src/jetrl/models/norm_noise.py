@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,26 +32,17 @@ from jetrl.settings.loading import Settings
 _NOISY = ("input_norm", "post_norm")  # of a layer; not those of queries and keys, nor the last
 
 
-@dataclass(frozen=True)
-class NoiseSchedule:
-    """The standard deviation of the noise by step.
+def noise_sigma(start: float, end: float, stages: int, num_steps: int, step: int) -> float:
+    """Return the standard deviation of the noise in a step, from 1 on.
 
-    Attributes:
+    Args:
         start: Sigma of the first part with noise; 0: never any noise.
     """
-
-    start: float
-    end: float
-    stages: int
-    num_steps: int
-
-    def sigma(self, step: int) -> float:
-        """Return the standard deviation in a step, from 1 on."""
-        part = (step - 1) * (self.stages + 1) // max(self.num_steps, 1)
-        if self.start == 0 or part <= 0:
-            return 0.0
-        done = (min(part, self.stages) - 1) / max(self.stages - 1, 1)
-        return float(self.start * (self.end / self.start) ** done)
+    part = (step - 1) * (stages + 1) // max(num_steps, 1)
+    if start == 0 or part <= 0:
+        return 0.0
+    done = (min(part, stages) - 1) / max(stages - 1, 1)
+    return float(start * (end / start) ** done)
 
 
 class NormNoise:
@@ -59,9 +50,8 @@ class NormNoise:
 
     def __init__(self, model: Model, settings: Settings) -> None:
         adapter = settings.adapter
-        self._schedule = NoiseSchedule(
-            adapter.noise_start, adapter.noise_end, adapter.noise_stages, settings.loop.steps
-        )
+        schedule = (adapter.noise_start, adapter.noise_end, adapter.noise_stages)
+        self._sigma = partial(noise_sigma, *schedule, settings.loop.steps)
         self._seed, self._step = settings.run.seed, 0
         self._norms: dict[str, RMSNorm] = {}
         if adapter.noise_start > 0:
@@ -80,7 +70,7 @@ class NormNoise:
         self._step = step
         if not self._norms:
             return {}
-        sigma = self._schedule.sigma(step) if step else 0.0
+        sigma = self._sigma(step) if step else 0.0
         for name, norm in self._norms.items():
             norm.quantized.add_noise(self._draw(name, norm, sigma) if sigma else None)
         return {"noise/sigma": sigma}

@@ -33,7 +33,7 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.files import Stored, checked
+from jetrl.files import Stored, checked, shown_value
 from jetrl.models.families import ModelConfig, StoredTensor, stored_tensors
 from jetrl.models.patterns import matching
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor
@@ -42,6 +42,7 @@ from jetrl.precision.plan import PrecisionPlan
 SIDECAR = "hf_quant_config.json"  # ModelOpt's, of whose older exports config.json says nothing
 _WHERE = "config.json: quantization_config"
 _OF_KEYS_AND_VALUES = (".k_scale", ".v_scale", ".q_scale")
+_CT_FORMAT = "nvfp4-pack-quantized"
 _NotThere = Annotated[dict[str, Any], Field(max_length=0)] | None
 
 
@@ -63,8 +64,13 @@ class _ModelOptGroup(Stored):
 
 class _CodedGroup(Stored):
     weights: _CodedWeights
-    format: Literal["nvfp4-pack-quantized"]
+    format: Any = None
     targets: list[str] | None = None
+
+
+class _Fp8(Stored):
+    quant_method: Literal["fp8"]
+    weight_block_size: Annotated[list[Literal[128]], Field(min_length=2, max_length=2)]
 
 
 class _ModelOpt(_GroupSize):
@@ -80,6 +86,7 @@ class _CompressedTensors(Stored):
     """The keys that are read of a directory that compressed-tensors wrote."""
 
     config_groups: Annotated[dict[str, _CodedGroup], Field(min_length=1)]
+    format: Any = None
     ignore: list[str] | None = None
     transform_config: _NotThere = None
     sparsity_config: _NotThere = None
@@ -163,19 +170,27 @@ def nvfp4_layout(quantization: Any) -> NVFP4Layout | None:
 
 
 def _compressed_tensors_layout(quantization: Mapping[str, Any]) -> NVFP4Layout:
-    said, groups = dict(quantization), quantization.get("config_groups")
-    if isinstance(groups, Mapping):  # a group has the format of all, unless it names its own
-        shared = {"format": quantization.get("format")}
-        said["config_groups"] = {
-            name: shared | {k: v for k, v in group.items() if k != "format" or v}
-            if isinstance(group, Mapping)
-            else group
-            for name, group in groups.items()
-        }
-    read = checked(TypeAdapter(_CompressedTensors), said, _WHERE)
+    read = checked(TypeAdapter(_CompressedTensors), quantization, _WHERE)
+    for name, group in read.config_groups.items():
+        format = group.format or read.format
+        if format != _CT_FORMAT:
+            where = f"{_WHERE}.config_groups.{name}"
+            raise UserError(f"{where}: format = {shown_value(format)}: {_CT_FORMAT!r} is read")
     targets = [t for group in read.config_groups.values() for t in group.targets or ()]
     coded = () if "Linear" in targets else tuple(targets)
     return replace(_COMPRESSED_TENSORS, left_out=tuple(read.ignore or ()), coded=coded)
+
+
+def check_quantization(quantization: Any) -> NVFP4Layout | None:
+    """Return the layout of NVFP4 weights that config.json's quantization_config describes.
+
+    None without a quantization, and of FP8 in blocks; every other one is refused.
+    """
+    layout = nvfp4_layout(quantization)
+    if quantization is not None and layout is None:
+        read = "16 or 32 bits, FP8 in 128 x 128 blocks and NVFP4 are read"
+        checked(TypeAdapter(_Fp8), quantization, f"{_WHERE} ({read})")
+    return layout
 
 
 def is_nvfp4(config: ModelConfig) -> bool:
@@ -270,19 +285,19 @@ class CodedWeights(Mapping[str, Tensor]):
 
     Args:
         value: Returns a parameter; of one in NVFP4 the float32 values that its codes stand for.
-        codes: Returns a parameter's codes and scales; None if it has 16 or 32 bits, or FP8.
-        left_wide: Whether a parameter has 16 or 32 bits in a directory with others in NVFP4.
+
+    Attributes:
+        codes: In a directory with NVFP4, returns a parameter's codes and scales, None if it has 16
+            or 32 bits there; elsewhere None.
     """
 
     def __init__(
         self,
         names: Iterable[str],
         value: Callable[[str], Tensor],
-        codes: Callable[[str], NVFP4Tensor | None] = lambda name: None,
-        left_wide: Callable[[str], bool] = lambda name: False,
+        codes: Callable[[str], NVFP4Tensor | None] | None = None,
     ) -> None:
-        self._names, self._value = dict.fromkeys(names), value
-        self.codes, self.left_wide = codes, left_wide
+        self._names, self._value, self.codes = dict.fromkeys(names), value, codes
 
     def __getitem__(self, name: str) -> Tensor:
         return self._value(name)
@@ -297,11 +312,6 @@ class CodedWeights(Mapping[str, Tensor]):
         return name in self._names
 
 
-def codes_of(weights: Mapping[str, Tensor], name: str) -> NVFP4Tensor | None:
-    """Return the codes and scales of one of a model's parameters; None if it has none."""
-    return weights.codes(name) if isinstance(weights, CodedWeights) else None
-
-
-def left_wide(weights: Mapping[str, Tensor], name: str) -> bool:
-    """Return whether a parameter has 16 or 32 bits in a directory with others in NVFP4."""
-    return isinstance(weights, CodedWeights) and weights.left_wide(name)
+def codes_of(weights: Mapping[str, Tensor]) -> Callable[[str], NVFP4Tensor | None] | None:
+    """Return the `codes` of a model's parameters, None if they are in no directory with NVFP4."""
+    return weights.codes if isinstance(weights, CodedWeights) else None

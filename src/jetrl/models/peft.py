@@ -33,16 +33,8 @@ from jetrl.files import Stored, checked, printable, shown_value
 from jetrl.models.adapter import Adapter, LoRA, adapted_parts, adapter_names
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.hf_files import is_hub_name, load_tensors, read_object
-from jetrl.models.hf_save import (
-    begin_directory,
-    filling,
-    publish_directory,
-    save_file,
-    save_tokenizer,
-    write_json,
-)
+from jetrl.models.hf_save import new_directory, save_file, write_json
 from jetrl.models.nvfp4_files import CodedWeights
-from jetrl.precision.adapter import AdapterShape
 from jetrl.settings.model_sections import MOST_RANK, AdapterSettings
 
 logger = logging.getLogger(__name__)
@@ -150,10 +142,8 @@ def adapter_of(
     lora = lora_of(settings, config)
     if lora is None:
         return None
-    if device == "meta":
-        return Adapter.outline(config, lora)
-    if settings.path is None:
-        return Adapter.new(config, lora, seed)
+    if device == "meta" or settings.path is None:
+        return Adapter.new(config, lora, seed, device)
     return read_adapter(settings.path, config, lora)
 
 
@@ -305,21 +295,14 @@ def save_adapter(
             that the adapter replaces.
         overwrite: Replace an adapter or a model that is at `path`.
     """
-    target = Path(path)
-    scratch = world().from_first(
-        "a folder to write into", lambda: begin_directory(target, overwrite)
-    )
 
     def write() -> None:
         stored = _stored(config, lora, masters)
         write_json(scratch / CONFIG, _adapter_json(config, lora, base, stored))
         save_file(stored, scratch / TENSORS)
         write_json(scratch / _OWN, {_DIGEST: digest, _TIED: config.tie_word_embeddings})
-        if tokenizer is not None:
-            save_tokenizer(scratch, tokenizer)
-        publish_directory(scratch, target)
 
-    with filling(scratch, target):
+    with new_directory(path, overwrite, tokenizer) as scratch:
         world().from_first("an adapter's directory", write)
 
 
@@ -391,6 +374,9 @@ class MergedWeights(CodedWeights):
     Args:
         masters: The whole master weights that were trained: A and B of the adapter, and parameters
             that take the place of the base's.
+
+    Attributes:
+        shapes: The shape of the adapter of each linear layer that has one, by the layer's name.
     """
 
     def __init__(
@@ -403,7 +389,7 @@ class MergedWeights(CodedWeights):
     ) -> None:
         super().__init__(parameter_shapes(config), self._merged)
         self._base, self._masters, self._device = base, masters, device
-        self._shapes = lora.shapes(config)
+        self.shapes = lora.shapes(config)
 
     def _merged(self, name: str) -> Tensor:
         if name in self._masters:
@@ -411,29 +397,15 @@ class MergedWeights(CodedWeights):
         stored = name if name in self._base else _EMBEDDINGS  # of a head that is untied
         weight = self._base[stored].to(self._device, torch.float32)
         layer = name.removesuffix(".weight")
-        return weight + self.change(layer) if layer in self._shapes else weight
+        return weight + self.change(layer) if layer in self.shapes else weight
 
     def change(self, layer: str) -> Tensor:
-        """Return what the adapter adds to a linear layer's weight, float32 [N, K]."""
+        """Return what the adapter adds to a linear layer's weight, s B A in float32 [N, K]."""
         a, b = (self._masters[n].detach().to(self._device) for n in adapter_names(layer))
-        return dense_change(self._shapes[layer], a, b)
-
-    @property
-    def adapted(self) -> list[str]:
-        """The names of the linear layers with an adapter."""
-        return list(self._shapes)
-
-
-def dense_change(shape: AdapterShape, a: Tensor, b: Tensor) -> Tensor:
-    """Return s B A of every part in its rows, float32 [N, K].
-
-    Args:
-        a: The master weight A [P * r, K].
-        b: The master weight B [rows of all parts, r].
-    """
-    change = torch.zeros(shape.num_rows, shape.num_columns, device=a.device)
-    counts = [count for _, count in shape.parts]
-    parts = zip(shape.parts, a.split(shape.rank), b.split(counts), strict=True)
-    for (first, count), part_a, part_b in parts:
-        change[first : first + count] = (shape.scale * part_b) @ part_a
-    return change
+        shape = self.shapes[layer]
+        change = torch.zeros(shape.num_rows, shape.num_columns, device=a.device)
+        counts = [count for _, count in shape.parts]
+        parts = zip(shape.parts, a.split(shape.rank), b.split(counts), strict=True)
+        for (first, count), part_a, part_b in parts:
+            change[first : first + count] = (shape.scale * part_b) @ part_a
+        return change

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.models.attention import KeyValues
+from jetrl.models.decoder import without_adapters
 from jetrl.models.model import Model
 from jetrl.models.packed import Stems, pack, token_positions, upload
 from jetrl.precision.backend import backend_of
@@ -46,7 +47,7 @@ class Policy(Model):
         """
         assert self.lora is not None, "a policy with an adapter has a base"
         part = copy.copy(self)
-        part.decoder = self.decoder.without_adapters()
+        part.decoder = without_adapters(self.decoder)
         part.lora = None
         return part
 

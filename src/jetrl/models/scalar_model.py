@@ -10,7 +10,6 @@ Legend: T tokens, S sequences, R rows that are needed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from jetrl.models import hf
 from jetrl.models.adapter import Adapter
 from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model, check_device
-from jetrl.models.nvfp4_files import CodedWeights, check_base, codes_of, left_wide
+from jetrl.models.nvfp4_files import CodedWeights, check_base, codes_of
 from jetrl.models.packed import Stems, pack, upload
 from jetrl.precision.plan import PrecisionPlan
 
@@ -85,8 +84,7 @@ class ScalarModel(Model):
                 return torch.zeros(1, config.hidden_size, device=device)
             return weights[name].detach().to(device, torch.float32, copy=True)
 
-        codes, wide = partial(codes_of, weights), partial(left_wide, weights)
-        body = CodedWeights([*names, "score.weight"], value, codes, wide)
+        body = CodedWeights([*names, "score.weight"], value, codes_of(weights))
         return cls(config.with_scalar_head(), plan, body, device, tokenizer, adapter=adapter)
 
     def values(

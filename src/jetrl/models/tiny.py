@@ -66,19 +66,18 @@ class RandomWeights(CodedWeights):
         self._states: dict[str, Tensor] = {}
 
     def _drawn(self, name: str) -> Tensor:
-        if name in self._states:
+        values: Tensor | None = None
+        # The tensors before this one are made and dropped: one generator fills all, in order.
+        while name not in self._states:
+            following = self._unmade.pop()
+            self._states[following] = self._generator.get_state()
+            values = self._make(following)
+        if values is None:
             later = self._generator.get_state()
             self._generator.set_state(self._states[name])
             values = self._make(name)
             self._generator.set_state(later)
-            return values
-        # The tensors before this one are made and dropped: one generator fills all, in order.
-        while True:
-            following = self._unmade.pop()
-            self._states[following] = self._generator.get_state()
-            values = self._make(following)
-            if following == name:
-                return values
+        return values
 
     def _make(self, name: str) -> Tensor:
         """Return a parameter made from the current state of the generator."""

@@ -33,7 +33,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.adapter import Adapter, adapter_names
 from jetrl.models.layer import RMSNorm
-from jetrl.models.nvfp4_files import codes_of, left_wide
+from jetrl.models.nvfp4_files import codes_of
 from jetrl.precision.adapter import AdapterWeight
 from jetrl.precision.gradients import Gradients, OrderedGradients
 from jetrl.precision.linear import Linear
@@ -127,7 +127,10 @@ class Weights:
     ) -> QuantizedWeight:
         """Return a master weight as a layer reads it, rounded again by each `requantize`."""
         assert layer not in self._quantized, f"two layers are called {layer}"
-        codes = codes_of(self._tensors, name) if "nvfp4" in formats.values() else None
+        read = codes_of(self._tensors) if "nvfp4" in formats.values() else None
+        codes = None if read is None else read(name)
+        if read is not None and codes is None:  # which the files leave in 16 bits
+            formats = {"rollout": "bf16", "train": "bf16"}
         if codes is None:
             master = self.master(name)
         else:  # which are not rounded: of the master weight there is only the shape
@@ -143,8 +146,6 @@ class Weights:
 
     def linear(self, name: str, formats: Mapping[Side, LinearFormat], bias: bool = False) -> Linear:
         """Return the linear layer of the parameters `name`.weight and, with a bias, `name`.bias."""
-        if "nvfp4" in formats.values() and left_wide(self._tensors, f"{name}.weight"):
-            formats = {"rollout": "bf16", "train": "bf16"}
         weight = self.quantized(name, f"{name}.weight", formats)
         bias_master = self.master(f"{name}.bias") if bias else None
         widened = self.device.type == "cuda" and self.plan.widens_wgrad
