@@ -88,7 +88,7 @@ def test_targets_are_read_as_peft_reads_them() -> None:
     for wrong, said in (
         (("q_proj", "wqkv"), "'wqkv' matches no linear layer.*called down_proj, gate_proj"),
         ("mixer.*", "'mixer.*' matches no linear layer"),
-        ("(", "not a usable regular expression: missing \\)"),
+        ("(", "not usable as regular expressions: missing \\)"),
     ):
         with pytest.raises(UserError, match=said):
             adapted_parts(CONFIG, wrong)

@@ -94,7 +94,7 @@ def test_half_of_the_shards_is_not_the_model(cache: Path, monkeypatch: pytest.Mo
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     asked = downloads(monkeypatch, errors.LocalEntryNotFoundError("no network"))
-    with pytest.raises(UserError, match="the hub cannot be reached"):
+    with pytest.raises(UserError, match="LocalEntryNotFoundError: no network"):
         Policy.from_pretrained(NAME, FP32)
     assert asked == [f"{NAME}@None"]
 
@@ -107,16 +107,12 @@ def http_error(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
 @pytest.mark.parametrize(
     "error, message",
     [
-        (http_error(errors.GatedRepoError), "accept its terms: https://huggingface.co/some/model"),
-        (http_error(errors.RepositoryNotFoundError), "no model some/model.*HF_TOKEN"),
-        (http_error(errors.RevisionNotFoundError), "it has no revision 'v2'"),
-        (ConnectionError("name not known"), "cannot be reached .ConnectionError: name not known"),
-        (
-            errors.LocalEntryNotFoundError("no\nnetwork"),
-            r"cannot be reached.*hf download some/model",
-        ),
+        (http_error(errors.GatedRepoError), "GatedRepoError: refused; set HF_TOKEN"),
+        (http_error(errors.RevisionNotFoundError), "RevisionNotFoundError"),
+        (ConnectionError("name not known"), "ConnectionError: name not known"),
+        (errors.LocalEntryNotFoundError("no\nnetwork"), r"no; .*hf download some/model"),
     ],
-    ids=["gated", "unknown", "revision", "connection", "network"],
+    ids=["gated", "revision", "connection", "network"],
 )
 def test_what_cannot_be_downloaded_says_why(
     cache: Path, error: Exception, message: str, monkeypatch: pytest.MonkeyPatch

@@ -206,12 +206,9 @@ GROUP = ("config_groups", "group_0")
 
 OTHER = [
     (altered(NVIDIA, "quant_algo", value="NVFP4_AWQ"), "quant_algo = 'NVFP4_AWQ': should be"),
-    (altered(NVIDIA, *GROUP, "weights", "group_size", value=32), r"group_size = 32: .* 16"),
     (altered(NVIDIA, "ignore", value="lm_head"), "ignore = 'lm_head': should be a valid list"),
     (altered(NEURAL, "format", value="pack-quantized"), "format = 'pack-quantized'"),
-    (altered(NEURAL, *GROUP, "weights", "type", value="int"), "type = 'int'"),
     (altered(NEURAL, *GROUP, "format", value="mxfp4-pack-quantized"), "format = 'mxfp4-pack"),
-    (altered(NEURAL, *GROUP, "weights", "strategy", value="group"), "strategy = 'group'"),
     (altered(NEURAL, "transform_config", value={"config_groups": {"R4": {}}}), "transform_config"),
     (altered(NEURAL, "config_groups", value=[]), r"config_groups = \[\]"),
     ({"quant_method": "mxfp4"}, "quant_method = 'mxfp4': should be 'fp8'"),

@@ -262,18 +262,19 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
     model_type, architecture = named.model_type, (named.architectures or [""])[0]
     scores = architecture.endswith(_SCORE)
     causal = architecture.removesuffix(_SCORE) + _LM if scores else architecture
-    family = model_type
-    if architecture:
-        by_architecture = {entry.architecture: name for name, entry in FAMILIES.items()}
-        family = by_architecture.get(causal)
-    if family not in FAMILIES or model_type not in (None, family):
+    fitting = (
+        name
+        for name, entry in FAMILIES.items()
+        if model_type in (None, name) and causal in ("", entry.architecture)
+    )
+    family = next(fitting, None) if architecture or model_type else None
+    if family is None:
         supported = ", ".join(f"{name} ({entry.architecture})" for name, entry in FAMILIES.items())
-        named_type = f"model_type {printable(str(model_type))}"
-        what = f"architecture {printable(architecture)} ({named_type})"
-        what = (what if architecture else named_type) + f" is not supported{_nearest(model_type)}"
-        if not architecture and model_type is None:
-            what = "no model_type and no architectures"
-        raise UserError(f"config.json: {what}; supported: {supported}")
+        raise UserError(
+            f"config.json: {printable(architecture) or 'no architecture'} (model_type "
+            f"{printable(str(model_type))}) is not supported{_nearest(model_type)}; supported: "
+            f"{supported}"
+        )
     if scores:
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
@@ -281,7 +282,6 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
             raise UserError(
                 f"config.json: {count} labels; a reward model or critic has one (num_labels = 1)"
             )
-    assert family is not None, "a key of FAMILIES"
     return family, "score" if scores else "lm"
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import huggingface_hub
-from huggingface_hub import constants, errors
+from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -84,7 +84,13 @@ def snapshot(name: str, part: Part) -> Path:
         # A model without a tokenizer is whole for what needs none, such as a reward model.
         if cached is not None and part == "small" and (cached / "config.json").is_file():
             return cached
-        raise UserError(f"{name}: no such directory here, and {_why(name, error)}") from error
+        offline = ", and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+        raise UserError(
+            f"{name}: no such directory here, and the hub's cache ({constants.HF_HUB_CACHE}) does "
+            f"not hold it{offline}: {type(error).__name__}: {first_line(error)[:200]}; set "
+            "HF_TOKEN for a private or gated model, or run `hf download "
+            f"{repository}` where there is network and copy the cache"
+        ) from error
     return Path(folder)
 
 
@@ -102,24 +108,6 @@ def _is_whole(folder: Path, part: Part) -> bool:
         return False
 
 
-def _why(name: str, error: Exception) -> str:
-    """Return why a model of the hub cannot be read, and what to do."""
-    repository, _, revision = name.partition("@")
-    page = f"https://huggingface.co/{repository}"
-    lacks = f"its cache ({constants.HF_HUB_CACHE}) does not hold it"
-    copy = f"run `hf download {repository}` where there is network and copy the cache"
-    if isinstance(error, errors.GatedRepoError):
-        return f"the hub wants you to accept its terms: {page}, then set HF_TOKEN"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"it has no revision {revision or 'main'!r} on the hub: see {page}/tree/main"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return f"the hub has no model {repository}; set HF_TOKEN if it is private"
-    if constants.HF_HUB_OFFLINE:
-        return f"{lacks}, and HF_HUB_OFFLINE is set: unset it, or {copy}"
-    reason = f"{type(error).__name__}: {first_line(error)[:200]}"
-    return f"{lacks}, and the hub cannot be reached ({reason}): check the network, or {copy}"
-
-
 _CONTENTS = (
     "a Hugging Face model directory has config.json, model.safetensors (or "
     "model.safetensors.index.json and its shards) and tokenizer.json"
@@ -133,39 +121,22 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         with open_tensors(single) as handle:
             return dict.fromkeys(handle.keys(), single)
     if not index.exists():
-        raise _without_weights(directory)
+        raise UserError(
+            f"{directory}: no model.safetensors and no {INDEX}; rename a single file, or convert "
+            "pickled weights by AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+        )
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: no weight_map; download the file again")
-    for file in weight_map.values():
-        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
-            raise UserError(f"{index}: {str(file)[:80]!r} is not the name of a file beside it")
-    files = {str(name): directory / file for name, file in weight_map.items()}
-    for file in sorted(set(files.values())):
-        if not file.exists():
-            raise UserError(f"{file}: missing, but {INDEX} names it; download it again")
-        with open_tensors(file) as handle:
-            stored = set(handle.keys())
-        absent = sorted(name for name, at in files.items() if at == file and name not in stored)
-        if absent:
-            raise UserError(f"{file}: tensor {absent[0]} is missing, but {INDEX} places it there")
-        files = dict.fromkeys(stored, file) | files
+    files: dict[str, Path] = {}
+    for file in sorted({str(file) for file in weight_map.values()}):
+        if file in ("", ".", "..") or "/" in file or "\0" in file:
+            raise UserError(f"{index}: {file[:80]!r} is not the name of a file beside it")
+        if not (directory / file).exists():
+            raise UserError(f"{directory / file}: missing, but {INDEX} names it; download it again")
+        with open_tensors(directory / file) as handle:
+            files |= dict.fromkeys(handle.keys(), directory / file)
     return files
-
-
-def _without_weights(directory: Path) -> UserError:
-    """Return the error of a directory without safetensors weights of the usual names."""
-    other = sorted(file.name for file in directory.glob("*.safetensors"))
-    pickled = sorted(f.name for f in directory.iterdir() if f.suffix in (".bin", ".pt", ".pth"))
-    problem = f"no weights; {_CONTENTS}"
-    if other:
-        problem = f"neither model.safetensors nor {INDEX}, but {other[0]}; rename a single file"
-    elif pickled:
-        problem = (
-            f"only pickled weights ({pickled[0]}); convert them to safetensors: "
-            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
-        )
-    return UserError(f"{directory}: {problem}")
 
 
 @contextlib.contextmanager

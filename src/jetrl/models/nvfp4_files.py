@@ -15,6 +15,8 @@ Both keep the value of even K in the lower four bits of a byte, and scales in ro
 nor swizzled. The codes and the group scales are taken as they are, bit for bit; of
 compressed-tensors' scale the float32 nearest to its reciprocal is taken, as its readers do.
 
+The shapes and types of the tensors say the rest: groups other than 16 do not fit.
+
 Which layers have codes is what the files hold: a layer that was left in 16 bits (`ignore`,
 `exclude_modules`) is read as such. `left_in_16_bits` says it from config.json alone, for the plan
 of memory. Scales of keys and values are not read: their format is the precision plan's.
@@ -46,24 +48,7 @@ _CT_FORMAT = "nvfp4-pack-quantized"
 _NotThere = Annotated[dict[str, Any], Field(max_length=0)] | None
 
 
-class _GroupSize(Stored):
-    group_size: Literal[16] = 16
-
-
-class _CodedWeights(Stored):
-    num_bits: Literal[4]
-    type: Literal["float"]
-    group_size: Literal[16]
-    strategy: Literal["tensor_group"] = "tensor_group"
-    symmetric: Literal[True] = True
-
-
-class _ModelOptGroup(Stored):
-    weights: _GroupSize | None = None
-
-
 class _CodedGroup(Stored):
-    weights: _CodedWeights
     format: Any = None
     targets: list[str] | None = None
 
@@ -73,11 +58,10 @@ class _Fp8(Stored):
     weight_block_size: Annotated[list[Literal[128]], Field(min_length=2, max_length=2)]
 
 
-class _ModelOpt(_GroupSize):
+class _ModelOpt(Stored):
     """The keys that are read of a directory that ModelOpt wrote."""
 
     quant_algo: Literal["NVFP4", "W4A16_NVFP4"]
-    config_groups: dict[str, _ModelOptGroup] | None = None
     ignore: list[str] | None = None
     exclude_modules: list[str] | None = None
 

@@ -30,37 +30,27 @@ def matching(
     """
     if not patterns:
         return set()
-    wrong, found = _found(tuple(patterns), tuple(names), "fullmatch" if whole else "match")
-    if wrong is not None:
-        raise UserError(f"{key}: {shown_value(wrong)} is not a usable regular expression: {found}")
-    return set(found)
+    try:
+        return set(_found(tuple(patterns), tuple(names), "fullmatch" if whole else "match"))
+    except LimitError as error:
+        shown = shown_value(list(patterns))
+        message = f"{key}: {shown} is not usable as regular expressions: {printable(str(error))}"
+        raise UserError(message) from None
 
 
 @functools.lru_cache(maxsize=256)
-def _found(
-    patterns: tuple[str, ...], names: tuple[str, ...], how: str
-) -> tuple[str | None, tuple[str, ...] | str]:
-    """Return the wrong pattern, or None, and the matching names, or what is wrong."""
+def _found(patterns: tuple[str, ...], names: tuple[str, ...], how: str) -> tuple[str, ...]:
     if sum(map(len, patterns)) > _MOST_CHARACTERS:
-        return patterns[0], f"with others it has more than {_MOST_CHARACTERS} characters"
+        raise LimitError(f"more than {_MOST_CHARACTERS} characters")
     process = LimitedProcess("jetrl.models.patterns:match", LIMIT_S, _MEMORY_MIB)
     try:
-        wrong, found = process.answer(json.dumps([how, patterns, names]).encode())
-    except LimitError as error:
-        return patterns[0], str(error)
+        return tuple(process.answer(json.dumps([how, patterns, names]).encode()))
     finally:
         process.close()
-    return wrong, tuple(found) if wrong is None else printable(found)
 
 
-def match(request: Any) -> tuple[str | None, Any]:
-    """Match in the limited process: the wrong pattern and its error, or None and the names."""
+def match(request: Any) -> list[str]:
+    """Match in the limited process: return the names that a pattern matches."""
     how, patterns, names = request
-    found: set[str] = set()
-    for pattern in patterns:
-        try:
-            matches = getattr(re.compile(pattern), how)
-            found.update(name for name in names if matches(name))
-        except Exception as error:  # re raises several kinds for a pattern
-            return pattern, str(error) or type(error).__name__
-    return None, list(found)
+    compiled = [getattr(re.compile(pattern), how) for pattern in patterns]
+    return [name for name in names if any(matches(name) for matches in compiled)]

@@ -60,7 +60,7 @@ class _Peft(Stored):
     peft_type: Literal["LORA"]
     r: Annotated[int, Field(ge=1, le=MOST_RANK)]
     lora_alpha: Annotated[float, Field(gt=0, lt=1e30)]
-    target_modules: Any
+    target_modules: list[str] | str
     use_rslora: bool | None = None
     modules_to_save: list[str] | None = None
     lora_dropout: float | None = None
@@ -160,11 +160,7 @@ def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
     if read.lora_dropout:
         logger.warning("%s: lora_dropout is not applied here", file)
     targets = read.target_modules
-    if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
-        targets = tuple(targets)
-    elif not isinstance(targets, str):
-        shown = shown_value(targets)
-        raise UserError(f"{file}: target_modules = {shown}: a list of names, or one text")
+    targets = targets if isinstance(targets, str) else tuple(targets)
     adapted_parts(config, targets, key=f"{file}: target_modules")
     return LoRA(read.r, read.lora_alpha, bool(read.use_rslora), targets)
 
