@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jetrl.models.families import ModelConfig
-from jetrl.models.hf import open_weights, read_config
+from jetrl.models.hf import model_config, open_weights
 
 SIZES = {
     "vocab_size": 40,
@@ -32,7 +32,7 @@ def our_config(family: str = "qwen3", tied: bool = False, **sizes: Any) -> Model
 
 
 def read_model(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    config = ModelConfig.from_hf(read_config(path))
+    config = model_config(path)
     with open_weights(path, config) as weights:
         return config, dict(weights)
 

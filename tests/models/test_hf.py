@@ -139,8 +139,8 @@ NORM = "model.norm.weight"
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda path: (path / "config.json").unlink(), r"config\.json: no such file"),
     "no json": (content("config.json", lambda _: b"{"), r"config\.json: not readable as JSON"),
-    "no weights": (lambda path: (path / WEIGHTS).unlink(), "no model.safetensors and no"),
-    "pickled": (pickled, "convert pickled weights by"),
+    "no weights": (lambda path: (path / WEIGHTS).unlink(), "no weights: no model"),
+    "pickled": (pickled, "convert pickled ones by"),
     "cut": (content(WEIGHTS, lambda b: b[: len(b) // 2]), r"model\.safetensors: truncated"),
     "header": (content(WEIGHTS, lambda b: b[:8] + b"x" * 100 + b[108:]), "not a safetensors"),
     "missing": (tensors(lambda t: t.pop(NORM)), rf"model\.safetensors: tensor {NORM}"),

@@ -16,7 +16,7 @@ so are those of prompts and worked answers (special_tokens.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -201,29 +201,16 @@ def encode_turns(
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """Return the text of tokens, special tokens left out, spaces as they are."""
-    text = tokenizer.decode(
-        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    assert isinstance(text, str)
-    return text
-
-
-def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Return `decode` for many short calls, such as those that look for stop strings.
-
-    Args:
-        tokenizer: The tokenizer. Where its class decodes as all fast tokenizers do, its backend is
-            called: what transformers does around it takes ten times as long for a few tokens.
-    """
-    kind = type(tokenizer)
+    kind, ids = type(tokenizer), list(token_ids)
     if (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and kind._decode is PreTrainedTokenizerFast._decode
         and kind.decode is PreTrainedTokenizerBase.decode
-    ):
-        backend = tokenizer.backend_tokenizer
-        return lambda token_ids: backend.decode(token_ids, skip_special_tokens=True)
-    return lambda token_ids: decode(tokenizer, token_ids)
+    ):  # what transformers does around the backend takes ten times as long for a few tokens
+        return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
 
 
 def _encode_messages(

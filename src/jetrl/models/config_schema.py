@@ -78,6 +78,7 @@ class HfConfig(Named):
     max_position_embeddings: Positions
     original_max_position_embeddings: Positions | None = None
     rms_norm_eps: Positive
+    initializer_range: Positive | None = None
     rope_theta: Theta
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None

@@ -82,11 +82,6 @@ _NEAREST = (
     ("phi", "phi3"),
     ("llama|granite|olmo|gemma|deepseek|gpt_oss|glm4", "llama"),
 )
-_LACKING = (
-    ("moe|mixtral|llama4|qwen3_next|deepseek|gpt_oss", "it has mixtures of experts"),
-    ("_vl|mllama|^mistral3|multimodal", "it reads images"),
-    (".", "it computes something else"),
-)
 Head = Literal["lm", "score"]
 """What the decoder ends in: logits of tokens (ForCausalLM), or one number
 (ForSequenceClassification with one label)."""
@@ -287,11 +282,9 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
 
 def _nearest(model_type: str | None) -> str:
     """Return the words that name the family nearest to a refused one; "" if none is near."""
-    family, lacks = (
-        next((value for pattern, value in table if re.search(pattern, str(model_type))), None)
-        for table in (_NEAREST, _LACKING)
-    )
-    return f": the nearest family is {family}, but {lacks}" if family else ""
+    found = (family for like, family in _NEAREST if re.search(like, str(model_type)))
+    family = next(found, None)
+    return f"; the nearest family is {family}" if family else ""
 
 
 def _head_dim(config: HfConfig) -> int:
@@ -364,11 +357,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     layer: int | None
     linear_weight: bool
-
-    @property
-    def num_elements(self) -> int:
-        """The number of the tensor's elements."""
-        return math.prod(self.shape)
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:

@@ -83,7 +83,7 @@ def model_config(path: str | Path) -> ModelConfig:
         of_modelopt = {"quant_method": "modelopt", "quantization": said}
         contents = {**contents, "quantization_config": of_modelopt}
     try:
-        nvfp4_layout(contents.get("quantization_config"))
+        check_quantization(contents.get("quantization_config"))
         return ModelConfig.from_hf(contents)
     except UserError as error:  # which begins with config.json
         raise UserError(f"{path}/{error}") from None
@@ -172,10 +172,7 @@ def open_weights(
         device: The device that tensors are put on; with "meta" they have shapes only, and of a
             name of the hub no file of weights is needed.
     """
-    try:
-        layout = check_quantization(config.raw.get("quantization_config"))
-    except UserError as error:  # which begins with the file's name
-        raise UserError(f"{path}/{error}") from None
+    layout = nvfp4_layout(config.raw.get("quantization_config"))
     outline = torch.device(device).type == "meta"
     if outline and is_hub_name(path):
         yield _outline(config, layout)
@@ -271,7 +268,7 @@ class _StoredWeights(CodedWeights):
         used = {"lm_head.weight"} if self._tied else set()
         for part in chain(*self._parts.values()):
             names: tuple[str, ...] = (part.name,)
-            asks = f"config.json asks for it, {list(part.shape)}"
+            asks = "config.json asks for it"
             if self._layout is not None and self._has_codes(part):
                 names = self._layout.names(part.name)
                 asks = f"NVFP4 in {self._layout.tool}'s layout has {', '.join(names)}"
@@ -283,8 +280,8 @@ class _StoredWeights(CodedWeights):
                 file = file or (self._directory / INDEX if len(self._handles) > 1 else None)
                 tie = "; is tie_word_embeddings true?" if part.name == "lm_head.weight" else ""
                 raise UserError(
-                    f"{file or next(iter(self._handles))}: tensor {missing[0]} is missing: "
-                    f"{asks}{tie}"
+                    f"{file or next(iter(self._handles))}: tensor {missing[0]} {list(part.shape)} "
+                    f"is missing; {asks}{tie}"
                 )
             used |= {*names}
         unread = () if self._layout is None else self._layout.unread

@@ -122,8 +122,8 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             return dict.fromkeys(handle.keys(), single)
     if not index.exists():
         raise UserError(
-            f"{directory}: no model.safetensors and no {INDEX}; rename a single file, or convert "
-            "pickled weights by AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+            f"{directory}: no weights: no model.safetensors and no {INDEX}; convert pickled "
+            "ones by AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
         )
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -136,7 +136,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             raise UserError(f"{directory / file}: missing, but {INDEX} names it; download it again")
         with open_tensors(directory / file) as handle:
             files |= dict.fromkeys(handle.keys(), directory / file)
-    return files
+    return files | {n: directory / str(file) for n, file in weight_map.items() if n in files}
 
 
 @contextlib.contextmanager

@@ -157,14 +157,15 @@ class _Encoding:
 
     def num_bytes(self, part: StoredTensor) -> int:
         """Return the bytes that a tensor takes in a file."""
+        numbers = math.prod(part.shape)
         if not self.is_fp8(part):
-            return part.num_elements * self.torch_dtype.itemsize
+            return numbers * self.torch_dtype.itemsize
         if any(size % block for size, block in zip(part.shape, FP8_BLOCK, strict=True)):
             raise UserError(
                 f"{part.name} {list(part.shape)} is not made of whole 128 x 128 blocks, which FP8 "
                 "checkpoints need; save it as bfloat16"
             )
-        return part.num_elements + 4 * part.num_elements // math.prod(FP8_BLOCK)
+        return numbers + 4 * numbers // math.prod(FP8_BLOCK)
 
 
 class _Piece(NamedTuple):

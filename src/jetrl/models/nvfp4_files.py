@@ -165,16 +165,11 @@ def _compressed_tensors_layout(quantization: Mapping[str, Any]) -> NVFP4Layout:
     return replace(_COMPRESSED_TENSORS, left_out=tuple(read.ignore or ()), coded=coded)
 
 
-def check_quantization(quantization: Any) -> NVFP4Layout | None:
-    """Return the layout of NVFP4 weights that config.json's quantization_config describes.
-
-    None without a quantization, and of FP8 in blocks; every other one is refused.
-    """
-    layout = nvfp4_layout(quantization)
-    if quantization is not None and layout is None:
+def check_quantization(quantization: Any) -> None:
+    """Raise for a quantization_config that is neither NVFP4 nor FP8 in blocks of 128 x 128."""
+    if quantization is not None and nvfp4_layout(quantization) is None:
         read = "16 or 32 bits, FP8 in 128 x 128 blocks and NVFP4 are read"
         checked(TypeAdapter(_Fp8), quantization, f"{_WHERE} ({read})")
-    return layout
 
 
 def is_nvfp4(config: ModelConfig) -> bool:
@@ -211,7 +206,7 @@ def check_base(config: ModelConfig, plan: PrecisionPlan, path: str | Path) -> No
     if plan.base != "nvfp4":
         raise UserError(
             f"{begin}, which is read as a frozen base alone: set precision.base=nvfp4 and "
-            "adapter.kind=lora, or take the model in 16 bits"
+            "adapter.kind=lora; for a critic or a reward model take the model in 16 bits"
         )
     for layer in range(config.num_layers):
         if set(plan.linear_formats(layer, config.num_layers).values()) != {"nvfp4"}:

@@ -52,12 +52,10 @@ class RandomWeights(CodedWeights):
     """
 
     def __init__(self, config: ModelConfig, seed: int, device: str | torch.device = "cpu") -> None:
-        std = config.raw.get("initializer_range", _DEFAULT_STD)
-        if isinstance(std, bool) or not isinstance(std, int | float) or not 0 < std < 1e30:
-            raise UserError(f"config.json: initializer_range = {std!r}: not a number above 0")
         if not -(2**63) <= seed < 2**64:
             raise UserError(f"seed {shown_value(seed)}: a seed has 64 bits")
-        self._std, self._num_layers = float(std), config.num_layers
+        self._std = float(config.raw.get("initializer_range") or _DEFAULT_STD)
+        self._num_layers = config.num_layers
         self._shapes, self._device = parameter_shapes(config), device
         super().__init__(self._shapes, self._drawn)
         outline = torch.device(device).type == "meta"  # shapes without values

@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from jetrl.errors import UserError
 from jetrl.models import chat, hf
@@ -145,7 +146,7 @@ def _stop_rules(policy: Policy, params: SamplingParams, max_turns: int = 1) -> S
 
 def text_decoder(policy: Policy) -> Decode | None:
     """Return a function from token ids to text, or None without a tokenizer."""
-    return None if policy.tokenizer is None else chat.decoder(policy.tokenizer)
+    return None if policy.tokenizer is None else partial(chat.decode, policy.tokenizer)
 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int, where: str) -> None:
