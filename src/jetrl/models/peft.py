@@ -159,8 +159,8 @@ def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
     read, file = _read(path), Path(path) / CONFIG
     if read.lora_dropout:
         logger.warning("%s: lora_dropout is not applied here", file)
-    targets = read.target_modules
-    targets = targets if isinstance(targets, str) else tuple(targets)
+    named = read.target_modules
+    targets = named if isinstance(named, str) else tuple(named)
     adapted_parts(config, targets, key=f"{file}: target_modules")
     return LoRA(read.r, read.lora_alpha, bool(read.use_rslora), targets)
 
