@@ -26,7 +26,12 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.files import shown_value
-from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
+from jetrl.models.families import (
+    ModelConfig,
+    StoredTensor,
+    linear_layers,
+    parameter_shapes,
+)
 from jetrl.models.nvfp4_files import CodedWeights, codes_of
 from jetrl.models.patterns import matching
 from jetrl.precision.adapter import AdapterShape
@@ -82,50 +87,26 @@ class LoRA:
         shapes: dict[str, AdapterShape] = {}
         for layer, parts in adapted_parts(config, self.targets).items():
             num_rows, num_columns = whole[f"{layer}.weight"]
-            rows = tuple((part.first_row, part.num_rows) for part in parts)
+            rows = tuple((part.first_row, part.shape[0]) for part in parts)
             shapes[layer] = AdapterShape(self.rank, self.scale, num_rows, num_columns, rows)
         return shapes
 
 
-@dataclass(frozen=True)
-class AdaptedPart:
-    """A stored linear layer with an adapter, which may be one of several in a layer of ours.
-
-    Attributes:
-        name: Its name in a checkpoint, without `.weight`.
-        first_row: The first of its rows in our layer's weight.
-    """
-
-    name: str
-    first_row: int
-    num_rows: int
-
-
 def adapted_parts(
     config: ModelConfig, targets: tuple[str, ...] | str, key: str = "adapter.targets"
-) -> dict[str, tuple[AdaptedPart, ...]]:
+) -> dict[str, tuple[StoredTensor, ...]]:
     """Return the stored linear layers that targets stand for, by the name of our layer.
 
     Args:
         targets: As of `LoRA`.
     """
-    linears = {
-        name.removesuffix(".weight"): parts
-        for name, parts in stored_tensors(config).items()
-        if parts[0].linear_weight
+    linears = linear_layers(config)
+    chosen = _chosen([part.module for parts in linears.values() for part in parts], targets, key)
+    adapted = {
+        layer: tuple(part for part in parts if part.module in chosen)
+        for layer, parts in linears.items()
     }
-    names = [part.name.removesuffix(".weight") for parts in linears.values() for part in parts]
-    chosen = _chosen(names, targets, key)
-    adapted: dict[str, tuple[AdaptedPart, ...]] = {}
-    for layer, parts in linears.items():
-        row = 0
-        for part in parts:
-            name = part.name.removesuffix(".weight")
-            if name in chosen:
-                own = AdaptedPart(name, row, part.shape[0])
-                adapted[layer] = (*adapted.get(layer, ()), own)
-            row += part.shape[0]
-    return adapted
+    return {layer: parts for layer, parts in adapted.items() if parts}
 
 
 def _chosen(names: list[str], targets: tuple[str, ...] | str, key: str) -> set[str]:
@@ -197,7 +178,7 @@ class Adapter:
                 return values
             bound = 1 / math.sqrt(shape.num_columns)
             for part, rows in zip(parts[layer], values.split(shape.rank), strict=True):
-                key = derive_seed(seed, "lora_A", part.name)
+                key = derive_seed(seed, "lora_A", part.module)
                 rows.uniform_(-bound, bound, generator=torch.Generator().manual_seed(key))
             return values
 

@@ -32,7 +32,7 @@ from jetrl.kernels.rotary import rotary_table
 from jetrl.models.attention import KeyValues
 from jetrl.models.dense import DenseBlock
 from jetrl.models.families import ModelConfig, inverse_frequencies
-from jetrl.models.layer import NormedLinears, RMSNorm, Rotary, Trace, fuses, prefixed, tell
+from jetrl.models.layer import RMSNorm, Rotary, Trace, fuses, prefixed, tell
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import backend_of
 from jetrl.precision.exact import exact_matmul
@@ -276,7 +276,7 @@ def norm_linear(
     if fuses(x):
         from jetrl.models.layer_hopper import norm_linear_hopper
 
-        return norm_linear_hopper(x, delta, NormedLinears(norm, (linear,), side, trace))
+        return norm_linear_hopper(x, delta, norm, linear, side, trace)
     x = x if delta is None else x + delta
     normed = norm(x)
     tell(trace, "input_norm", normed)

@@ -9,7 +9,7 @@ from torch.nn.functional import linear, silu
 
 from jetrl.kernels.swiglu import swiglu
 from jetrl.models.families import ModelConfig
-from jetrl.models.layer import NormedLinears, Trace, fuses, tell
+from jetrl.models.layer import Trace, fuses, tell
 from jetrl.models.weights import Weights
 from jetrl.precision.plan import LinearFormat, Side
 
@@ -45,8 +45,8 @@ class DenseBlock(nn.Module):
         if fuses(x):
             from jetrl.models.dense_hopper import norm_mlp_hopper
 
-            layers = NormedLinears(self.norm, (self.gate_up, self.down), side, trace)
-            x, delta = norm_mlp_hopper(x, delta, layers)
+            linears = (self.gate_up, self.down)
+            x, delta = norm_mlp_hopper(x, delta, self.norm, linears, side, trace)
         else:
             x = x + delta
             normed = self.norm(x)

@@ -26,11 +26,12 @@ from jetrl.kernels.swiglu_hopper import (
     swiglu_quantize,
     swiglu_quantize_with_values,
 )
-from jetrl.models.layer import NormedLinears, tell
+from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.models.layer_hopper import NONE, Fixed, enter, entered_again
 from jetrl.precision.adapter import adapter_gradients, rank_gradient
 from jetrl.precision.linear import (
     GEMMInput,
+    Linear,
     OutputGradient,
     dgrad,
     fprop,
@@ -39,24 +40,32 @@ from jetrl.precision.linear import (
     quantize_output_gradient,
     wgrad,
 )
+from jetrl.precision.plan import Side
 
 
-def norm_mlp_hopper(x: Tensor, delta: Tensor, layers: NormedLinears) -> tuple[Tensor, Tensor]:
-    """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), as `models.layer.norm_mlp`.
+def norm_mlp_hopper(
+    x: Tensor,
+    delta: Tensor,
+    norm: RMSNorm,
+    linears: tuple[Linear, Linear],
+    side: Side,
+    trace: Trace | None,
+) -> tuple[Tensor, Tensor]:
+    """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), as `models.dense.DenseBlock`.
 
     Args:
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D].
+        linears: `gate_up` and `down`.
     """
-    gate_up, down = layers.linears
-    fixed = Fixed.of(layers)
+    gate_up, down = linears
+    fixed = Fixed.of(norm, linears, side, trace)
     if gate_up.adapter is None and down.adapter is None:
-        assert gate_up.bias is None, "SwiGLU reads the product of gate_up alone"
-        masters = (gate_up.weight, down.weight)
-        total, y = _NormMLP.apply(x, delta, layers.norm.weight, *masters, fixed)
+        assert gate_up.bias is None, "SwiGLU reads only the product of gate_up"
+        total, y = _NormMLP.apply(x, delta, norm.weight, gate_up.weight, down.weight, fixed)
         return total, down.with_bias(y)
     adapters = (*fixed.linears[0].masters, *fixed.linears[1].masters)
-    total, y = _AdaptedNormMLP.apply(x, delta, layers.norm.weight, *adapters, fixed)
+    total, y = _AdaptedNormMLP.apply(x, delta, norm.weight, *adapters, fixed)
     return total, y
 
 

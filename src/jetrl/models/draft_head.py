@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,11 +33,9 @@ from torch.nn.functional import linear, rms_norm
 
 from jetrl.models.block import DenseShape
 from jetrl.models.dense import dense_mlp
+from jetrl.models.policy import Policy
 from jetrl.precision.quantize import QTensor, dequantize
 from jetrl.precision.quantized_weight import FP8Weight, WeightOfCodedInputs
-
-if TYPE_CHECKING:
-    from jetrl.models.policy import Policy
 
 KNOWN_TOKENS = 16384  # W at most: at 4,096 hidden sizes 128 MiB to read for each drafted token
 _EPS = 1e-6

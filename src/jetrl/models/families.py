@@ -33,7 +33,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import numpy as np
@@ -351,17 +351,35 @@ class StoredTensor:
     Attributes:
         shape: The tensor's shape, as the config has it.
         layer: The decoder layer that the tensor belongs to; None outside the layers.
+        first_row: The first of its rows in our parameter.
     """
 
     name: str
     shape: tuple[int, ...]
     layer: int | None
     linear_weight: bool
+    first_row: int = 0
+
+    @property
+    def module(self) -> str:
+        """The name of the tensor's module in the checkpoint."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def rows(self) -> slice:
+        """The tensor's rows in our parameter."""
+        return slice(self.first_row, self.first_row + self.shape[0])
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:
     """Return the parts of each parameter in a checkpoint, in stacking order, by internal name."""
     return {name: _parts(config, name, shape) for name, shape in parameter_shapes(config).items()}
+
+
+def linear_layers(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:
+    """Return the stored weights of each linear layer of the decoder's layers, by our name."""
+    tensors = stored_tensors(config).items()
+    return {name.removesuffix(".weight"): p for name, p in tensors if p[0].linear_weight}
 
 
 def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
@@ -377,7 +395,8 @@ def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Stor
         rows = [shape[0]] if fused else [query, key, key]
     linear = kind == "weight" and module in ("qkv", "o", *config.block.linears)
     prefix = f"model.layers.{number}"
+    starts = accumulate(rows, initial=0)
     return tuple(
-        StoredTensor(f"{prefix}.{part}.{kind}", (num_rows, *shape[1:]), int(number), linear)
-        for part, num_rows in zip(names, rows, strict=True)
+        StoredTensor(f"{prefix}.{part}.{kind}", (count, *shape[1:]), int(number), linear, first)
+        for part, count, first in zip(names, rows, starts, strict=False)
     )

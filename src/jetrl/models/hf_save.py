@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -168,34 +168,28 @@ class _Encoding:
         return numbers + 4 * numbers // math.prod(FP8_BLOCK)
 
 
-class _Piece(NamedTuple):
-    """A stored tensor of a file, and the rows of our parameter that it holds."""
-
-    parameter: str
-    rows: slice
-    part: StoredTensor
+Shards = list[list[tuple[str, StoredTensor]]]  # by file: our parameters and their parts in it
 
 
 def _shards(
     parameters: Mapping[str, Sequence[StoredTensor]], encoding: _Encoding, most: int
-) -> list[list[_Piece]]:
+) -> Shards:
     """Return the tensors of each file, decided from shapes alone."""
-    shards: list[list[_Piece]] = [[]]
+    shards: Shards = [[]]
     used = 0
     for name, parts in parameters.items():
-        row = 0
         for part in parts:
-            size, end = encoding.num_bytes(part), row + part.shape[0]
+            size = encoding.num_bytes(part)
             if shards[-1] and used + size > most:
                 shards.append([])
                 used = 0
-            shards[-1].append(_Piece(name, slice(row, end), part))
-            used, row = used + size, end
+            shards[-1].append((name, part))
+            used += size
     return shards
 
 
 def _write_shards(
-    directory: Path, shards: list[list[_Piece]], encoding: _Encoding, weights: Mapping[str, Tensor]
+    directory: Path, shards: Shards, encoding: _Encoding, weights: Mapping[str, Tensor]
 ) -> None:
     """Write the safetensors files, and an index if there are several."""
     weight_map: dict[str, str] = {}
@@ -205,18 +199,18 @@ def _write_shards(
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
-        for piece in shard:
-            if piece.parameter != name:  # whose parts may be in two files
+        for parameter, part in shard:
+            if parameter != name:  # whose parts may be in two files
                 whole = rows = torch.empty(0)  # one at a time is in memory
-                name, whole = piece.parameter, weights[piece.parameter].detach()
-            rows = whole[piece.rows]
-            assert tuple(rows.shape) == piece.part.shape, f"{name} is {list(whole.shape)}"
+                name, whole = parameter, weights[parameter].detach()
+            rows = whole[part.rows]
+            assert tuple(rows.shape) == part.shape, f"{name} is {list(whole.shape)}"
             if world().is_first:
-                tensors |= encoding.encode(piece.part, rows)
+                tensors |= encoding.encode(part, rows)
         world().from_first("a file of weights", partial(save_file, tensors, directory / file))
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
-        total = sum(encoding.num_bytes(piece.part) for shard in shards for piece in shard)
+        total = sum(encoding.num_bytes(part) for shard in shards for _, part in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write = partial(write_json, directory / "model.safetensors.index.json", index)
         world().from_first("the index of the files", write)
@@ -237,7 +231,7 @@ def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
         contents |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
     if encoding.dtype == "fp8":
         kept = [
-            part.name.removesuffix(".weight")
+            part.module
             for parts in stored_tensors(config).values()
             for part in parts
             if part.linear_weight and not encoding.is_fp8(part)

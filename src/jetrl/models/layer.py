@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from jetrl.kernels.norm import rms_norm
 from jetrl.kernels.rotary import rotary
 from jetrl.precision.backend import backend_of
-from jetrl.precision.linear import Linear
-from jetrl.precision.plan import Side
 from jetrl.precision.quantize import QTensor, dequantize
 from jetrl.precision.quantized_weight import QuantizedWeight
 
@@ -69,20 +67,6 @@ class RMSNorm(nn.Module):
         noise = self.quantized.noise
         weight = self.weight if noise is None else self.weight + noise
         return rms_norm(x, weight.to(x.dtype), self.eps)
-
-
-@dataclass(frozen=True)
-class NormedLinears:
-    """A norm and the linear layers behind it, for one call of `models.layer`.
-
-    Attributes:
-        trace: A function that sees the outputs of operations, or None.
-    """
-
-    norm: RMSNorm
-    linears: tuple[Linear, ...]
-    side: Side
-    trace: Trace | None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from jetrl.kernels.norm_hopper import (
     rms_norm_quantize,
     rms_norm_squares,
 )
-from jetrl.models.layer import NormedLinears, RMSNorm, Trace, tell
+from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.precision.adapter import AdapterWeight, adapter_gradients
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import (
@@ -119,12 +119,11 @@ class Fixed:
     trace: Trace | None
 
     @staticmethod
-    def of(layers: NormedLinears) -> Fixed:
+    def of(norm: RMSNorm, linears: Sequence[Linear], side: Side, trace: Trace | None) -> Fixed:
         """Read from the layers what one call on a side needs."""
-        norm, keep = layers.norm, torch.is_grad_enabled()
-        linears = tuple(FusedLinear.of(linear, layers.side) for linear in layers.linears)
-        gradients = layers.linears[0].gradients
-        return Fixed(norm.eps, norm.rounded, linears, gradients, keep, layers.trace)
+        fused = tuple(FusedLinear.of(linear, side) for linear in linears)
+        keep, gradients = torch.is_grad_enabled(), linears[0].gradients
+        return Fixed(norm.eps, norm.rounded, fused, gradients, keep, trace)
 
     @property
     def plan(self) -> PrecisionPlan:
@@ -152,7 +151,7 @@ class Fixed:
 
 
 def norm_linear_hopper(
-    x: Tensor, delta: Tensor | None, layers: NormedLinears
+    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], as `models.decoder.norm_linear`.
 
@@ -160,12 +159,12 @@ def norm_linear_hopper(
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D] or None.
     """
-    [linear], fixed = layers.linears, Fixed.of(layers)
+    fixed = Fixed.of(norm, (linear,), side, trace)
     if linear.adapter is None:
-        total, y = _NormLinear.apply(x, delta, layers.norm.weight, linear.weight, fixed)
+        total, y = _NormLinear.apply(x, delta, norm.weight, linear.weight, fixed)
         return total, linear.with_bias(y)
     masters = fixed.linears[0].masters
-    total, y = _AdaptedNormLinear.apply(x, delta, layers.norm.weight, *masters, fixed)
+    total, y = _AdaptedNormLinear.apply(x, delta, norm.weight, *masters, fixed)
     return total, y
 
 

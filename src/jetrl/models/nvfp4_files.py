@@ -36,7 +36,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.files import Stored, checked, shown_value
-from jetrl.models.families import ModelConfig, StoredTensor, stored_tensors
+from jetrl.models.families import ModelConfig, StoredTensor, linear_layers
 from jetrl.models.patterns import matching
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor
 from jetrl.precision.plan import PrecisionPlan
@@ -186,9 +186,8 @@ def left_in_16_bits(config: ModelConfig) -> set[str]:
     if layout is None:
         return set()
     linears = {
-        name: {part.name.removesuffix(".weight") for part in parts}
-        for name, parts in stored_tensors(config).items()
-        if parts[0].linear_weight
+        f"{layer}.weight": {part.module for part in parts}
+        for layer, parts in linear_layers(config).items()
     }
     every = [layer for layers in linears.values() for layer in layers]
     left = _matching(layout.left_out, every)

@@ -190,8 +190,8 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
     tensors: dict[str, Tensor] = {}
     for layer, shape in shapes.items():
         a_shape = (lora.rank, shape.num_columns)
-        names = [f"{PREFIX}{part.name}.lora_" for part in parts[layer]]
-        rows = [part.num_rows for part in parts[layer]]
+        names = [f"{PREFIX}{part.module}.lora_" for part in parts[layer]]
+        rows = [part.shape[0] for part in parts[layer]]
         a = [_taken(stored, file, f"{name}A.weight", a_shape) for name in names]
         b = [
             _taken(stored, file, f"{name}B.weight", (count, lora.rank))
@@ -237,9 +237,8 @@ def _take_whole(
         for part in parts:
             if _is_saved(part.name, saved) and PREFIX + part.name not in stored:
                 raise UserError(
-                    f"{file.parent / CONFIG}: modules_to_save names "
-                    f"{part.name.rpartition('.')[0]}, and {TENSORS} has no tensor "
-                    f"{PREFIX}{part.name}: save the adapter again"
+                    f"{file.parent / CONFIG}: modules_to_save names {part.module}, and {TENSORS} "
+                    f"has no tensor {PREFIX}{part.name}: save the adapter again"
                 )
         key = PREFIX + parts[0].name
         if len(parts) == 1 and not parts[0].linear_weight and key in stored:
@@ -309,10 +308,10 @@ def _stored(config: ModelConfig, lora: LoRA, masters: Mapping[str, Tensor]) -> d
     for layer, parts in adapted_parts(config, lora.targets).items():
         a_name, b_name = adapter_names(layer)
         all_a = left.pop(a_name).split(lora.rank)
-        all_b = left.pop(b_name).split([part.num_rows for part in parts])
+        all_b = left.pop(b_name).split([part.shape[0] for part in parts])
         for part, a, b in zip(parts, all_a, all_b, strict=True):
-            tensors[f"{PREFIX}{part.name}.lora_A.weight"] = a
-            tensors[f"{PREFIX}{part.name}.lora_B.weight"] = b
+            tensors[f"{PREFIX}{part.module}.lora_A.weight"] = a
+            tensors[f"{PREFIX}{part.module}.lora_B.weight"] = b
     for name, master in left.items():
         (whole,) = stored_tensors(config)[name]
         tensors[PREFIX + whole.name] = master
@@ -350,7 +349,7 @@ def _adapter_json(
 def _target_names(config: ModelConfig, lora: LoRA) -> list[str]:
     """Return target_modules as every reader takes them: last names, or whole ones if need be."""
     parts = adapted_parts(config, lora.targets)
-    names = [part.name for of_layer in parts.values() for part in of_layer]
+    names = [part.module for of_layer in parts.values() for part in of_layer]
     last = tuple(sorted({name.rpartition(".")[2] for name in names}))
     return list(last) if adapted_parts(config, last) == parts else names
 
