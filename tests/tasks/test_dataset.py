@@ -273,3 +273,17 @@ def test_messages_as_json_text_are_messages(tmp_path):
         write(tmp_path / "train.jsonl", {"prompt": broken, "answer": "5"})
         with pytest.raises(UserError, match=r"line 1: .*looks like messages .* store a list"):
             read_prompts(get_task("dataset", path=str(path)), "train")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"answer": "reward_model"}, r"named reward_model.style or reward_model.ground_truth$"),
+        ({"answer": "reward_model.truth"}, r"'reward_model.truth'; did you mean reward_model.gr"),
+        ({"answer": "extra_info.unit", "template": "{prompt}"}, "not a text that .*template"),
+    ],
+)
+def test_wrong_paths_say_what_there_is(tmp_path, options, message):
+    write(tmp_path / "train.jsonl", VERL)
+    with pytest.raises(UserError, match=message):
+        read_prompts(get_task("dataset", path=str(tmp_path), **options), "train")

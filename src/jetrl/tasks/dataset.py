@@ -20,7 +20,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -208,24 +208,24 @@ def _value(row: Row, field: str, where: str, why: str) -> Any:
     value = value_at(row, field)
     if value is not None:
         return value
-    inside: Any = row
-    path = [field] if field in row else field.split(".")
-    for depth, name in enumerate(path):
-        before = f" in {'.'.join(path[:depth])!r}" if depth else ""
-        if not isinstance(inside, Mapping):
-            raise UserError(f"{where}: no field {name!r}{before}, which has no parts ({why})")
-        if name not in inside:
-            near = nearest(name, list(inside))
-            raise UserError(f"{where}: no field {name!r}{before}{near} ({why})")
-        inside = inside[name]
-    raise UserError(f"{where}: field {field!r} is empty (null); fill it, or drop the row")
+    known = list(_paths(row))
+    if field in known:
+        raise UserError(f"{where}: field {field!r} is empty (null); fill it, or drop the row")
+    raise UserError(f"{where}: no field {field!r}{nearest(field, known)} ({why})")
+
+
+def _paths(row: Row, above: str = "") -> Iterator[str]:
+    """Yield the dotted paths of a row's fields and of their parts."""
+    for key, value in row.items():
+        yield f"{above}{key}"
+        if isinstance(value, Mapping) and above.count(".") < 5:  # data may nest without end
+            yield from _paths(value, f"{above}{key}.")
 
 
 def _parts(field: str, value: Any) -> str:
     """Return a hint at the dotted paths into a value that is an object, "" for others."""
-    if not isinstance(value, Mapping) or not value:
-        return ""
-    return f"; a part of it is named {' or '.join(f'{field}.{key}' for key in list(value)[:4])}"
+    parts = list(_paths(value, f"{field}."))[:4] if isinstance(value, Mapping) else []
+    return f"; a part of it is named {' or '.join(parts)}" if parts else ""
 
 
 def _messages(value: Any, field: str, where: str) -> Any:
