@@ -65,13 +65,9 @@ class _Repr(reprlib.Repr):
 
 
 def open_regular(path: str | Path) -> IO[bytes]:
-    """Return a regular file opened for reading; a pipe, a device or a folder is refused.
+    """Return a regular file opened for reading; raise FileNotFoundError if there is none.
 
-    Opening a pipe would wait for somebody to write into it.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        UserError: The file is none to be read, or cannot be.
+    A pipe, a device or a folder is a UserError: opening a pipe would wait for a writer.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -86,12 +82,7 @@ def open_regular(path: str | Path) -> IO[bytes]:
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """Return the contents of a regular file of at most `most` bytes.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        UserError: The file is larger, is no regular file, or cannot be read.
-    """
+    """Return the contents of a regular file; raise UserError for more than `most` bytes."""
     with open_regular(path) as file:
         try:
             contents = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
@@ -103,12 +94,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
-    """Return the UTF-8 text of a file, as `read_bytes` reads it.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        UserError: As `read_bytes`; or the file is not UTF-8.
-    """
+    """Return the UTF-8 text of a file, as `read_bytes` reads it."""
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -116,12 +102,7 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: str | Path, most: int = MOST_BYTES) -> Any:
-    """Return the JSON value in a file.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        UserError: As `read_bytes`; or the file is not JSON.
-    """
+    """Return the JSON value in a file, as `read_bytes` reads it."""
     try:
         return json.loads(read_bytes(path, most))
     except UserError:
@@ -145,11 +126,7 @@ def read_stored(path: str | Path, schema: TypeAdapter[T], most: int = MOST_BYTES
 
 
 def checked(schema: TypeAdapter[T], value: Any, where: str) -> T:
-    """Return a value as its schema has it.
-
-    Raises:
-        UserError: The value does not fit; the message names the first field that does not.
-    """
+    """Return a value as its schema has it; raise UserError with the first wrong field."""
     try:
         return schema.validate_python(value)
     except ValidationError as error:
