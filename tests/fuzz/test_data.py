@@ -15,33 +15,6 @@ TOKENIZER.chat_template = (
     "<assistant>{% endif %}"
 )
 
-ROWS = [
-    {
-        "question": "Nat\u00e1lia has 48 clips and half as many. How many?",
-        "answer": "48+24 #### 72",
-    },
-    {"question": "1 + 1?", "answer": "2 is it\n#### 2"},
-    {"question": 'Price of "two" at $1,200?', "answer": "<<2*1200=2400>>\n#### 2,400"},
-]
-TEXT = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
-
-
-def test_damaged_data_sets(mutate, attempt, tmp_path):
-    file = tmp_path / "data.jsonl"
-    task = None
-    read = 0
-    for seed in range(400):
-        file.write_bytes(mutate(TEXT, seed))
-        task = task or get_task("gsm8k", path=str(file))
-        prompts, problem = attempt(lambda: list(task.prompts("train")))  # noqa: B023
-        if problem:
-            assert str(file) in problem, seed
-            continue
-        read += 1
-        assert all(isinstance(prompt, Prompt) and prompt.answer for prompt in prompts)
-        assert all(isinstance(task.demonstration(prompt), str) for prompt in prompts)
-    assert 0 < read < 400
-
 
 CONVERSATIONS = [
     {"q": [{"role": "user", "content": "1+1?"}], "a": 2, "id": "x", "worked": "two"},
