@@ -36,10 +36,9 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
     arithmetic = arithmetic_of(a.codes)
     if arithmetic is not None:
         return arithmetic.fp8_matmul(a, b, out_dtype)
-    if a.shape[-1] != b.shape[-1] or a.codes.dim() != 2 or b.codes.dim() != 2:
-        raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
-    if a.block != (1, FP8_BLOCK) or b.block not in ((FP8_BLOCK, FP8_BLOCK), (1, FP8_BLOCK)):
-        raise ValueError(f"fp8_matmul: groups 1x128 and 128x128, not {a.block} and {b.block}")
+    assert a.shape[1] == b.shape[1], f"[M, K] and [N, K], not {a.shape} and {b.shape}"
+    assert a.block == (1, FP8_BLOCK), f"groups {a.block}"
+    assert b.block in ((FP8_BLOCK, FP8_BLOCK), (1, FP8_BLOCK)), f"groups {b.block}"
     a_codes, b_codes = codes_as_float64(a.codes), codes_as_float64(b.codes)
     b_scales = b.scales.repeat_interleave(b.block[0], dim=0)[: b.shape[0]]
     out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)

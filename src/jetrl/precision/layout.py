@@ -90,8 +90,7 @@ def empty_turned_squares(
     Args:
         columns: of the matrix, a multiple of 128.
     """
-    if columns % FP8_BLOCK:
-        raise ValueError(f"X of WGrad needs columns in multiples of {FP8_BLOCK}, not {columns}")
+    assert columns % FP8_BLOCK == 0, f"{columns} columns"
     blocks = cdiv(tokens, FP8_BLOCK)
     codes = torch.empty(columns, blocks * FP8_BLOCK, dtype=dtype, device=device)
     scales = torch.empty(columns // FP8_BLOCK, blocks, dtype=torch.float32, device=device)
@@ -106,8 +105,7 @@ def empty_weight(
     Args:
         columns: of the matrix, both multiples of 128.
     """
-    if rows % FP8_BLOCK or columns % FP8_BLOCK:
-        raise ValueError(f"an FP8 weight needs multiples of {FP8_BLOCK}, not [{rows}, {columns}]")
+    assert rows % FP8_BLOCK == columns % FP8_BLOCK == 0, f"[{rows}, {columns}]"
     blocks = columns // FP8_BLOCK
     padded = round_up(blocks, 4)
     scales = torch.empty(rows // FP8_BLOCK, padded, dtype=torch.float32, device=device)

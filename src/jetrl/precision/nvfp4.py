@@ -107,12 +107,8 @@ def quantize_nvfp4(x: Tensor) -> NVFP4Tensor:
     Args:
         x: bfloat16, float16 or float32 [N, K], K a multiple of 16.
     """
-    if x.dim() != 2 or not x.dtype.is_floating_point or x.element_size() < 2:
-        raise ValueError(f"quantize_nvfp4 takes [N, K] of bf16/fp16/fp32, not {x.dtype} {x.shape}")
-    if x.shape[1] % NVFP4_GROUP:
-        raise ValueError(
-            f"NVFP4 needs columns in multiples of {NVFP4_GROUP}, and this matrix is {list(x.shape)}"
-        )
+    assert x.dtype.is_floating_point, f"{x.dtype}"
+    assert x.shape[1] % NVFP4_GROUP == 0, f"{list(x.shape)}"
     low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
     largest = torch.maximum(-low, high).float()
     # Not finite whatever the value: Inf - Inf and NaN - NaN are NaN.
@@ -232,11 +228,7 @@ def hopper_order(q: NVFP4Tensor) -> HopperNVFP4:
         q: [N, K], N a multiple of 32 and K of 128, with scales that are finite and not negative.
     """
     num_rows, num_columns = q.shape
-    if num_rows % UNIT or num_columns % BLOCK:
-        raise ValueError(
-            f"NVFP4's kernels need rows in multiples of {UNIT} and columns of {BLOCK}, not "
-            f"{list(q.shape)}"
-        )
+    assert num_rows % UNIT == num_columns % BLOCK == 0, f"{list(q.shape)}"
     units, blocks = num_rows // UNIT, num_columns // BLOCK
     codes = torch.empty(units, blocks * 512, dtype=torch.int32, device=q.codes.device)
     scales = torch.empty(units, blocks * 64, dtype=torch.int32, device=q.codes.device)

@@ -85,11 +85,7 @@ def nvfp4_matmul(x: Tensor, w: NVFP4Weight, out_dtype: torch.dtype = torch.bfloa
     stored = w.stored
     if isinstance(stored, HopperNVFP4):
         return _arithmetic(x).nvfp4_matmul(x, stored, out_dtype)
-    if x.dtype != torch.bfloat16 or x.shape[-1] != w.shape[1]:
-        raise ValueError(
-            f"nvfp4_matmul: bfloat16 [M, K] and [N, K], not {x.dtype} {list(x.shape)} and "
-            f"{list(w.shape)}"
-        )
+    assert (x.dtype, x.shape[1]) == (torch.bfloat16, w.shape[1]), f"{x.dtype} {list(x.shape)}"
     return (exact_matmul(x, widened(stored).mT).float() * stored.row_scales).to(out_dtype)
 
 

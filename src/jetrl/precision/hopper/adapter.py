@@ -35,8 +35,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from jetrl.precision.hopper import gluon_names, tile
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
-    check_matrix,
-    check_tensor,
     gluon_let_next_start,
     gluon_wait_for_previous,
     let_next_start,
@@ -67,14 +65,6 @@ class AdapterOperands:
     up: Tensor
     columns: Tensor
     ready: Tensor | None = None
-
-    def check(self, rows: int, n: int) -> None:
-        """Raise ValueError for tensors that do not fit a product [rows, n]."""
-        check_tensor("adapter", "u", self.u, torch.bfloat16, (rows, self.u.shape[1]))
-        check_tensor("adapter", "B", self.up, torch.bfloat16, (n, self.up.shape[1]))
-        check_tensor("adapter", "columns", self.columns, torch.int32, (-(-n // 64),))
-        if self.up.shape[1] % 16:
-            raise ValueError(f"adapter: B has columns in multiples of 16, not {self.up.shape[1]}")
 
     def descriptors(self, box: int, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
         """Return what describes u and B for bulk copies.
@@ -391,27 +381,18 @@ def _tile_rows(rows: int) -> int:
     return 16 if rows <= _FEW_ROWS else 64
 
 
-def _checked(x: Tensor, down: Tensor) -> Tensor:
-    """Check the operands of a product with A, and return an empty result."""
-    check_matrix("project_down", x, (torch.bfloat16,))
-    check_tensor("project_down", "A", down, torch.bfloat16, (len(down), x.shape[1]))
-    return torch.empty(len(x), len(down), dtype=torch.bfloat16, device=x.device)
-
-
 def _launch(
     x: Tensor, down: Tensor, arrived: Tensor, signal: bool, codes: QTensor | None, scales: str
 ) -> Tensor:
     """Launch down_rows_kernel over rows, ranks and chunks; x stands in for codes that are not."""
-    out = _checked(x, down)
     (num_rows, num_columns), rank = x.shape, len(down)
-    counters = MOST_ROWS // 16 * rank // 16
-    check_tensor("project_down", "arrived", arrived, torch.int32, (counters + 1,))
     multiple = 16 if codes is None else FP8_BLOCK
-    if num_rows >= MOST_ROWS or num_columns % multiple or x.stride(0) % 16:
-        raise ValueError(
-            f"project_down: fewer than {MOST_ROWS} rows and K a multiple of {multiple}, not "
-            f"{list(x.shape)} with strides {list(x.stride())}"
-        )
+    assert num_rows < MOST_ROWS, f"{num_rows} rows"
+    assert num_columns == down.shape[1], f"{list(x.shape)} and {list(down.shape)}"
+    assert not num_columns % multiple, f"{num_columns} columns"
+    assert (x.stride(0) % 16, x.stride(1)) == (0, 1), f"strides {list(x.stride())}"
+    assert len(arrived) == MOST_ROWS // 16 * rank // 16 + 1, f"{len(arrived)} counters"
+    out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
     if not num_rows:
         return out
     chunks, ranks, rows = cdiv(num_columns, CHUNK), min(_RANKS, rank), _tile_rows(num_rows)
@@ -537,8 +518,8 @@ def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
     Args:
         x: bfloat16 [T, K], its rows contiguous.
     """
-    out = _checked(x, down)
     (num_rows, num_columns), rank = x.shape, len(down)
+    out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
     block = min(128, 1 << (rank - 1).bit_length())
     if num_rows:
         _down_kernel[(cdiv(num_rows, _ROWS), cdiv(rank, block))](
@@ -552,8 +533,7 @@ def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
 def project_up_hopper(y: Tensor, u: Tensor, up: Tensor, columns: Tensor) -> Tensor:
     """Return y after u B^T was added in place, as `precision.adapter.project_up`."""
     num_rows, num_outputs = y.shape
-    check_tensor("project_up", "y", y, torch.bfloat16, y.shape)
-    check_tensor("project_up", "B", up, torch.bfloat16, (num_outputs, up.shape[1]))
+    assert (y.dtype, y.is_contiguous(), len(up)) == (torch.bfloat16, True, num_outputs)
     rank = up.shape[1]
     if num_rows:
         _up_kernel[(cdiv(num_rows, _ROWS), cdiv(num_outputs, _OUTPUTS))](

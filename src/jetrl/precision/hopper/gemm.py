@@ -86,10 +86,11 @@ def fp8_matmul_hopper(
     Operands made by the kernels of `jetrl.kernels` are read in place; others are first copied into
     the layout of `precision.layout`.
     """
-    _check(a, b, out_dtype)
+    assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "no GEMM takes other codes"
+    assert (a.block, b.block) == ((1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)), f"{a.block} {b.block}"
+    assert a.codes.stride(1) == b.codes.stride(1) == 1, "K is not contiguous"
+    assert (a.shape[1], a.shape[1] % FP8_BLOCK) == (b.shape[1], 0), f"{a.shape}, {b.shape}"
     chosen = backend or backend_for(a, b, out_dtype)
-    if chosen != "cublas" and out_dtype != torch.bfloat16:
-        raise ValueError(f"{chosen} gives bfloat16, not {out_dtype}")
     # The libraries are launched with padded rows, whose results are dropped; ours writes a's rows.
     rows, codes, scales = row_operand(a)
     if chosen == "triton":
@@ -104,11 +105,6 @@ def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bflo
 
     Split K is switched off, and rows are padded to 64.
     """
-    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or a.shape[-1:] != b.shape[-1:]:
-        raise ValueError(
-            f"bf16_matmul: bfloat16 [M, K] and [N, K], not {a.dtype} {list(a.shape)} and "
-            f"{b.dtype} {list(b.shape)}"
-        )
     # At few rows cuBLAS would choose other kernels, with other bits: such products run as 64 rows.
     rows, columns = a.shape
     padded = _placed(a, (padded_rows(rows), columns), (columns, 1))
@@ -253,23 +249,3 @@ def _weight_scales(b: QTensor, multiple: int) -> Tensor:
     outer, blocks = b.scales.shape
     length = round_up(blocks, multiple)
     return _placed(b.scales, (outer, length), (length, 1), zeros=True)
-
-
-def _check(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> None:
-    """Raise ValueError for operands or a result that no backend takes."""
-    pair = a.codes, b.codes
-    fits = all(x.dim() == 2 and x.device.type != "cpu" and x.stride(1) == 1 for x in pair)
-    fits = fits and all(x.dtype == torch.float8_e4m3fn for x in pair)
-    fits = fits and a.block == (1, FP8_BLOCK) and b.block == (FP8_BLOCK, FP8_BLOCK)
-    fits = fits and a.shape[1] == b.shape[1] and not a.shape[1] % FP8_BLOCK and not b.shape[0] % 16
-    if not fits or out_dtype not in (torch.bfloat16, torch.float32):
-        given = "; ".join(
-            f"{q.codes.dtype} {list(q.shape)} in groups of {q.block} with strides "
-            f"{list(q.codes.stride())} on {q.codes.device}"
-            for q in (a, b)
-        )
-        raise ValueError(
-            f"fp8_matmul: E4M3 codes [M, K] and [N, K] on a GPU, K contiguous and a multiple of "
-            f"{FP8_BLOCK}, N of 16, in groups of 1x128 and 128x128, to bfloat16 or float32, not "
-            f"{given}, to {out_dtype}"
-        )

@@ -410,7 +410,6 @@ def rows_matmul(
     )
     beside, columns, ready = (weight, weight), out, None
     if adapter is not None:
-        adapter.check(rows, n)
         beside, columns = adapter.descriptors(box, tiles.block_n), adapter.columns
         ready = adapter.ready
     grid = (cdiv(rows, tiles.block_m), cdiv(n, tiles.parts * tiles.block_n))

@@ -1,4 +1,4 @@
-"""Checks of tensors, room in shared memory, and overlap of launches, for all Hopper kernels.
+"""Room in shared memory, and overlap of launches, for all Hopper kernels.
 
 Overlap (programmatic dependent launch) lets a kernel start while the one before ends. Decode is a
 chain of kernels of a few microseconds, and a launch costs one of them. A kernel launched with
@@ -16,39 +16,11 @@ no-operations.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
-
-
-def check_matrix(operation: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check that x is a CUDA matrix whose rows are contiguous; the rows may lie apart."""
-    if not x.is_cuda or x.dim() != 2 or x.dtype not in dtypes or x.stride(1) != 1:
-        raise ValueError(
-            f"{operation}: a CUDA matrix of {', '.join(map(str, dtypes))} with contiguous rows, "
-            f"not {x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
-        )
-
-
-def check_tensor(
-    operation: str, name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int]
-) -> None:
-    """Check that x is a contiguous CUDA tensor of one dtype and shape."""
-    fits = x.is_cuda and x.dtype == dtype and tuple(x.shape) == tuple(shape)
-    if not fits or not x.is_contiguous():
-        raise ValueError(
-            f"{operation}: {name} is {_short(dtype)} {list(shape)}, contiguous and on the GPU, not "
-            f"{_short(x.dtype)} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
-        )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 TRITONS_OWN = 512  # bytes, at most, of what Triton keeps there itself: arguments of warps, padding

@@ -21,7 +21,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper.gemm import pinned_bf16_reductions
-from jetrl.precision.hopper.launch import check_matrix
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
 from jetrl.precision.hopper.nvfp4_unpack import (
     CODE_WORDS,
@@ -89,9 +88,7 @@ def nvfp4_matmul_hopper(
     x: Tensor, w: HopperNVFP4, out_dtype: torch.dtype = torch.bfloat16, widen: bool | None = None
 ) -> Tensor:
     """Return X @ W^T, out_dtype [M, N]; a row has the same bits at any M."""
-    check_matrix("nvfp4_matmul", x, (torch.bfloat16,))
-    if x.shape[1] != w.shape[1]:
-        raise ValueError(f"nvfp4_matmul: [M, K] and [N, K], not {list(x.shape)}, {list(w.shape)}")
+    assert (x.dtype, x.shape[1]) == (torch.bfloat16, w.shape[1]), f"{x.dtype} {list(x.shape)}"
     x = x if x.is_contiguous() else x.contiguous()
     if not (x.shape[0] > FEW_ROWS if widen is None else widen):
         return nvfp4_rows_matmul(x, w, out_dtype)
@@ -108,7 +105,6 @@ def nvfp4_matmul_hopper(
 
 def nvfp4_dgrad_hopper(dy: Tensor, w: HopperNVFP4) -> Tensor:
     """Return dX = dY @ W, bfloat16 [M, K]."""
-    check_matrix("nvfp4_dgrad", dy, (torch.bfloat16,))
     wide = widened_hopper(w)
     if not isinstance(w.factor, RowFactors):
         return _scaled_product(dy, wide, w.factor)

@@ -588,7 +588,6 @@ def nvfp4_rows_matmul(
     codes = TensorDescriptor(w.codes, [blocks * 16, 32], [32, 1], [each * 16, 32], _CODES_LAYOUT)
     beside, first_columns, ready = (codes, codes), out, None
     if adapter is not None:
-        adapter.check(rows, n)
         beside, first_columns = adapter.descriptors(block_m, UNIT * tiles.units), adapter.columns
         ready = adapter.ready
     factor = w.factor.of_rows if isinstance(w.factor, RowFactors) else w.factor

@@ -20,7 +20,7 @@ its group's scale non-finite and its own code NaN.
 from __future__ import annotations
 
 import struct
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import triton
@@ -32,7 +32,6 @@ from triton.experimental.gluon import language as gl
 from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
-    check_matrix,
     let_next_start,
     wait_for_previous,
 )
@@ -244,10 +243,6 @@ def rule(format: FP8Format, scales: str) -> dict[str, Any]:
     Args:
         scales: "fp32" or "pow2".
     """
-    if scales not in ("fp32", "pow2"):
-        raise ValueError(f"scales are fp32 or pow2, not {scales!r}")
-    if format not in get_args(FP8Format):
-        raise ValueError(f"these kernels make codes of e4m3 or e5m2, not {format!r}")
     return {"MAXIMUM": FORMATS[format][1], "FLOOR_BITS": _FLOOR_BITS, "POW2": scales == "pow2"}
 
 
@@ -273,7 +268,8 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -
     Args:
         x: bfloat16, float16 or float32 [T, K], its rows contiguous.
     """
-    num_rows, num_columns = _shape("quantize_rows", x)
+    assert x.stride(1) == 1, f"strides {list(x.stride())}"
+    num_rows, num_columns = x.shape
     rows = empty_row_groups(num_rows, num_columns, FORMATS[format][0], x.device)
     column_blocks = cdiv(num_columns, FP8_BLOCK)
     if x.numel():
@@ -290,21 +286,22 @@ def quantize_tokens(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32")
 
     Rows of zeros follow the last token up to a multiple of 128, and tokens are contiguous.
     """
-    return _quantize_tiles("quantize_tokens", x, False, format, scales)[1]
+    return _quantize_tiles(x, False, format, scales)[1]
 
 
 def quantize_rows_and_tokens(
     x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
 ) -> tuple[QTensor, QTensor]:
     """Return `quantize_rows(x)` and `quantize_tokens(x)`, from one read of x."""
-    return _quantize_tiles("quantize_rows_and_tokens", x, True, format, scales)
+    return _quantize_tiles(x, True, format, scales)
 
 
 def _quantize_tiles(
-    name: str, x: Tensor, row_groups: bool, format: FP8Format, scales: str
+    x: Tensor, row_groups: bool, format: FP8Format, scales: str
 ) -> tuple[QTensor, QTensor]:
     """Return x in 1 x 128 groups, if `row_groups`, and in 128 x 1 groups."""
-    num_rows, num_columns = _shape(name, x)
+    assert x.stride(1) == 1, f"strides {list(x.stride())}"
+    num_rows, num_columns = x.shape
     dtype = FORMATS[format][0]
     tokens = empty_token_groups(num_rows, num_columns, dtype, x.device)
     # What is not written still needs an address.
@@ -327,7 +324,7 @@ def quantize_squares(x: Tensor, scales: str = "fp32") -> QTensor:
     Args:
         x: bfloat16 [T, K], its rows contiguous, K a multiple of 128.
     """
-    check_matrix("quantize_squares", x, (torch.bfloat16,))
+    assert (x.dtype, x.stride(1)) == (torch.bfloat16, 1)
     num_rows, num_columns = x.shape
     out = empty_turned_squares(num_rows, num_columns, FORMATS["e4m3"][0], x.device)
     column_blocks = num_columns // FP8_BLOCK
@@ -351,13 +348,10 @@ def quantize_weight(
         w: float32 or bfloat16 [N, K] contiguous, both multiples of 128.
         out: the result of an earlier call, written in place.
     """
-    check_matrix("quantize_weight", w, (torch.float32, torch.bfloat16))
-    if not w.is_contiguous():
-        raise ValueError(f"quantize_weight: contiguous, not strides {list(w.stride())}")
     num_rows, num_columns = w.shape
     q = empty_weight(num_rows, num_columns, FORMATS[format][0], w.device) if out is None else out
-    if q.shape != w.shape:
-        raise ValueError(f"quantize_weight: out has shape {list(q.shape)} for {list(w.shape)}")
+    assert w.is_contiguous(), f"strides {list(w.stride())}"
+    assert q.shape == w.shape, f"{list(q.shape)} for {list(w.shape)}"
     column_blocks = num_columns // FP8_BLOCK
     _weight_kernel[(num_rows // FP8_BLOCK * column_blocks,)](
         w, q.codes, q.scales, num_rows, num_columns, q.scales.stride(0), column_blocks,
@@ -376,8 +370,8 @@ def turned_weight(q: QTensor) -> QTensor:
         128 x 128 groups [K, N], codes contiguous; 2 bytes of traffic an element.
     """
     num_rows, num_columns = q.shape
-    if q.block != (FP8_BLOCK, FP8_BLOCK) or not q.codes.is_contiguous():
-        raise ValueError(f"turned_weight: contiguous codes of 128 x 128 groups, not {q.block}")
+    assert q.block == (FP8_BLOCK, FP8_BLOCK), f"groups {q.block}"
+    assert q.codes.is_contiguous(), f"strides {list(q.codes.stride())}"
     turned = empty_weight(num_columns, num_rows, q.codes.dtype, q.codes.device)
     column_blocks = num_columns // FP8_BLOCK
     # Codes move as bytes: their type has no meaning here.
@@ -387,9 +381,3 @@ def turned_weight(q: QTensor) -> QTensor:
         **TILE_OPTIONS,
     )  # fmt: skip
     return turned
-
-
-def _shape(name: str, x: Tensor) -> tuple[int, int]:
-    """Return T and K of a matrix x [T, K] that the quantizers take, or raise ValueError."""
-    check_matrix(name, x, (torch.bfloat16, torch.float16, torch.float32))
-    return x.shape[0], x.shape[1]
