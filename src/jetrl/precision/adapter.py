@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.gemm import bf16_matmul, free_matmul
+from jetrl.precision.gradients import matmul_product
 
 _TENSOR_CORE_DEPTH = 16
 _ARRIVED = 256  # words for each 16 rows of A in which a GPU counts programs, at most
@@ -91,12 +92,7 @@ class AdapterWeight:
     fixed = False
 
     def __init__(
-        self,
-        name: str,
-        a: nn.Parameter,
-        b: nn.Parameter,
-        shape: AdapterShape,
-        dtype: torch.dtype,
+        self, name: str, a: nn.Parameter, b: nn.Parameter, shape: AdapterShape, dtype: torch.dtype
     ) -> None:
         assert tuple(a.shape) == shape.a_shape, f"{name}: A is {list(a.shape)}"
         assert tuple(b.shape) == shape.b_shape, f"{name}: B is {list(b.shape)}"
@@ -106,12 +102,12 @@ class AdapterWeight:
         self.name, self.a, self.b, self.shape = name, a, b, shape
         self.in_fp32 = dtype == torch.float32
         rows, rank = len(shape.parts) * shape.padded_rank, shape.padded_rank
-        self.down = torch.zeros(0 if self.in_fp32 else rows, shape.num_columns, dtype=dtype)
-        self.up = torch.zeros(0 if self.in_fp32 else shape.num_rows, rank, dtype=dtype)
-        self.down, self.up = self.down.to(a.device), self.up.to(a.device)
+        kept = 0 if self.in_fp32 else 1
+        self.down = torch.zeros(kept * rows, shape.num_columns, dtype=dtype, device=a.device)
+        self.up = torch.zeros(kept * shape.num_rows, rank, dtype=dtype, device=a.device)
         self.columns = _columns(shape).to(a.device)
-        self.arrived = torch.zeros(_ARRIVED * rows // _TENSOR_CORE_DEPTH + 1, dtype=torch.int32)
-        self.arrived = self.arrived.to(a.device)
+        counters = _ARRIVED * rows // _TENSOR_CORE_DEPTH + 1
+        self.arrived = torch.zeros(counters, dtype=torch.int32, device=a.device)
         self.requantize()
 
     @torch.no_grad()
@@ -232,22 +228,10 @@ def adapter_gradients(
     db = []
     for part, (first, count) in enumerate(shape.parts):
         column = part * padded
-        db.append(_sums(dy[:, first : first + count], u[:, column : column + rank]))
-    da = _sums(du, x).view(len(shape.parts), padded, -1)[:, :rank]
+        db.append(matmul_product(dy[:, first : first + count], u[:, column : column + rank]))
+    da = matmul_product(du, x).view(len(shape.parts), padded, -1)[:, :rank]
     whole = torch.cat(db) if len(db) > 1 else db[0]
     return AdapterGradients(da.reshape(weight.a.shape), whole.mul_(shape.scale), du)
-
-
-def input_gradient(gradients: AdapterGradients, weight: AdapterWeight) -> Tensor:
-    """Return what the adapter adds to the gradient of x, bfloat16 [T, K]."""
-    return free_matmul(gradients.u, weight.down)
-
-
-def _sums(a: Tensor, b: Tensor) -> Tensor:
-    """Return a^T @ b in float32."""
-    if arithmetic_of(a) is None:
-        return a.float().mT @ b.float()
-    return torch.mm(a.mT, b, out_dtype=torch.float32)
 
 
 def _added_in_fp32(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
@@ -278,5 +262,5 @@ class _AddAdapter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, u = ctx.saved_tensors
         gradients = adapter_gradients(grads[0].bfloat16(), x, u, ctx.weight)
-        dx = input_gradient(gradients, ctx.weight) if ctx.needs_input_grad[1] else None
+        dx = free_matmul(gradients.u, ctx.weight.down) if ctx.needs_input_grad[1] else None
         return grads[0], dx, gradients.a, gradients.b, None

@@ -157,7 +157,7 @@ class Gradients:
             master.grad = product if master.grad is None else master.grad.add_(product)
 
 
-def matmul_product(dy: Tensor, x: QTensor | Tensor, total: Tensor | None) -> Tensor:
+def matmul_product(dy: Tensor, x: QTensor | Tensor, total: Tensor | None = None) -> Tensor:
     """Return dy^T x [N, K] with FP32 sums, or total + dy^T x in the place of total.
 
     Args:

@@ -312,23 +312,6 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, None, None, None, None
 
 
-def _adapted_linear(
-    x: Tensor,
-    weight: Operand,
-    plan: PrecisionPlan,
-    bias: Tensor | None,
-    adapter: AdapterWeight,
-) -> tuple[Tensor, Tensor]:
-    """Return what `adapted_fprop` returns, of values."""
-    if not isinstance(weight, FP8Weight):
-        return adapted_fprop(x, x, weight, plan, bias, adapter)
-    arithmetic = arithmetic_of(x)
-    assert arithmetic is not None, "a CPU adds an adapter behind the layer"
-    if bias is None and len(x) < arithmetic.MOST_QUANTIZED_ROWS:
-        return arithmetic.quantized_adapted_matmul(x, weight.direct, adapter, plan.scales)
-    return adapted_fprop(quantize_input(x, plan), x, weight, plan, bias, adapter)
-
-
 class _AdaptedFunction(torch.autograd.Function):
     """A frozen linear layer and its adapter on a GPU, so that nothing is copied between the two.
 
@@ -346,7 +329,17 @@ class _AdaptedFunction(torch.autograd.Function):
         bias: Tensor | None,
         adapter: AdapterWeight,
     ) -> Tensor:
-        y, u = _adapted_linear(x, weight, plan, bias, adapter)
+        arithmetic = arithmetic_of(x)
+        assert arithmetic is not None, "a CPU adds an adapter behind the layer"
+        if (
+            isinstance(weight, FP8Weight)
+            and bias is None
+            and len(x) < arithmetic.MOST_QUANTIZED_ROWS
+        ):
+            y, u = arithmetic.quantized_adapted_matmul(x, weight.direct, adapter, plan.scales)
+        else:
+            entered = quantize_input(x, plan) if isinstance(weight, FP8Weight) else x
+            y, u = adapted_fprop(entered, x, weight, plan, bias, adapter)
         ctx.save_for_backward(x, u)
         ctx.weight, ctx.plan, ctx.adapter = weight, plan, adapter
         return y

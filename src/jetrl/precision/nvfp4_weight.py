@@ -21,13 +21,7 @@ from torch import Tensor
 
 from jetrl.precision.backend import Arithmetic, arithmetic_of
 from jetrl.precision.exact import exact_matmul
-from jetrl.precision.nvfp4 import (
-    HopperNVFP4,
-    NVFP4Tensor,
-    RowFactors,
-    quantize_nvfp4,
-    widened,
-)
+from jetrl.precision.nvfp4 import HopperNVFP4, NVFP4Tensor, RowFactors, quantize_nvfp4, widened
 
 
 @dataclass(frozen=True)

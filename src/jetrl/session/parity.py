@@ -199,10 +199,7 @@ class Location:
 
 @torch.no_grad()
 def locate(
-    policy: Policy,
-    prompt: Sequence[int],
-    completion: Sequence[int],
-    temperature: float = 1.0,
+    policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
 ) -> Location | None:
     """Run one sequence as sampler and as trainer; return the first operation that differs.
 
@@ -393,10 +390,7 @@ def _rows_check(linear: Linear, device: torch.device) -> Check:
 
 
 def _batch_check(
-    name: str,
-    operation: Callable[[slice], Tensor],
-    whole: Tensor,
-    rows: Sequence[slice] = _SLICES,
+    name: str, operation: Callable[[slice], Tensor], whole: Tensor, rows: Sequence[slice] = _SLICES
 ) -> Check:
     bad = [s for s in rows if not torch.equal(operation(s), whole[s])]
     detail = f"rows {bad[0].start}-{bad[0].stop} differ" if bad else "same bits in any batch"

@@ -76,10 +76,7 @@ def backend_for(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Backend:
 
 
 def fp8_matmul_hopper(
-    a: QTensor,
-    b: QTensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-    backend: Backend | None = None,
+    a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16, backend: Backend | None = None
 ) -> Tensor:
     """Return a @ b^T, out_dtype [M, N], as `precision.gemm.fp8_matmul`.
 

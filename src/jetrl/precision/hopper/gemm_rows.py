@@ -75,6 +75,17 @@ class Tiles:
     group: int
 
 
+# Of up to 64 rows of X, by the rows of the weight per SM.
+_OF_64_ROWS = (
+    (16, Tiles(64, 1, 16, 4, 4)),
+    (32, Tiles(64, 1, 32, 4, 4)),
+    (64, Tiles(64, 1, 32, 4, 2)),
+    (128, Tiles(64, 1, 64, 3, 2)),
+    (192, Tiles(64, 3, 64, 6, 1)),
+)
+_WIDEST = Tiles(64, 2, 64, 4, 1)
+
+
 def tiles_for(rows: int, n: int) -> Tiles:
     """Return the cut of a product with a weight of n rows.
 
@@ -86,17 +97,7 @@ def tiles_for(rows: int, n: int) -> Tiles:
             if cdiv(n, tiles.parts * tiles.block_n) <= MULTIPROCESSORS:
                 return tiles
         return Tiles(128, 3, 64, 5, 1)
-    if n <= 16 * MULTIPROCESSORS:
-        return Tiles(64, 1, 16, 4, 4)
-    if n <= 32 * MULTIPROCESSORS:
-        return Tiles(64, 1, 32, 4, 4)
-    if n <= 64 * MULTIPROCESSORS:
-        return Tiles(64, 1, 32, 4, 2)
-    if n <= 128 * MULTIPROCESSORS:
-        return Tiles(64, 1, 64, 3, 2)
-    if n <= 192 * MULTIPROCESSORS:
-        return Tiles(64, 3, 64, 6, 1)
-    return Tiles(64, 2, 64, 4, 1)
+    return next((t for each, t in _OF_64_ROWS if n <= each * MULTIPROCESSORS), _WIDEST)
 
 
 def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:

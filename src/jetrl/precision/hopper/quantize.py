@@ -30,11 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.launch import (
-    OVERLAPPED,
-    let_next_start,
-    wait_for_previous,
-)
+from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.layout import (
     cdiv,
     empty_row_groups,
@@ -337,10 +333,7 @@ def quantize_squares(x: Tensor, scales: str = "fp32") -> QTensor:
 
 
 def quantize_weight(
-    w: Tensor,
-    format: FP8Format = "e4m3",
-    scales: str = "fp32",
-    out: QTensor | None = None,
+    w: Tensor, format: FP8Format = "e4m3", scales: str = "fp32", out: QTensor | None = None
 ) -> QTensor:
     """Return 128 x 128 groups of a weight, as `precision.quantize(w, (128, 128))`.
 
