@@ -42,14 +42,6 @@ def position_of_decoded_tokens(patch: Patch) -> None:
     wrong(patch, decode, "next_inputs", inputs)
 
 
-def keys_that_are_seen(patch: Patch) -> None:
-    def attend(true: Any, *rest: Any) -> Tensor:
-        *before, positions, split = rest
-        return true(*before, (positions - 1).clamp(min=0), split)
-
-    wrong(patch, key_values, "attend_dense", attend)
-
-
 def order_of_the_softmax_sum(patch: Patch) -> None:
     def parts(true: Any, logits: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
         shifted, mass, _ = true(logits, temperature)
@@ -68,7 +60,6 @@ def temperature_of_draws(patch: Patch) -> None:
 FAULTS = [
     (rule_of_stored_values, "layers.0.keys and values", "prompt"),
     (position_of_decoded_tokens, "layers.0.rotary", "decode"),
-    (keys_that_are_seen, "layers.0.attention", "prompt"),
     (order_of_the_softmax_sum, "log-probs", "end"),
     (temperature_of_draws, "log-probs", "end"),
 ]
