@@ -42,12 +42,12 @@ from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.session.parity import said_when_slow
 from jetrl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _LIMIT_S = 120.0  # all kernels of a run take less on one core
-_SILENT_S = 5.0
 _MOST_CHILDREN = 8
 _CHILD_BYTES = 2**30  # a CUDA context, KV pages, and what a forward of a few layers keeps
 _VOCABULARY = 8192
@@ -132,16 +132,13 @@ def _compiled(work: Work, device: str, most: int) -> Iterator[None]:
         if first and not record.seek(0, os.SEEK_END):
             children += [_started(work, device, index, most) for index in range(most)]
         yield
-        began, said = time.monotonic(), False
         # Wait for our children, or for those of the process that has the lock.
-        while any(child.poll() is None for child in children) or not (first or _locked(record)):
-            waited = time.monotonic() - began
-            if waited > _LIMIT_S:
-                break
-            if waited > _SILENT_S and not said and world().is_first:
-                print(_WAITING, file=sys.stderr, flush=True)
-                said = True
-            time.sleep(0.1)
+        until = time.monotonic() + _LIMIT_S
+        with said_when_slow(_WAITING):
+            while time.monotonic() < until and (
+                any(child.poll() is None for child in children) or not (first or _locked(record))
+            ):
+                time.sleep(0.1)
         if children:
             codes = [child.poll() for child in children]
             logger.debug("kernels compiled ahead by children, which ended with %s", codes)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from jetrl.distributed.world import world
 from jetrl.errors import MismatchError, UserError
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.kernels.norm import rms_norm
@@ -347,11 +348,12 @@ def require_exact(policy: Policy) -> float | None:
 
 
 @contextlib.contextmanager
-def said_when_slow() -> Iterator[None]:
-    """Print on stderr, after a while, what a proof on a GPU is waiting for."""
-    timer = threading.Timer(_SILENT_S, print, [_COMPILING], {"file": sys.stderr, "flush": True})
+def said_when_slow(what: str = _COMPILING) -> Iterator[None]:
+    """Print on stderr, after a while and by the first rank, what is waited for on a GPU."""
+    timer = threading.Timer(_SILENT_S, print, [what], {"file": sys.stderr, "flush": True})
     timer.daemon = True
-    timer.start()
+    if world().is_first:
+        timer.start()
     try:
         yield
     finally:
