@@ -12,7 +12,7 @@ _MACHINE = Path("/proc/meminfo")
 _GROUPS = Path("/proc/self/cgroup")
 _HIERARCHIES = Path("/sys/fs/cgroup")
 
-# Arguments of glibc's mallopt: blocks of up to 32 MiB, the most it takes, come from its heap.
+# Arguments of glibc's mallopt: blocks of up to 32 MiB, its maximum, come from its heap.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT, _FROM_HEAP = 2**30, 2**25
 _CHOICES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")

@@ -15,7 +15,7 @@ from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings, as_override
 
 STEP = 1024  # Micro-batches are planned in multiples of so many tokens.
-_MORE_GPUS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried where one run does not fit
+_MORE_GPUS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried if a run does not fit
 _Remedy = tuple[str, str, object]  # section, key and value of a setting
 _FEW_SEQUENCES = 256  # Decode's graphs and logits take little for so many at once.
 

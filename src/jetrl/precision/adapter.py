@@ -83,7 +83,7 @@ class AdapterWeight:
     Attributes:
         down: bfloat16 [P * R, K], A as both sides read it.
         up: bfloat16 [N, R], s B as both sides read it.
-        columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1 where
+        columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1 if
             no part adds to them: for the GPU's kernels.
         arrived: int32 zeros, in which the programs of a GPU's product with A are counted.
         fixed: False: the weight is rounded again after each update.
@@ -136,7 +136,7 @@ class AdapterWeight:
 
 
 def _columns(shape: AdapterShape) -> Tensor:
-    """Return the first column of u for each 64 rows of y, int32; -1 where no part adds to them."""
+    """Return the first column of u for each 64 rows of y, int32; -1 if no part adds to them."""
     columns = torch.full((-(-shape.num_rows // 64),), -1, dtype=torch.int32)
     for part, (first, count) in enumerate(shape.parts):
         columns[first // 64 : -(-(first + count) // 64)] = part * shape.padded_rank
@@ -247,7 +247,7 @@ def _added_in_fp32(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
 
 
 class _AddAdapter(torch.autograd.Function):
-    """The adapter with its gradients; the master weights are inputs for these alone."""
+    """The adapter with its gradients; the master weights are inputs for only these."""
 
     @staticmethod
     def forward(

@@ -4,7 +4,7 @@ Every operation has a reference in plain PyTorch: its specification, and what ru
 device with kernels has a table of them, `Arithmetic` for this package and `kernels.backend.Kernels`
 for the rest. A module with these names is such a table (`precision.hopper.operations`); the type
 checker compares it with the protocol. Public operations take the table of their tensor's device,
-and nothing else asks where a tensor is in order to choose its arithmetic.
+and nothing else asks for a tensor's device to choose its arithmetic.
 
 A table is imported with the first tensor of its device: a CPU has no Triton. Another backend is two
 such modules, and a `Backend` that `backend_of` returns.
@@ -30,7 +30,7 @@ class Arithmetic(Protocol):
     """A device's kernels for GEMMs, roundings and sums of gradients.
 
     Each does what the public operation of its name does, with the bits that the module of that
-    operation promises; what it alone takes is explained at its implementation.
+    operation promises; its own limits are explained at its implementation.
     """
 
     MOST_QUANTIZED_ROWS: int  # `quantized_adapted_matmul` takes fewer rows of X

@@ -38,7 +38,7 @@ _SQUARES_BITS = 19
 
 
 def align(x: Tensor, dim: int, bits: int) -> Tensor:
-    """Return x rounded to a grid that depends on its maximum along one dimension alone.
+    """Return x rounded to a grid that depends on its maximum along one dimension only.
 
     Args:
         x: float32 or narrower.
@@ -60,7 +60,7 @@ def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix product a [..., M, K] @ b [..., K, N] of BF16 or FP32 values as float64.
 
     Each row of a and each column of b is put on a grid first; the product is then exact, so a row's
-    result depends on that row and on b alone. The relative error against the true product is about
+    result depends on that row and on b only. The relative error against the true product is about
     2**-bits of the largest term, bits = 23 for K = 128 and 20 for K = 8192.
     """
     bits = _factor_bits(a.shape[-1])

@@ -207,7 +207,7 @@ class _Stage:
     """A collective of every round, for the products of a linear layer or the embedding's rows.
 
     Attributes:
-        master: The master weight, of own rows where it is divided.
+        master: The master weight, of own rows if it is divided.
         shard: The division of its rows; None if every rank has all of them.
         dtype: The dtype of the products; None of the embedding's rows.
         before: The stage of the products of the same master weight, after which the rows of each
@@ -245,7 +245,7 @@ class OrderedGradients(Gradients):
     """The gradient sums of own rows, over all micro-batches of all ranks in order.
 
     Args:
-        masters: The master weights by name, of own rows where they are divided.
+        masters: The master weights by name, of own rows if they are divided.
         shards: The division of the rows of those that are divided, by name.
     """
 
@@ -377,7 +377,7 @@ class OrderedGradients(Gradients):
             self._send(stage)
 
     def _send(self, stage: _Stage) -> None:
-        """Let what the ranks have made of one stage travel, and add what arrives to own rows."""
+        """Exchange the products of one stage, and add what arrives to own rows."""
         made, stage.made = stage.made, None
         if stage.dtype is None:
             self._send_rows(stage, made)
@@ -464,7 +464,7 @@ class OrderedGradients(Gradients):
         self._totals[stage.master] = total
 
     def _add_whole(self) -> None:
-        """Add the gradients that autograd made of this round: of vectors, whole on every rank."""
+        """Add autograd's gradients of this round: of vectors, whole on every rank."""
         if not self._whole:
             return
         device = self._whole[0].device

@@ -10,7 +10,7 @@ cuBLAS (`torch.nn.functional.scaled_mm`) and DeepGEMM read without another copy:
 | X of WGrad, 128 x 128 | [T', K], stored as [K, T'] | [T'/128, K/128], stored as [K/128, T'/128] |
 | weight, 128 x 128 | [N, K] row-major | [N/128, K/128], stride (ceil4(K/128), 1) |
 
-Padding rows are never read back: a row of a GEMM depends on that row of the left operand alone.
+Padding rows are never read back: a row of a GEMM depends on that row of the left operand only.
 Weights' scales are padded for cuBLAS; X's, whose T' is of any size, lie as DeepGEMM reads them.
 """
 
@@ -41,7 +41,7 @@ def padded_rows(rows: int) -> int:
 def cdiv(value: int, size: int) -> int:
     """Return the number of groups of `size` that hold `value`.
 
-    `triton.cdiv`, which kernels use as well, costs the host more than a microsecond a call.
+    `triton.cdiv`, which kernels use as well, costs the host more than a microsecond per call.
     """
     return -(-value // size)
 
@@ -52,7 +52,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def first_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return x[:rows], or x itself where it has no more rows."""
+    """Return x[:rows], or x itself if it has no more rows."""
     return x if x.shape[0] == rows else x[:rows]
 
 

@@ -78,7 +78,7 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
 
 
 def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMMInput:
-    """Return dY as DGrad alone reads it, for a weight that gets no gradient.
+    """Return dY as DGrad reads it, for a weight that gets no gradient.
 
     Args:
         dy: bfloat16 [T, N].
@@ -97,9 +97,9 @@ def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMM
 def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> OutputGradient:
     """Return dY as the GEMMs of backward read it; on a GPU both forms are made in one pass.
 
-    A GPU's FP8 GEMMs take E4M3 and squares of 128 x 128 alone. The codes of other settings become
-    the BF16 values that they stand for, rounded once more (to 8 significant bits, where a code has
-    3 or 4), and a BF16 product follows: for comparisons, where speed does not matter.
+    A GPU's FP8 GEMMs take only E4M3 and squares of 128 x 128. The codes of other settings become
+    the BF16 values that they stand for, rounded once more (to 8 significant bits, while a code has
+    3 or 4), and a BF16 product follows: for comparisons, whose speed does not matter.
     """
     format = plan.grad_output
     if not isinstance(weight, FP8Weight) or format == "bf16":
@@ -252,7 +252,7 @@ def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
     if isinstance(rows, QTensor):
         assert isinstance(weight, FP8Weight), "codes of dY multiply an FP8 weight"
         return fp8_matmul(rows, weight.transposed)
-    assert not isinstance(weight, WeightOfCodedInputs), "such a weight is the sampler's alone"
+    assert not isinstance(weight, WeightOfCodedInputs), "only the sampler has such a weight"
     if isinstance(weight, NVFP4Weight):
         return nvfp4_dgrad(rows, weight)
     return free_matmul(rows, dequantize(weight.direct) if isinstance(weight, FP8Weight) else weight)
@@ -275,7 +275,7 @@ def wgrad(dy: OutputGradient, x: GEMMInput, master: Tensor, gradients: Gradients
 class _LinearFunction(torch.autograd.Function):
     """FProp, DGrad and WGrad around one quantized weight.
 
-    The master weight is an input for the sake of its gradient alone.
+    The master weight is an input only for its gradient.
     """
 
     @staticmethod

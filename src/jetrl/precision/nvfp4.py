@@ -79,7 +79,7 @@ class NVFP4Tensor:
 
     @property
     def row_scales(self) -> Tensor:
-        """The scale of the matrix, float32 []; or that of each row, [N], where they differ."""
+        """The scale of the matrix, float32 []; or that of each row, [N], if they differ."""
         if not self.rows:
             return self.scale
         return self.scale.repeat_interleave(torch.tensor(self.rows, device=self.scale.device))
@@ -169,7 +169,7 @@ BLOCK = 128  # values along K whose codes lie together
 WIDENED_FACTOR = 2.0**-7
 NARROW = 8448  # rows of a weight
 ROWS_AT_ONCE = 4096  # of X: of so many there are float32 sums while parts are added
-SCALED_ROWS_AT_ONCE = ROWS_AT_ONCE // 4  # and where one part is multiplied by scales of its rows
+SCALED_ROWS_AT_ONCE = ROWS_AT_ONCE // 4  # and if one part is multiplied by scales of its rows
 _TWO_PARTS = 8192  # columns; more have four
 _PART_STEP = 2 * BLOCK  # a part begins where a stage of the kernels may begin
 SCALE_OFFSET = (119 + 127 - 10) << 7

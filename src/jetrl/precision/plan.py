@@ -37,19 +37,19 @@ from jetrl.settings.presets import (
 
 @dataclass(frozen=True)
 class SamplerDeviation:
-    """The settings of the sampler alone; by default it computes what the trainer does.
+    """The settings of only the sampler; by default it computes what the trainer does.
 
     Attributes:
         linears: The format of the sampler's linear layers; None: the plan's.
-        weights_through_bf16: Whether the sampler's FP8 codes are made of master weights that were
-            rounded to BF16 first, as where weights travel to another engine in BF16.
+        weights_through_bf16: Whether the sampler's FP8 codes are built from master weights
+            rounded to BF16, as if weights travel to another engine in BF16.
         bf16_layers: The decoder layers, from 0, whose linears are BF16 on the sampler's side.
         scales: The rule of the sampler's scales, of weights, activations, keys and values; None:
             the plan's.
         kv: The sampler's keys and values; None: the plan's.
         attention_split: The keys after which the sampler's attention begins a new sum; None: the
             sums are the trainer's. On a CPU the sums of a split are float32 sums in the library's
-            order, where the trainer's are exact.
+            order, while the trainer's are exact.
         lm_head: The format of the sampler's output projection; None: the plan's.
     """
 
@@ -82,7 +82,7 @@ WGradInput = Literal["128x128", "1x128"]
 FP8_BLOCK = 128
 _SETTINGS = TypeAdapter(PrecisionSettings)
 _DEVIATION_SETTINGS = TypeAdapter(SamplerDeviationSettings)
-# A plan is stored without these fields where they have their defaults, as before there were any.
+# A plan is stored without these fields if they have their defaults, as before there were any.
 _STORED_IF_SET = ("wgrad_input", "pinned_sums", "sampler_deviation", "base")
 
 
@@ -111,12 +111,12 @@ class PrecisionPlan:
         kv: Keys and values, on both sides: one format for both, or the keys' + the values'.
         rest: Embeddings, norms and the residual stream.
         lm_head: The output projection, on both sides.
-        grad_output: dY as DGrad and WGrad read it where train_linear is fp8.
+        grad_output: dY as DGrad and WGrad read it if train_linear is fp8.
         scales: Float32 scales, or scales rounded up to powers of two.
         first_layers_bf16: Decoder layers at the start whose linears stay BF16 on both sides.
         last_layers_bf16: Decoder layers at the end whose linears stay BF16 on both sides.
         wgrad_input: The groups of X in WGrad: squares, or 1 x 128 along tokens.
-        pinned_sums: Whether every sum has one order, whatever the batch; None: where the linear
+        pinned_sums: Whether every sum has one order, whatever the batch; None: if the linear
             layers of both sides are FP8. Without, a GPU's library chooses the order of BF16 sums.
         sampler_deviation: What the sampler computes otherwise than all of the above say.
         base: What stands for fp8 in the linears of a base that is not trained.
@@ -237,12 +237,7 @@ class PrecisionPlan:
         return dataclasses.replace(self, **changes) if changes else self
 
     def linear_format(self, side: Side, layer: int, num_layers: int) -> LinearFormat:
-        """Return the format of a decoder layer's linears on one side.
-
-        Args:
-            side: The side of the flow.
-            num_layers: The decoder's number of layers.
-        """
+        """Return the format of a decoder layer's linears on one side."""
         chosen = self.train_linear if side == "train" else self.on(side).rollout_linear
         kept = self.keeps_bf16(layer, num_layers) or (
             side == "rollout" and layer in self.sampler_deviation.bf16_layers
@@ -253,7 +248,7 @@ class PrecisionPlan:
 
     @property
     def without_base(self) -> PrecisionPlan:
-        """The plan of a critic and of a reward model, which are no base of an adapter."""
+        """The plan of a critic and of a reward model, which are not the base of an adapter."""
         return dataclasses.replace(self, base="fp8")
 
     def linear_formats(self, layer: int, num_layers: int) -> dict[Side, LinearFormat]:
@@ -270,11 +265,7 @@ class PrecisionPlan:
                 )
 
     def rounding(self, side: Side, format: LinearFormat) -> Rounding:
-        """Return how a weight is rounded that one side reads in a format.
-
-        Args:
-            format: The format of the layer that reads the weight.
-        """
+        """Return how a weight is rounded for a layer that one side reads in a format."""
         if format == "fp8_activations":
             return Rounding("bf16")
         if format not in ("fp8", "fp8_weights"):
@@ -302,7 +293,6 @@ class PrecisionPlan:
         """Return the plan that `to_dict` described.
 
         Args:
-            fields: The fields of a preset's plan, by name.
             where: The file of the fields, for messages.
 
         Raises:

@@ -1,7 +1,7 @@
 """The quantized weights of a layer: a master weight, rounded to what GEMMs and norms read.
 
 This is the one place where a weight is rounded. A quantized weight has one tensor for each rounding
-that a side of the flow asks for, and one alone where both sides ask for the same: the trainer then
+that a side of the flow asks for, and only one if both sides ask for the same: the trainer then
 multiplies by the very bytes that the sampler did. After an update of the master weight they are
 overwritten in place, on every device: captured CUDA graphs read them by address.
 
@@ -83,11 +83,11 @@ class QuantizedWeight:
             the rows of the weight that this rank owns.
         shard: The division of the weight's rows among ranks; None if this rank has all.
         sides: The sides whose roundings are kept.
-        codes: The weight where it is in NVFP4 already, which is then never rounded; of `master` the
-            shape alone is read. Both sides read NVFP4.
+        codes: The weight if it is in NVFP4 already, which is then never rounded; of `master` only
+            the shape is read. Both sides read NVFP4.
 
     Attributes:
-        master: The master weight; of a fixed one the shape alone (but under fp32, which reads it).
+        master: The master weight; of a fixed one only the shape (fp32 reads it).
         fixed: Whether the weight is never rounded again.
         noise: What is added to the master weight before it is rounded, float32; None: nothing.
 
@@ -143,7 +143,7 @@ class QuantizedWeight:
         """Return the rounding that a side reads."""
         weight = self._stored[self._roundings[side]]
         if self.formats[side] == "fp8_activations":
-            assert isinstance(weight, Tensor), "X alone is coded"
+            assert isinstance(weight, Tensor), "only X is coded"
             return WeightOfCodedInputs(weight)
         return weight
 

@@ -179,7 +179,7 @@ def _locked(record: IO[str]) -> bool:
 
 def _started(work: Work, device: str, index: int, count: int) -> subprocess.Popen[bytes]:
     """Start one of some children."""
-    # A child is no rank of the run, and imports from where the run does.
+    # A child is not a rank of the run, and imports from the same paths.
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     library = ctypes.CDLL(None)

@@ -225,7 +225,7 @@ def locate(
     trainer["log-probs"], rollout["log-probs"] = expected[:, None], logprobs[:, None]
     for name, ours in trainer.items():
         theirs = rollout[name]
-        # The sampler's last layer gives a prompt's last token alone, as lm_head does for both.
+        # The sampler's last layer gives only a prompt's last token, as lm_head does for both.
         first = len(prompt) - 1 if len(theirs) == len(completion) else 0
         ours = ours[first:] if len(ours) == len(tokens) else ours
         rows = min(len(ours), len(theirs))  # the sampler never runs the last token
@@ -248,7 +248,7 @@ def located(
     """
     location = locate(policy, prompt, completion, temperature)
     return str(
-        location or "no operation differs when the sequence runs alone: it depends on the batch"
+        location or "no operation differs when the sequence runs by itself: it depends on the batch"
     )
 
 
@@ -279,7 +279,7 @@ def _replay(
     logprobs: list[float] = []
     for token in completion:
         step = scheduler.schedule()
-        assert step is not None, "a sequence that is alone waits for nothing"
+        assert step is not None, "a single sequence waits for nothing"
         if step.decodes:
             decode.begin()  # what it drew is not what comes next
             ((ids, values),) = decode.launch(step, scheduler.sequences).drawn()
@@ -294,7 +294,7 @@ def _replay(
     return tokens, torch.tensor(logprobs, device=device)
 
 
-# Rows of a batch that are computed alone and must have the bits of the whole batch.
+# Rows of a batch that are computed by themselves and must have the bits of the whole batch.
 _SLICES = (slice(0, 1), slice(3, 10), slice(5, 69))
 _ROWS = 1000
 _SILENT_S = 5.0
