@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from jetrl.kernels.attention.backward_lists import (
     BACKWARD_KEYS,
@@ -56,40 +55,32 @@ class PlannedMicroBatch:
     shared: bool = False
 
 
-class ProductBytes(NamedTuple):
-    """The bytes of products next to the sums, at the highest moments of a backward.
-
-    Attributes:
-        in_layer: While the last layer's MLP makes the product of its first linear, which itself is
-            counted with the layer.
-        at_end: While the embedding's rows are added, on several GPUs next to the products of the
-            first layer.
-    """
-
-    in_head: int = 0
-    in_layer: int = 0
-    at_end: int = 0
-
-
 def product_bytes(
     config: ModelConfig,
     plan: PrecisionPlan,
     batch: PlannedMicroBatch,
     cards: int,
     lora: LoRA | None,
-) -> ProductBytes:
+) -> tuple[int, int, int]:
+    """Return the bytes of products next to the sums, at the highest moments of a backward.
+
+    Returns:
+        In lm_head; while the last layer's MLP makes the product of its first linear, which itself
+        is counted with the layer; and while the embedding's rows are added, on several GPUs next to
+        the products of the first layer.
+    """
     tied = config.tie_word_embeddings
     trained = lora is None or (lora.train_embeddings if tied else lora.train_head)
     head = 4 * config.vocab_size * config.hidden_size if trained and config.head == "lm" else 0
     if cards == 1:  # The product of the first micro-batch is the sum.
         head = head if batch.several else 0
-        return ProductBytes(head, head, 0 if tied else head)
+        return head, head, 0 if tied else head
     rows = 2 * (cards + 1) * batch.tokens * config.hidden_size  # BF16, of all GPUs and the own ones
     if lora is not None:
         shapes = lora.shapes(config).values()
         whole = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
         rows = rows if lora.train_embeddings else 0
-        return ProductBytes(head, 2 * head, (cards + 1) * whole + rows + 2 * head)
+        return head, 2 * head, (cards + 1) * whole + rows + 2 * head
     in_bf16 = plan.train_linear == "fp8" and plan.grad_output != "bf16"
     parameters = parameter_shapes(config)
     first, last, qkv, o = (
@@ -103,7 +94,7 @@ def product_bytes(
     if tied:  # It is received whole, and waits for the embedding's rows.
         received = max(head, mlp)
     at_end = rows + (head if tied else 0) + 2 * (first + o + qkv)
-    return ProductBytes(head, head + min(received, head + mlp), at_end)
+    return head, head + min(received, head + mlp), at_end
 
 
 def kept_bytes(
@@ -148,15 +139,21 @@ def on_top_bytes(
     plan: PrecisionPlan,
     batch: PlannedMicroBatch,
     recomputed: bool,
-    products: ProductBytes,
+    in_head: int,
+    in_layer: int,
     lora: LoRA | None,
 ) -> int:
-    """Return the maximum bytes on top of saved activations: in lm_head or in a layer."""
-    in_layer = layer_backward_bytes(config, plan, batch, lora is not None) + products.in_layer
+    """Return the maximum bytes on top of saved activations: in lm_head or in a layer.
+
+    Args:
+        in_head: Bytes of products held in lm_head, as of `product_bytes`.
+        in_layer: Bytes of products held in a layer.
+    """
+    in_layer += layer_backward_bytes(config, plan, batch, lora is not None)
     if config.head == "score":
         return in_layer
     logits = logits_bytes(config, batch.tokens)
-    hidden = 10 * batch.tokens * config.hidden_size + products.in_head
+    hidden = 10 * batch.tokens * config.hidden_size + in_head
     if recomputed:
         return max(in_layer, logits + logits // 2 + hidden)
     return max(in_layer, 2 * batch.tokens * config.vocab_size + max(logits, hidden))

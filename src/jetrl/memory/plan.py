@@ -385,13 +385,13 @@ class _Run:
         batch, recomputed = self.batch, self.settings.train.activation_checkpointing
         trained = trained_shapes(config, self.cards, lora)
         gradients = 4 * sum(map(math.prod, trained.values()))
-        head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
-        head = "score.weight" if config.head == "score" else head
-        first = gradients if batch.several else 4 * math.prod(trained.get(head, (0,)))
+        head_name = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
+        head_name = "score.weight" if config.head == "score" else head_name
+        first = gradients if batch.several else 4 * math.prod(trained.get(head_name, (0,)))
         kept = activations.kept_bytes(config, plan, batch.tokens, recomputed, lora)
-        products = activations.product_bytes(config, plan, batch, self.cards, lora)
-        on_top = activations.on_top_bytes(config, plan, batch, recomputed, products, lora)
-        last = activations.last_bytes(config, plan, batch, lora) + products.at_end
+        head, layer, late = activations.product_bytes(config, plan, batch, self.cards, lora)
+        on_top = activations.on_top_bytes(config, plan, batch, recomputed, head, layer, lora)
+        last = activations.last_bytes(config, plan, batch, lora) + late
         at_start, at_end = {moment: (first, kept, on_top)}, {end: (gradients, 0, last)}
         if end == moment:  # One column stands for both moments: the higher of the two.
             higher = not batch.several and gradients + last > first + kept + on_top
