@@ -21,7 +21,6 @@ from typing import IO, Annotated, Any, Self
 
 import torch
 from pydantic import Field, TypeAdapter, model_validator
-from safetensors import safe_open
 from torch import Tensor
 
 from jetrl.distributed.shard_files import ShardFiles, file_of, own_part
@@ -29,7 +28,7 @@ from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World
 from jetrl.errors import UserError
 from jetrl.files import Count, Step, Stored, checked, read_json
-from jetrl.models.hf_files import reading_tensors, sync
+from jetrl.models.hf_files import open_tensors, sync
 from jetrl.models.model import Model
 
 MOST_STATE_BYTES = 2**30  # of state.json: partial rollouts keep a token in some 40 bytes
@@ -365,23 +364,16 @@ class StoredTensors(Mapping[str, Tensor]):
             self.layouts = dict(files.properties)
             self._read = files.read
         else:
-            self._open_file()
-
-    def _open_file(self) -> None:
-        with reading_tensors(self._path):
-            self._file = safe_open(str(self._path), framework="pt", device="cpu")
-            self.layouts = {}
+            self._file, self.layouts = open_tensors(path), {}
             for name in self._file.keys():  # noqa: SIM118  (not a mapping)
                 shape = torch.Size(self._file.get_slice(name).get_shape())
                 self.layouts[name] = (self._rows_of_file(name, slice(0, 0)).dtype, shape)
-        self._read = self._rows_of_file
+            self._read = self._rows_of_file
 
     def _rows_of_file(self, name: str, rows: slice | None) -> Tensor:
-        shape = self._file.get_slice(name).get_shape()
-        if rows is None or not shape:
-            tensor: Tensor = self._file.get_tensor(name)
-        else:
-            tensor = self._file.get_slice(name)[rows]
+        part = self._file.get_slice(name)
+        whole = rows is None or not part.get_shape()
+        tensor: Tensor = self._file.get_tensor(name) if whole else part[rows]
         return tensor
 
     def rows(self, name: str, shard: Shard | None) -> Tensor:
