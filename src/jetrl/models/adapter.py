@@ -186,7 +186,7 @@ class Adapter:
         return Adapter(lora, shapes, CodedWeights(names, drawn))
 
     def check_base(self, digest: str) -> None:
-        """Raise where the adapter was made on another base.
+        """Raise if the adapter was made on another base.
 
         An adapter that replaces parameters of the base has the digest of what it put there, which
         is not compared.

@@ -60,7 +60,7 @@ class KeyValues(Protocol):
 
         Args:
             qkv: [T, (H + 2G) * D], not yet rotated.
-            last: Whether this is the last layer, whose output is that of `rows` alone.
+            last: Whether this is the last layer, whose output is only that of `rows`.
 
         Returns:
             [T, H * D], or the 1 x 128 groups that the next linear would make of these values.

@@ -42,7 +42,7 @@ def attend_packed_hopper(
 
     Args:
         qkv: bfloat16 [T, (H + 2G) * D], not yet rotated.
-        length: The length of every sequence, or None where they differ.
+        length: The length of every sequence, or None if they differ.
     """
     masters = (None, None) if rope.norms is None else (rope.norms[0].weight, rope.norms[1].weight)
     library = plan.kv == "bf16" and not plan.pinned

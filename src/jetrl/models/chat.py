@@ -266,14 +266,14 @@ def _render(
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]], where: str) -> None:
-    """Raise where a message has no role or no content that is text."""
+    """Raise if a message has no role or no content that is text."""
     for message in messages:
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise UserError(f"{where}: message {message!r} needs a role and a content, both text")
 
 
 def _check_written(message: Mapping[str, str], text: str, where: str) -> None:
-    """Raise where a template wrote nothing of a message, as some do for unknown roles."""
+    """Raise if a template wrote nothing of a message, as some do for unknown roles."""
     content = message["content"].strip()
     if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
         raise UserError(

@@ -82,7 +82,7 @@ class DecoderLayer(nn.Module):
             positions: int64 [T], each token's position in its sequence.
             table: float32 [positions, 2, head size / 2], the rotary table.
             trace: A function that sees the outputs of operations, or None.
-            last: Whether this is the last layer, whose results are those of `kv.rows` alone.
+            last: Whether this is the last layer, whose results are only those of `kv.rows`.
         """
         trace = prefixed(trace, f"layers.{self.index}.")
         # Attention: the residual sum and its norm, then qkv, of all T tokens.
@@ -245,7 +245,7 @@ def embed(token_ids: Tensor, embedding: QuantizedWeight, gradients: Gradients) -
 
 
 class _Embed(torch.autograd.Function):
-    """Rows of the rounded weight; the master weight is an input for its gradient alone."""
+    """Rows of the rounded weight; the master weight is an input only for its gradient."""
 
     @staticmethod
     def forward(

@@ -317,7 +317,7 @@ def _layers_without_rope(config: HfConfig, family: str) -> tuple[int, ...]:
 
 
 def _check_positions(model: ModelConfig) -> None:
-    """Raise where the table of rotary positions is larger than the weights that it belongs to."""
+    """Raise if the table of rotary positions is larger than the weights that it belongs to."""
     size = 4 * model.max_position_embeddings * model.head_dim
     if size > max(_SMALL_TABLE, 4 * num_parameters(model)):
         raise UserError(

@@ -56,7 +56,7 @@ from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
 from jetrl.precision.quantize import QTensor, dequantize
 
-_GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # tokenizer.json alone
+_GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # only tokenizer.json
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints kept; recomputed here
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -117,7 +117,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     tokenizer.json describes a tokenizer completely. transformers' AutoTokenizer nevertheless puts a
     class of its own instead of the one a directory declares for some model types (of `qwen2` it
     makes a Qwen2Tokenizer, which splits text in Qwen's way whatever tokenizer.json says); where it
-    does that, tokenizer.json alone is read.
+    does that, only tokenizer.json is read.
     """
     directory = model_directory(path)
     if not has_tokenizer(directory):
@@ -146,7 +146,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     check_vocabulary(tokenizer, directory)
     files = tokenizer.vocab_files_names.values()
     if files and not any((directory / file).is_file() for file in files):
-        # transformers makes one of the settings alone, which encodes every text to nothing
+        # transformers makes one of only the settings, which encodes every text to nothing
         raise UserError(
             f"{directory}: its tokenizer has no vocabulary: none of {', '.join(sorted(files))}; "
             "copy the model's tokenizer.json into it"

@@ -131,7 +131,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for file in sorted({str(file) for file in weight_map.values()}):
         if file in ("", ".", "..") or "/" in file or "\0" in file:
-            raise UserError(f"{index}: {file[:80]!r} is not the name of a file beside it")
+            raise UserError(f"{index}: {file[:80]!r} is not the name of a file next to it")
         if not (directory / file).exists():
             raise UserError(f"{directory / file}: missing, but {INDEX} names it; download it again")
         with open_tensors(directory / file) as handle:

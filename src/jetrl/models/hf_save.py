@@ -115,7 +115,7 @@ def new_directory(
 
 
 def begin_directory(target: Path, overwrite: bool) -> Path:
-    """Return a new hidden folder beside a directory that can be written."""
+    """Return a new hidden folder next to a directory that can be written."""
     _check_target(target, overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ Shards = list[list[tuple[str, StoredTensor]]]  # by file: our parameters and the
 def _shards(
     parameters: Mapping[str, Sequence[StoredTensor]], encoding: _Encoding, most: int
 ) -> Shards:
-    """Return the tensors of each file, decided from shapes alone."""
+    """Return the tensors of each file, decided only from shapes."""
     shards: Shards = [[]]
     used = 0
     for name, parts in parameters.items():

@@ -67,7 +67,7 @@ class FusedLinear:
 
     @property
     def masters(self) -> tuple[Tensor | None, Tensor | None]:
-        """The adapter's master weights, which are inputs for their gradients alone."""
+        """The adapter's master weights, which are inputs only for their gradients."""
         return (None, None) if self.adapter is None else (self.adapter.a, self.adapter.b)
 
     def forward(self, entered: GEMMInput, values: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ def entered_again(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: Fix
 
 
 class _NormLinear(torch.autograd.Function):
-    """The master weights are inputs for their gradients alone, as in the functions below."""
+    """The master weights are inputs only for their gradients, as in the functions below."""
 
     @staticmethod
     def forward(

@@ -38,7 +38,7 @@ class Model:
         device: The device, the CPU or a Hopper GPU; "meta" for a model without weights, whose
             making checks all that making the model would check.
         tokenizer: The tokenizer of the Hugging Face directory, or None.
-        frozen: Keep what the training side's forward reads alone; such a model is not trained,
+        frozen: Keep only what the training side's forward reads; such a model is not trained,
             sampled from or saved.
         trains: Says by name which parameters are trained; None: all, or with an adapter those that
             it says. The others keep no master weights, and are read by both sides as they were
@@ -99,7 +99,7 @@ class Model:
 
     @property
     def frozen(self) -> bool:
-        """True of a model without master weights, for forwards of the training side alone."""
+        """True of a model without master weights, only for forwards of the training side."""
         return self.weights.frozen
 
     @classmethod
@@ -162,7 +162,7 @@ class Model:
     ) -> None:
         """Write a Hugging Face directory; rank 0 writes, and every rank calls this method.
 
-        Of a model with an adapter the directory is PEFT's: the adapter alone, in float32.
+        Of a model with an adapter the directory is PEFT's: only the adapter, in float32.
 
         Args:
             dtype: The dtype of the tensors; fp8 is block-scaled, as vLLM and transformers read it,

@@ -18,7 +18,7 @@ compressed-tensors' scale the float32 nearest to its reciprocal is taken, as its
 The shapes and types of the tensors say the rest: groups other than 16 do not fit.
 
 Which layers have codes is what the files hold: a layer that was left in 16 bits (`ignore`,
-`exclude_modules`) is read as such. `left_in_16_bits` says it from config.json alone, for the plan
+`exclude_modules`) is read as such. `left_in_16_bits` says it only from config.json, for the plan
 of memory. Scales of keys and values are not read: their format is the precision plan's.
 """
 
@@ -204,7 +204,7 @@ def check_base(config: ModelConfig, plan: PrecisionPlan, path: str | Path) -> No
     begin = f"{path}: its linear layers are in NVFP4 ({layout.tool})"
     if plan.base != "nvfp4":
         raise UserError(
-            f"{begin}, which is read as a frozen base alone: set precision.base=nvfp4 and "
+            f"{begin}, which is only read as a frozen base: set precision.base=nvfp4 and "
             "adapter.kind=lora; for a critic or a reward model take the model in 16 bits"
         )
     for layer in range(config.num_layers):

@@ -102,7 +102,7 @@ def frequencies_of(head_dim: int, theta: float, scaling: Scaling | None) -> np.n
     """Return the rotary inverse frequencies, radians a position: float64 [head_dim / 2].
 
     Pair i of a head turns by `position * f[i]`, f[i] = theta ** (-2 i / head_dim), stretched by the
-    rule where there is one.
+    rule if there is one.
 
     Args:
         scaling: The rule, or None.

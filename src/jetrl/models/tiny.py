@@ -28,14 +28,6 @@ from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf_save import SaveDtype, save_model
 from jetrl.models.nvfp4_files import CodedWeights
 
-__all__ = [
-    "RandomWeights",
-    "character_tokenizer",
-    "make_tiny",
-    "random_weights",
-    "train_bpe_tokenizer",
-]
-
 _DEFAULT_STD = 0.02
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the newline
 

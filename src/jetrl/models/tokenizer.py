@@ -97,7 +97,7 @@ def _stages(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Raise `UserError` where one token of a tokenizer is a text of excessive length."""
+    """Raise `UserError` if one token of a tokenizer is a text of excessive length."""
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     if longest > _MOST_TOKEN:
         raise UserError(f"{directory}: the tokenizer has a token of {longest:,} characters")
