@@ -45,7 +45,8 @@ def test_a_wheel_has_the_recipes_the_data_and_the_program(wheel: Path, tmp_path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
         names = set(archive.namelist())
-    assert {"jetrl/py.typed", "jetrl/runs/report.css", "jetrl/tasks/gsm8k/LICENSE"} <= names
+    data = ("py.typed", "runs/report.css", "runs/metrics.txt", "tasks/gsm8k/LICENSE")
+    assert {f"jetrl/{name}" for name in data} <= names
     assert not any(name.startswith(("tests/", "tools/", "benchmarks/")) for name in names)
     environment = dict(os.environ, PYTHONPATH=str(tmp_path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -46,28 +47,18 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --plan, --device and --trust-task."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a Hugging Face directory or hub name, a run directory, or a checkpoint",
-    )
-    _add_plan_arguments(parser)
-    add_trust_argument(parser)
-
-
-def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--plan", choices=PLANS, help="precision preset (default: the run's, or unified)")
+    add, preset = parser.add_argument, "precision preset (default: the run's, or unified)"
+    model = "a Hugging Face directory or hub name, a run directory, or a checkpoint"
+    add("model", metavar="MODEL", help=model)
+    add("--plan", choices=PLANS, help=preset)
     add("--device", choices=DEVICES, default="auto", help="device to use")
+    add_trust_argument(parser)
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
     """Add --trust-task, which `jetrl.cli.main` reads."""
-    parser.add_argument(
-        "--trust-task",
-        action="store_true",
-        help="allow the Python files named in the run's settings (task, checker, algorithm) to run",
-    )
+    files = "Python files named in the run's settings (task, checker, algorithm)"
+    parser.add_argument("--trust-task", action="store_true", help=f"allow the {files} to run")
 
 
 def add_sampling_arguments(
@@ -81,32 +72,18 @@ def add_sampling_arguments(
     add = parser.add_argument
     add("--max-tokens", type=int, default=max_tokens, help="maximum tokens per completion")
     add("--temperature", type=float, default=temperature, help="sampling temperature; 0: greedy")
-    add(
-        "--top-p",
-        type=float,
-        default=top_p,
-        help="keep the most probable tokens of this mass; 1: all",
-    )
+    mass = "keep the most probable tokens of this mass; 1: all"
+    add("--top-p", type=float, default=top_p, help=mass)
     add("--top-k", type=int, default=0, help="keep this many most probable tokens; 0: all")
     add("--seed", type=int, default=seed, help="random seed of the draws")
 
 
-def sampling_params(
-    args: argparse.Namespace, n: int, temperature: float, stop: Sequence[str] = ()
-) -> SamplingParams:
-    """Return the sampling parameters that the options ask for."""
+def sampling_params(**values: Any) -> SamplingParams:
+    """Return sampling parameters, whose values are options of a command."""
     from jetrl.types import SamplingParams
 
     try:
-        return SamplingParams(
-            n=n,
-            max_tokens=args.max_tokens,
-            temperature=temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            stop=tuple(stop),
-            seed=args.seed,
-        )
+        return SamplingParams(**values)
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -114,13 +91,6 @@ def sampling_params(
 def table(rows: Iterable[Sequence[str]], indent: str = "") -> str:
     """Return rows of text as aligned columns."""
     cells = [[str(cell) for cell in row] for row in rows]
-    if not cells:
-        return ""
-    widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(len(cells[0]))]
-    return "\n".join(
-        indent
-        + "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths[: len(row)], strict=True)
-        ).rstrip()
-        for row in cells
-    )
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
+    padded = [map(str.ljust, row, widths) for row in cells]
+    return "\n".join(indent + "  ".join(row).rstrip() for row in padded)

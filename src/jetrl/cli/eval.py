@@ -41,7 +41,7 @@ from jetrl.untrusted import files_named, trust_only
 if TYPE_CHECKING:
     from jetrl.models.policy import Policy
     from jetrl.session.evaluate import Evaluation
-    from jetrl.settings.sections import Settings, TaskSettings
+    from jetrl.settings.sections import EvalSettings, Settings, TaskSettings
     from jetrl.tasks import Scorer, Task
     from jetrl.types import SamplingParams
 
@@ -77,26 +77,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    names = [args.task] if args.task is None else _task_names(args)
-    sets = [_one_set(args, name) for name in names]
+    sets = [_one_set(args, name) for name in _task_names(args)]
     for own in sets[1:]:  # report a problem of any set before evaluating the first
-        _build_scored(own)[1].close()
+        _build_scored(args, own)[1].close()
     results: dict[str, Evaluation] = {}
     policy: Policy | None = None
     for own in sets:
-        task, scorer = _build_scored(own)
+        task, scorer = _build_scored(args, own)
         with scorer:
             policy = policy or _opened(args)
             policy.plain_text = own.task.special_tokens_as_text
-            results[own.label] = _evaluated(own, policy, task, scorer)
+            results[own.task.name] = _evaluated(own, policy, task, scorer)
+    samples = sets[0].params.n
     if args.json:
         objects = {name: _as_object(result) for name, result in results.items()}
         one, *others = objects.values()
         print_json({"sets": objects} if others else one, indent=None)
     elif len(results) == 1:
-        print(_as_text(next(iter(results.values())), sets[0].params.n))
+        print(_as_text(next(iter(results.values())), samples))
     else:
-        print(_as_table(results, sets[0].params.n))
+        print(_as_table(results, samples))
     return 0
 
 
@@ -119,150 +119,107 @@ def _opened(args: argparse.Namespace) -> Policy:
 class OneSet:
     """A set of prompts, with the settings of its evaluation."""
 
-    label: str
-    args: argparse.Namespace
     task: TaskSettings
+    eval: EvalSettings
     params: SamplingParams
 
 
-def _task_names(args: argparse.Namespace) -> list[str]:
-    """Return the comma-separated names of --task."""
+def _task_names(args: argparse.Namespace) -> list[str | None]:
+    """Return the comma-separated names of --task; without it None, for the run's own task."""
+    if args.task is None:
+        return [None]
     names = [name.strip() for name in args.task.split(",")]
     if len(set(names)) < len(names) or not all(names):
         raise UserError(f"--task {args.task}: name each set once, separated by commas")
     for option in ("path", "option", "split") if len(names) > 1 else ():
         if getattr(args, option):
             raise UserError(f"--{option} is for one set, but --task names {len(names)}")
-    return names
+    return list(names)
 
 
 def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
-    """Return the set of a name; None: of the run's own task."""
-    own = argparse.Namespace(**vars(args) | {"task": name})
-    settings = _own_settings(own)
-    fill_in(own, settings)
-    params = _sampling_params(own, () if settings is None else settings.rollout.stop)
-    return OneSet(name or "", own, _task_settings(own, settings), params)
+    """Return the set of a name (None: the run's own task), with the options applied."""
+    from jetrl.settings.sections import EvalSettings, TaskSettings
+
+    if name is None:
+        settings = _own_settings(args)
+        task, own, seed = settings.task, settings.eval, derive_seed(settings.run.seed, "eval")
+        stop, max_tokens = settings.rollout.stop, own.max_tokens or settings.rollout.max_tokens
+    else:
+        task, own, seed = TaskSettings(name=name), EvalSettings(prompts=0), 0
+        stop, max_tokens = (), _usual_tokens(name)
+
+    def given(**options: str) -> dict[str, Any]:
+        values = {key: getattr(args, option) for key, option in options.items()}
+        return {key: value for key, value in values.items() if value is not None}
+
+    options = {**task.options, **task_options(args.option)}
+    of_task = given(path="path", eval_split="split", system_prompt="system", workers="workers")
+    of_task |= given(timeout_s="timeout")
+    task = task.model_copy(update={"options": options, **of_task})
+    own = own.model_copy(update=given(**{k: k for k in ("prompts", "samples", "threshold")}))
+    if own.prompts < 0:
+        raise UserError(f"--prompts {own.prompts}: 0 (all) or more")
+    if args.temperature == 0 and own.samples > 1:
+        raise UserError(
+            f"--samples {own.samples} with --temperature 0 draws the same completion each time"
+        )
+    temperature = own.temperature if args.temperature is None else args.temperature
+    if temperature == 0 and own.samples > 1:
+        temperature = 1.0  # several greedy completions would be the same
+    usual = {"max_tokens": max_tokens, "top_p": own.top_p, "seed": seed}
+    params = sampling_params(
+        **usual | given(**{key: key for key in (*usual, "top_k")}),
+        **{"n": own.samples, "temperature": temperature, "stop": tuple(stop)},
+    )
+    return OneSet(task, own, params)
 
 
-def _build_scored(one: OneSet) -> tuple[Task, Scorer]:
+def _build_scored(args: argparse.Namespace, one: OneSet) -> tuple[Task, Scorer]:
+    """Return the task and its scorer.
+
+    The Python files in --task and --option may be imported; those that the settings of the run
+    MODEL name need --trust-task.
+    """
     from jetrl.tasks import Scorer, build_task
 
-    limits = {"workers": one.args.workers, "timeout_s": one.args.timeout}
-    with _typed_files_trusted(one.args):
-        task = build_task(one.task)
-        return task, Scorer.from_settings(one.task.model_copy(update=limits))
+    typed = files_named([(args.task and one.task.name) or "", task_options(args.option)])
+    with contextlib.nullcontext() if args.trust_task else trust_only(typed):
+        return build_task(one.task), Scorer.from_settings(one.task)
 
 
 def _evaluated(one: OneSet, policy: Policy, task: Task, scorer: Scorer) -> Evaluation:
     from jetrl.session.evaluate import evaluate_model
 
     return evaluate_model(
-        policy,
-        task,
-        scorer,
-        one.params,
+        *(policy, task, scorer, one.params),
         split=one.task.eval_split,
-        num_prompts=one.args.prompts,
-        threshold=one.args.threshold,
+        num_prompts=one.eval.prompts,
+        threshold=one.eval.threshold,
         system_prompt=one.task.system_prompt,
         max_turns=one.task.max_turns,
     )
 
 
-def _own_settings(args: argparse.Namespace) -> Settings | None:
-    """Return the settings of the run MODEL, whose own task is evaluated; None with --task."""
+def _own_settings(args: argparse.Namespace) -> Settings:
+    """Return the settings of the run that MODEL is or lies in, whose own task is evaluated."""
     from jetrl.settings.loading import load_config
 
-    if args.task is not None:
-        return None
-    run = _run_of(Path(args.model))
-    if run is None:
+    folders = (Path(args.model), *Path(args.model).absolute().parents[:2])
+    config = next((f / "config.toml" for f in folders if (f / "config.toml").is_file()), None)
+    if config is None:
         raise UserError(
             f"{args.model} is not a run directory, so there is no task to evaluate: add --task NAME"
         )
-    return load_config(run / "config.toml")
+    return load_config(config)
 
 
-def _typed_files_trusted(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """Return a context that allows imports of the Python files in --task and --option.
-
-    The files named in the settings of the run MODEL need --trust-task.
-    """
-    if args.trust_task:
-        return contextlib.nullcontext()
-    return trust_only(files_named([args.task or "", task_options(args.option)]))
-
-
-def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
-    """Set missing arguments to those of the run's own evaluations, or to the defaults."""
-    usual: dict[str, Any] = {
-        "prompts": 0,
-        "samples": 1,
-        "top_p": 1.0,
-        "threshold": 1.0,
-        "max_tokens": _usual_tokens(args.task),
-        "seed": 0,
-        "workers": 2,
-        "timeout": 10.0,
-    }
-    if settings is not None:
-        own = settings.eval
-        usual = {
-            "prompts": own.prompts,
-            "samples": own.samples,
-            "top_p": own.top_p,
-            "threshold": own.threshold,
-            "max_tokens": own.max_tokens or settings.rollout.max_tokens,
-            "seed": derive_seed(settings.run.seed, "eval"),
-            "workers": settings.task.workers,
-            "timeout": settings.task.timeout_s,
-        }
-    for name, value in usual.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.temperature is None and settings is not None:
-        several_greedy = settings.eval.temperature == 0 and args.samples > 1
-        args.temperature = None if several_greedy else settings.eval.temperature
-
-
-def _usual_tokens(task: str | None) -> int:
+def _usual_tokens(task: str) -> int:
     """Return the default of --max-tokens for a task."""
     from jetrl.tasks.questions import SOURCES, benchmark_name
 
-    known = benchmark_name(task or "")
+    known = benchmark_name(task)
     return SOURCES[known].max_tokens if known else 1024
-
-
-def _task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSettings:
-    """Return the settings of the task, with --path, --option, --split and --system applied."""
-    from jetrl.settings.sections import TaskSettings
-
-    task = TaskSettings(name=args.task) if settings is None else settings.task
-    changes: dict[str, Any] = {"options": {**task.options, **task_options(args.option)}}
-    given = {"path": args.path, "eval_split": args.split, "system_prompt": args.system}
-    changes |= {key: value for key, value in given.items() if value is not None}
-    return task.model_copy(update=changes)
-
-
-def _run_of(model: Path) -> Path | None:
-    """Return the run directory that MODEL is or lies in; None: it belongs to no run."""
-    folders = (model, *model.absolute().parents[:2])
-    return next((folder for folder in folders if (folder / "config.toml").is_file()), None)
-
-
-def _sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingParams:
-    """Return how to sample; by default greedily, or at temperature 1 for several completions."""
-    temperature = args.temperature
-    if temperature is None:
-        temperature = 0.0 if args.samples == 1 else 1.0
-    if temperature == 0 and args.samples > 1:
-        raise UserError(
-            f"--samples {args.samples} with --temperature 0 draws the same completion each time"
-        )
-    if args.prompts < 0:
-        raise UserError(f"--prompts {args.prompts}: 0 (all) or more")
-    return sampling_params(args, args.samples, temperature, stop)
 
 
 def task_options(options: Sequence[str]) -> dict[str, Any]:
@@ -281,11 +238,10 @@ def task_options(options: Sequence[str]) -> dict[str, Any]:
 
 def _as_text(result: Evaluation, samples: int) -> str:
     """Return the results as a table; print the first scoring failure on stderr."""
-    num_prompts = len(result.samples) // samples
     from jetrl.runs.format import visible
 
     rows = [
-        ("prompts", str(num_prompts)),
+        ("prompts", str(len(result.samples) // samples)),
         (f"mean@{samples}", f"{result.mean:.4f}"),
         *((f"pass@{k}", f"{share:.4f}") for k, share in result.pass_at_k.items()),
         *((f"maj@{k}", f"{share:.4f}") for k, share in result.maj_at_k.items() if k > 1),
@@ -308,31 +264,30 @@ def _as_table(results: Mapping[str, Evaluation], samples: int) -> str:
     """Return the results of several sets as a table, with their mean in the last line."""
     from jetrl.runs.format import visible
 
-    several = samples > 1
-    head = ["", "prompts", f"mean@{samples}"]
-    head += [f"pass@{samples}", f"maj@{samples}"] if several else []
-    rows: list[list[str]] = []
+    n, several = samples, samples > 1
+    head = ["", "prompts", f"mean@{n}", *([f"pass@{n}", f"maj@{n}"] if several else [])]
+    rows = [[*head, "tokens", "cut off", "not judged"]]
     for name, result in results.items():
-        row = [visible(name), str(len(result.samples) // samples), f"{result.mean:.4f}"]
+        row = [visible(name), str(len(result.samples) // n), f"{result.mean:.4f}"]
         if several:
-            majority = result.maj_at_k.get(samples)
-            row.append(f"{result.pass_at_k[samples]:.4f}")
-            row.append("-" if majority is None else f"{majority:.4f}")
+            majority = result.maj_at_k.get(n)
+            row += [f"{result.pass_at_k[n]:.4f}", "-" if majority is None else f"{majority:.4f}"]
         cut, failures = f"{100 * result.clip_ratio:.1f}%", str(result.failures)
         rows.append([*row, f"{result.response_length:.1f}", cut, failures])
     mean = sum(result.mean for result in results.values()) / len(results)
-    return table([[*head, "tokens", "cut off", "not judged"], *rows, ["mean", "", f"{mean:.4f}"]])
+    return table([*rows, ["mean", "", f"{mean:.4f}"]])
 
 
 def _as_object(result: Evaluation) -> dict[str, Any]:
     """Return the results, also by task of a mixture, with every completion, for --json."""
-    names = ("mean", "pass_at_k", "maj_at_k", "response_length", "clip_ratio", "failures")
+
+    def numbers(own: Evaluation) -> dict[str, Any]:
+        names = ("mean", "pass_at_k", "maj_at_k", "response_length", "clip_ratio", "failures")
+        return {name: getattr(own, name) for name in names}
+
     return {
-        **{name: getattr(result, name) for name in names},
-        "tasks": {
-            task: {name: getattr(own, name) for name in names}
-            for task, own in result.by_task.items()
-        },
+        **numbers(result),
+        "tasks": {task: numbers(own) for task, own in result.by_task.items()},
         "samples": [
             {
                 "id": sample.prompt.id,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.merge and args.base is not None:
         raise UserError("--base goes with an adapter, but --merge writes a whole model")
     if args.merge:
-        _merge(args, _merged_parts(args))
+        _merge(args)
         return 0
     path = find_model(Path(args.model)).path
     if (path / "config.json").is_file() and is_nvfp4(hf.model_config(path)):
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     policy = open_policy(args.model, None, args.device, fallback_plan="fp32")
     if policy.lora is not None and args.dtype != "bfloat16":
         raise UserError(
-            f"--dtype {args.dtype} is for a whole model, but {args.model} has an adapter, which is "
-            "written in float32: add --merge to write a whole model"
+            f"--dtype {args.dtype} is for a whole model, and {args.model} has an adapter: "
+            "add --merge"
         )
     _name_base(args, policy)
     policy.save_pretrained(args.out, dtype=args.dtype, overwrite=args.overwrite)
@@ -83,15 +83,12 @@ def _name_base(args: argparse.Namespace, policy: Policy) -> None:
         return
     if args.base is None:
         raise UserError(
-            f"{args.model} has an adapter on a random base, which no directory holds, so peft, "
-            "transformers and vLLM could not load the adapter: add --base DIR to write the base "
-            "too, or --merge to write a whole model"
+            f"{args.model} has an adapter on a random base, which no directory holds: add --base "
+            "DIR to write the base too, or --merge to write a whole model"
         )
+    weights = _random_weights(args, policy.base_config, policy.device)
     hf.save_model(
-        args.base,
-        policy.base_config,
-        _random_weights(args, policy.base_config, policy.device),
-        "float32",
+        *(args.base, policy.base_config, weights, "float32"),
         tokenizer=policy.tokenizer,
         generation_config=policy.generation_config or None,
         overwrite=args.overwrite,
@@ -108,10 +105,7 @@ def _widen(args: argparse.Namespace, path: Path) -> None:
     config = hf.model_config(path)
     with hf.open_weights(path, config, choose_device(args.device)) as weights:
         hf.save_model(
-            args.out,
-            config,
-            weights,
-            args.dtype,
+            *(args.out, config, weights, args.dtype),
             tokenizer=hf.load_tokenizer(path) if hf.has_tokenizer(path) else None,
             generation_config=hf.read_generation_config(path),
             overwrite=args.overwrite,
@@ -128,10 +122,10 @@ class _Parts(NamedTuple):
     """
 
     config: ModelConfig
+    base_config: ModelConfig
     lora: LoRA
     masters: Mapping[str, Tensor]
     base: str | None
-    base_config: ModelConfig
     tokenizer: PreTrainedTokenizerBase | None
     adapter: Adapter | None = None
 
@@ -150,9 +144,8 @@ def _merged_parts(args: argparse.Namespace) -> _Parts:
         if policy.lora is None:
             raise UserError(f"--merge: {args.model} has no adapter to merge; leave --merge out")
         masters, base = policy.adapter_tensors(), policy.base_path
-        return _Parts(
-            policy.config, policy.lora, masters, base, policy.base_config, policy.tokenizer
-        )
+        shapes = (policy.config, policy.base_config)
+        return _Parts(*shapes, policy.lora, masters, base, policy.tokenizer)
     path, base = location.path, base_of(location.path)
     if base is not None:
         config = hf.model_config(base)
@@ -164,10 +157,11 @@ def _merged_parts(args: argparse.Namespace) -> _Parts:
     adapter = read_adapter(path, shape)
     trained = {**adapter.tensors, **adapter.replaced}
     tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
-    return _Parts(adapter.shape(shape), adapter.lora, trained, base, config, tokenizer, adapter)
+    shapes = (adapter.shape(shape), config)
+    return _Parts(*shapes, adapter.lora, trained, base, tokenizer, adapter)
 
 
-def _merge(args: argparse.Namespace, parts: _Parts) -> None:
+def _merge(args: argparse.Namespace) -> None:
     """Write the base with the adapter merged into its weights."""
     import torch
 
@@ -177,17 +171,19 @@ def _merge(args: argparse.Namespace, parts: _Parts) -> None:
     from jetrl.models.peft import MergedWeights
     from jetrl.session.building import choose_device
 
-    device = torch.device(choose_device(args.device))
+    parts, device = _merged_parts(args), torch.device(choose_device(args.device))
+    opened: contextlib.AbstractContextManager[Mapping[str, Tensor]]
+    if parts.base is None:
+        opened = contextlib.nullcontext(_random_weights(args, parts.base_config, device))
+    else:
+        opened = hf.open_weights(parts.base, parts.base_config, device)
     generation = None if parts.base is None else hf.read_generation_config(parts.base)
-    with _base_weights(args, parts, device) as base:
+    with opened as base:
         if parts.adapter is not None:
             parts.adapter.check_base(stored_base_digest(parts.config, base))
         merged = MergedWeights(parts.config, parts.lora, base, parts.masters, device)
         hf.save_model(
-            args.out,
-            parts.config,
-            merged,
-            args.dtype,
+            *(args.out, parts.config, merged, args.dtype),
             tokenizer=parts.tokenizer,
             generation_config=generation,
             overwrite=args.overwrite,
@@ -195,20 +191,6 @@ def _merge(args: argparse.Namespace, parts: _Parts) -> None:
     print(f"wrote {args.out} ({args.dtype}, the adapter merged)")
     if is_nvfp4(parts.base_config):
         print("the base is in NVFP4: the adapter was added to its dequantized weights")
-
-
-@contextlib.contextmanager
-def _base_weights(
-    args: argparse.Namespace, parts: _Parts, device: torch.device
-) -> Iterator[Mapping[str, Tensor]]:
-    """Yield the weights of the base, each read or made on access."""
-    from jetrl.models import hf
-
-    if parts.base is not None:
-        with hf.open_weights(parts.base, parts.base_config, device) as weights:
-            yield weights
-        return
-    yield _random_weights(args, parts.base_config, device)
 
 
 def _random_weights(

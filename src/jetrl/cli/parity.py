@@ -14,9 +14,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from jetrl.cli.arguments import add_model_arguments, print_json, table
+from jetrl.cli.arguments import add_model_arguments, print_json, sampling_params, table
 from jetrl.errors import UserError
-from jetrl.types import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,10 +34,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("prompts", "samples", "max_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
-    try:
-        SamplingParams(temperature=args.temperature, seed=args.seed)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    sampling_params(temperature=args.temperature, seed=args.seed)
 
     from jetrl.cli.opening import open_policy
     from jetrl.session.parity import located, measure

@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise UserError("--system needs --chat: plain text has no system prompt")
-    params = sampling_params(args, args.n, args.temperature, args.stop)
+    names = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed")
+    params = sampling_params(stop=tuple(args.stop), **{name: getattr(args, name) for name in names})
     prompts = list(_read_prompts(args.prompts, args.chat))
 
     from jetrl.cli.opening import open_policy

@@ -32,6 +32,7 @@ from jetrl.distributed.world import launched_rank
 from jetrl.errors import Terminated, UserError
 
 if TYPE_CHECKING:
+    from jetrl.session.supervised import RewardResult
     from jetrl.settings.loading import Settings
 
 RUNS_ON_RANKS = True
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     settings, gpus = recipe_settings(args.words, resume), planned_gpus(args)
     if settings.sft.steps == 0:
         raise UserError("sft.steps = 0: set the number of updates, as in sft.steps=100")
-    if args.out is not None and Path(args.out).exists() and not _is_empty(Path(args.out)):
+    out = Path(args.out or "")
+    if args.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {args.out}: in use; name another directory")
     if args.dry_run and launched_rank() > 0:
         return 0  # rank 0 prints it
@@ -67,42 +69,35 @@ def run(args: argparse.Namespace) -> int:
         for part in dry_run(settings, args.task == "reward", gpus, resume):
             print(part)
         return 0
-    if args.task == "reward":
-        return _reward(args, settings, resume)
     from jetrl import loop
-
-    try:
-        with joined(settings, resume):
-            result = loop.sft(settings, out=args.out, resume=resume)
-    except (KeyboardInterrupt, Terminated) as end:
-        return say_how_to_go_on(end, "sft", args, settings)
-    print(closing_lines(result, settings))
-    return exit_code(result)
-
-
-def _reward(args: argparse.Namespace, settings: Settings, resume: bool) -> int:
     from jetrl.session.supervised import train_reward_model
 
     try:
         with joined(settings, resume):
-            result = train_reward_model(settings, args.out, resume)
+            if args.task == "reward":
+                judge = train_reward_model(settings, args.out, resume)
+            else:
+                result = loop.sft(settings, out=args.out, resume=resume)
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "sft", args, settings)
-    model = args.out or str(result.model_path)
-    report = result.run_path / "report.html"
+    if args.task == "reward":
+        print(_of_judge(args, settings, judge))
+        return 0
+    print(closing_lines(result, settings))
+    return exit_code(result)
+
+
+def _of_judge(args: argparse.Namespace, settings: Settings, judge: RewardResult) -> str:
+    model, report = args.out or str(judge.model_path), judge.run_path / "report.html"
     rows = [
-        ("run", str(result.run_path)),
+        ("run", str(judge.run_path)),
         *([("report", str(report))] if settings.report.enabled else []),
         ("model", model),
-        ("held out", f"{result.accuracy:.1%} of {result.pairs} pairs in the right order"),
+        ("held out", f"{judge.accuracy:.1%} of {judge.pairs} pairs in the right order"),
     ]
-    print(table(rows))
+    lines = [table(rows)]
     if settings.adapter.kind is not None:
-        print(f"merge the adapter first: jetrl export {model} MERGED --merge")
+        lines.append(f"merge the adapter first: jetrl export {model} MERGED --merge")
         model = "MERGED"
-    print(f"use it: jetrl train ... reward.model=1.0 reward.model_path={model}")
-    return 0
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+    lines.append(f"use it: jetrl train ... reward.model=1.0 reward.model_path={model}")
+    return "\n".join(lines)

@@ -149,10 +149,8 @@ class Anomalies(Watch):
     def _gradient_spike(self, metrics: Mapping[str, float]) -> str:
         norm = metrics.get("policy/grad_norm", 0.0)
         before = [value for value in self._values("policy/grad_norm") if value > 0]
-        if len(before) < ENOUGH:
-            return ""
-        usual = median(before)
-        if norm <= SPIKE_RATIO * usual or norm - usual <= SPIKE * _spread(before):
+        usual, spread = _usual(before)
+        if spread == math.inf or norm <= SPIKE_RATIO * usual or norm - usual <= SPIKE * spread:
             return ""
         return (
             f"gradient norm {number(norm)}, {number(norm / usual)} times the median of the last "
@@ -161,10 +159,8 @@ class Anomalies(Watch):
 
     def _loss_spike(self, metrics: Mapping[str, float]) -> str:
         loss, before = metrics.get("policy/loss", 0.0), self._values("policy/loss")
-        if len(before) < ENOUGH:
-            return ""
-        usual = median(before)
-        if abs(loss - usual) <= max(SPIKE * _spread(before), SPIKE_LOSS):
+        usual, spread = _usual(before)
+        if spread == math.inf or abs(loss - usual) <= max(SPIKE * spread, SPIKE_LOSS):
             return ""
         return (
             f"policy loss {number(loss)}; the median of the last {len(before)} steps is "
@@ -238,7 +234,9 @@ def reward_collapses(rewards: Sequence[float], recent: int) -> bool:
     return usual > 0 and now < LEFT_REWARD * usual and usual - now > REWARD_NOISE * noise
 
 
-def _spread(values: list[float]) -> float:
-    """Return the robust standard deviation: 1.4826 times the median absolute deviation."""
-    middle = median(values)
-    return 1.4826 * median(abs(value - middle) for value in values)
+def _usual(before: list[float]) -> tuple[float, float]:
+    """Return median and robust standard deviation; infinite spread while too little is known."""
+    if len(before) < ENOUGH:
+        return 0.0, math.inf
+    middle = median(before)
+    return middle, 1.4826 * median(abs(value - middle) for value in before)
