@@ -302,10 +302,9 @@ class OrderedGradients(Gradients):
     def end_micro_batch(self, failed: bool = False) -> None:
         """End a round: what has not travelled so far does now."""
         self._filling = None
-        for stage in list(self._stages)[self._sent :]:
-            if self._own and stage.made is None:
-                assert failed, "backward gave no gradient of a master weight"
-                stage.made = self._unused(stage)
+        rest = list(self._stages)[self._sent :]
+        whole = not self._own or all(stage.made is not None for stage in rest)
+        assert failed or whole, "backward gave no gradient of a master weight"
         self._send_ready(all_stages=True)
         self._add_whole()
 
@@ -383,7 +382,11 @@ class OrderedGradients(Gradients):
             self._send_rows(stage, made)
             return
         product = None if made is None else made[0].contiguous()
+        if product is None and (self._own or stage.shard is None):
+            # Others wait for what a failed backward did not make; of a whole matrix all send.
+            product = torch.zeros(stage.shape, dtype=stage.dtype, device=stage.master.device)
         if stage.shard is None:
+            assert product is not None
             self._gather_product(stage, product)
         elif any(other.before is stage for other in self._stages):
             # The embedding's rows are added in between, when they have come too.
@@ -395,11 +398,8 @@ class OrderedGradients(Gradients):
             for pieces in stage.shard.slices(max(1, _AT_ONCE // stage.row_bytes)):
                 self._exchange_and_add(stage, product, pieces)
 
-    def _gather_product(self, stage: _Stage, product: Tensor | None) -> None:
+    def _gather_product(self, stage: _Stage, product: Tensor) -> None:
         """Give every rank the products of all, and add them: of a matrix that is not divided."""
-        if product is None:
-            assert stage.dtype is not None, "the embedding's rows have a way of their own"
-            product = torch.zeros(stage.shape, dtype=stage.dtype, device=stage.master.device)
         received = gather_equal(product)[: len(self._num_tokens)]
         if any(other.before is stage for other in self._stages):
             stage.received = received
@@ -476,14 +476,6 @@ class OrderedGradients(Gradients):
             master.grad = None
         gathered = gather_equal(flat)[: len(self._num_tokens)]
         self._whole_total = _summed(self._whole_total, gathered)
-
-    def _unused(self, stage: _Stage) -> tuple[Tensor, ...]:
-        """Return what travels in place of a product that was not made; the update begins again."""
-        device = stage.master.device
-        if stage.dtype is not None:
-            return (torch.zeros(stage.shape, dtype=stage.dtype, device=device),)
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        return none, torch.zeros((0, stage.shape[1]), dtype=torch.bfloat16, device=device)
 
     def _await_oldest(self) -> None:
         """Let the current stream wait for the oldest sum, so that its tensors can be used again."""
