@@ -49,6 +49,7 @@ _RENAMED = {
     "jetrl.config": "jetrl.settings.loading",
     "jetrl.cpu_memory": "jetrl.memory.cpu",
     "jetrl.evaluate": "jetrl.session.evaluate",
+    "jetrl.parity": "jetrl.session.parity",
     "jetrl.policy": "jetrl.models.policy",
     "jetrl.scalar_model": "jetrl.models.scalar_model",
     "jetrl.tasks.arithmetic": "jetrl.tasks.toys",

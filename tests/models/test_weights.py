@@ -16,9 +16,10 @@ from jetrl.models.decoder import embed
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny, random_weights
-from jetrl.precision import PrecisionPlan
+from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.gradients import Gradients
-from jetrl.precision.quantized_weight import QuantizedWeight
+from jetrl.precision.plan import Rounding
+from jetrl.precision.quantized_weight import FP8Weight, QuantizedWeight
 
 CONFIG = our_config(
     "qwen2", tied=True, vocab_size=128, hidden_size=128, intermediate_size=256, head_dim=64
@@ -135,3 +136,13 @@ def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=r"device cuda: not there; use run\.device=cpu"):
             make()
+
+
+def test_a_layer_that_moves_its_weight_is_an_error() -> None:
+    p = policy()
+    weight = p.decoder.layers[1].o.quantized
+    weight.requantize = lambda: weight._stored.update(
+        {Rounding("fp8"): FP8Weight(quantize(weight.master.detach(), (128, 128)))}
+    )
+    with pytest.raises(AssertionError, match=r"quantized weight of layers\.1\.o has moved"):
+        p.requantize()

@@ -214,9 +214,13 @@ class Weights:
     def requantize(self) -> None:
         """Round every master weight into its quantized weight, in place; a fixed weight stays."""
         assert not self.frozen, "a frozen model has no master weights to round"
-        for weight in self._quantized.values():
+        for layer, weight in self._quantized.items():
+            before = [tensor.data_ptr() for tensor in weight.tensors()]
             if not weight.fixed:
                 weight.requantize()
+            # Captured CUDA graphs read the weight where it was.
+            after = [tensor.data_ptr() for tensor in weight.tensors()]
+            assert before == after, f"the quantized weight of {layer} has moved"
 
     def quantized_tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the quantized weights, by its layer's name and a number."""
