@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.distributed.ranks import run_ranks
 from tests.distributed.runs import same_bytes
-from tests.distributed.tiny_policy import CONFIG, make_policy, update
+from tests.distributed.tiny_policy import make_policy, update
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from jetrl.distributed.collectives import whole_tensor
@@ -21,11 +21,7 @@ from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import world
 from jetrl.errors import StorageError
 from jetrl.models import hf
-from jetrl.models.policy import Policy
-from jetrl.models.scalar_model import ScalarModel
 from jetrl.precision import PrecisionPlan
-from jetrl.session.building import build_reference
-from jetrl.settings.loading import Settings
 
 DTYPES = ("bfloat16", "float32", "fp8")
 PLAN = PrecisionPlan.preset("unified")
@@ -75,44 +71,19 @@ def fail(folder: Path) -> str:
     return str(caught.value)
 
 
-def numbers(folder: Path) -> dict[str, Any]:
-    """Return numbers of a reference, a new critic, and BF16 weights."""
-    settings = Settings.model_validate({"model": {"config": CONFIG}, "algorithm": {"kl": 0.1}})
-    policy, optimizer = make_policy(seed=1)
-    update(policy, optimizer)
-    reference = build_reference(settings, policy, folder)
-    assert reference is not None
-    masters = policy.whole_masters()
-    critic = ScalarModel.with_new_head(policy.config, masters, PLAN, "cpu", None)
-    bf16 = Policy(policy.config, PrecisionPlan.preset("bf16"), masters, frozen=True)
-    tokens = [[1, 2, 3, 299]]
-    return {
-        "reference": reference.logprobs(tokens)[0].tolist(),
-        "critic": critic.packed_hidden(
-            torch.tensor(tokens[0]), torch.tensor([0, 4]), torch.arange(4)
-        ).tolist(),
-        "bf16": bf16.logprobs(tokens)[0].tolist(),
-        "rows": len(critic.weights.masters["embed.weight"]),
-    }
-
-
-def all_of_it(folder: Path, empty: Path) -> tuple[int, str, dict[str, Any]]:
-    return export(folder), fail(empty), numbers(folder)
+def export_and_fail(folder: Path, empty: Path) -> tuple[int, str]:
+    return export(folder), fail(empty)
 
 
 def test_an_export_is_one_directory_with_the_bytes_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     alone = tmp_path / "alone"
     assert export(alone) == 0
-    expected = numbers(alone)
-    results = run_ranks(3, all_of_it, tmp_path / "ranks", tmp_path / "empty")
-    for name in (*DTYPES, "split", "reference"):
+    results = run_ranks(3, export_and_fail, tmp_path / "ranks", tmp_path / "empty")
+    for name in (*DTYPES, "split"):
         same_bytes(alone / name, tmp_path / "ranks" / name)
     assert len(list((tmp_path / "ranks" / "split").glob("*.safetensors"))) > 5
-    assert [found.pop("rows") for _, _, found in results] == [128, 128, 44]
-    assert expected.pop("rows") == 300
-    num_gathered, message, found = results[0]
+    num_gathered, message = results[0]
     assert num_gathered == 4 * 6  # of each export every matrix once, though it has parts in files
     assert "No space left on device" in message
-    assert found == expected, "all that reads whole master weights gets them"
     assert results == results[:1] * 3

@@ -42,13 +42,6 @@ def test_runs_that_cannot_begin_are_refused_once(
     assert not (tmp_path / "runs").exists()
 
 
-def test_words_that_cannot_be_parsed_are_shown_once(tmp_path: Path) -> None:
-    ends = run_commands([["train", "--bogus"]] * 2, tmp_path)
-    assert [end.code for end in ends] == [2, 2]
-    assert "unrecognized arguments: --bogus" in ends[0].err
-    assert ends[1].err == ""
-
-
 def test_a_port_in_use_is_said(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -119,8 +119,9 @@ class Scoring:
 
     Args:
         prompts: Those of all ranks, in order.
-        own: Indices of the prompts that this rank samples and scores, ascending; by default its
-            share, with prompts of the same stop strings next to each other.
+
+    Attributes:
+        own: Indices of the prompts that this rank samples and scores, ascending.
     """
 
     def __init__(
@@ -129,15 +130,13 @@ class Scoring:
         prompts: Sequence[EncodedPrompt],
         each: int,
         continues_step: bool = False,
-        own: Sequence[int] | None = None,
     ) -> None:
         if not continues_step:
             scorer.begin_step()
         self.scorer, self.prompts, self.each = scorer, prompts, each
-        if own is None:
-            together = [i for members in _by_stop(prompts).values() for i in members]
-            own = sorted(world().share(together))
-        self.own = own
+        # Prompts of the same stop strings are sampled together, and each rank has a share of them.
+        together = [i for members in _by_stop(prompts).values() for i in members]
+        self.own = sorted(world().share(together))
         self._begun: dict[int, tuple[int, Completion]] = {}  # index: scorer's ticket, completion
 
     def finished(self, index: int, completion: Completion) -> None:
