@@ -165,12 +165,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.preflight:
         return _run_preflight(settings)
-    if not resume:
-        _say_time(args.words)
     from jetrl import loop
 
     try:
         with joined(settings, resume):
+            if not resume:
+                _say_time(args.words)
             result = loop.train(settings, resume=resume)
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "train", args, settings)
