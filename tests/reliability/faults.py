@@ -92,7 +92,7 @@ POINTS: dict[str, Point] = {
         "jetrl.runs.directory:RunDirectory.truncate_after",
         AFTER,
     ),
-    "making the run directory": ("jetrl.runs.directory:RunLock", BEFORE),
+    "making the run directory": ("jetrl.runs.attempts:RunLock.__init__", BEFORE),
     "writing its settings": ("jetrl.runs.directory:write_atomically", AFTER),
     "exporting the model": ("jetrl.models.hf_save:publish_directory", BEFORE),
     "writing the report": ("jetrl.session.training_run:write_report", BEFORE),
