@@ -124,7 +124,7 @@ class MappedMemory:
             release()
         free, _ = torch.cuda.mem_get_info(self._range.device)
         raise torch.OutOfMemoryError(
-            f"CUDA out of memory. Tried to map {size / 2**30:.2f} GiB. {free / 2**30:.2f} are free"
+            f"CUDA out of memory. Tried to map {size / 2**30:.2f} GiB; {free / 2**30:.2f} GiB free"
         )
 
 
