@@ -98,8 +98,7 @@ def test_commands_take_a_run_with_an_adapter(
     assert said("sample", tmp_path / "adapter", *prompts) == of_run
     of_export = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
     assert of_export == (run / "model" / "adapter_model.safetensors").read_bytes()
-    printed = said("export", run, tmp_path / "whole", "--merge", "--dtype", "float32")
-    assert "the adapter merged" in printed
+    said("export", run, tmp_path / "whole", "--merge", "--dtype", "float32")
     merged, adapted = (open_policy(p, "fp32", "cpu") for p in (tmp_path / "whole", run / "model"))
     with torch.no_grad():
         ours, theirs = (p.logprobs([[1, 2, 3, 4, 5, 6]])[0] for p in (merged, adapted))
@@ -153,7 +152,6 @@ def test_a_reward_model_is_trained_by_an_adapter_and_merged(
     adapter, whole = tmp_path / "judge" / "model", tmp_path / "whole"
     command = ["export", str(adapter), str(whole), "--merge", "--dtype", "float32"]
     assert main(command) == 0
-    assert "the adapter merged" in capsys.readouterr().out
     judge = ScalarModel.from_pretrained(whole, PrecisionPlan.preset("unified"), frozen=True)
     assert judge.scores([[1, 2, 3]], 9).abs().item() > 0
     with pytest.raises(UserError, match="an adapter, not a whole model"):
@@ -207,7 +205,7 @@ def test_a_base_in_nvfp4_with_noise_is_exact_and_resumes_with_the_same_bits(tmp_
     ("words", "message"),
     [
         (["precision.base=nvfp4"], r"base = nvfp4.*adapter\.kind=lora"),
-        (["adapter.noise_start=0.01"], r"noise_start is set.*kind=lora"),
+        (["adapter.noise_start=0.01"], r"noise_start is set.*adapter\.kind"),
         (["adapter.kind=lora", "adapter.noise_start=1e-4"], r"noise_start = 0\.0001 is below"),
     ],
 )

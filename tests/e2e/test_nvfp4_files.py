@@ -89,5 +89,5 @@ def test_the_dry_run_knows_the_format(
     assert "has layer 0 in BF16" in capsys.readouterr().err
     options = [*words[:-1], *ADAPTER, "algorithm.name=ppo", "critic.path=policy"]
     settings = load_config("demo", options)
-    with pytest.raises(UserError, match="for a critic or a reward model"):
+    with pytest.raises(UserError, match=r"NVFP4.*precision.base=nvfp4"):
         train(settings)
