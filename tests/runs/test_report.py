@@ -7,7 +7,7 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.runs import RunDirectory, write_report
-from jetrl.runs.format import clip, duration, number, visible
+from jetrl.runs.format import visible
 from jetrl.types import StepStats
 
 VOID = {"meta", "br", "hr", "link", "img", "input"}
@@ -122,14 +122,3 @@ def test_an_answer_is_shown_as_people_write_it_and_how_to_read_it(make_run, undr
     assert "In this task" not in page
     RunDirectory(path).write_reading("answers are written backwards: <52>")
     assert "In this task answers are written backwards: &lt;52&gt;." in Page(path).source
-
-
-def test_numbers_times_and_texts_for_people():
-    seconds = {0.0004: "0 ms", 0.0996: "0.1 s", 59.96: "1m 00s", 3599.6: "1h 00m"}
-    assert {value: duration(value) for value in seconds} == seconds
-    assert (duration(86399.9), duration(float("nan"))) == ("1d 00h", "nan")
-    values = {0.53149: "0.531", 1.0: "1", 12345.6: "12,346", 0.00001: "1e-05", -2: "-2"}
-    assert {value: number(value) for value in values} == values
-    assert visible("a\x1b[0m\n\u202eb\u00e9") == "a\\x1b[0m\\n\\u202eb\u00e9"
-    assert visible("a\nb", newlines=True) == "a\nb"
-    assert clip("abcdef", 5) == "ab..."

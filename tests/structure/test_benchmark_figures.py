@@ -20,7 +20,6 @@ from tools.documents.figures import (
     Section,
     errors_of,
     figures_of,
-    is_of,
     results_linked,
     section_errors,
     sections_of,
@@ -92,19 +91,3 @@ def test_figures_that_are_wrong_by_a_tenth_are_refused() -> None:
     some = mutants[::5]
     accepted = [mutant for mutant in some if not any(section_errors(*mutant))]
     assert len(accepted) <= len(some) / 20
-
-
-@pytest.mark.parametrize(
-    "figure, values, right",
-    [
-        ("7.44", {("a",): [7.444]}, True),
-        ("7.45", {("a",): [7.444]}, False),
-        ("65%", {("a",): [0.645]}, True),
-        ("18,229", {("a",): [18229.0]}, True),
-        ("4.1e-05", {("a",): [4.13e-5]}, True),
-        ("1.40 times", {("s",): [80.46, 57.38]}, True),
-        ("1.40 times", {("s",): [80.46], ("t",): [57.38]}, False),
-    ],
-)
-def test_what_agrees(figure: str, values: dict[tuple[str, ...], list[float]], right: bool) -> None:
-    assert is_of(figures_of(figure)[0], values) is right

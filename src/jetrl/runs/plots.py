@@ -94,6 +94,9 @@ class Chart:
     height: float = SIZE_INCHES[1]
 
 
+ChartOf = Callable[[Records], Chart | None]
+
+
 def to_png(chart: Chart, path: Path) -> None:
     """Draw a chart, with its title, as a PNG on white."""
     with mpl.rc_context(STYLE):
@@ -208,38 +211,31 @@ PHASES = {
 }
 
 
-def _lines(
-    records: Records, key: str, title: str, unit: str, names: Mapping[str, str]
-) -> Chart | None:
-    """Return a chart of lines; `names` has the label of each metric's line."""
+def _lines(key: str, title: str, unit: str, names: Mapping[str, str]) -> ChartOf:
+    """Return what makes a chart of lines; `names` has the label of each metric's line."""
     supervised = next(iter(names)).startswith(("sft/", "reward_model/"))
-    records = in_phase(records, "sft" if supervised else "rl")
-    curves = {
-        label: series(records, name)
-        for name, label in names.items()
-        if any(name in record for record in records)
-    }
-    if not curves:
-        return None
 
-    def draw(axes: Axes) -> None:
-        for (label, curve), color in zip(curves.items(), LINES, strict=False):
-            line(axes, *curve, label, COLORS[color])
-        # Start at zero, unless a value is negative; a flat line is not cut by the edge.
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes.dataLim.y0 < 0 else 0.0)
-        axes.set_ylim(top=1.03 * axes.get_ylim()[1])
-        finish(axes, unit, len(curves))
+    def chart_of(records: Records) -> Chart | None:
+        records = in_phase(records, "sft" if supervised else "rl")
+        present = {label: name for name, label in names.items() if any(name in r for r in records)}
+        curves = {label: series(records, name) for label, name in present.items()}
+        if not curves:
+            return None
 
-    form = percent if unit == "share" else number
-    ends = [f"{label} {_ends(values, form)}" for label, (_, values) in curves.items()]
-    unit_text = "" if unit in ("share", "norm") else f" {unit}"
-    return Chart(key, title, "; ".join(ends) + unit_text, draw)
+        def draw(axes: Axes) -> None:
+            for (label, curve), color in zip(curves.items(), LINES, strict=False):
+                line(axes, *curve, label, COLORS[color])
+            # Start at zero, unless a value is negative; a flat line is not cut by the edge.
+            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes.dataLim.y0 < 0 else 0.0)
+            axes.set_ylim(top=1.03 * axes.get_ylim()[1])
+            finish(axes, unit, len(curves))
 
+        form = percent if unit == "share" else number
+        ends = [f"{label} {_ends(values, form)}" for label, (_, values) in curves.items()]
+        unit_text = "" if unit in ("share", "norm") else f" {unit}"
+        return Chart(key, title, "; ".join(ends) + unit_text, draw)
 
-def _of_lines(
-    key: str, title: str, unit: str, names: Mapping[str, str]
-) -> Callable[[Records], Chart | None]:
-    return lambda records: _lines(records, key, title, unit, names)
+    return chart_of
 
 
 def _ends(values: np.ndarray, form: Callable[[float], str]) -> str:
@@ -346,7 +342,7 @@ def _mismatch_size(records: Records) -> Chart | None:
     name = "mismatch/mean_abs_logprob_diff"
     if not np.any(series(records, name)[1] != 0):
         return None
-    return _lines(records, "mismatch_size", "Mean |log-prob difference|", "nats", {name: "mean"})
+    return _lines("mismatch_size", "Mean |log-prob difference|", "nats", {name: "mean"})(records)
 
 
 def _time(records: Records) -> Chart | None:
@@ -383,12 +379,12 @@ def _time(records: Records) -> Chart | None:
     return Chart("time", "Time per step", shares, draw)
 
 
-CHARTS: tuple[Callable[[Records], Chart | None], ...] = (
+CHARTS: tuple[ChartOf, ...] = (
     *(_reward, _evaluation, _mismatch, _mismatch_size),
-    _of_lines("length", "Response length", "tokens", {"response_length/mean": "mean"}),
-    _of_lines("entropy", "Policy entropy", "nats", {"policy/entropy": "entropy"}),
+    _lines("length", "Response length", "tokens", {"response_length/mean": "mean"}),
+    _lines("entropy", "Policy entropy", "nats", {"policy/entropy": "entropy"}),
     _time,
-    _of_lines(
+    _lines(
         *("signal", "Where signal is lost", "share"),
         {
             "reward/zero_std_groups": "groups of equal reward",
@@ -396,20 +392,20 @@ CHARTS: tuple[Callable[[Records], Chart | None], ...] = (
             "policy/clip_fraction": "tokens clipped",
         },
     ),
-    _of_lines("grad_norm", "Gradient norm", "norm", {"policy/grad_norm": "before clipping"}),
-    _of_lines(
+    _lines("grad_norm", "Gradient norm", "norm", {"policy/grad_norm": "before clipping"}),
+    _lines(
         *("throughput", "Throughput", "tokens/s"),
         {
             "throughput/rollout_tokens_per_s": "rollout",
             "throughput/train_tokens_per_s": "training",
         },
     ),
-    _of_lines(
+    _lines(
         *("memory", "Peak memory of the GPU", "GiB"),
         {"memory/rollout_peak_gib": "rollout", "memory/update_peak_gib": "update"},
     ),
-    _of_lines("sft_loss", "Supervised updates", "nats", {"sft/loss": "loss"}),
-    _of_lines(
+    _lines("sft_loss", "Supervised updates", "nats", {"sft/loss": "loss"}),
+    _lines(
         *("pairs", "Pairs in the right order", "share"),
         {"reward_model/accuracy": "of the update", "reward_model/eval_accuracy": "held out"},
     ),

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import TypeAdapter
 
@@ -43,9 +43,9 @@ def read_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list
     except FileNotFoundError:
         return records, ""
     with file:
-        lines = iter(lambda: file.readline(MOST_LINE + 1), b"")
+        lines = iter(lambda: _line_of(file, path), b"")
         incomplete = ""
-        for number, line in enumerate(_read(path, lines), start=1):
+        for number, line in enumerate(lines, start=1):
             if incomplete:  # the line before was not the last
                 raise UserError(f"{path}, {incomplete}; {_DAMAGED}")
             where = f"{path}, line {number}"
@@ -66,9 +66,9 @@ def read_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list
     return records, ""
 
 
-def _read(path: Path, lines: Iterator[bytes]) -> Iterator[bytes]:
+def _line_of(file: IO[bytes], path: Path) -> bytes:
     try:
-        yield from lines
+        return file.readline(MOST_LINE + 1)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
 
