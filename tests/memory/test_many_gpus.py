@@ -67,6 +67,33 @@ def _bytes_on_this_rank() -> tuple[int, int, int]:
     )
 
 
+def _same_after_a_failure() -> bool:
+    """Return whether gradients are the same after an update in which rank 1 made none."""
+    policy = Policy.from_config(SHAPES["tiny"], PrecisionPlan.preset("unified"))
+    gradients, masters = policy.weights.gradients, policy.master_weights().values()
+
+    def update(fails: bool = False) -> list[torch.Tensor | None]:
+        for master in masters:
+            master.grad = None
+        gradients.begin_update()
+        gradients.begin_micro_batch([8] * world().size)
+        if not fails or world().rank != 1:
+            token_ids = torch.arange(8) + world().rank
+            logprobs, _ = policy.train_logprobs(token_ids, torch.tensor([0, 8]), torch.arange(1, 8))
+            logprobs.sum().backward()
+        gradients.end_micro_batch(failed=fails)
+        gradients.end_update()
+        return [master.grad for master in masters]
+
+    before, _, after = update(), update(fails=True), update()
+    pairs = list(zip(before, after, strict=True))
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs) and before[0] is not None
+
+
+def test_a_rank_without_gradients_stops_nobody() -> None:
+    assert run_ranks(2, _same_after_a_failure) == [True, True]
+
+
 def test_ranks_hold_what_is_planned() -> None:
     of_ranks = run_ranks(2, _bytes_on_this_rank)
     plan = memory_plan(settings(), shape("tiny"), load=LOAD, cards=2, device="cpu")
