@@ -61,21 +61,16 @@ def run(args: argparse.Namespace) -> int:
     for path in paths:
         try:
             if args.action == "watch":
-                _write_report_now(path)
+                from jetrl.runs import write_report
+
+                report, follow = write_report(path), f"watch -n 10 jetrl runs show {path}"
+                tell(f"wrote {report} as of now; to follow the run: {follow}")
             _show_command(path, args.json)
         except UserError as error:  # one damaged run does not hide the others
             problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
     return 0
-
-
-def _write_report_now(path: Path) -> None:
-    """Write the report of a run that may still be running: the answer of `runs watch`."""
-    from jetrl.runs import write_report
-
-    report = write_report(path)
-    tell(f"wrote {report} as of now; to follow the run: watch -n 10 jetrl runs show {path}")
 
 
 def find_run(name: str, folder: Path) -> Path:

@@ -137,6 +137,7 @@ _MEDIANS = (
     *("timing/step_s", "timing/rollout_s", "timing/update_s"),
     *("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s"),
 )
+_TOTALS = ("num_steps", "elapsed_s", "num_tokens", "num_different")  # of a run's history
 _OWN = ("run.name", "run.dir")  # settings that differ between any two runs
 _NAMED = 4  # metrics that a text names, of the first step that differs
 
@@ -256,10 +257,7 @@ def _beside(
         path=run.path,
         state=run.state(),
         preset=str(run.plan().get("name", "")),
-        num_steps=history.num_steps,
-        elapsed_s=history.elapsed_s,
-        num_tokens=history.num_tokens,
-        num_different=history.num_different,
+        **{name: getattr(history, name) for name in _TOTALS},
         reached=_reached_by([lines["rl", step] for step in common]),
         settings={key: pair for key, pair in settings.items() if key not in _OWN},
         common_lines=len(common_lines),

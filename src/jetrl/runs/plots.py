@@ -280,19 +280,12 @@ def _evaluation(records: Records) -> Chart | None:
     )
 
     def draw(axes: Axes) -> None:
-        colors = iter(LINES * len(drawn))
-        for name, (steps, values) in drawn.items():
+        for (name, curve), color in zip(drawn.items(), itertools.cycle(LINES), strict=False):
             label = name.removeprefix("eval/").replace("/", " ").replace("pass_at_k", "pass@k")
-            label = clip(visible(label), 60)
-            axes.plot(
-                steps,
-                values,
-                color=COLORS[next(colors)],
-                label=label,
-                marker="o" if len(steps) <= MAX_BARS else "",
-                markersize=4,
-                linestyle="-" if name.endswith("/mean") else "--",
-            )
+            shown: dict[str, Any] = {"label": clip(visible(label), 60), "color": COLORS[color]}
+            style = "-" if name.endswith("/mean") else "--"
+            marker = "o" if len(curve[0]) <= MAX_BARS else ""
+            axes.plot(*curve, **shown, linestyle=style, marker=marker, markersize=4)
         if shares:
             axes.set_ylim(-0.02, 1.04)
         finish(axes, "share" if shares else "reward", len(drawn))
