@@ -1,1 +1,1 @@
-"""The operations next to the GEMM, each with its reference and its Hopper form side by side."""
+"""The operations next to the GEMM, each with its reference and its Hopper form."""

@@ -3,17 +3,13 @@
     ratio  uint8   c: the first moment is  +-(c / 255)**2 * bound * root,  bound = sup |m| / sqrt(v)
     root   int16   sqrt(v): 6 bits of exponent, 9 of mantissa, and in the highest bit the sign of m
 
-There are no groups: m is bounded by sqrt(v) (Cauchy-Schwarz), so each element's root scales it.
-Rounding a state at every step goes wrong in two ways:
+Since m is bounded by sqrt(v) (Cauchy-Schwarz), each element's root scales its ratio. Two measures
+keep the rounding of states harmless. The future effect of a rounding error of m, nine times its own
+step at beta1 = 0.9, is known and removed from the master at once (`carry`). And sqrt(v) moves by at
+most half a unit of its last place per step at beta2 = 0.999, so rounded to nearest it would stand
+still: a dither, a function of element and step, is added before its last bits are cut.
 
-* An error of m keeps moving the weight, at beta1 = 0.9 by nine times its own step, and the errors
-of   all steps add up as a random walk. That future sum is known, so it is taken out of the master
-at   once (`carry`): the sum of all updates is AdamW's, and a weight is off by the last rounding
-only. * sqrt(v) moves by a fraction 1 - beta2 per step, at most half a unit of its last place at
-beta2 = 0.999: rounded to nearest it would stand still. A dither in [0, 1) units is added before
-the last bits are cut, a Weyl sequence of element and step, so a resumed run has the same bits.
-
-Compared with other formats: docs/optimizer.md.
+docs/optimizer.md compares other formats.
 """
 
 from __future__ import annotations
@@ -37,19 +33,12 @@ from jetrl.precision.exact import square_root
 
 
 def state_bytes(shape: Sequence[int], states: str) -> int:
-    """Return the bytes of a parameter's moments: 3 per element if they are compact, else 8.
-
-    Args:
-        states: the setting `train.optimizer_states`.
-    """
+    """Return the bytes of a parameter's moments: 3 per element if they are compact, else 8."""
     return (3 if is_compact(len(shape), states) else 8) * math.prod(shape)
 
 
 def is_compact(ndim: int, states: str) -> bool:
-    """Return whether the moments of a parameter of `ndim` dimensions are compact.
-
-    Only those of matrices are: norms and biases are a ten-thousandth of a model, and keep float32.
-    """
+    """Return whether moments are compact: only those of matrices; the few others keep float32."""
     return states == "compact" and ndim >= 2
 
 
@@ -59,11 +48,9 @@ def adamw_(
     """Do one step of AdamW (Loshchilov and Hutter, arXiv 1711.05101) in place.
 
     Args:
-        master: float32, contiguous, any shape.
-        grad: float32, of master's shape.
-        ratio: uint8, of master's shape, zeros before the first step.
-        root: int16, of master's shape, zeros before the first step.
-        clip: float32 scalar on the device; the gradient is multiplied by it.
+        master: float32, contiguous, any shape; the other tensors but clip have the same shape.
+        ratio: uint8, zeros before the first step, like root, int16.
+        clip: float32 scalar on the device, a factor of the gradient.
     """
     kernels = kernels_of(master)
     if kernels is not None:
@@ -97,7 +84,6 @@ def adamw_ref_(
 
 
 def _decode_root(root: Tensor) -> Tensor:
-    """Return the float32 whose exponent and upper mantissa bits an int16 root is."""
     bits = ((root.int() & ROOT_MAX) << ROOT_SHIFT) + ROOT_BIAS
     return bits.view(torch.float32)
 
@@ -111,7 +97,6 @@ def _encode_root(exact_root: Tensor, salt: int) -> Tensor:
 
 
 def _decode_ratio(ratio: Tensor, negative: Tensor, unit: float, root: Tensor) -> Tensor:
-    """Return first moments, float32: codes squared, in units that the element's root scales."""
     codes = ratio.float()
     size = codes * codes * unit * root
     return torch.where(negative, -size, size)

@@ -1,8 +1,4 @@
-"""AdamW on Hopper: one pass over master, gradient and moments; 18 bytes per parameter are moved.
-
-The bits of the reference: roots and quotients are IEEE's, and multiply-adds are not fused. Elements
-are independent, so a program takes a flat piece of the tensor.
-"""
+"""`kernels.adamw` on Hopper, with the bits of the reference; moves 18 bytes per parameter."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (a Triton function may annotate nothing but its compile-time constants)
@@ -26,7 +22,6 @@ STRIDE = tl.constexpr(adamw_scalars.ELEMENT_STRIDE)
 
 @triton.jit
 def _decode_ratio(codes, negative, unit, root):
-    """Return first moments, float32: codes squared, in units that the element's root scales."""
     size = codes * codes * unit * root
     return tl.where(negative, -size, size)
 
@@ -37,16 +32,7 @@ def _adamw_kernel(
     beta1, rest1, beta2, rest2, rate, unbias, eps, decay, carry, before, now, encode, salt,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do one step of AdamW for BLOCK elements, in the order of `adamw_ref_`.
-
-    Args:
-        master_ptr: float32 [num_elements], read and written.
-        grad_ptr: float32 [num_elements], read.
-        ratio_ptr, root_ptr: uint8 and int16 [num_elements], the moments, read and written.
-        clip_ptr: float32 [1], read on the device so that the host need not know the norm.
-        beta1, rest1, beta2, rest2, rate, unbias, eps, decay, carry, before, now, encode, salt: of
-            `AdamWScalars`; salt changes at each step, so it is not specialized on.
-    """
+    """Do one step of AdamW for BLOCK elements, in the order of `adamw_ref_`."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < num_elements
     clip = tl.load(clip_ptr)

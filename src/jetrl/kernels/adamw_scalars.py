@@ -1,7 +1,4 @@
-"""The numbers of AdamW's kernel: the constants of its compact moments, and one step's scalars.
-
-`kernels.adamw` explains the format and is the reference; `kernels.adamw_hopper` is its Hopper form.
-"""
+"""The numbers of AdamW's kernels: constants of the compact moments, and one step's scalars."""
 
 from __future__ import annotations
 
@@ -22,17 +19,15 @@ _NEGLIGIBLE = 1e-4  # the weight of a step to come below which `_carry` ends its
 
 
 class AdamWScalars(NamedTuple):
-    """The numbers that one step of `adamw_` needs next to its tensors; floats are float32 values.
+    """The scalars of one step of `adamw_`, rounded to float32.
 
     Attributes:
-        rest1: 1 - beta1.
-        rest2: 1 - beta2.
+        rest1: 1 - beta1; rest2 is 1 - beta2.
         rate: lr / (1 - beta1**t) at step t.
         unbias: 1 / sqrt(1 - beta2**t).
         decay: 1 - lr * weight_decay.
-        carry: what one unit of the first moment will add to rate * m over the steps to come.
-        before: the unit of a ratio, bound / 255**2, of the step before.
-        now: the unit of a ratio of this step.
+        carry: the sum that one unit of the first moment will add to rate * m in later steps.
+        before: the unit of a ratio, bound / 255**2, of the step before; now is this step's.
         encode: 1 / now.
         salt: the step's part of the dither, 32 bits.
     """
@@ -59,12 +54,7 @@ def adamw_scalars(
     eps: float,
     weight_decay: float,
 ) -> AdamWScalars:
-    """Return the scalars of one optimizer step.
-
-    Args:
-        step: the optimizer step, from 1.
-        lr: the learning rate of k steps later, as a function of k; 0 is this step.
-    """
+    """Return the scalars of a step, from 1, if lr(k) is the learning rate k steps later."""
     beta1, beta2 = betas
     bound = _bound(step, beta1, beta2)
     return AdamWScalars(
@@ -85,7 +75,7 @@ def adamw_scalars(
 
 
 def from_element(scalars: AdamWScalars, first: int) -> AdamWScalars:
-    """Return the scalars for a part of a tensor, whose dither then is that of the whole tensor."""
+    """Return the scalars of a tensor's part from element `first` on, which keep its dither."""
     return scalars._replace(salt=(scalars.salt + first * ELEMENT_STRIDE) % 2**32)
 
 
@@ -105,10 +95,7 @@ def _bound(step: int, beta1: float, beta2: float) -> float:
 
 
 def _carry(step: int, lr: Callable[[int], float], beta1: float) -> float:
-    """Return what one unit of the first moment will add to the updates of later steps.
-
-    That is the sum over k >= 1 of lr(k) beta1**k / (1 - beta1**(step + k)).
-    """
+    """Return the sum over k >= 1 of lr(k) beta1**k / (1 - beta1**(step + k))."""
     total, k, weight = 0.0, 1, beta1
     while weight > _NEGLIGIBLE:
         total += lr(k) * weight / (1 - beta1 ** (step + k))

@@ -22,7 +22,7 @@ from jetrl.precision.gradients import Gradients
 
 
 class Kernels(Protocol):
-    """A device's kernels; each does what the public operation of its name does."""
+    """A device's kernels, each named like the public operation that it computes."""
 
     # fmt: off
     def adamw_(

@@ -3,20 +3,18 @@
 A running sequence has a slot. Row r of a forward is the sequence in slot rows[r]; a row whose slot
 is not active takes part with length 0 and changes nothing. One forward of plain decode is
 
-    inputs = next_inputs(state, rows, page_size)            what the model, cache and sampler read
+    inputs = next_inputs(state, rows, page_size)            for the model, cache and sampler
     tokens, logprobs, lse = ...                             the model and the draw
     take_draws(state, rows, tokens, logprobs, lse, out)     the next token, or the sequence's end
 
 With speculation a forward takes up to Q queries per sequence, its last token and a draft, and draws
-at every position with that position's own random bits (`verify_inputs`, `take_verified`). The draws
-count up to the first that differs from the draft. It counts too, since its logits were right. So
-the sequence has the bits of plain decode, whatever the draft says.
+at every position with that position's own random bits (`verify_inputs`, `take_verified`). Draws
+count up to and including the first that differs from the draft. So the sequence has the bits of
+plain decode, whatever the draft says.
 
-All inputs are on the device, so each step can be in a CUDA graph. `rollout.stopping` decides on the
-host when a sequence ends, some forwards later. The device ends it at a stop id, at its limit and at
-broken logits; stop strings and stop ids beyond MAX_STOP_IDS are left to the host.
-
-Legend: as in `kernels.decode_state`, with Q queries per sequence at most.
+Each step can be in a CUDA graph. The device ends a sequence at a stop id, at its limit and at
+broken logits; `rollout.stopping` decides on the host, some forwards later, about stop strings and
+stop ids beyond MAX_STOP_IDS. Legend: as in `kernels.decode_state`.
 """
 
 from __future__ import annotations
@@ -46,11 +44,7 @@ from jetrl.kernels.sampling import random_bits
 
 
 def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInputs:
-    """Return what the next forward of some rows reads.
-
-    Args:
-        rows: int64 [B], the slot of each row.
-    """
+    """Return the inputs of the next forward of the sequences in slots rows, int64 [B]."""
     kernels = kernels_of(rows)
     if kernels is not None:
         return kernels.next_inputs(state, rows, page_size)
@@ -73,17 +67,10 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
 def take_draws(
     state: DecodeState, rows: Tensor, tokens: Tensor, logprobs: Tensor, lse: Tensor, out: Drawn
 ) -> None:
-    """Record a forward's draws, and make each the last token of its sequence or the sequence's end.
+    """Record a forward's draws, tokens, logprobs and lse [B], and move each sequence on or end it.
 
-    A sequence ends with a stop id, at its limit, and with logits whose lse is not finite (see the
-    module).
-
-    Args:
-        state: the running sequences, changed in place.
-        tokens: int64 [B], the tokens drawn.
-        logprobs: float32 [B], their log-probs.
-        lse: float32 [B], each row's log-sum-exp, not finite if there was no draw.
-        out: the draws are written to the row of its count, which moves on.
+    A sequence ends with a stop id, at its limit, and if its lse is not finite. State changes in
+    place; the draws are written to the line of `out.count`, which then counts one more.
     """
     kernels = kernels_of(rows)
     if kernels is not None:
@@ -120,15 +107,14 @@ def verify_inputs(
     width: int,
     size: int,
 ) -> VerifyInputs:
-    """Return what the next forward of some sequences reads: last tokens, and drafts behind them.
+    """Return the inputs of the next forward of some sequences: last tokens, and drafts behind them.
 
     A draft is cut to the width, to the sequence's last position and to its share of the rows.
 
     Args:
-        draft_text: the text, by whose `quality` rows are shared.
         rows: int64 [B], the slot of each sequence.
         width: the maximum number of queries of a sequence, Q, at most MAX_QUERIES.
-        size: the rows of the forward, R: B to B * Q of them, and B if Q is 1.
+        size: the rows of the forward, R, from B to B * Q.
     """
     assert len(rows) <= size <= len(rows) * width, f"{size} rows of {len(rows)} sequences"
     kernels = kernels_of(rows)
@@ -173,16 +159,15 @@ def verify_inputs(
 def share_rows(wanted: Tensor, quality: Tensor, extra: int, turn: int) -> Tensor:
     """Return the number of tokens of each sequence's draft that a forward verifies, int32 [B].
 
-    The j-th token of a draft is right with a chance of about s^j, with s the sequence's share
-    of right drafts, and the tokens with the highest chances are taken: floor(x / cost) of each
-    sequence, with the same x for all, the largest for which there are rows. What is left goes
-    to sequences that come next, beginning at another one each time.
+    The j-th token of a draft is right with a chance of about s^j, with s the sequence's share of
+    right drafts. The tokens with the highest chances are verified: floor(x / cost) of each
+    sequence, with the largest common x for which there are rows. The remaining rows go to the next
+    tokens of sequences, starting at another one with each turn.
 
     Args:
         wanted: int32 [B], the tokens of each draft that could be verified.
-        quality: int32 [B], of `DraftText`, for each sequence.
+        quality: int32 [B], from `DraftText`, for each sequence.
         extra: the rows for tokens of drafts.
-        turn: any number, by which the rows that are left go round.
     """
     cost = COST_FACTOR * (COST_TOP - quality)
     reach = 0
@@ -209,14 +194,10 @@ def take_verified(
     out: Verified,
     width: int,
 ) -> None:
-    """Record the draws of a forward that count, and move each sequence on by as many or end it.
+    """Record the draws of a forward that count, and move each sequence past them or end it.
 
-    Args:
-        draft_text: the text, which grows by the draws, and the quality of drafts.
-        tokens: int64 [R], the tokens drawn.
-        logprobs: float32 [R], their log-probs.
-        lse: float32 [R], the log-sum-exp of each draw's logits, not finite if there was no
-            draw.
+    Also extends draft_text and updates its quality. Takes tokens, int64 [R], and their logprobs and
+    lse, float32 [R]; an lse that is not finite means no draw.
     """
     kernels = kernels_of(rows)
     if kernels is not None:

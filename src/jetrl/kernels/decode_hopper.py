@@ -1,8 +1,8 @@
 """`kernels.decode` and `kernels.draft` on Hopper: a kernel before a forward, one after its draws.
 
 They are bound by latency: few loads, each waiting for the one before. A lane has a row of plain
-decode, or a sequence when drafts are verified. A kernel is one program if it moves the counter of
-forwards on, or shares rows among sequences. Random bits are those of `kernels.sampling`.
+decode, or a sequence when drafts are verified. A kernel is one program if it increments the counter
+of forwards, or shares rows among sequences.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -41,13 +41,7 @@ COST_TOP = tl.constexpr(decode_state.COST_TOP)
 
 @triton.jit
 def random_bits(seed, key, position):
-    """Return the random bits of draws, int64 in [0, 2**53), as `kernels.sampling.random_bits`.
-
-    Args:
-        seed: int64 [...].
-        key: int64 [...], the sequences' keys.
-        position: int64 [...], the positions that the tokens are drawn for.
-    """
+    """Return the random bits of draws, int64 [...], as `kernels.sampling.random_bits`."""
     low: tl.constexpr = 0xFFFFFFFF
     c0, c1, _, _ = tl.philox(
         seed,
@@ -66,13 +60,7 @@ def _inputs_kernel(
     token_ids_ptr, positions_ptr, slots_ptr, lengths_ptr, bits_ptr,
     count, width, PAGE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Gather one forward's inputs from the slots of its rows, one row in each lane.
-
-    Args:
-        token_ptr, position_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr: of `DecodeState`, read.
-        rows_ptr: int64 [count], the slot of each row.
-        token_ids_ptr, positions_ptr, slots_ptr, lengths_ptr, bits_ptr: of `DecodeInputs`, written.
-    """
+    """Gather a forward's `DecodeInputs` from the slots of its rows, one row in each lane."""
     # Loads depend on each other three deep: row -> slot -> position -> page.
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = row < count
@@ -102,15 +90,7 @@ def _take_kernel(
     tokens_ptr, logprobs_ptr, lse_ptr, out_tokens_ptr, out_logprobs_ptr, out_count_ptr,
     count, lines, out_width, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Take in one forward's draws: write them for the host, move each sequence on or end it.
-
-    Args:
-        token_ptr, position_ptr, active_ptr: of `DecodeState`, read and written.
-        limit_ptr, stops_ptr: of `DecodeState`, read.
-        tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [count], what `sample` gave.
-        out_tokens_ptr, out_logprobs_ptr, out_count_ptr: of `Drawn`, lines of out_width entries;
-            line `out_count` is written, if there is one.
-    """
+    """Record a forward's draws in line `out_count`, and move each sequence on or end it."""
     row = tl.arange(0, LANES)  # a single program: it moves the counter on
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
@@ -142,7 +122,7 @@ def _take_kernel(
 
 
 def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInputs:
-    """Return what `kernels.decode.next_inputs` returns, on Hopper."""
+    """`kernels.decode.next_inputs` on Hopper."""
     count = _count(rows)
     wide = torch.empty(4, count, dtype=torch.int64, device=rows.device)
     lengths = torch.empty(count, dtype=torch.int32, device=rows.device)
@@ -158,7 +138,7 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
 def take_draws(
     state: DecodeState, rows: Tensor, tokens: Tensor, logprobs: Tensor, lse: Tensor, out: Drawn
 ) -> None:
-    """Do what `kernels.decode.take_draws` does, on Hopper."""
+    """`kernels.decode.take_draws` on Hopper."""
     count = _count(rows)
     _take_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops, rows,
@@ -168,11 +148,7 @@ def take_draws(
 
 
 def _count(rows: Tensor) -> int:
-    """Return the number of rows, once they are what the kernels of decode take.
-
-    Args:
-        rows: int64 [1 to MAX_ROWS], slots, contiguous.
-    """
+    """Check that rows are contiguous int64 slots, at most MAX_ROWS, and return their number."""
     assert (rows.dtype, rows.is_contiguous()) == (torch.int64, True)
     assert 1 <= len(rows) <= MAX_ROWS, f"{len(rows)} rows"
     return len(rows)
@@ -183,13 +159,7 @@ _LANES = 32  # rows of a program: a warp's, so that many programs wait side by s
 
 @triton.jit
 def ngram_entry(text_ptr, group, last, mask, entries, ORDER: tl.constexpr):
-    """Return the entry of a table for the n-gram that ends at a place, as `draft.ngram_entry`.
-
-    Args:
-        text_ptr: int32 [N], the text.
-        group: int64 [LANES], the prompts' keys.
-        last: int64 [LANES], the place of each n-gram's last token.
-    """
+    """Return table entries of n-grams in int32 text, as `draft.ngram_entry`, int64 [LANES]."""
     hashed = group
     for back in tl.static_range(ORDER):
         token = tl.load(text_ptr + last - back, mask=mask, other=0).to(tl.int64)
@@ -200,7 +170,7 @@ def ngram_entry(text_ptr, group, last, mask, entries, ORDER: tl.constexpr):
 
 @triton.jit
 def _look_up(text_ptr, table_ptr, group, end, position, active, entries, ORDER: tl.constexpr):
-    """Return where the last ORDER tokens of a sequence stood before, and whether they did."""
+    """Return the earlier place of a sequence's last ORDER tokens, and whether there is one."""
     enough = active & (position >= ORDER - 1)
     entry = ngram_entry(text_ptr, group, end, enough, entries, ORDER)
     place = tl.load(table_ptr + entry, mask=enough, other=-1).to(tl.int64)
@@ -219,14 +189,7 @@ def _propose_kernel(
     tokens_ptr, counts_ptr, sources_ptr,
     count, size, width, slots, entries, FIRST_ONLY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Look up a draft for each row.
-
-    Args:
-        text_ptr, tables_ptr, group_ptr: of `DraftText`, read.
-        position_ptr, active_ptr: of `DecodeState`, read.
-        tokens_ptr, counts_ptr, sources_ptr: of `Drafts`, written.
-        FIRST_ONLY: whether n-grams of the second length lead to no draft.
-    """
+    """Look up a draft for each row; with FIRST_ONLY only n-grams of the first length count."""
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
@@ -264,7 +227,7 @@ def _propose_kernel(
 def propose(
     draft_text: DraftText, state: DecodeState, rows: Tensor, longest_only: bool = False
 ) -> Drafts:
-    """Return what `kernels.draft.propose` returns, on Hopper."""
+    """`kernels.draft.propose` on Hopper."""
     count = _count(rows)
     tokens = torch.empty(count, decode_state.MAX_DRAFT, dtype=torch.int32, device=rows.device)
     counts, sources = torch.empty(2, count, dtype=torch.int32, device=rows.device).unbind(0)
@@ -306,17 +269,7 @@ def _verify_inputs_kernel(
     first_ptr, count, size, pages, width,
     PAGE: tl.constexpr, REACH_BITS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Gather the inputs of one forward of decode from its sequences' slots and their drafts.
-
-    Args:
-        token_ptr, position_ptr, limit_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr: of
-            `DecodeState`, read.
-        quality_ptr: of `DraftText`, read.
-        draft_ptr, counts_ptr: of `Drafts`, read.
-        rows_ptr: int64 [count], the slot of each sequence.
-        token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, keys_ptr, lengths_ptr, queries_ptr,
-            first_ptr: of `VerifyInputs`, written.
-    """
+    """Gather a forward's `VerifyInputs` from its sequences' slots and their drafts."""
     row = tl.arange(0, LANES)  # a single program: rows are shared among all sequences
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
@@ -399,19 +352,7 @@ def _take_verified_kernel(
     out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr,
     count, lines, out_width, offers_width, text_width, entries, width, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Take in one forward's draws: write those that count, move each sequence on or end it.
-
-    Args:
-        text_ptr, tables_ptr, quality_ptr: of `DraftText`, read and written.
-        group_ptr: of `DraftText`, read.
-        draft_ptr, counts_ptr, sources_ptr: of `Drafts`, read.
-        queries_ptr, first_ptr: of `VerifyInputs`, read.
-        tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [rows of the forward], what
-            `sample` gave.
-        out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr: of `Verified`; line
-            `out_count` is written, if there is one.
-        out_width, offers_width: entries of a line of the draws and of the offers.
-    """
+    """Record the draws that count in line `out_count`, and move each sequence on or end it."""
     row = tl.arange(0, LANES)  # a single program: it moves the counter on
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
@@ -486,7 +427,7 @@ def verify_inputs(
     width: int,
     size: int,
 ) -> VerifyInputs:
-    """Return what `kernels.decode.verify_inputs` returns, on Hopper."""
+    """`kernels.decode.verify_inputs` on Hopper."""
     count = _count(rows)
     wide = torch.empty(4, size, dtype=torch.int64, device=rows.device)
     keys = torch.empty(size, dtype=torch.int32, device=rows.device)
@@ -515,7 +456,7 @@ def take_verified(
     out: Verified,
     width: int,
 ) -> None:
-    """Do what `kernels.decode.take_verified` does, on Hopper."""
+    """`kernels.decode.take_verified` on Hopper."""
     count = _count(rows)
     _take_verified_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops,
@@ -528,5 +469,5 @@ def take_verified(
 
 
 def _lanes(count: int) -> int:
-    """Return the lanes of a kernel for so many sequences: of few sizes, each is compiled."""
+    """Return the lanes of a kernel: one of few sizes, since each is compiled."""
     return next((lanes for lanes in _FORMS if count <= lanes), MAX_ROWS)

@@ -1,16 +1,16 @@
 """The records of decode on the device: sequences, a forward's inputs and draws, and drafts.
 
-The device keeps what decides when a sequence ends, so no forward waits for the host: the stop token
-ids and each sequence's last position. `rollout.stopping` has the whole rule.
+The device keeps the stop token ids and each sequence's last position, which end a sequence, so no
+forward waits for the host. `rollout.stopping` has the whole rule.
 
-A draft guesses a sequence's next tokens: an n-gram table leads from its last tokens to a place in
-earlier text with the same tokens, and the draft is what followed there. A draft can only change how
-many tokens per forward brings. A stale table, a race of two writers or another prompt's text costs
-speed and no bit. The text is one line of token ids: a row of `width` tokens per slot, then the
-archive, completions one after the other, each followed by UNKNOWN.
+A draft guesses a sequence's next tokens: an n-gram table leads from its last tokens to the same
+tokens in earlier text, and the draft is the text that follows there. A stale table, a race of two
+writers or another prompt's text costs speed but changes no bit. The text is one line of token ids:
+a row of `width` tokens per slot, then the archive, completions one after the other, each followed
+by UNKNOWN.
 
 Legend: S slots, W pages per table, B sequences of a forward, R its rows, K forwards whose draws a
-`Drawn` holds, N tokens of all text, E entries of a table.
+`Drawn` holds, Q queries per sequence at most, N tokens of all text, E entries of a table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_ROWS = 4096  # of a forward on a GPU: a single program reads the draws of al
 
 @dataclass(frozen=True)
 class DecodeState:
-    """Holds the running sequences on the device, each in a slot that it keeps until it ends.
+    """The running sequences on the device, each in a slot that it keeps until it ends.
 
     Attributes:
         token: int32 [S], the last token drawn, whose key and value are not yet in the cache.
@@ -52,8 +52,6 @@ class DecodeState:
 
     @staticmethod
     def empty(slots: int, width: int, device: torch.device) -> DecodeState:
-        """Return a state without running sequences."""
-
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -73,13 +71,11 @@ class DecodeState:
 class DecodeInputs:
     """The inputs of model, cache and sampler in one forward of decode.
 
-    A row whose sequence is not active has length 0, slot -1 and bits -1: it takes part in every
-    kernel and changes nothing.
+    A row whose sequence is not active has length 0, slot -1 and bits -1, and changes nothing.
 
     Attributes:
-        token_ids: int64 [B].
-        positions: int64 [B].
-        slots: int64 [B], where in the cache the new keys and values go: page * page_size + offset.
+        token_ids: int64 [B], like positions.
+        slots: int64 [B], the places of new keys and values in the cache: page * page_size + offset.
         lengths: int32 [B], the number of keys that the row's query sees.
         bits: int64 [B], the random bits of the draw (`kernels.sampling.random_bits`).
     """
@@ -98,7 +94,7 @@ class Drawn:
     Attributes:
         tokens: int32 [K, B], token ids, NOT_DRAWN or BROKEN.
         logprobs: float32 [K, B].
-        count: int32 [1], the number of forwards taken in so far: the row that the next one writes.
+        count: int32 [1], the forwards so far: the row that the next one writes.
     """
 
     tokens: Tensor
@@ -134,16 +130,17 @@ HEAD = SOURCES.index("head")
 
 @dataclass(frozen=True)
 class DraftText:
-    """The text that drafts are taken from, with the n-gram tables that lead into it.
+    """The text that drafts come from, with the n-gram tables that lead into it.
 
     Attributes:
         text: int32 [N], token ids or UNKNOWN: the rows of the slots, then the archive.
         tables: int32 [number of ORDERS, E], for the hash of a group and its n-gram the place in
-            `text` of the n-gram's last token; E is a power of two.
-        group: int64 [S], the key of the prompt of each slot's sequence: drafts come from sequences
-            of the same prompt.
+            `text`
+        of the n-gram's last token; E is a power of two.
+        group: int64 [S], the key of each slot's prompt: drafts come only from the same prompt.
         quality: int32 [S], how often the first tokens of a sequence's last drafts were right, from
-            0 to QUALITY_ONE, by which sequences share the rows of a forward.
+            0 to
+        QUALITY_ONE, by which sequences share the rows of a forward.
         width: tokens of a slot's row.
     """
 
@@ -157,11 +154,7 @@ class DraftText:
     def empty(
         slots: int, width: int, archive: int, entries: int, device: torch.device
     ) -> DraftText:
-        """Return a text without tokens.
-
-        Args:
-            width: the maximum number of tokens of a sequence.
-        """
+        """Return a text without tokens, for sequences of at most `width` tokens."""
         assert entries & (entries - 1) == 0, f"{entries} entries are no power of two"
         # One place more: the last token of a row is UNKNOWN, which ends a draft before the next
         # row, as the first place of the archive ends that of the last one.
@@ -180,7 +173,6 @@ class DraftText:
 
     @property
     def slots(self) -> int:
-        """The number of slots, S."""
         return len(self.group)
 
     @property
@@ -194,7 +186,7 @@ class Drafts:
     """A draft for each sequence of a forward.
 
     Attributes:
-        tokens: int32 [B, MAX_DRAFT], token ids; what lies past a draft's end is not used.
+        tokens: int32 [B, MAX_DRAFT], token ids; arbitrary past a draft's end.
         counts: int32 [B], the tokens of each draft, 0 for none.
         sources: int32 [B], the index of the draft's source in SOURCES.
     """
@@ -208,19 +200,17 @@ class Drafts:
 class VerifyInputs:
     """The inputs of model, cache and sampler in a forward that verifies drafts.
 
-    An active sequence has 1 to Q queries, one row after the other: its last token, and tokens of
-    its draft. The rows of the next active sequence follow. What is left of the R rows is padding,
-    with slot -1 and bits -1: it takes part in every kernel and changes nothing. If Q is 1 each
-    sequence has a row, and that of one that is not active is padding.
+    An active sequence has 1 to Q queries in consecutive rows, its last token and tokens of its
+    draft, and the next active sequence follows. The other rows are padding, with slot -1 and bits
+    -1, and change nothing. If Q is 1 each sequence has a row; that of an inactive one is padding.
 
     Attributes:
-        token_ids: int64 [R].
-        positions: int64 [R].
-        slots: int64 [R], where in the cache the keys and values go: page * page_size + offset.
+        token_ids: int64 [R], like positions.
+        slots: int64 [R], the places of keys and values in the cache: page * page_size + offset.
         bits: int64 [R], the random bits of each position's draw.
         keys: int32 [R], the number of keys that the last query of the row's sequence sees; 0 for
-            padding.
-        lengths: int32 [B], the same of each sequence; 0 if not active.
+        padding.
+        lengths: int32 [B], the same for each sequence; 0 if not active.
         queries: int32 [B], the number of its queries, from 0 to Q.
         first: int32 [B], the row of its first query.
     """
@@ -243,13 +233,12 @@ class Verified:
 
     Attributes:
         tokens: int32 [K, at least B * Q], token ids, Q of each sequence: those that count, then
-            NOT_DRAWN; BROKEN for a draw whose logits have no finite softmax.
+        NOT_DRAWN; BROKEN for a draw whose logits have no finite softmax.
         logprobs: float32, of the same shape.
-        offers: int32 [K, at least B], of each sequence
-            drafted + 8 * source + 32 * hit + 64 * offered: the drafted tokens that were verified,
-            the draft's index in SOURCES, whether its first token was drawn, and whether there was
-            a draft, verified or not.
-        count: int32 [1], the number of forwards taken in so far: the line that the next one writes.
+        offers: int32 [K, at least B], drafted + 8 * source + 32 * hit + 64 * offered: draft tokens
+        verified, the draft's index in SOURCES, whether its first token was drawn, and whether there
+        was a draft, verified or not.
+        count: int32 [1], the forwards so far: the line that the next one writes.
     """
 
     tokens: Tensor

@@ -1,14 +1,14 @@
-"""Drafts from text: what followed earlier occurrences of a sequence's last tokens.
+"""Drafts from text: the tokens that followed earlier occurrences of a sequence's last tokens.
 
 The last three tokens, or else two, are looked up in a table of n-grams of the same prompt: the
 sequence's own text, that of the prompt's other samples, and completions of earlier calls.
 
     drafts = propose(draft_text, state, rows)         before a forward
     extend(draft_text, ...)                           with the draws of a forward
-    remember(draft_text, places, tokens, groups)      with text that the host brings
+    remember(draft_text, places, tokens, groups)      with text from the host
 
-No step needs to be exact, since every token of a draft is drawn again (`kernels.decode`).
-Legend: as in `kernels.decode_state`.
+No step needs to be exact, since every token of a draft is drawn again (`kernels.decode`). Legend:
+as in `kernels.decode_state`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from jetrl.kernels.decode_state import (
 def propose(
     draft_text: DraftText, state: DecodeState, rows: Tensor, longest_only: bool = False
 ) -> Drafts:
-    """Return a draft for each row, looked up by the last tokens of the row's sequence.
+    """Return a draft for the sequence of each row, whose slots are rows, int64 [B].
 
     Args:
-        rows: int64 [B], the slot of each row.
         longest_only: whether only the longest n-grams lead to a draft.
     """
     kernels = kernels_of(rows)
@@ -68,12 +67,11 @@ def propose(
 
 
 def ngram_entry(draft_text: DraftText, groups: Tensor, last: Tensor, order: int) -> Tensor:
-    """Return the entry of a table, int64 [M], for each n-gram of the text.
+    """Return table entries, int64 [M], of n-grams of `order` tokens.
 
     Args:
         groups: int64 [M], the prompts' keys.
         last: int64 [M], the place of each n-gram's last token.
-        order: the number of tokens of the n-grams.
     """
     hashed = groups
     for back in range(order):
@@ -88,7 +86,6 @@ def extend(
     """Append the tokens that a forward drew to their sequences' text, and learn older n-grams.
 
     Args:
-        draft_text: the text and its tables, changed in place.
         position: int64 [B], the position of each sequence's last token before the forward.
         tokens: int64 [B, Q], the tokens drawn.
         counts: int64 [B], how many of them count, 0 for a row that is not active.
@@ -109,14 +106,14 @@ def extend(
 def remember(
     draft_text: DraftText, places: Tensor, tokens: Tensor, groups: Tensor, lag: int
 ) -> None:
-    """Write text that the host brings, and learn its n-grams; on every device by only torch.
+    """Write text from the host and learn its n-grams, with torch on every device.
 
     Args:
-        places: int64 [M], where each token goes; pieces of text are consecutive places.
+        places: int64 [M], the place of each token; pieces of text are consecutive places.
         tokens: int64 [M], token ids, and UNKNOWN for the end of a piece.
         groups: int64 [M], the key of the prompt that each token belongs to.
-        lag: the tokens that have to follow an n-gram: LAG for a sequence that continues, which
-            `extend` continues, 1 for a completion that has ended.
+        lag: tokens that must follow an n-gram: LAG for a sequence that `extend` continues, 1 for a
+        completion that has ended.
     """
     draft_text.text[places] = tokens.int()
     for table, order in zip(draft_text.tables, ORDERS, strict=True):

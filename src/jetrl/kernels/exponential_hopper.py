@@ -1,4 +1,4 @@
-"""The exponential function in kernels: exp(x) is exp2(x * LOG2_E), by the hardware's exp2."""
+"""exp(x) in kernels: exp2(x * LOG2_E), by the hardware's exp2."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (a Triton function may annotate nothing but its compile-time constants)
@@ -16,10 +16,7 @@ LOG2_E = tl.constexpr(exact.LOG2_E)
 
 @triton.jit
 def sigmoid(gate):
-    """Return 1 / (1 + exp(-gate)) by the hardware's exp2 and reciprocal; NaN gives NaN.
-
-    A gate of -Inf, or so far below 0 that exp2 overflows, gives 0: the reciprocal of Inf.
-    """
+    """Return 1 / (1 + exp(-gate)) by the hardware's exp2 and reciprocal; 0 if exp overflows."""
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + tl.math.exp2(gate * -LOG2_E)],
         dtype=tl.float32, is_pure=True, pack=1,

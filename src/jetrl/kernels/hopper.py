@@ -1,4 +1,4 @@
-"""The table of Hopper's kernels: a `Kernels` (`kernels.backend`), one name for each."""
+"""The table of Hopper's kernels: one name for each entry of `kernels.backend.Kernels`."""
 
 from __future__ import annotations
 

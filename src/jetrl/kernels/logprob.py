@@ -1,10 +1,10 @@
-"""Log-probabilities of chosen tokens, and moments of all tokens', from float32 logits.
+"""Log-probs of chosen tokens, and moments over all tokens, from float32 logits.
 
     z = logits / temperature,  m = max z,  lse = log(sum exp(z - m)),  logp = (z[chosen] - m) - lse
 
-The moments are the mean (the entropy) and the variance of -logp of a drawn token. The sampler and
-the trainer both get their log-probs here. The sum is exact (`precision.exact`), so a row's bits
-depend on that row only.
+The moments are the mean (the entropy) and the variance of -logp of a drawn token. Sampler and
+trainer both get their log-probs here. The sum is exact (`precision.exact`), so a row's bits depend
+only on that row.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ _MASS_GRID = 2.0**30  # exp(z - m) is at most 1: this grid adds 2**23 of them ex
 
 
 def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts that a log-prob and a draw are built from, all float32.
+    """Return z - m [R, V], exp(z - m) [R, V] and lse [R, 1], float32, for logits [R, V].
 
     Args:
-        logits: float32 [R, V].
         temperature: float32 [R, 1]; a tensor, because torch may turn division by a number into a
-            product with its inverse, which has other bits.
-
-    Returns:
-        z - m [R, V], exp(z - m) [R, V] and lse [R, 1].
+        product with its inverse, which has other bits.
     """
     z = logits / temperature
     shifted = z - z.amax(-1, keepdim=True)
@@ -56,11 +52,7 @@ def chosen_logprobs_ref(
 
 
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probs of chosen tokens under softmax(logits / temperature), and moments.
-
-    Args:
-        chosen: int64 [R], token ids.
-        temperature: above 0.
+    """Return log-probs of chosen tokens [R] under softmax(logits / temperature), and moments.
 
     Returns:
         Log-probs float32 [R], differentiable in the logits; moments float32 [2, R], which are not:

@@ -1,15 +1,15 @@
 """`kernels.logprob` on Hopper, from logits or straight from hidden states.
 
-One program per row reads its logits once. Each lane keeps its running (max, and sums of e, e * z
-and e * z^2) over its quadruples of neighboring columns; lanes are combined at the end. BLOCK and
-the number of warps are pinned, so a row's bits depend on that row only, and the sampler, whose
-programs share the lanes of a row (`sampling_hopper`), gets the trainer's log-probs bit for bit.
-exp is the hardware's exp2 (relative error near 2**-22).
+One program per row reads its logits once. Each lane keeps a running maximum and sums over its
+quadruples of neighboring columns; lanes are combined at the end. BLOCK and the number of warps are
+pinned, so a row's bits depend only on that row, and the sampler, whose programs share the lanes of
+a row (`sampling_hopper`), gets the trainer's log-probs bit for bit. exp is the hardware's exp2
+(relative error near 2**-22).
 
 `lm_head_logprobs` never holds float32 logits of more than one chunk of rows. Forward reduces a
 chunk's logits and, for backward, turns them into the gradient of each row's log-prob in BF16. Two
-GEMMs follow in backward. With `recompute` nothing is kept, and backward makes the logits again: a
-third GEMM. Chunks change no bit of a row.
+GEMMs follow in backward; with `recompute` a third makes the logits again, and nothing is kept.
+Chunks change no bit of a row.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -37,13 +37,7 @@ _CHUNK_GRADIENTS = 2**30  # gradients of logits, BF16, that one GEMM of backward
 
 @triton.jit
 def scaled_logits(row_ptr, columns, num_columns, temperature):
-    """Return z = logits / temperature, float32 like columns, with -inf outside the row.
-
-    Args:
-        row_ptr: float32 [num_columns], one row's logits.
-        columns: int32 [...], which of them.
-        temperature: a scalar; 1 skips a division that would change nothing.
-    """
+    """Return z = logits / temperature at columns, int32 [...], with -inf outside the row."""
     z = tl.load(row_ptr + columns, mask=columns < num_columns, other=float("-inf"))
     if temperature != 1.0:
         z = tl.math.div_rn(z, tl.full(z.shape, 0.0, tl.float32) + temperature)
@@ -54,11 +48,8 @@ def scaled_logits(row_ptr, columns, num_columns, temperature):
 def lane_statistics(row_ptr, columns, num_columns, temperature, BLOCK: tl.constexpr):
     """Return each lane's max z, and its sums of e = exp(z - max), e (z - max) and e (z - max)^2.
 
-    A lane is four neighboring columns of each block: one 16-byte load. What a lane gets does not
-    depend on which others the program has.
-
-    Args:
-        columns: int32 [L, 4], the lanes' columns of the first block.
+    A lane is four neighboring columns of each block: one 16-byte load. Its results do not depend on
+    the program's other lanes. `columns`, int32 [L, 4], are the lanes' columns of the first block.
     """
     # A lane keeps its own running maximum, so the loop has no reduction across lanes, which the
     # warps would have to meet for.
@@ -93,15 +84,9 @@ def moved_square(lane_sum, lane_moment, lane_square, step, kept):
 
 @triton.jit
 def statistics_of_lanes(lane_max, lane_sum, lane_moment, lane_square):
-    """Return max z, lse, and the mean and variance of z - max, from all lanes of a row.
+    """Return max z, lse, and the mean and variance of z - max, from all lanes [BLOCK / 4] of a row.
 
-    The order of their sums is what BLOCK, the number of warps and the layout of lanes pin.
-
-    Args:
-        lane_max: float32 [BLOCK / 4], each lane's max z.
-        lane_sum: float32 [BLOCK / 4], each lane's sum of e, as of `lane_statistics`.
-        lane_moment: float32 [BLOCK / 4], each lane's sum of e (z - max).
-        lane_square: float32 [BLOCK / 4], each lane's sum of e (z - max)^2.
+    BLOCK, the number of warps and the layout of lanes pin the order of these sums.
     """
     row_max = tl.max(lane_max, 0)
     step = lane_max - row_max
@@ -131,14 +116,7 @@ def _forward_kernel(
     logits_ptr, chosen_ptr, logprobs_ptr, entropy_ptr, variance_ptr, max_ptr, lse_ptr, num_columns,
     temperature, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row's log-prob and moments, and store what backward needs of its softmax.
-
-    Args:
-        logits_ptr: float32 [R, num_columns].
-        chosen_ptr: int64 [R], token ids.
-        logprobs_ptr, entropy_ptr, variance_ptr: float32 [R], written.
-        max_ptr, lse_ptr: float32 [R], written: max z, and the log-sum-exp above it.
-    """
+    """Write a row's log-prob and moments, and for backward max z and the log-sum-exp above it."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
     row_max, lse, mean, variance = row_statistics(row_ptr, num_columns, temperature, BLOCK)
@@ -156,13 +134,7 @@ def _backward_kernel(
     logits_ptr, chosen_ptr, max_ptr, lse_ptr, grad_ptr, out_ptr,
     num_columns, column_blocks, temperature, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Make the gradient of BLOCK of one row's logits: (one at the chosen - softmax) * dlogp / t.
-
-    Args:
-        max_ptr, lse_ptr: float32 [R], as _forward_kernel left them.
-        grad_ptr: float32 [R], the gradient of the log-probs.
-        out_ptr: float32 or bfloat16 [R, num_columns], written.
-    """
+    """Make the gradient of BLOCK of one row's logits: (one at the chosen - softmax) * dlogp / t."""
     row, block = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     columns = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
@@ -176,7 +148,7 @@ def _backward_kernel(
 
 
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return what `kernels.logprob.chosen_logprobs` returns, on Hopper."""
+    """`kernels.logprob.chosen_logprobs` on Hopper."""
     return _ChosenLogprobs.apply(logits, chosen, temperature)
 
 
@@ -191,21 +163,16 @@ def lm_head_logprobs(
     *,
     gradients: Gradients,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs of chosen tokens and moments, from hidden states.
+    """Return log-probs of chosen tokens and moments, like `chosen_logprobs`, from hidden states.
 
     Args:
         hidden: bfloat16 [R, D], differentiable.
         master: float32 [V, D], the head's master weight, which only receives the gradient.
-        weight: bfloat16 [V, D], master rounded: what the product reads.
+        weight: bfloat16 [V, D], master rounded, which the product reads.
         chosen: int64 [R], token ids.
-        temperature: above 0.
         chunk_rows: rows whose logits are held at a time; changes no bit of the results.
-        recompute: whether backward makes the logits again, for which forward keeps nothing. Without
-            it forward keeps their gradients, 2 R V bytes, which spares backward one of three
-            products.
-
-    Returns:
-        Log-probs float32 [R], differentiable; moments float32 [2, R], which are not.
+        recompute: whether backward makes the logits again. Otherwise forward keeps their gradients,
+        2 R V bytes, which saves backward one of three products.
     """
     rows = chunk_rows or rows_at_once(weight.shape[0])
     keep = torch.is_grad_enabled() and not recompute
@@ -231,11 +198,7 @@ def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> Tensor:
 def _logit_gradient(
     logits: Tensor, chosen: Tensor, softmax: Tensor, grad: Tensor, temperature: float, out: Tensor
 ) -> Tensor:
-    """Return out [R, V] filled with the logits' gradient, for that of the log-probs, grad [R].
-
-    Args:
-        softmax: float32 [2, R], max z and lse, as `_reduce` leaves them.
-    """
+    """Return out [R, V] filled with the logits' gradient; softmax is max z and lse, [2, R]."""
     blocks = triton.cdiv(logits.shape[1], BLOCK)
     if len(chosen):
         _backward_kernel[(len(chosen) * blocks,)](

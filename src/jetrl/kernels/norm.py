@@ -1,13 +1,13 @@
-"""RMSNorm, and the sums of squares that a gradient norm is built from.
+"""RMSNorm, and the sums of squares of a gradient norm.
 
     y = x / sqrt(mean(x**2) + eps) * weight      row by row, rounded once to x's dtype
 
 RMSNorm's sum of squares is exact (`precision.exact`), so a row has the same bits on every device
-and in every batch. Source: Zhang and Sennrich, Root Mean Square Layer Normalization
-(arXiv 1910.07467).
+and in every batch. Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv
+1910.07467).
 
-`block_squares` sums blocks of 128 rows. Each sum depends on its block only, so gradients that are
-divided among ranks in whole blocks have the norm that one process finds, bit for bit.
+`block_squares` sums blocks of 128 rows, so gradients divided among ranks in whole blocks have the
+norm of one process, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm over the last dimension, differentiable in x and weight.
+    """Return RMSNorm over the last dimension of x [..., D], differentiable in x and weight.
 
     Args:
-        x: bfloat16 or float32 [..., D].
+        x: bfloat16 or float32.
         weight: [D], already rounded to x's dtype; the gradient passes through that rounding.
     """
     kernels = kernels_of(x)
@@ -63,12 +63,10 @@ BLOCK_ROWS = 128
 
 
 def block_squares(x: Tensor) -> Tensor:
-    """Return sums of squares of each block of 128 rows, [ceil(N / 128), P] with P parts a block.
+    """Return sums of squares of each block of 128 rows, [ceil(N / 128), P] with P parts per block.
 
-    The parts are float64 and one per block on a CPU, float32 and more on a GPU.
-
-    Args:
-        x: float32 [N, K], or any other shape, which is one block.
+    The parts are float64 and one per block on a CPU, float32 and more on a GPU. Takes x, float32
+    [N, K]; any other shape is one block.
     """
     if x.dim() != 2:
         x = x.reshape(1, -1)

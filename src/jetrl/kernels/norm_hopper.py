@@ -1,13 +1,12 @@
 """`kernels.norm` on Hopper: RMSNorm fused with the residual add before it and the codes after it.
 
 The bits are those of `rms_norm_ref` and `precision.quantize`. The reference's sum of squares is
-exact on a 19-bit grid below the row's maximum. It is exact here too, as integers: adding
-1.5 * 2**23 to x * 2**(19 - e) rounds to that grid and leaves the integer in the low bits of the
-float, and the squares add in int64. The rest is IEEE operations with fusion switched off.
+exact on a 19-bit grid below the row's maximum. It is exact here too, as integers: adding 1.5 *
+2**23 to x * 2**(19 - e) rounds to that grid and leaves the integer in the low bits of the float,
+and the squares add in int64. The rest is IEEE operations with fusion switched off.
 
-Forward is one kernel with a program per row, for sampling and training. It writes the sum of x and
-delta, the codes, and in training the row's inverse rms. In backward a tile kernel makes WGrad's
-128 x 128 groups from the saved sum and inverse rms.
+Forward is one kernel with a program per row. In backward a tile kernel makes WGrad's 128 x 128
+groups from the saved sum of x and delta and the inverse rms.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -49,11 +48,7 @@ _BACKWARD_PROGRAMS = 512  # fixed, so that dW has the same bits on every GPU
 
 @triton.jit
 def grid_factor(amax_bits):
-    """Return 2**(19 - e), at most 2**127, for a maximum m * 2**e with m in [0.5, 1).
-
-    Args:
-        amax_bits: int32 [...], the bits of the maximum as float32.
-    """
+    """Return 2**(19 - e), at most 2**127, for the float32 bits of m * 2**e with m in [0.5, 1)."""
     # The maximum's exponent field is e + 126; that of the factor is 19 - e + 127.
     exponent = tl.minimum(tl.maximum(272 - (amax_bits >> 23), 1), 254)
     return (exponent << 23).to(tl.float32, bitcast=True)
@@ -61,12 +56,7 @@ def grid_factor(amax_bits):
 
 @triton.jit
 def grid_squares(x, factor):
-    """Return the int64 squares of float32 x in units of the grid, at most 2**38.
-
-    Args:
-        x: float32 [...].
-        factor: float32, `grid_factor` of x's maximum; grid points are integers over it.
-    """
+    """Return int64 squares of float32 x, at most 2**38, in units of the grid of factor."""
     # 1.5 * 2**23 leaves no room for a fraction: rounds to nearest even, the integer in low bits.
     rounded = tl.fma(x, factor, tl.full(x.shape, 12582912.0, tl.float32))
     whole = (rounded.to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int64)
@@ -75,13 +65,7 @@ def grid_squares(x, factor):
 
 @triton.jit
 def inverse_rms_of(total, factor, amax_bits, WIDTH: tl.constexpr, EPS: tl.constexpr):
-    """Return float32 1 / sqrt(mean + eps); a row with NaN or Inf has what IEEE gives for it.
-
-    Args:
-        total: int64 [...], the sum of `grid_squares`.
-        factor: float32 [...], the grid's factor.
-        amax_bits: int32 [...], the bits of the row's maximum.
-    """
+    """Return float32 1 / sqrt(mean + eps) for int64 totals of `grid_squares`; NaN, Inf as IEEE."""
     # In float64, as the reference has it: the total back from grid units, exactly (1 / factor is a
     # power of two), then each operation rounded once.
     exponent = 1150 - (factor.to(tl.int32, bitcast=True) >> 23).to(tl.int64)
@@ -107,19 +91,7 @@ def _row_kernel(
     QUANTIZE: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     EPS: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """Add, norm and quantize one row, which stays in registers from its load to its codes.
-
-    Args:
-        x_ptr: bfloat16 [T, WIDTH].
-        delta_ptr: bfloat16 [T, WIDTH], added to x with HAS_DELTA.
-        weight_ptr: bfloat16 [WIDTH].
-        total_ptr: bfloat16 [T, WIDTH], x + delta, written with HAS_DELTA.
-        y_ptr: bfloat16 [T, WIDTH], the norm, written with WRITE_Y.
-        inverse_ptr: float32 [T], 1 / rms, written with WRITE_INVERSE.
-        codes_ptr: FP8 [T, WIDTH], written with QUANTIZE.
-        scales_ptr: float32 [T, WIDTH / 128], rows contiguous and groups scale_stride apart.
-        FEW: rows are few, and latency is all that counts.
-    """
+    """Add, norm and quantize one row, which stays in registers from its load to its codes."""
     row = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
@@ -177,16 +149,7 @@ def _tile_kernel(
     num_rows, num_columns, scale_stride, padded_rows, column_blocks,
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Make the norm of one tile of 128 x 128 again and quantize it as one group for WGrad.
-
-    Args:
-        x_ptr: bfloat16 [num_rows, num_columns], the norm's input.
-        weight_ptr: bfloat16 [num_columns].
-        inverse_ptr: float32 [num_rows], 1 / rms, as forward kept it.
-        codes_ptr: FP8 [num_columns, padded_rows], written.
-        scales_ptr: float32 [num_columns / 128, padded_rows / 128], written.
-        padded_rows: tokens up to a multiple of 128; the rows past num_rows become zeros.
-    """
+    """Make the norm of one 128 x 128 tile again, and quantize it as one group for WGrad."""
     block, column = tile.place(column_blocks)
     rows, columns = tile.tile_rows(block), tile.tile_columns(column)
     x = tile.load_tile(x_ptr, block, column, num_rows, num_columns, num_columns)
@@ -206,16 +169,7 @@ def _backward_kernel(
     num_rows, rows_per_program,
     HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Make dx of some rows, one after the other, and their part of dW.
-
-    Args:
-        dy_ptr: bfloat16 [num_rows, WIDTH].
-        x_ptr: bfloat16 [num_rows, WIDTH], the norm's input.
-        inverse_ptr: float32 [num_rows], 1 / rms.
-        dresidual_ptr: bfloat16 [num_rows, WIDTH], added to dx with HAS_RESIDUAL.
-        dx_ptr: bfloat16 [num_rows, WIDTH], written.
-        partial_ptr: float32 [programs, WIDTH], written: each program's part of dW.
-    """
+    """Make dx of some rows, one by one, and their part of dW, float32 [programs, WIDTH]."""
     program = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
@@ -242,13 +196,13 @@ def _backward_kernel(
 
 @dataclass(frozen=True)
 class NormQuantized:
-    """The results at the entrance of a decoder block: the residual stream and its quantized norm.
+    """The residual stream at a decoder block's entrance, and its quantized norm.
 
     Attributes:
         total: bfloat16 [T, D], x + delta (x itself without delta).
-        inverse_rms: float32 [T] for backward, if it was asked for.
-        rows: 1 x 128 groups [T, D] of the normalised values.
-        values: bfloat16 [T, D], these values, if they were asked for.
+        inverse_rms: float32 [T], or None if not for training.
+        rows: 1 x 128 groups [T, D] of the norm.
+        values: bfloat16 [T, D], the norm, or None if not asked for.
     """
 
     total: Tensor
@@ -291,11 +245,7 @@ def rms_norm_quantize(
 def rms_norm_squares(
     total: Tensor, weight: Tensor, inverse_rms: Tensor, scales: str = "fp32"
 ) -> QTensor:
-    """Return the normalised values of `rms_norm_quantize` once more, as WGrad reads them.
-
-    Args:
-        total: bfloat16 [T, D], as `rms_norm_quantize` returned it.
-        inverse_rms: float32 [T], as `rms_norm_quantize` returned it.
+    """Return the norm of `rms_norm_quantize` again, from its total and inverse_rms, for WGrad.
 
     Returns:
         128 x 128 groups of [T up to a multiple of 128, D], stored with tokens contiguous.
@@ -316,14 +266,7 @@ def rms_norm_squares(
 def rms_norm_forward(
     x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rms_norm(x + delta) for a consumer that reads BF16, and what backward needs.
-
-    Args:
-        x: bfloat16 [T, D] contiguous.
-
-    Returns:
-        y bfloat16 [T, D], the inverse rms float32 [T], and x + delta bfloat16 [T, D].
-    """
+    """Return rms_norm(x + delta) [T, D], the inverse rms float32 [T], and x + delta [T, D]."""
     _check(x, weight, delta)
     y, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
     inverse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
@@ -372,17 +315,14 @@ def rms_norm_backward(
     inverse_rms: Tensor,
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of an RMSNorm's input and weight.
+    """Return the gradients of an RMSNorm's input, bfloat16 [T, D], and weight, float32 [D].
 
     Args:
         dy: bfloat16 [T, D] contiguous, the gradient of the norm's result.
         x: bfloat16 [T, D], the norm's input.
         inverse_rms: float32 [T], as forward kept it.
-        dresidual: bfloat16 [T, D], the gradient that arrives past the norm: added into dx before it
-            is rounded.
-
-    Returns:
-        dx bfloat16 [T, D] and dweight float32 [D].
+        dresidual: bfloat16 [T, D], the gradient that bypasses the norm, added to dx before
+            rounding.
     """
     _check(dy, weight, dresidual)
     assert (x.dtype, x.shape, len(inverse_rms)) == (dy.dtype, dy.shape, len(dy))
@@ -402,7 +342,7 @@ def rms_norm_backward(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return what `kernels.norm.rms_norm` returns, on Hopper."""
+    """`kernels.norm.rms_norm` on Hopper."""
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -423,7 +363,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _padded(width: int) -> int:
-    """Return the width up to a power of two, which is what `tl.arange` takes."""
+    """Return the width up to a power of two, as `tl.arange` needs."""
     return 1 << (width - 1).bit_length()
 
 
@@ -433,7 +373,6 @@ def _warps(padded: int) -> int:
 
 
 def _check(x: Tensor, weight: Tensor, other: Tensor | None) -> None:
-    """Assert what the kernels take: x [T, D], weight [D] and other [T, D], contiguous."""
     assert x.shape[1] <= _MAX_WIDTH, f"{x.shape[1]} columns"
     assert weight.shape == x.shape[1:]
     for tensor in (x, weight, x if other is None else other):
@@ -449,14 +388,7 @@ _BLOCK = 2048  # elements of a program at one time
 @triton.jit
 def _squares_kernel(x_ptr, sums_ptr, num_elements, block_elements, PIECES: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
-    """Write the sum of squares of every PIECES-th part of one block of rows.
-
-    Args:
-        x_ptr: float32 [num_elements], read.
-        sums_ptr: float32 [blocks, PIECES], written.
-        block_elements: of a block of rows; the last block may be smaller.
-        PIECES, BLOCK: programs per block of rows, and elements of a program at one time.
-    """
+    """Write sums of squares of every PIECES-th part of a block of rows, [blocks, PIECES]."""
     block, piece = tl.program_id(0), tl.program_id(1)
     first = block.to(tl.int64) * block_elements
     end = tl.minimum(first + block_elements, num_elements)
@@ -470,7 +402,7 @@ def _squares_kernel(x_ptr, sums_ptr, num_elements, block_elements, PIECES: tl.co
 
 
 def block_squares(x: Tensor) -> Tensor:
-    """Return sums of squares of each block of 128 rows, float32 [ceil(N / 128), 32]."""
+    """`kernels.norm.block_squares` on Hopper, float32 [ceil(N / 128), 32]."""
     assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
     blocks = cdiv(len(x), _BLOCK_ROWS)
     sums = torch.empty(blocks, _PIECES, dtype=torch.float32, device=x.device)

@@ -1,7 +1,6 @@
 """Rotary position embedding in the half-rotation layout of Llama and Qwen.
 
-Source: Su et al., RoFormer (arXiv 2104.09864). Each row is rotated by its own position's angles,
-read from one table that both sides of the flow share.
+Source: Su et al., RoFormer (arXiv 2104.09864). Sampling and training read one table of angles.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ _POSITIONS_AT_ONCE = 2**18  # angles in float64 take four times the room of the 
 def rotary_table(
     inverse_frequencies: np.ndarray, max_positions: int, attention_factor: float = 1.0
 ) -> Tensor:
-    """Return the cosines and sines of all positions, float32 [max_positions, 2, D/2].
+    """Return the cosines and sines of positions from 0 on, float32 [max_positions, 2, D/2].
 
     Args:
-        inverse_frequencies: float64 [D/2], radians a position.
-        max_positions: positions from 0 on.
+        inverse_frequencies: float64 [D/2], radians per position.
     """
     table = np.empty((max_positions, 2, len(inverse_frequencies)), np.float32)
     for start in range(0, max_positions, _POSITIONS_AT_ONCE):
@@ -33,14 +31,10 @@ def rotary_table(
 
 
 def rotary(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """Return x with each row rotated by the angles of its position.
-
-    Computed in float32 and rounded once to x's dtype.
+    """Return x [T, H, D] rotated by its positions [T], in float32, rounded once to x's dtype.
 
     Args:
-        x: [T, H, D].
-        positions: int64 [T].
-        table: float32 [max_positions, 2, D/2], of `rotary_table`.
+        table: float32 [max_positions, 2, D/2], from `rotary_table`.
     """
     cos, sin = table[positions].unsqueeze(2).unbind(1)
     first, second = x.float().chunk(2, dim=-1)

@@ -3,18 +3,16 @@
 A program takes 8 or 16 heads of a token. It reads their row of qkv once and writes the rotated
 queries and, at the token's slot, keys and values as the cache stores them: FP8 or INT8 codes with
 one scale per head, or BF16. Slots are places in the pages when sampling, and 0..T-1 of a dense
-array when training: the same kernel makes the same bytes. The bits are those of the references
-(`rms_norm`, `rotary`, `quantize_kv`).
+array when training. The bits are those of the references (`rms_norm`, `rotary`, `quantize_kv`).
 
 The kernels are bound by memory if a value costs few instructions, so the layout is explicit
 (Gluon): a head lies as two halves, the pairs that the rotation mixes, in four lanes of a warp, or
 16 when tokens are few, so sums over a head are two shuffles (16,384 tokens of Qwen3-8B on one H200:
 109 microseconds with 16 heads per program, 121 with eight).
 
-In backward a program takes eight heads of some tokens, one token after the other. The gradients of
-the norms' weights are summed over its tokens and heads in registers, and over programs by a second
-kernel, in an order that is the same on every GPU. Gradients need no exact sums, and products may be
-fused there.
+In backward a program takes eight heads of some tokens. The norm weights' gradients are summed over
+its tokens and heads in registers, and over programs by a second kernel, in the same order on every
+GPU. Gradients need no exact sums, and products may be fused there.
 
 Legend: T tokens, H query heads, G key-value heads, D head size.
 """
@@ -53,13 +51,7 @@ _MAXIMA = {torch.bfloat16: 1.0} | {FORMATS[x][0]: FORMATS[x][1] for x in CODES.v
 
 @functools.cache
 def _heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
-    """Return the layout of one half of _HEADS heads, [_HEADS, D/2].
-
-    A head lies in 4 * num_warps lanes of one warp, each with runs of up to eight pairs.
-
-    Args:
-        head_dim: a power of two, at least 8 * num_warps.
-    """
+    """Return the layout of half of _HEADS heads, [_HEADS, D/2], a head in 4 * num_warps lanes."""
     # Bits of a place, as a linear layout counts them: those inside a run are registers, those of
     # runs side by side are lanes, and what a head has beyond one run a lane is registers again.
     # A run of eight bfloat16 is 16 bytes, the widest load.
@@ -98,12 +90,7 @@ def _grid_squares(x, factor):
 
 @gluon.jit
 def _inverse_root(x):
-    """Return 1 / sqrt(x) of normal float64 x > 0, both operations rounded to nearest.
-
-    The hardware's guess is right to 2**-20, and to a unit of the last place after one step of the
-    third order; then Markstein's corrections, root first. What the compiler makes of `/` and `sqrt`
-    is twice as long and leaves a branch for other x.
-    """
+    """Return 1 / sqrt(x) of normal float64 x > 0, both operations rounded to nearest."""
     guess = gl.inline_asm_elementwise(
         "rsqrt.approx.ftz.f64 $0, $1;", "=d,d", [x], dtype=gl.float64, is_pure=True, pack=1
     )
@@ -139,11 +126,7 @@ def _head_inverse_rms(first, second, D: gl.constexpr, EPS: gl.constexpr):
 
 @gluon.jit
 def _load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the two halves [_HEADS, D/2] of some heads of a row, as stored; zeros past its heads.
-
-    Args:
-        row_ptr: [COUNT, D], the row.
-    """
+    """Return the halves [_HEADS, D/2] of some heads of a row [COUNT, D], zeros past its heads."""
     # Pair i of a head is channels i and i + D / 2, so both of a pair are in one thread.
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
@@ -156,13 +139,7 @@ def _load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYO
 def _store_halves(
     row_ptr, first_head, first, second, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Store the two halves of some heads to a row; what lies past the row's heads is dropped.
-
-    Args:
-        row_ptr: [COUNT, D], the row, written.
-        first: [_HEADS, D/2], of the row's dtype.
-        second: [_HEADS, D/2], of the row's dtype.
-    """
+    """Store the halves [_HEADS, D/2] of some heads to a row [COUNT, D], if it has these heads."""
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     places = row_ptr + (heads[:, None] * D + pairs[None, :])
@@ -173,22 +150,14 @@ def _store_halves(
 
 @gluon.jit
 def _angles(table_ptr, position, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the cosines and sines of a position, float32 [1, D/2].
-
-    Args:
-        table_ptr: float32 [positions, 2, D/2].
-    """
+    """Return the cosines and sines of a position, float32 [1, D/2]."""
     places = table_ptr + position * D + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     return gl.load(places)[None, :], gl.load(places + D // 2)[None, :]
 
 
 @gluon.jit
 def _halves_of(vector_ptr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the halves of a norm's weight, float32 [1, D/2].
-
-    Args:
-        vector_ptr: bfloat16 [D].
-    """
+    """Return the halves of a norm's weight [D], float32 [1, D/2]."""
     places = vector_ptr + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     first, second = tile.widen(gl.load(places)), tile.widen(gl.load(places + D // 2))
     return first[None, :], second[None, :]
@@ -255,19 +224,7 @@ def _forward_kernel(
     K_MAXIMUM: gl.constexpr, V_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Take one token's queries, keys or values, eight heads in each of ROUNDS rounds (1 or 2).
-
-    With two rounds eight keys go together with their values.
-
-    Args:
-        qkv_ptr: bfloat16 [T, (H + 2G) * D].
-        positions_ptr: int64 [T].
-        q_weight_ptr, k_weight_ptr: bfloat16 [D], the norms' weights, read with NORM.
-        slots_ptr: int64 [T], read with HAS_SLOTS; else token t has slot t.
-        q_ptr: bfloat16 [T, H, D], written.
-        k_codes_ptr, v_codes_ptr: FP8, int8 or bfloat16 [slots, G, D], written.
-        k_scales_ptr, v_scales_ptr: float32 [slots, G], written with QUANTIZE.
-    """
+    """Take eight heads of a token in each of ROUNDS rounds; with two, keys go with their values."""
     # Programs of a token are neighbors, so that its row is read by them at about the same time.
     Q_PARTS: gl.constexpr = (H + 8 * ROUNDS - 1) // (8 * ROUNDS)
     KV_PARTS: gl.constexpr = (G + 7) // 8
@@ -334,20 +291,18 @@ def qk_norm_rotary_cache(
     slots: Tensor | None,
     scales: str = "fp32",
 ) -> Tensor:
-    """Return the normed and rotated queries, and write the keys and values into a cache.
+    """Return normed and rotated queries, bfloat16 [T, H, D], and write keys and values to a cache.
 
     Args:
         qkv: bfloat16 [T, (H + 2G) * D], contiguous.
         positions: int64 [T].
-        table: float32 [positions, 2, D/2], of `rotary_table`.
+        table: float32 [positions, 2, D/2], from `rotary_table`.
         norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
         cache: pages [P, 64, G, D], or one slot for each token [T, G, D], written.
         slots: int64 [T], places in the cache, negative to write nothing (padding); None for the
-            tokens' own numbers.
+            tokens'
+        own numbers.
         scales: "fp32", or "pow2" for scales that are powers of two.
-
-    Returns:
-        Queries, bfloat16 [T, H, D].
     """
     head_dim, groups = cache.head_dim, cache.num_heads
     tokens = qkv.shape[0]
@@ -381,11 +336,7 @@ def qk_norm_rotary_cache(
 def dense_cache(
     tokens: int, groups: int, head_dim: int, kv_format: str, device: torch.device | str
 ) -> KeyValueCodes:
-    """Return an empty cache of one slot for each token, for training: codes [T, G, D].
-
-    Args:
-        kv_format: `PrecisionPlan.kv`, the stored formats.
-    """
+    """Return an empty cache, one slot per token, for training: codes [T, G, D]."""
     tensors: list[Any] = []
     for stored in key_and_value_formats(kv_format):
         codes = torch.empty(tokens, groups, head_dim, dtype=stored_dtype(stored), device=device)
@@ -404,11 +355,7 @@ _SUM_COLUMNS, _SUM_ROWS = 8, 1024  # 32 bytes of a row of partial sums: a sector
 def _norm_backward(
     dfirst, dsecond, first, second, first_weight, second_weight, D: gl.constexpr, EPS: gl.constexpr
 ):
-    """Return the gradients of a head-wise RMSNorm: of x, and of the weight before its sum.
-
-    Returns:
-        Halves of dx, then halves of the normed input times the gradient of the output.
-    """
+    """Return halves of a head-wise RMSNorm's dx, then halves of dy times the normed input."""
     # With n = x / rms and g = dy * weight, dx = (g - n * mean(g * n)) / rms. The mean is taken of
     # g * x and divided by rms after, so that the two sums over a head do not wait for each other.
     first_scaled, second_scaled = dfirst * first_weight, dsecond * second_weight
@@ -477,17 +424,7 @@ def _backward_kernel(
     H: gl.constexpr, G: gl.constexpr, TOKENS: gl.constexpr, NORM: gl.constexpr,
     D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Take TOKENS tokens and eight heads of queries, keys or values (whose gradient is copied).
-
-    Args:
-        dq_ptr: bfloat16 [T, H, D].
-        dk_ptr, dv_ptr: bfloat16 [T, G, D].
-        qkv_ptr, dqkv_ptr: bfloat16 [T, (H + 2G) * D]; the second is written.
-        positions_ptr: int64 [T].
-        table_ptr: float32 [positions, 2, D/2].
-        q_weight_ptr, k_weight_ptr: bfloat16 [D], read with NORM.
-        partial_ptr: float32 [T / TOKENS, parts of queries and keys, D], written with NORM.
-    """
+    """Take TOKENS tokens and eight heads of queries, keys or values (whose gradient is copied)."""
     Q_PARTS: gl.constexpr = (H + 7) // 8
     KV_PARTS: gl.constexpr = (G + 7) // 8
     PARTS: gl.constexpr = Q_PARTS + 2 * KV_PARTS
@@ -530,12 +467,7 @@ def _sum_kernel(
     partial_ptr, out_ptr, chunks, Q_PARTS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the norm weights' partial gradients, over chunks of tokens and over parts of heads.
-
-    Args:
-        partial_ptr: float32 [chunks, PARTS, D], of each chunk the parts of queries, then of keys.
-        out_ptr: float32 [2, D], for queries and for keys, written.
-    """
+    """Sum float32 partials [chunks, PARTS, D], first of queries, then of keys, to [2, D]."""
     # Each of ROWS places adds every ROWS-th partial sum, in order, and a fixed tree the places.
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     key = tl.program_id(1)
@@ -560,19 +492,16 @@ def qk_norm_rotary_backward(
     norm_weights: tuple[Tensor, Tensor] | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of qkv and of the norms' weights.
+    """Return the gradients of qkv, bfloat16, and of the norms' weights, float32 [D] or None.
 
     Args:
         dq: bfloat16 [T, H, D], the gradient of the rotated queries.
-        dk: bfloat16 [T, G, D], of the keys that were quantized (passed straight through).
-        dv: bfloat16 [T, G, D], of the values, likewise.
+        dk: bfloat16 [T, G, D], the gradient of the stored keys (straight-through), like dv of
+            values.
         qkv: bfloat16 [T, (H + 2G) * D], the input of the forward.
         positions: int64 [T].
-        table: float32 [positions, 2, D/2], of `rotary_table`.
+        table: float32 [positions, 2, D/2], from `rotary_table`.
         norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
-
-    Returns:
-        The gradient of qkv, bfloat16, and those of the two weights, float32 [D], or None.
     """
     assert all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in (dq, dk, dv, qkv))
     tokens, num_heads, head_dim = dq.shape

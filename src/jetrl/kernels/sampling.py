@@ -2,12 +2,12 @@
 
 Random bits come from Philox 4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
 SC11), keyed by the seed and counted by (sequence key, position). The draw is integer arithmetic:
-probabilities become int64 weights, whose cumulative sums are exact in any order, so another device
-picks the same token for the same weights.
+cumulative sums of int64 weights are exact in any order, so every device picks the same token for
+the same weights.
 
-`with_noise` adds Gaussian noise to the sampler's logits before the draw: a known mismatch, for
-studies (`[sampler_deviation]`). With w the words of Philox keyed by the row's random bits and
-counted by (token id, 0, 0, 1), so the same in any batch and after a resume:
+`with_noise` adds Gaussian noise to the sampler's logits: a known mismatch, for studies
+(`[sampler_deviation]`). With words w of Philox keyed by the row's random bits and counted by (token
+id, 0, 0, 1):
 
     u0, u1 = ((w0 >> 8) + 1/2) / 2**24, ((w1 >> 8) + 1/2) / 2**24
     noise  = sqrt(-2 log u0) cos(2 pi u1)                             (Box and Muller, 1958)
@@ -31,15 +31,12 @@ _PHILOX_ROUNDS = 10
 
 
 def random_bits(seed: np.ndarray, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Return the random bits of draws, each a function of its seed, sequence key and position.
+    """Return the random bits of draws, int64 [R] in [0, 2**53).
 
     Args:
         seed: int64 [R].
         sequence: int64 [R], the sequences' keys.
-        position: int64 [R], the positions that the tokens are drawn for.
-
-    Returns:
-        int64 [R] in [0, 2**53).
+        position: int64 [R], the positions of the tokens to draw.
     """
     key0, key1 = _halves(seed)
     c0, c1 = _halves(sequence)
@@ -67,24 +64,22 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def sample(
     logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row, without waiting for the device.
+    """Draw one token per row of logits, float32 [R, V], without waiting for the device.
 
-    top_k and top_p keep the most probable tokens; among equally probable ones the lower id goes
-    first.
+    top_k and top_p keep the most probable tokens, lower ids first among equals.
 
     Args:
-        logits: float32 [R, V].
         bits: int64 [R] from `random_bits`; for -1 the draw is an arbitrary token.
         temperature: float32 [R]; 0 takes the most probable token (the lowest id among equals), with
-            log-probs of temperature 1.
+        log-probs of temperature 1.
         top_p: float32 [R], 1 for off.
         top_k: int64 [R], 0 for off.
         filtered: whether any row uses top_p or top_k.
 
     Returns:
-        Token ids int64 [R]; their log-probs float32 [R] under the full distribution; float32 [R],
-        the row's log-sum-exp above its largest logit. A row whose last is not finite (logits
-        that are NaN or all -inf) has no draw.
+        Token ids int64 [R]; their log-probs float32 [R] under the full distribution; the row's
+        log-sum-exp above its largest logit, float32 [R], not finite for a row without a draw (its
+        logits are NaN or all -inf).
     """
     kernels = kernels_of(logits)
     if kernels is not None:
@@ -106,11 +101,7 @@ def sample(
 
 
 def _keep_most_probable(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Return the weights [R, V] with 0 for each token that top_k or top_p excludes.
-
-    The top_k most probable tokens stay; of these the smallest set whose share of their mass reaches
-    top_p; and always the most probable token.
-    """
+    """Return weights [R, V], 0 for tokens that top_k or, among the rest, top_p excludes."""
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     limit = torch.where(top_k > 0, top_k, weights.shape[-1])[:, None]
@@ -130,8 +121,8 @@ def with_noise(logits: Tensor, bits: Tensor, scale: float) -> Tensor:
     """Return the logits plus `scale` times normal noise; the logits themselves if scale is 0.
 
     Args:
-        logits: float32 [R, V], which may be written over.
-        bits: int64 [R], the random bits of each row's draw (`kernels.sampling.random_bits`).
+        logits: float32 [R, V], which may be overwritten.
+        bits: int64 [R], the random bits of each row's draw (`random_bits`).
     """
     if scale == 0.0:
         return logits
@@ -142,12 +133,7 @@ def with_noise(logits: Tensor, bits: Tensor, scale: float) -> Tensor:
 
 
 def normal_noise(bits: Tensor, count: int) -> Tensor:
-    """Return standard normal noise, float32 [R, count]: the reference.
-
-    Args:
-        bits: int64 [R], the keys.
-        count: The columns, which are token ids.
-    """
+    """Return standard normal noise, float32 [R, count], keyed by bits, int64 [R]: the reference."""
     first, second = _philox_words(bits, torch.arange(count, device=bits.device))
     u0, u1 = (((word >> 8).double() + 0.5) * 2.0**-24 for word in (first, second))
     return ((-2.0 * log_positive(u0)).sqrt() * _cosine_of_turns(u1)).float()

@@ -1,15 +1,14 @@
 """`kernels.sampling` on Hopper.
 
 Many programs share a row, so a few rows are drawn as fast as the GPU reads them. The statistics of
-a row are taken by lanes, each of four neighboring columns of every block. The trainer's one program
-has the same lanes (`lane_statistics`), so log-probs have equal bits. Then each program sums the
-int64 weights of one block, and the last reads the one block in which the cumulative sum passes the
-target. Weights come from the hardware's exp2 and may differ from the CPU's in the last bits.
+a row are taken by the lanes of the trainer's one program (`lane_statistics`), so log-probs have
+equal bits. Then each program sums the int64 weights of one block, and the last reads the block in
+which the cumulative sum passes the target. Weights come from the hardware's exp2 and may differ
+from the CPU's in the last bits.
 
-top_k and top_p keep the weights above a threshold, and the first of those equal to it. The
-threshold is the largest x for which enough weights, or enough mass, are at least x. It is found
-without sorting, two bits per reading of the row: weights are at most 2**40, so 21 readings are
-exact. One program has a row.
+top_k and top_p keep the weights above a threshold, and the first of those equal to it: the largest
+x for which enough weights, or enough mass, are at least x. It is found without sorting, two bits
+per reading of the row: weights are at most 2**40, so 21 readings are exact.
 
 The noise has the reference's random words, but the device's own logarithm and cosine.
 """
@@ -44,11 +43,7 @@ _LANES = 64  # of a program, of the BLOCK / 4 of a row: two warps
 
 @triton.jit
 def row_weights(row_ptr, columns, num_columns, temperature, row_max):
-    """Return int64 weights, exp(z - max) * 2**40 rounded half to even; 0 outside the row.
-
-    Args:
-        row_ptr: float32 [num_columns], one row's logits.
-    """
+    """Return int64 weights, exp(z - max) * 2**40 rounded half to even; 0 outside the row."""
     z = scaled_logits(row_ptr, columns, num_columns, temperature)
     scaled = tl.math.exp2((z - row_max) * LOG2_E) * WEIGHT_ONE
     # Adding 1.5 * 2**23 rounds what is below 2**22; a float32 above that and below 2**23 may keep a
@@ -61,11 +56,7 @@ def row_weights(row_ptr, columns, num_columns, temperature, row_max):
 def find_block(sums_ptr, num_blocks, bits, BLOCKS: tl.constexpr):
     """Return the target, the block in which the cumulative sum passes it, and the sum before that.
 
-    The target is `bits` of 2**53 parts of the total, as in `kernels.sampling.sample`.
-
-    Args:
-        sums_ptr: int64 [num_blocks], the sum of the weights of each block.
-        bits: int64 in [0, 2**53).
+    The target is `bits`, in [0, 2**53), of 2**53 parts of the sum of sums_ptr, int64 [num_blocks].
     """
     blocks = tl.arange(0, BLOCKS)
     sums = tl.load(sums_ptr + blocks, mask=blocks < num_blocks, other=0)
@@ -90,14 +81,7 @@ def _sample_lanes_kernel(
     logits_ptr, temperature_ptr, lanes_ptr, num_columns, stride, BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Take the statistics of LANES lanes of one row.
-
-    Args:
-        logits_ptr: float32 [R, num_columns].
-        temperature_ptr: float32 [R], 0 for the most probable token.
-        lanes_ptr: float32 [R, BLOCK / 4, 4], written: each lane's maximum and sum, and no more.
-        stride: from one row of lanes to the next, as of `_lane_stride`.
-    """
+    """Write the maximum and sum of LANES lanes of one row, float32 [R, BLOCK / 4, 4]."""
     row = tl.program_id(0)
     lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
     let_next_start()
@@ -114,11 +98,7 @@ def _sample_lanes_kernel(
 
 @triton.jit
 def _load_lanes(lanes_ptr, row, stride, BLOCK: tl.constexpr):
-    """Return what `_sample_lanes_kernel` left of a row, in the layout in which one program has it.
-
-    A lane's four words are its four columns of a block there: so they are read, and two are taken.
-    A sum that is NaN becomes -inf here; of either a row's total is not positive.
-    """
+    """Return a row's lane maxima and sums in the layout of a single program; -inf for a NaN sum."""
     words = tl.arange(0, 4)[None, :]
     places = tl.arange(0, BLOCK // 4)[:, None] * 4 + words
     left = tl.load(lanes_ptr + row.to(tl.int64) * stride + places)
@@ -131,12 +111,7 @@ def _sample_blocks_kernel(
     logits_ptr, temperature_ptr, lanes_ptr, sums_ptr, best_ptr, num_columns, num_blocks, stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights of one block of a row, and find the first column of a greedy row's maximum.
-
-    Args:
-        sums_ptr: int64 [R, num_blocks], written.
-        best_ptr: int32 [R, num_blocks], written for greedy rows; num_columns without a maximum.
-    """
+    """Sum the weights of a block of a row, and find the first maximum of a greedy row."""
     row, block = tl.program_id(0), tl.program_id(1)
     let_next_start()
     wait_for_previous()
@@ -158,14 +133,7 @@ def _sample_draw_kernel(
     logits_ptr, bits_ptr, temperature_ptr, lanes_ptr, sums_ptr, best_ptr, tokens_ptr, logprobs_ptr,
     max_ptr, lse_ptr, num_columns, num_blocks, stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw one row's token.
-
-    Args:
-        bits_ptr: int64 [R], random bits; -1 gives an arbitrary token within the row.
-        tokens_ptr: int64 [R], written.
-        logprobs_ptr: float32 [R], written.
-        max_ptr, lse_ptr: float32 [R], written: max z, and the log-sum-exp above it.
-    """
+    """Draw one row's token."""
     row = tl.program_id(0)
     let_next_start()
     wait_for_previous()
@@ -198,12 +166,7 @@ def _sample_draw_kernel(
 
 
 def _lane_stride(vocabulary: int) -> int:
-    """Return from one row of lanes to the next, aligned just when rows of logits are.
-
-    Triton gives a thread four neighboring words to load only if it knows them to be aligned,
-    by a size that is a multiple of 16. On that depends which thread has which lane, and with it the
-    order of the sums over lanes: it is to be the one in which a single program has them.
-    """
+    """Return the stride between rows of lanes, a multiple of 16 just if that of logits is."""
     return BLOCK if vocabulary % 16 == 0 else BLOCK + 1
 
 
@@ -265,11 +228,7 @@ def _above(
 
 @triton.jit
 def _kept(weights, columns, num_columns, bound, ties_before, limit, mass_above, needed):
-    """Return the weights of a block with 0 for each token that is excluded, and which are ties.
-
-    Weights above the bound stay. Those equal to it, the ties, go by token id as in the reference:
-    the first `limit` stay, as long as the mass before each is less than `needed`.
-    """
+    """Return a block's weights, 0 if excluded, and the ties: weights that equal the bound."""
     ties = (weights == bound) & (columns < num_columns)
     rank = ties_before + tl.cumsum(ties.to(tl.int64), 0) - 1
     before = (mass_above + rank * bound).to(tl.float64)
@@ -283,15 +242,7 @@ def _filtered_kernel(
     tokens_ptr, logprobs_ptr, max_ptr, lse_ptr, sums_ptr, ties_ptr, num_columns, num_blocks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw one row's token again, among what top_k and top_p keep, unless its temperature is 0.
-
-    Args:
-        top_p_ptr: float32 [R], 1 for off.
-        top_k_ptr: int64 [R], 0 for off.
-        tokens_ptr, logprobs_ptr: int64 and float32 [R], written over the first draw.
-        sums_ptr, ties_ptr: int64 [R, num_blocks], room for the kept weights of each block, and for
-            the ties before it.
-    """
+    """Draw a row's token again, from the tokens that top_k and top_p keep, unless it is greedy."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
     temperature = tl.load(temperature_ptr + row)
@@ -356,7 +307,7 @@ def _filtered_kernel(
 def sample(
     logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `kernels.sampling.sample` returns, on Hopper: tokens, log-probs and lse."""
+    """`kernels.sampling.sample` on Hopper."""
     rows, vocabulary = logits.shape
     for x, dtype in ((bits, int64), (temperature, float32), (top_p, float32), (top_k, int64)):
         assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, (rows,), True)
@@ -400,12 +351,6 @@ _BLOCK = 1024
 def _noise_kernel(
     logits_ptr, bits_ptr, num_columns, scale, COUNTER: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add noise to BLOCK logits of a row.
-
-    Args:
-        logits_ptr: float32 [R, num_columns], written over.
-        bits_ptr: int64 [R], the random bits of each row's draw.
-    """
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], tl.uint32)
@@ -419,7 +364,7 @@ def _noise_kernel(
 
 
 def add_noise_(logits: Tensor, bits: Tensor, scale: float, counter: int) -> Tensor:
-    """Add `scale` times the noise of `sampling.normal_noise` to the logits, and return these."""
+    """Add `scale` times the noise of `sampling.normal_noise` to the logits, and return them."""
     rows, columns = logits.shape
     assert (logits.dtype, logits.is_contiguous()) == (float32, True)
     assert (bits.dtype, bits.shape) == (int64, (rows,))

@@ -21,13 +21,10 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, differentiable in both.
+    """Return silu(gate) * up [T, F], differentiable in both.
 
     Args:
         gate_up: bfloat16 or float32 [T, 2F], the gate's columns first.
-
-    Returns:
-        [T, F], of gate_up's dtype.
     """
     kernels = kernels_of(gate_up)
     if kernels is not None and gate_up.dtype == torch.bfloat16:

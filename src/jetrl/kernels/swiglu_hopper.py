@@ -2,24 +2,16 @@
 
     y = g * (1 / (1 + exp2(-g * log2 e))) * u    float32, rounded once to bfloat16
 
-One program makes some rows of 128 columns, for sampling and training alike. exp2 and the reciprocal
-are the hardware's (relative errors near 2**-22 and 2**-23), so y may rarely differ from the
-reference by a unit of bfloat16. The sampler's y and the trainer's agree: every kernel here does the
-same operations in this order, without fused multiply-adds.
+exp2 and the reciprocal are the hardware's (relative errors near 2**-22 and 2**-23), so y may rarely
+differ from the reference by a unit of bfloat16. The sampler's y and the trainer's agree: every
+kernel here does the same operations in this order, without fused multiply-adds.
 
-`swiglu_backward_values_` is the backward between adapters. From one reading of dy and x it makes y,
-for the gradient of the next adapter's A, and dx in BF16 and as codes, for the adapters and the
-frozen base before it.
-
-`swiglu_backward_quantize` is the backward as the GEMMs around it read it. One pass makes the
-gradient of gate_up in both groupings (1 x 128 for DGrad, 128 x 1 for WGrad), and y again in
-128 x 128 groups for WGrad of `down`: forward keeps nothing of y. A tile of 128 tokens and 128
-columns is read once. From dy, gate and up a thread has three results per place. Groups along
-tokens, along columns and of the whole tile need all of them before the first code is written, so
-registers decide: 16 warps hold a tile, where eight would spill. One program per SM goes through its
-tiles while bulk copies bring the next two into shared memory. Maxima meet there: every warp leaves
-those of its 32 x 32 places, one thread per group makes scale and multiplier, and all quantize.
-docs/notes-gemm.md has other forms and their times.
+`swiglu_backward_quantize` makes the gradient of gate_up in both groupings (1 x 128 for DGrad, 128 x
+1 for WGrad), and y again in 128 x 128 groups for WGrad of `down`, from one reading of each 128 x
+128 tile. All groups need the whole tile before the first code is written, so registers decide: 16
+warps hold a tile; eight would spill. One program per SM visits its tiles while bulk copies bring
+the next two into shared memory, where the warps' maxima meet: one thread per group makes scale and
+multiplier, and all quantize. docs/notes-gemm.md has other forms and their times.
 
 Legend: T tokens, F features of y.
 """
@@ -70,13 +62,7 @@ _ROWS = 32  # rows of a tile of the plain backward; each row's bits are its own
 
 @triton.jit
 def store_values(ptr, y, rows, column, num_rows, num_columns):
-    """Store some rows of 128 columns as bfloat16.
-
-    Args:
-        ptr: bfloat16 [num_rows, num_columns], written.
-        y: float32 [R, 128].
-        rows: int32 [R], row numbers.
-    """
+    """Store y, float32 [R, 128], as bfloat16 at rows, int32 [R], of [num_rows, num_columns]."""
     columns = column * 128 + tl.arange(0, 128)
     places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
     tl.store(ptr + places, y.to(tl.bfloat16), mask=(rows < num_rows)[:, None])
@@ -88,16 +74,7 @@ def _rows_kernel(
     ROWS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr,
     MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """Make y of ROWS rows and 128 columns, and write it, its groups, or both.
-
-    Args:
-        x_ptr: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
-        y_ptr: bfloat16 [num_rows, num_columns], written with WRITE_Y.
-        codes_ptr: FP8 [num_rows, num_columns], written with QUANTIZE.
-        scales_ptr: float32 [num_rows, column_blocks], rows contiguous and groups scale_stride
-            apart, written with QUANTIZE.
-        ROWS: few for few rows: then more programs share the latency. No bit depends on it.
-    """
+    """Make y of ROWS rows and 128 columns, and write it, its groups, or both."""
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
     let_next_start()
@@ -121,13 +98,7 @@ def _backward_rows_kernel(
     dy_ptr, x_ptr, dx_ptr, num_rows, num_columns, column_blocks,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Make the gradients of ROWS rows of 128 columns of the gate and of up.
-
-    Args:
-        dy_ptr: bfloat16 [num_rows, num_columns].
-        x_ptr: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
-        dx_ptr: bfloat16 [num_rows, 2 * num_columns], written.
-    """
+    """Make the gradients of ROWS rows of 128 columns of the gate and of up."""
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
     dy = load_tile(dy_ptr, rows, column, num_rows, num_columns, num_columns)
@@ -145,14 +116,11 @@ def _backward_rows_kernel(
 
 
 def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
-    """Return quantize(swiglu(gate_up)), whose BF16 result is never written.
+    """Return quantize(swiglu(gate_up)), 1 x 128 groups of [T, F]; the BF16 result is never written.
 
     Args:
         gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
         scales: "fp32" or "pow2", the quantizer's scales.
-
-    Returns:
-        1 x 128 groups of [T, F].
     """
     rows = empty_row_groups(*_check(gate_up), FORMATS["e4m3"][0], gate_up.device)
     _launch_rows(gate_up, None, rows, scales)
@@ -160,7 +128,7 @@ def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
 
 
 def swiglu_quantize_with_values(gate_up: Tensor, scales: str = "fp32") -> tuple[QTensor, Tensor]:
-    """Return what `swiglu_quantize` returns, and the BF16 result [T, F], from one pass."""
+    """Return the result of `swiglu_quantize`, and the BF16 result [T, F], from one pass."""
     rows = empty_row_groups(*_check(gate_up), FORMATS["e4m3"][0], gate_up.device)
     y = gate_up.new_empty(rows.shape)
     _launch_rows(gate_up, y, rows, scales)
@@ -168,14 +136,14 @@ def swiglu_quantize_with_values(gate_up: Tensor, scales: str = "fp32") -> tuple[
 
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up for a consumer that reads BF16, [T, F]."""
+    """Return silu(gate) * up in bfloat16, [T, F]."""
     y = gate_up.new_empty(_check(gate_up))
     _launch_rows(gate_up, y, None, "fp32")
     return y
 
 
 def _launch_rows(gate_up: Tensor, y: Tensor | None, rows: QTensor | None, scales: str) -> None:
-    """Launch _rows_kernel for y or for its groups; gate_up stands in for what is not written."""
+    """Launch _rows_kernel for y or its groups; gate_up stands in for tensors not written."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     column_blocks = width // FP8_BLOCK
     if not num_rows:
@@ -192,12 +160,7 @@ def _launch_rows(gate_up: Tensor, y: Tensor | None, rows: QTensor | None, scales
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """Return the gradient of gate_up, bfloat16 [T, 2F].
-
-    Args:
-        dy: bfloat16 [T, F] contiguous, the gradient of the result.
-        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first.
-    """
+    """Return the gradient of gate_up, bfloat16 [T, 2F], for that of the result, dy [T, F]."""
     _check(gate_up, dy)
     dx = torch.empty_like(gate_up)
     num_rows, width = dy.shape
@@ -211,7 +174,7 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return what `kernels.swiglu.swiglu` returns, on Hopper: bfloat16 [T, 2F] -> [T, F]."""
+    """`kernels.swiglu.swiglu` on Hopper."""
     return _SwiGLU.apply(gate_up)
 
 
@@ -228,7 +191,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _check(gate_up: Tensor, dy: Tensor | None = None) -> tuple[int, int]:
-    """Return T and F of a gate_up [T, 2F], contiguous like dy [T, F], F a multiple of 128."""
+    """Return T and F of gate_up [T, 2F], once it and dy [T, F] fit the kernels."""
     num_rows, width = gate_up.shape
     assert (gate_up.dtype, gate_up.is_contiguous()) == (torch.bfloat16, True)
     assert width % (2 * FP8_BLOCK) == 0, f"{width} columns"
@@ -251,11 +214,9 @@ def swiglu_backward_values_kernel(
 
     Args:
         dy_ptr: bfloat16 [num_rows, width], read, and then overwritten with y.
-        x_ptr: bfloat16 [num_rows, 2 * width], the gate's columns first.
-        dx_ptr: bfloat16 [num_rows, 2 * width], written.
-        codes_ptr: FP8 [num_rows, 2 * width], written.
+        x_ptr: bfloat16 [num_rows, 2 * width], the gate's columns first, like dx_ptr and the FP8
+            codes.
         scales_ptr: float32, one line of rows for each 128 columns, written.
-        ROWS: rows of a program. No bit depends on it.
     """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -283,14 +244,10 @@ def swiglu_backward_values_kernel(
 def swiglu_backward_values_(
     dy: Tensor, gate_up: Tensor, scales: str = "fp32"
 ) -> tuple[QTensor, Tensor]:
-    """Return the gradient of gate_up as codes and as values, and leave swiglu(gate_up) in dy.
+    """Return the gradient of gate_up as codes and as BF16 [T, 2F], and leave swiglu(gate_up) in dy.
 
-    Args:
-        dy: bfloat16 [T, F] contiguous, the gradient of the result, which the result itself takes
-            the place of.
-
-    Returns:
-        1 x 128 groups of [T, 2F], and bfloat16 [T, 2F].
+    One reading of dy [T, F] and gate_up serves the adapters and the frozen base between them. The
+    codes are 1 x 128 groups.
     """
     _check(gate_up, dy)
     num_rows, width = dy.shape
@@ -363,7 +320,7 @@ def _gradients(dy, gate, up):
 
 @gluon.jit
 def _pack(a, b):
-    """Return int32 that hold two bfloat16 each, as shuffles between lanes carry them."""
+    """Return int32 that hold two bfloat16 each, for shuffles between lanes."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -391,7 +348,7 @@ def _larger(a, b):
 
 @gluon.jit
 def _larger_packed(a, b):
-    """Return what `_larger` returns, for pairs of bfloat16 that are packed in int32."""
+    """Do what `_larger` does, for pairs of bfloat16 packed in int32."""
     return gl.inline_asm_elementwise(
         _LARGER, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -399,10 +356,7 @@ def _larger_packed(a, b):
 
 @gluon.jit
 def _columns_of_threads(x):
-    """Return each thread's maxima of |x| of its columns: int32 pairs [32 = 4 warps x 8 lanes, 64].
-
-    x is bfloat16 [128, 128] in _TILE: the four rows of a thread are reduced, in registers.
-    """
+    """Return maxima of |x| of each thread's columns: int32 pairs [32 = 4 warps x 8 lanes, 64]."""
     a, b = tile.split_rows(x, 128)
     a, b = tile.split_rows(_larger(a, b), 64)
     a, b = gl.split(gl.reshape(_larger(a, b), [32, 64, 2]))
@@ -499,7 +453,7 @@ def _store_scales(
 
 @gluon.jit
 def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constexpr):
-    """Start the bulk copies of dy, gate and up of tile `index`, if there is such a tile."""
+    """Start the bulk copies of dy, gate and up of tile `index`, if it is not negative."""
     more = index >= 0
     column_blocks: gl.constexpr = num_columns // 128
     row, column = index // column_blocks * 128, index % column_blocks * 128
@@ -520,19 +474,7 @@ def _backward_tiles_kernel(
     num_columns: gl.constexpr, MAXIMUM: gl.constexpr,
     Y_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Make the gradients and y of a program's tiles of 128 x 128, one after the other, quantized.
-
-    Args:
-        dy_desc: bfloat16 [num_rows, num_columns], by bulk copies that give zeros past the end.
-        x_desc: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
-        row_codes_ptr, row_scales_ptr: the gradient in 1 x 128 groups, written.
-        token_codes_ptr, token_scales_ptr: the gradient in 128 x 1 groups, written.
-        y_codes_ptr, y_scales_ptr: y in 128 x 128 groups, tokens contiguous, written.
-        scale_stride: from one group of row scales to the next.
-        y_scale_stride: from one line of y's scales to the next.
-        num_columns: of the gate, and of up: a constant of the model.
-        MAXIMUM, Y_MAXIMUM: the largest code of the gradient's format and of y's.
-    """
+    """Make the quantized gradients and y of a program's tiles of 128 x 128, one by one."""
     # Shared memory: 192 KiB of stages, the maxima of warps, and what all threads need of a group.
     staged = gl.allocate_shared_memory(gl.bfloat16, [6, 128, 128], dy_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -593,7 +535,7 @@ def _backward_tiles_kernel(
 def swiglu_backward_quantize(
     dy: Tensor, gate_up: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
 ) -> tuple[QTensor, QTensor, QTensor]:
-    """Return SwiGLU's backward as the GEMMs around it read it; no BF16 gradient is written.
+    """Return the quantized gradient of gate_up, and y again, for the GEMMs around the backward.
 
     Args:
         dy: bfloat16 [T, F] contiguous, the gradient of the result.
@@ -602,8 +544,8 @@ def swiglu_backward_quantize(
 
     Returns:
         The gradient of gate_up in 1 x 128 groups of [T, 2F]; the same in 128 x 1 groups, with zero
-        rows up to a multiple of 128; y itself, [T, F] of `swiglu_quantize`, in 128 x 128 groups
-        with as many rows.
+        rows
+        up to a multiple of 128; y [T, F] in 128 x 128 groups with that number of rows.
     """
     _check(gate_up, dy)
     num_rows, columns = gate_up.shape

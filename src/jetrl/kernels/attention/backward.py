@@ -6,18 +6,12 @@ weights P from the log-sum-exp:
     dV = P^T dO        dP = dO V^T        dS = P * (dP - delta)        delta = sum_d O * dO
     dQ = scale * dS K                     dK = scale * dS^T Q
 
-Key and value codes are exact in BF16; their scales multiply the float32 scores, dP and dS. One
-kernel owns blocks of keys (dK and dV, over all query heads of the group) and stores dS in BF16;
-another owns blocks of queries and multiplies dS by the keys. If dS would take too much memory (one
-sequence of some 20,000 tokens), P and dS are computed again: 7 products for 5.
-
-dS lies in tiles of 128 keys x 64 queries, keys first: for each head and sequence with n blocks of
-queries, block of keys j by block of queries m from the diagonal on is tile j * (n - j - 1) + m
-(`attention.layout`). Sums of dQ go over the blocks of keys in order.
-
-All branches of a stem see its keys. If these are many, several programs share their queries
-(`backward_lists`) and leave float32 sums, which are added in the order of the parts. So every sum
-has one order, which follows from the lengths in the batch, and gradients are deterministic.
+One kernel owns blocks of keys (dK and dV, over all query heads of the group) and stores dS in BF16,
+in the tiles of `attention.layout`; another owns blocks of queries and multiplies dS by the keys. If
+dS would take too much memory (one sequence of some 20,000 tokens), P and dS are computed again: 7
+products instead of 5. If many branches see a stem's keys, several programs share their queries
+(`backward_lists`), and their float32 sums are added in order. So every sum has one order, set by
+the lengths in the batch, and gradients are deterministic.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -58,12 +52,10 @@ def add_parts_kernel(
     sums_ptr, dk_ptr, dv_ptr, divided_ptr, scale, first_group, num_groups,
     G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV of ROWS keys of a block of keys whose queries are divided into parts.
+    """Write dK and dV [T, G, D] of ROWS keys of a block whose queries are divided into parts.
 
     Args:
         sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], dK before dV.
-        dk_ptr: bfloat16 [T, G, D], written.
-        divided_ptr: int32 [., 3], `QueryTiles.divided_key_tiles`.
     """
     group_here = tl.program_id(0) % num_groups
     record = divided_ptr + tl.program_id(0) // num_groups * 3
@@ -91,11 +83,9 @@ def delta_kernel(
     """Write delta and the log-sum-exp in base 2 of BLOCK rows of a head, zeros past the rows.
 
     Args:
-        o_ptr: bfloat16 [num_rows, H, D].
-        do_ptr: bfloat16 [num_rows, H, D].
+        o_ptr: bfloat16 [num_rows, H, D], like do_ptr.
         lse_ptr: float32 [H, num_rows], natural.
-        delta_ptr: float32 [H, line_stride], written.
-        lse2_ptr: float32 [H, line_stride], written.
+        delta_ptr: float32 [H, line_stride], written like lse2_ptr.
     """
     # Base 2, so that the kernels below need no factor in front of exp2. Padding is written, too:
     # they read it without a mask, and drop what they make of it.
@@ -152,19 +142,14 @@ def dkdv_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STORE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV of one block of keys, summed over the query heads of its group and queries.
+    """Write dK and dV of a block of keys: sums over queries and over the query heads of the group.
 
     Args:
-        q_desc: bfloat16 [T, H * D], by boxes [BLOCK_M, D].
-        k_ptr: FP8, int8 or bfloat16 [T, G, D].
-        ks_ptr: float32 [T, G], read with SCALED.
+        q_desc: bfloat16 [T, H * D], by boxes [BLOCK_M, D], like do_desc.
+        k_ptr: FP8, int8 or bfloat16 [T, G, D], like v_ptr; scales are float32 [T, G].
         ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], by boxes of a tile, written with STORE.
-        lse_ptr: float32 [H, line_stride], in base 2.
-        delta_ptr: float32 [H, line_stride].
-        sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], written by the parts of a divided
-            block of keys, with SHARED.
-        tiles_ptr: int32 [., 7], `QueryTiles.key_tiles`.
-        branches_ptr: int32 [., 3], `QueryTiles.branches`, read with SHARED.
+        lse_ptr: float32 [H, line_stride], in base 2; delta_ptr has the same shape.
+        sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], written by parts, with SHARED.
     """
     # The block's keys and values are loaded once for all queries; codes are exact in BF16.
     # Keys past the end of the sequence are zeros, with a scale of zero, and masked below.
@@ -259,13 +244,11 @@ def dq_stored_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of two neighboring blocks of BLOCK_M queries of one head.
+    """Write dQ [T, H, D] of two neighboring blocks of BLOCK_M queries of one head.
 
     Args:
         ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], by boxes of a tile.
         k_desc: bfloat16 [T, G * D], keys with their scales, by boxes [BLOCK_N, D].
-        dq_ptr: bfloat16 [T, H, D], written.
-        tiles_ptr: int32 [., 8], `QueryTiles.stored_query_tiles`.
     """
     # Blocks of queries m and m + 1 end at the same block of keys, the one on their diagonal, and
     # share each block of keys that is loaded. Their tiles are neighbors.
@@ -307,13 +290,7 @@ def dq_stored_kernel(
 
 @triton.jit(do_not_specialize=["num_lines"])
 def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, LINES: tl.constexpr):
-    """Write keys with their scales, LINES pairs of a token and a head in a program.
-
-    Args:
-        k_ptr: FP8 or int8 [num_lines, D].
-        scales_ptr: float32 [num_lines].
-        out_ptr: bfloat16 [num_lines, D], written.
-    """
+    """Write codes [num_lines, D] times scales [num_lines] as bfloat16, LINES lines per program."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     ok = line < num_lines
     at = line[:, None] * D + tl.arange(0, D)[None, :]
@@ -366,16 +343,13 @@ def dq_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of one block of queries of one head, with P and dS computed once more.
+    """Write dQ of one block of queries of one head, with P and dS computed again.
 
     Args:
-        q_ptr: bfloat16 [T, H, D].
+        q_ptr: bfloat16 [T, H, D], like do_ptr and dq_ptr.
         k_desc: bfloat16 [T, G * D], codes, by boxes [BLOCK_N, D].
         ks_ptr: float32 [G, line_stride], read with SCALED.
-        do_ptr: bfloat16 [T, H, D].
-        lse_ptr: float32 [H, line_stride], in base 2.
-        delta_ptr: float32 [H, line_stride].
-        tiles_ptr: int32 [., 5], `QueryTiles.query_tiles`.
+        lse_ptr: float32 [H, line_stride], in base 2; delta_ptr has the same shape.
     """
     # Rows past the end of the sequence have an infinite log-sum-exp, so weights of zero.
     H: tl.constexpr = G * GROUP
@@ -425,18 +399,13 @@ def _lines(scales: Tensor, width: int) -> Tensor:
 def attention_backward(
     do: Tensor, q: Tensor, codes: KeyValueCodes, o: Tensor, lse: Tensor, tiles: QueryTiles
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, and of the keys and values that the codes stand for.
+    """Return dQ [T, H, D], dK and dV [T, G, D], bfloat16, passed straight through quantization.
 
     Args:
-        do: bfloat16 [T, H, D], contiguous, the gradient of the output.
+        do: bfloat16 [T, H, D], contiguous, the gradient of the output o.
         q: bfloat16 [T, H, D], rotated.
         codes: keys and values [T, G, D], as the forward read them.
-        o: bfloat16 [T, H, D], the output of the forward.
         lse: float32 [H, T], the natural log-sum-exp of the forward.
-        tiles: the work of the forward (`QueryTiles.packed`).
-
-    Returns:
-        dQ [T, H, D], dK and dV [T, G, D], bfloat16 (straight-through).
     """
     group = check_queries(q, codes)
     assert (do.dtype, do.shape, do.is_contiguous()) == (q.dtype, q.shape, True)

@@ -1,11 +1,10 @@
 """The work lists of attention's backward: blocks of keys with their queries, and the reverse.
 
-A program of the kernel of dK and dV has a block of 128 keys and goes through all blocks of 64
-queries that see them. All branches of a stem see its keys, so its programs would run long after the
-others. If they have more blocks of queries than the longest sequence, they are divided into parts,
-each with a program and float32 sums of its own: the first has the stem's own queries and as many
-branches as fit, each later one the branches that follow. The division follows from the lengths in
-the batch only.
+A program of dK and dV has a block of 128 keys and visits all blocks of 64 queries that see them.
+All branches of a stem see its keys. If they have more blocks of queries than the longest sequence,
+they are divided into parts, each with a program and float32 sums of its own: the first has the
+stem's own queries and the branches that fit, each later one the branches that follow. The division
+depends only on the lengths in the batch.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ _FEWEST_OF_A_PART = 16
 
 
 class Run(NamedTuple):
-    """Rows of a packed batch that follow each other: a sequence, a stem, or a branch.
-
-    Attributes:
-        stem: the number of the run that is the stem; -1 without one.
-    """
+    """Consecutive rows of a packed batch; `stem` is the number of a branch's stem, else -1."""
 
     start: int
     length: int
@@ -36,19 +31,12 @@ class Run(NamedTuple):
 
     @property
     def query_blocks(self) -> int:
-        """The number of blocks of BACKWARD_QUERIES queries."""
         return -(-self.length // BACKWARD_QUERIES)
 
 
 @dataclass
 class BackwardLists:
-    """The lists of the backward; `QueryTiles` says what their columns are.
-
-    Attributes:
-        key_tiles: as of `QueryTiles`, like all that follow.
-        query_tiles: blocks of 64 queries.
-        stored_query_tiles: blocks of 128 queries.
-    """
+    """The lists of the backward, with the columns of `QueryTiles`."""
 
     key_tiles: list[tuple[int, ...]] = field(default_factory=list)
     divided_key_tiles: list[tuple[int, ...]] = field(default_factory=list)
@@ -109,13 +97,7 @@ def backward_lists(runs: Sequence[Run]) -> BackwardLists:
 def _key_tiles(
     lists: BackwardLists, tile: tuple[int, ...], own: int, branches: Sequence[Run], most: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the entries of `key_tiles` of a block of keys, one for each part, and their work.
-
-    Args:
-        tile: first key row, end row of its run, first tile of dS, and the first with branches.
-        own: the run's own blocks of queries that see the keys.
-        most: blocks of queries of a part.
-    """
+    """Return the entries of `key_tiles` of a block of keys, one for each part, and their work."""
     row, end, first_own_tile, with_branches = tile
     # Each part is as many branches as make no more than `most` blocks with what it has already.
     parts, counts = [own], [0]
@@ -141,7 +123,7 @@ def _key_tiles(
 
 
 def _most_blocks_of_a_part(runs: Sequence[Run]) -> int:
-    """Return the most blocks of queries of a part: those of the longest sequence, with its stem."""
+    """Return the maximum blocks of queries in a part: the longest sequence's, with its stem."""
     longest = max(
         (r.query_blocks + (runs[r.stem].query_blocks if r.stem >= 0 else 0) for r in runs),
         default=0,

@@ -1,10 +1,9 @@
 """A warpgroup's way through blocks of keys and values: products, and the softmax between them.
 
-A warpgroup has 64 queries, their keys and values come in shared memory, in a ring of stages that
-the loading warp fills (`attention.forward`). Of three warpgroups one multiplies while another is in
-its softmax. With BF16 keys the scores of a block are issued with the values of the one before it;
-with coded keys, whose softmax takes more registers and more of the time, one product at a time is
-faster (docs/notes-attention.md).
+The loading warp (`attention.forward`) fills a ring of stages in shared memory. One of three
+warpgroups multiplies while another is in its softmax. With BF16 keys a block's scores are issued
+with the values of the block before; with coded keys, whose softmax takes more registers and time,
+one product at a time is faster (docs/notes-attention.md).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -32,8 +31,7 @@ class Ring(NamedTuple):
     """The ring of a program's blocks in shared memory, block b in stage b % STAGES.
 
     Attributes:
-        k: 16-bit [STAGES, BLOCK_N, D], keys.
-        v: 16-bit [STAGES, BLOCK_N, D], values.
+        k: 16-bit [STAGES, BLOCK_N, D], like v.
         factors: float32 [STAGES, 4, BLOCK_N], the lines of `softmax_block`.
         full: barriers [STAGES, 1], complete when a stage's block has arrived.
         empty: barriers [STAGES, 1], complete when every warpgroup has released the stage.
@@ -83,7 +81,6 @@ def _start_scores(q, ring, stage):
 
 @gluon.jit
 def _scores(q, ring, stage):
-    """Return the product of the queries and a stage's keys, waited for."""
     return warpgroup_mma_wait(0, deps=(_start_scores(q, ring, stage),))
 
 
@@ -120,16 +117,10 @@ def _softmax(
 def attend_whole_blocks(
     first, last, q, ring, m, total, acc, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr
 ):  # fmt: skip
-    """Attend to whole blocks, the scores of one issued with the values of the one before.
+    """Attend to whole blocks, each block's scores issued with the values of the one before.
 
-    Args:
-        q: 16-bit [ROWS, D] in shared memory, the queries.
-        m: float32 [ROWS], the maxima before.
-        total: float32 [ROWS], the sums before.
-        acc: float32 [ROWS, D], the outputs before.
-
-    Returns:
-        The maxima, sums and outputs with these blocks added.
+    Returns the new m and total [ROWS] and acc [ROWS, D], float32, for 16-bit queries q [ROWS, D] in
+    shared memory.
     """
     # The first block has no values before it. (Where nothing is masked, m stands for `position`.)
     if first < last:
@@ -167,11 +158,7 @@ def attend_whole_blocks(
 def attend_whole_blocks_in_turn(
     first, last, q, ring, m, total, acc, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr
 ):  # fmt: skip
-    """Attend to whole blocks, one product at a time: a block's values, then the next one's scores.
-
-    Returns:
-        The maxima, sums and outputs with these blocks added.
-    """
+    """Do what `attend_whole_blocks` does, one product at a time: values, then the next scores."""
     # A turn begins with a block's scores at hand and ends with those of the next. The weights are
     # then dead before the scores of the next block are made, which saves their registers.
     if first < last:
@@ -203,15 +190,7 @@ def attend_cut_blocks(
     base, first, last, q, ring, m, total, acc, position, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Attend to blocks of a tile that some row sees in part: those on the diagonal.
-
-    Args:
-        q: as of `attend_whole_blocks`, like all that follow but position.
-        position: int32 [ROWS], each query's own position, its last visible key.
-
-    Returns:
-        The maxima, sums and outputs with these blocks added.
-    """
+    """Attend to the blocks on the diagonal, which rows see up to their position, int32 [ROWS]."""
     # At most two blocks for 64 rows, so nothing is overlapped here.
     BLOCK_N: gl.constexpr = ring.k.shape[1]
     for b in range(first, last):

@@ -66,22 +66,18 @@ _PRESCALE = gl.constexpr(QUERY_PRESCALE)
 
 
 def score_scale(head_dim: int, scaled: bool) -> float:
-    """Return the factor of raw scores, without the key's own scale, that gives base-2 logits.
-
-    Args:
-        scaled: whether keys are codes with scales, whose queries are prescaled.
-    """
+    """Return the factor from raw scores to base-2 logits, for codes less the keys' own scales."""
     scale = math.log2(math.e) / math.sqrt(head_dim)
     return scale / QUERY_PRESCALE if scaled else scale
 
 
 @gluon.jit
 def widen_codes(codes):
-    """Return codes, FP8 or INT8, as float16, which is exact.
+    """Return FP8 or INT8 codes as float16, which is exact.
 
-    Hopper converts two FP8 codes by an instruction, INT8 codes one by one and slowly. So a code c
-    becomes the low byte of the float16 whose high byte makes it 1152 + c, four codes by three
-    instructions, and 1152 is subtracted from two at a time.
+    Hopper converts FP8 codes in pairs, but INT8 codes slowly. So an INT8 code c becomes the low
+    byte of the float16 1152 + c, four codes by three instructions, and 1152 is subtracted from two
+    at a time.
     """
     if codes.dtype == gl.int8:
         wide = gl.inline_asm_elementwise(
@@ -117,10 +113,9 @@ def widen_codes(codes):
 def channel_of_slot(slot):
     """Return the channel in slot `slot` of the permuted head_dim that is used with coded keys.
 
-    A thread of the decode kernel reads 4 neighboring codes as one word and widens them to two
-    FP16 pairs. That lands channels in another one of the two instructions of 16 than FP16 keys read
-    in order would. So keys that are widened before the kernel (prefill, training) are stored in
-    this order, and their queries too: `slots_of_channels`.
+    A decode thread reads 4 neighboring codes as one word and widens them to two FP16 pairs, which
+    puts channels in another of the two instructions of 16 than FP16 keys in order. So prefill and
+    training store widened keys, and `slots_of_channels` their queries, in this order.
     """
     # Of each 32 channels, slot 16 i + 8 h + 2 t + b has channel 16 h + 4 t + 2 i + b: i is the
     # instruction, t the thread, h and b say which of its four operands, and the word of the thread
@@ -140,13 +135,7 @@ def slots_of_channels(q):
 
 @gluon.jit
 def key_factors(k_scale, v_scale, SCORE_SCALE: gl.constexpr):
-    """Return the factors a, b, c of the module's formula for keys with these scales.
-
-    Args:
-        k_scale: float32 [...], the keys' scales.
-        v_scale: float32 [...], the values' scales.
-        SCORE_SCALE: `score_scale`.
-    """
+    """Return the factors a, b, c of the module's formula, float32 [...], for scales [...]."""
     return k_scale * SCORE_SCALE, gl.log2(v_scale), _UNSHIFT / v_scale
 
 
@@ -160,7 +149,6 @@ def query_codes(q, SCALED: gl.constexpr):
 
 @gluon.jit
 def _halves(x, axis: gl.constexpr):
-    """Return the two halves of x [A, B] along an axis; the values stay in their registers."""
     if axis == 0:
         x = x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0))
     else:
@@ -177,12 +165,7 @@ def _quarters(x, axis: gl.constexpr):
 
 @gluon.jit
 def _sum_down(t):
-    """Return the sums of t's 16 rows, in the order in which the forward sums 16 columns.
-
-    There, thread i of four adds columns 2i, 2i + 1, 2i + 8, 2i + 9, one after the other; then
-    threads i and i + 2 meet, then both pairs. In the turned layout of decode a thread has rows j
-    and j + 8 instead, so rows 2i and 2i + 1 are two threads'.
-    """
+    """Return the sums of t's 16 rows, in the order in which the forward sums 16 columns."""
     # Rows 2i + (0 or 1) along axis 1, so that each of the three steps below adds one row to the
     # running sum; if a step wants one of two neighbors, a zero stands for the other.
     low, high = _halves(t, 0)  # rows j and j + 8 of a thread
@@ -210,10 +193,7 @@ def _factor(factors, i: gl.constexpr, s, KEYS: gl.constexpr):
 
 @gluon.jit
 def _raise_maximum(m, top):
-    """Return the new maximum m', the number to subtract for it and the decay exp2(m - m').
-
-    A row that has seen no key has m' = -inf and subtracts 0: -inf - -inf would be NaN.
-    """
+    """Return the new maximum m', its subtrahend (0 if m' is -inf), and the decay exp2(m - m')."""
     new_m = gl.maximum(m, top)
     safe = gl.where(new_m == float("-inf"), 0.0, new_m)
     return new_m, safe, gl.exp2(m - safe)
@@ -231,16 +211,11 @@ def softmax_block(
 
     Args:
         s: float32, the raw scores, in a tensor core's accumulator layout.
-        factors: float32 in shared memory, not read without scales: lines a, b, c of [., N], or with
-            KEYS = 0 three lines [N].
-        m: float32 [M], the maximum so far.
-        total: float32 [M], the sum so far.
-        position: int32 [M], the last visible key of each query; read only with MASKED.
-        first_key: position of the block's first key; used only with MASKED.
-        MASKED: whether some query sees the block in part.
-        SCALED: whether keys and values are codes with scales.
-        SCORE_SCALE: `score_scale`.
-        KEYS: the axis of the keys.
+        factors: float32 in shared memory, read if SCALED: lines a, b, c of [., N], or with KEYS = 0
+        three lines [N].
+        m: float32 [M], the maximum so far, like the sum total.
+        position: int32 [M], the last visible key of each query; read if MASKED.
+        first_key: position of the block's first key; used if MASKED.
     """
     # Scores to base-2 logits x. Without scales this waits for the exponent and costs nothing there:
     # one positive factor for all keys changes no comparison.
@@ -274,31 +249,14 @@ def softmax_block(
 
 @gluon.jit
 def value_weights(e, acc, dtype: gl.constexpr):
-    """Return weights in 16 bits as the left operand of the product that is added to acc.
-
-    An accumulator's registers are those of a left operand, so nothing moves.
-
-    Args:
-        e: float32 [M, N], the weights.
-        acc: float32 [M, D], the accumulator.
-    """
+    """Return weights [M, N] as the left operand of their product with values; no register moves."""
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     return gl.convert_layout(e.to(dtype), layout, assert_trivial=True)
 
 
 @gluon.jit
 def fold_weights(big_m, big_total, m, total):
-    """Fold a split's maximum and sum into those of the splits before it.
-
-    Args:
-        big_m: float32 [...], M of the module's formula.
-        big_total: float32 [...], L.
-        m: float32 [...], the split's maximum.
-        total: float32 [...], the split's sum.
-
-    Returns:
-        The new M and L, then the weights u of the old output and w of the split's.
-    """
+    """Fold a split's m and total into M and L; return these and the outputs' weights u and w."""
     new_m, safe, u = _raise_maximum(big_m, m)
     w = gl.exp2(m - safe)
     return new_m, gl.fma(total, w, big_total * u), u, w
@@ -312,13 +270,7 @@ def inverse(total):
 
 @gluon.jit
 def normalize(acc, inv, SCALED: gl.constexpr):
-    """Return output rows from accumulated ones.
-
-    Args:
-        acc: float32, the accumulated rows O.
-        inv: float32, 1 / L, of a shape that fits acc.
-        SCALED: whether the weights were scaled by 2**15.
-    """
+    """Return output rows from accumulated ones, with inv = 1 / L in a shape that fits them."""
     if SCALED:
         acc = acc * _UNSHIFT
     return acc * inv

@@ -55,18 +55,15 @@ def combine_kernel(
 ):  # fmt: skip
     """Fold the splits of one head of one row in order, by one warp.
 
-    Rows are sequences, or their queries if they have several. All queries of a sequence left as
-    many splits as its last one has: for a query that sees fewer, empty ones, which change no bit.
+    All queries of a sequence have the number of splits of its last one; for a query that sees
+    fewer, some are empty states, which change no bit.
 
     Args:
-        part_ptr: float32 [R, max_splits, H, D], the splits' accumulators.
-        state_ptr: float32 [R, max_splits, H, 2], the splits' maxima and sums.
+        part_ptr: float32 [R, max_splits, H, D], accumulators.
+        state_ptr: float32 [R, max_splits, H, 2], maxima and sums.
         keys_ptr: int32 [R], keys of the context that each row belongs to; 0 for padding.
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], written.
-        scales_ptr: float32 [H, scale_stride], written with QUANTIZE.
-        scale_stride: from one head's line of scales to the next.
-        QUANTIZE: whether the output is a row of 1 x 128 groups.
-        POW2: whether scales are rounded up to a power of two.
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], and scales float32 [H, scale_stride],
+            written.
     """
     # Neighbouring channels in a lane: 16 bytes of a float32 row with head_dim 128.
     layout: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
@@ -160,28 +157,24 @@ def decode_kernel(
 ):  # fmt: skip
     """Attend with the query heads of one key-value head over one split of one sequence's keys.
 
-    The grid is (G * ceil(queries / TILE), B, max_splits) for the most queries of a sequence, a
-    warp each. A context of one split gives finished outputs, a longer one the split's state.
+    The grid is (G * ceil(max queries / TILE), B, max_splits), with one warp per program. A context
+    of one split gives finished outputs, a longer one the split's state.
 
     Args:
         q_ptr: bfloat16 [R, H, D].
-        k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D].
-        v_ptr: like k_ptr; FP8 next to int8 is fine.
-        ks_ptr: float32 [P, BLOCK_N, G], read with SCALED.
+        k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D], like v_ptr; scales are float32 [P, BLOCK_N,
+            G].
         pages_ptr: int32 [B, table_width], the pages of each sequence.
         lengths_ptr: int32 [B], keys of each context, those of all its queries included.
-        queries_ptr: int32 [B], the queries of each sequence; not read unless SEVERAL.
-        first_ptr: int32 [B], the row of each first query; not read unless SEVERAL (rows are B).
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], written for contexts of one split.
-        scales_ptr: float32 [H, scale_stride], written like o_ptr with QUANTIZE.
+        queries_ptr: int32 [B], the queries of each sequence; read if SEVERAL, like first_ptr.
+        first_ptr: int32 [B], the row of each first query.
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], and scales float32 [H, scale_stride],
+            written
+        for contexts of one split.
         part_ptr: float32 [R, max_splits, H, D], accumulators, written for longer contexts.
-        state_ptr: float32 [R, max_splits, H, 2], maxima and sums, written like part_ptr.
-        table_stride: from one sequence's row of pages to the next.
+        state_ptr: float32 [R, max_splits, H, 2], maxima and sums, written for longer contexts.
         early: 1 to copy the older pages while the previous kernel still runs (`attend_decode`).
-        GROUP: query heads of a key-value head, at most 16.
-        SEVERAL: whether a sequence may have several queries, its newest tokens.
-        TILE: the most queries of a warp, whose heads fill 16 columns at most.
-        QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
+        TILE: queries per warp; their heads fill at most 16 columns.
     """
     # Products are m16n8k16 of one warp: keys or channels down, queries across, 8 or twice 8.
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -300,22 +293,18 @@ def attend_decode(
 ) -> Tensor:
     """Return the attention of one query per sequence, or of a few, over its pages.
 
-    With several queries per sequence, each has the bits that it has alone: a query sees the keys up
-    to its own, in the same blocks and splits.
-
-    May be captured in a CUDA graph. There, the previous kernel may write q and the newest key and
-    value of each context, but nothing else that is read here.
+    A query sees the keys up to its own, and its bits do not depend on other queries. May be
+    captured in a CUDA graph. There, the previous kernel may write q and the newest key and value of
+    each context, but nothing else that is read here.
 
     Args:
         q: bfloat16 [B, H, D], rotated, or [R, H, D] with several queries per sequence.
         pages: keys and values [P, 64, G, D].
-        block_tables: int32 [B, at least ceil(max_length / 64)], the pages of each context in order;
-            entries past a context are not used.
+        block_tables: int32 [B, at least ceil(max_length / 64)], the pages of each context in order.
         lengths: int32 [B], keys of each context, its queries' own included; 0 gives rows of zeros.
-        max_length: at least the longest length; it sizes the launch and never the arithmetic. A
-            context with more splits than max_length has comes out as NaN.
-        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
-        queries: the rows of several queries per sequence; rows of padding come out as anything.
+        max_length: sizes the launch; a context with more splits than this length has becomes NaN.
+        split_keys: keys of a split, a multiple of 64; the bits depend on it.
+        queries: the rows of several queries per sequence; padding rows are arbitrary.
     """
     o = torch.empty_like(q)
     batch_pages = (block_tables, lengths, max_length)
@@ -339,13 +328,7 @@ def attend_decode_quantized(
     belong to two warps, and the quantizer runs after.
 
     Args:
-        q: bfloat16 [B, H, D], or [R, H, D], as of `attend_decode`.
-        block_tables: int32 [B, .], as of `attend_decode`.
-        lengths: int32 [B], as of `attend_decode`.
         scales: "fp32", or "pow2" for scales that are powers of two.
-
-    Returns:
-        Rows of 1 x 128 groups, [B, H * D] or [R, H * D].
     """
     count, heads, head_dim = q.shape
     batch_pages = (block_tables, lengths, max_length)

@@ -4,13 +4,11 @@ First, one pass over keys and values per layer (`stage_keys`) widens them to the
 operand, aligns each sequence to blocks of 64, padded with zeros, and computes the keys' factors
 (`attention.core`). Packed sequences, coded pages and BF16 pages look the same from then on.
 
-The forward is bound by the tensor cores, with the softmax close behind. A program takes 192 queries
-of one head: three warpgroups of 64 rows, and a warp that loads blocks of keys and values by bulk
-copies, five in shared memory. The warpgroups share only these blocks, so one multiplies while
-another is in its softmax (`attention.blocks`). One program per SM takes tiles until none is left,
+A program of the forward takes 192 queries of one head: three warpgroups of 64 rows, and a warp that
+loads blocks by bulk copies, five in shared memory. The warpgroups share only these blocks, so one
+multiplies while another is in its softmax (`attention.blocks`). One program per SM takes tiles,
 longest first. The state of finished splits waits in global memory, one float32 row per query: in
-registers it would leave no room for the third warpgroup. docs/notes-attention.md has what was
-tried and is slower or wrong.
+registers it would leave no room for the third warpgroup. docs/notes-attention.md has slower forms.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -75,9 +73,7 @@ def stage_keys_kernel(
     """Stage one block of 64 keys and values of one key-value head, and the keys' factors.
 
     Args:
-        k_ptr: FP8, int8 or bfloat16 [rows, G, D], a packed batch or pages.
-        ks_ptr: float32 [rows, G], the keys' scales, read with SCALED.
-        vs_ptr: float32 [rows, G], the values' scales, read with SCALED.
+        k_ptr: FP8, int8 or bfloat16 [rows, G, D], like v_ptr; scales are float32 [rows, G].
         blocks_ptr: int32 [num_blocks, 2], `QueryTiles.key_blocks`.
         kv_out: float16, or bfloat16 without scales, [G, num_blocks, 2, BLOCK_N, D], written.
         f_out: float32 [G, num_blocks, 4, BLOCK_N], rows 0 to 2 written with SCALED.
@@ -129,11 +125,11 @@ class StagedKeys:
     """The keys and values of a batch as the forward kernel reads them, made by `stage_keys`.
 
     Attributes:
-        kv: float16 (bfloat16 without scales) [G * num_blocks * 128, D]: of each block the 64 keys,
-            then the 64 values.
-        factors: float32 [G * num_blocks * 4, 64]: of each block the lines a, b, c of
-            `attention.core` and one unused; unset without scales.
-        num_blocks: blocks of 64 keys, of all sequences.
+        kv: float16 (bfloat16 without scales) [G * num_blocks * 128, D]: per block 64 keys, then
+            values.
+        factors: float32 [G * num_blocks * 4, 64]: per block the lines a, b, c of `attention.core`
+            and
+        one unused; unset without scales.
     """
 
     kv: Tensor
@@ -143,11 +139,7 @@ class StagedKeys:
 
 
 def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
-    """Return the keys and values that `tiles` names, widened and lined up in blocks of 64.
-
-    Args:
-        codes: a packed batch [T, G, D], or pages [P, 64, G, D].
-    """
+    """Return codes [T, G, D] or [P, 64, G, D], widened and aligned to the blocks of `tiles`."""
     assert codes.k.ndim == 3 or codes.k.shape[1] == BLOCK_KEYS, f"pages of {codes.k.shape[1]}"
     groups, head_dim, num_blocks = codes.num_heads, codes.head_dim, len(tiles.key_blocks)
     dtype = torch.float16 if codes.scaled else torch.bfloat16
@@ -173,11 +165,7 @@ _LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 
 @gluon.jit
 def _item_of_turn(turn):
-    """Return this program's item of a turn, in the order of a snake.
-
-    Programs take items in their order and, every other turn, against it: items are sorted by their
-    work, and the program with the longest of one turn has the shortest of the next.
-    """
+    """Return this program's item of a turn, in snake order: long and short items alternate."""
     step = gl.num_programs(0)
     place = gl.program_id(0)
     return turn * step + gl.where(turn % 2 == 0, place, step - 1 - place)
@@ -372,25 +360,17 @@ def forward_kernel(
     SPLIT: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Attend with tiles of 192 queries of one head to all keys that they see.
-
-    An item of work is a tile and a head. The grid is one program per SM, or fewer if
-    there are fewer items.
+    """Attend with tiles of 192 queries of one head to all keys that they see, one program per SM.
 
     Args:
         q_ptr: bfloat16 [T, H, D], rotated.
-        kv_desc: 16-bit [G * num_key_blocks * 2 * BLOCK_N, D], `StagedKeys.kv`, by boxes
-            [BLOCK_N, D].
-        f_desc: float32 [G * num_key_blocks * 4, BLOCK_N], `StagedKeys.factors`, by boxes
-            [4, BLOCK_N].
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [T, H, D], written.
-        o_scales_ptr: float32 [H, scale_stride], written with QUANTIZE.
+        kv_desc: 16-bit [G * num_key_blocks * 2 * BLOCK_N, D], by boxes [BLOCK_N, D].
+        f_desc: float32 [G * num_key_blocks * 4, BLOCK_N], by boxes [4, BLOCK_N].
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [T, H, D], and scales float32 [H, scale_stride],
+            written.
         lse_ptr: float32 [H, lse_stride], the natural log-sum-exp, written.
         scratch_ptr: float32 [T, H, D], outputs of finished splits; used for contexts of several.
-        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`.
-        scale_stride: from one head's line of scales to the next.
-        QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
-        POW2: whether scales are rounded up to a power of two.
+        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`; an item of work is a tile and a head.
     """
     # Shared memory of the whole program: each warpgroup's queries and the ring of blocks.
     dtype: gl.constexpr = kv_desc.dtype
@@ -441,14 +421,11 @@ def forward_kernel(
 def attend_tiles(
     q: Tensor, staged: StagedKeys, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
 ) -> tuple[Tensor, Tensor]:
-    """Return the causal attention of the queries of `tiles` over staged keys.
+    """Return the causal attention of q over staged keys, and the log-sum-exp, float32 [H, T].
 
     Args:
-        q: bfloat16 [T, H, D], rotated, rows as `tiles` counts them.
-        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
-
-    Returns:
-        The output, like q, and the natural log-sum-exp, float32 [H, T].
+        q: bfloat16 [T, H, D], rotated, with the rows that `tiles` counts.
+        split_keys: keys of a split, a multiple of 64; the bits depend on it.
     """
     o = torch.empty_like(q)
     return o, _launch(q, staged, tiles, o, None, "fp32", split_keys)
@@ -457,15 +434,10 @@ def attend_tiles(
 def attend_prefill(
     q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
 ) -> Tensor:
-    """Return the attention of prefill chunks over pages that hold their own keys and values, too.
+    """Return the attention of prefill chunks q [T, H, D], rotated, over pages [P, 64, G, D].
 
-    Costs one pass over the contexts' keys and values in addition to the attention itself, so it is
-    meant for chunks of a few hundred tokens or more.
-
-    Args:
-        q: bfloat16 [T, H, D], rotated.
-        pages: keys and values [P, 64, G, D].
-        tiles: the work, of `QueryTiles.paged`.
+    The pages hold the chunks' own keys and values, too. Costs one pass over the contexts' keys and
+    values in addition to the attention, so it is meant for chunks of a few hundred tokens or more.
     """
     return attend_tiles(q, stage_keys(pages, tiles), tiles, split_keys)[0]
 
@@ -484,9 +456,6 @@ def attend_prefill_quantized(
 
     Args:
         scales: "fp32", or "pow2" for scales that are powers of two.
-
-    Returns:
-        Rows of 1 x 128 groups [T, H * D].
     """
     tokens, heads, head_dim = q.shape
     if head_dim != FP8_BLOCK:

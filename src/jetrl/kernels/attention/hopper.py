@@ -3,17 +3,13 @@
 A token has the same output bits from each of these, whatever else is in the batch:
 
     attend_decode(q_BHD, pages, block_tables, lengths, max_length)      one new token per sequence
-    attend_decode_quantized(...)                                        the same, as FP8 rows
     attend_prefill(q_THD, pages, tiles)                                 chunks, shared prefixes
-    attend_prefill_quantized(...)                                       the same, as FP8 rows
     attend_tiles(q_THD, stage_keys(codes, tiles), tiles)                training
 
-`attention.core` says why. The CPU reference has other bits: its sums are exact.
-
-`attend_equal_lengths` is BF16 attention by cuDNN, for plans that promise no bits: the fastest on
-Hopper. It takes sequences of one length. (The packed form rebuilds its plan per call, 50 ms of the
-host in torch 2.11.) cuDNN sums the gradient of queries by atomic additions, even in deterministic
-mode, so no exact plan uses it.
+`attend_decode_quantized` and `attend_prefill_quantized` return them as FP8 rows. The CPU reference
+has other bits: its sums are exact. `attend_equal_lengths` is BF16 attention by cuDNN, for plans
+that promise no bits: its backward sums the gradient of queries by atomic additions, even in
+deterministic mode. The packed form of cuDNN would cost 50 ms of CPU time per call in torch 2.11.
 
 Shapes: T tokens, B sequences, H query heads, G key-value heads, D head_dim (64 or 128), H / G at
 most 16, pages of 64 tokens.
@@ -38,14 +34,11 @@ from jetrl.kernels.attention.layout import QueryTiles as QueryTiles
 
 
 def stored_values(codes: KeyValueCodes, slots: Tensor | None = None) -> Tensor:
-    """Return the numbers that stored keys and values stand for, for inspection.
+    """Return the numbers that stored keys and values stand for, float32 [T, 2 * G * D], keys first.
 
     Args:
         codes: a packed batch [T, G, D], or pages [P, 64, G, D].
         slots: int64 [T], the tokens' slots in the pages; None for a packed batch.
-
-    Returns:
-        float32 [T, 2 * G * D], keys before values.
     """
 
     def wide(x: Tensor, scales: Tensor | None) -> Tensor:
@@ -62,16 +55,10 @@ _aten = torch.ops.aten
 def attend_equal_lengths(
     q: Tensor, k: Tensor, v: Tensor, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the causal attention of sequences of one length, and what its backward needs.
+    """Return the causal attention of packed sequences of one length, and what its backward needs.
 
-    Args:
-        q: bfloat16 [T, H, D], sequences packed end to end.
-        k: bfloat16 [T, G, D].
-        v: bfloat16 [T, G, D].
-
-    Returns:
-        The output, like q; then the log-sum-exp and the seed and offset of cuDNN's dropout (none is
-        applied), which `attend_equal_lengths_backward` takes.
+    Takes q, bfloat16 [T, H, D], and k and v [T, G, D]. Backward needs the log-sum-exp, and the seed
+    and offset of cuDNN's dropout (none is applied).
     """
     dense = (_dense(x, length) for x in (q, k, v))
     o, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
@@ -83,13 +70,7 @@ def attend_equal_lengths(
 def attend_equal_lengths_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, rest: tuple[Any, ...], length: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, each like its tensor.
-
-    Args:
-        do: bfloat16 [T, H, D], the gradient of the output.
-        q: bfloat16 [T, H, D].
-        o: bfloat16 [T, H, D], the output of the forward.
-    """
+    """Return the gradients of q, k and v, for that of the output, do [T, H, D]."""
     lse, seed, offset = rest
     do, q, k, v, o = (_dense(x, length) for x in (do, q, k, v, o))
     grads = _aten._scaled_dot_product_cudnn_attention_backward(
@@ -100,7 +81,7 @@ def attend_equal_lengths_backward(
 
 
 def _dense(x: Tensor, length: int) -> Tensor:
-    """Return packed rows [T, H, D] as sequences [B, H, S, D], in the same memory."""
+    """Return packed rows [T, H, D] as a view [B, H, S, D]."""
     return x.view(-1, length, *x.shape[1:]).transpose(1, 2)
 
 

@@ -1,9 +1,5 @@
 """The inputs of the GPU attention kernels: stored keys and values, and lists of work.
 
-`KeyValueCodes` names keys and values as they are stored, packed or in pages. `QueryTiles` cuts the
-queries of a forward into tiles and names the blocks of keys they see; it is made once per batch, on
-the CPU, and serves every layer. `SequenceQueries` names the rows of sequences with several queries.
-
 Shapes: T tokens, H query heads, G key-value heads, D head_dim, P pages.
 """
 
@@ -26,7 +22,7 @@ TILE_ROWS = 192  # queries of a forward tile: three warpgroups of 64
 
 
 def stored_dtype(format: str) -> torch.dtype:
-    """Return the dtype of keys or values that are stored as "fp8", "int8", "bf16" or "fp32"."""
+    """Return the dtype of keys or values stored as "fp8", "int8", "bf16" or "fp32"."""
     if format in CODES:
         return FORMATS[CODES[format]][0]
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[format]
@@ -40,7 +36,7 @@ class KeyValueCodes:
 
     Attributes:
         k: float8_e4m3fn or int8, or bfloat16 without scales, [..., G, D].
-        k_scales: float32 [..., G], one scale for each token and head, or None with bfloat16.
+        k_scales: float32 [..., G], or None with bfloat16.
         v: like k; FP8 next to INT8 is fine.
     """
 
@@ -63,7 +59,6 @@ class KeyValueCodes:
 
     @property
     def scaled(self) -> bool:
-        """True if keys and values are codes with scales, FP8 or INT8."""
         return self.k_scales is not None
 
     @property
@@ -73,16 +68,11 @@ class KeyValueCodes:
 
     @property
     def head_dim(self) -> int:
-        """The size of a head, D."""
         return self.k.shape[-1]
 
 
 def check_queries(q: Tensor, codes: KeyValueCodes) -> int:
-    """Return H / G, the query heads that share a key-value head, once the queries fit the keys.
-
-    Args:
-        q: bfloat16 [T, H, D], contiguous and on the GPU of the keys.
-    """
+    """Check that queries, bfloat16 [T, H, D], fit the keys, and return H / G."""
     heads, head_dim = q.shape[1:]
     group, rest = divmod(heads, codes.num_heads)
     assert (q.dtype, q.ndim, q.is_contiguous()) == (torch.bfloat16, 3, True)
@@ -97,38 +87,37 @@ class QueryTiles:
     """The lists of work of attention over a flat list of queries, each list longest item first.
 
     A sequence of a packed batch is one run of rows, or two: a stem, the tokens with which several
-    sequences begin, and after it a branch, what is left of one of them. A query sees the keys of
-    its own run up to itself, and of a branch the whole stem before them. Stems have whole blocks of
-    BACKWARD_KEYS rows.
+    sequences begin, and after it a branch, the rest of one of them. A query sees the keys of its
+    own run up to itself, and of a branch the whole stem before them. Stems have whole blocks of
+    BACKWARD_KEYS rows. The lists are made once per batch, on the CPU, and serve every layer.
 
     The lists of the backward (`attention.backward_lists`) are empty for pages. The gradients of raw
-    scores, dS, are stored in tiles of 128 keys x 64 queries, of every head alike: in a run with n
-    blocks of queries, block of keys j and block of queries m meet in its tile j * (n - j - 1) + m.
-    Block of keys j of a stem and block of queries b, counted over all its branches' n blocks, meet
-    in tile j * n + b of those that come after the stem's own.
+    scores, dS, are stored in tiles of 128 keys x 64 queries, keys first, for each head: in a run
+    with n blocks of queries, block of keys j and block of queries m meet in its tile j * (n - j -
+    1) + m. Block of keys j of a stem and block of queries b, counted over all its branches' n
+    blocks, meet in tile j * n + b of those that come after the stem's own.
 
     Attributes:
         tiles: int32 [n, 6], the forward's: first query row, rows, position of the first row in its
-            sequence; then the staged blocks of the keys: the first one of the run, less the blocks
-            of its stem; the blocks of the stem, and the first of these.
-        key_blocks: int32 [m, 2]: first key row (a row of the packed batch, or 64 * page), valid
-            keys.
+        sequence; then staged blocks of keys: the first one of the run, less the blocks of its stem;
+        the blocks of the stem, and the first of these.
+        key_blocks: int32 [m, 2]: first key row (of the packed batch, or 64 * page), valid keys.
         key_tiles: int32 [., 7], the backward's of 128 keys: first key row, end row of its run, its
-            first tile of dS (-1 in the later parts of a stem's, which leave out the run's own
-            queries); then, of a stem: the first entry of `branches`, how many entries there are,
-            and its first tile of dS with branches; then the place of its sums among those of all
-            parts, -1 if the tile is not a part.
-        divided_key_tiles: int32 [., 3], the blocks of 128 keys of stems whose queries are divided
-            into parts: first key row, place of the first part's sums, number of parts.
+        first tile of dS (-1 in the later parts of a stem's, which leave out the run's own queries);
+        then, of a stem: the first entry of `branches`, the number of entries, its first tile of dS
+        with branches; then the place of its sums among those of all parts, -1 if not a part.
+        divided_key_tiles: int32 [., 3], blocks of 128 keys of stems whose queries are divided into
+        parts: first key row, place of the first part's sums, number of parts.
         query_tiles: int32 [., 5], the backward's of 64 queries: first row of the run, first query
-            row, end row of the run, first row and end row of the stem.
+            row,
+        end row of the run, first row and end row of the stem.
         stored_query_tiles: int32 [., 8], the backward's of 128 queries: first row of the run, first
-            query row, end row of the run, first tile of dS of the run; then the first row of the
-            stem, its blocks of keys, the first tile of dS with the stem, and the tiles from one of
-            the stem's blocks of keys to the next.
+        query row, end row of the run, first tile of dS of the run; then the first row of the stem,
+        its blocks of keys, the first tile of dS with the stem, and the tiles from one of the stem's
+        blocks of keys to the next.
         branches: int32 [., 3], each stem's branches: first query row, end row of the run, number of
-            its first block of 64 queries in the stem's count.
-        num_parts: parts of all of `divided_key_tiles`.
+            its
+        first block of 64 queries in the stem's count.
     """
 
     tiles: Tensor
@@ -145,7 +134,6 @@ class QueryTiles:
 
     @property
     def shared(self) -> bool:
-        """True if some sequences share a stem."""
         return len(self.branches) > 0
 
     @staticmethod
@@ -158,8 +146,9 @@ class QueryTiles:
 
         Args:
             cu_seqlens: first row of each run, then the number of rows.
-            stem_of: the number of the run that is the stem of each run, an earlier one; -1 for a
-                stem, and for a whole sequence. None: all are whole sequences.
+            stem_of: for each run the earlier run that is its stem; -1 for stems and whole
+                sequences. None:
+            all are whole sequences.
         """
         starts, lengths = list(cu_seqlens[:-1]), [b - a for a, b in itertools.pairwise(cu_seqlens)]
         assert (cu_seqlens[0], min(lengths, default=1) > 0) == (0, True), "an empty run"
@@ -263,8 +252,7 @@ def _build(
 class SequenceQueries:
     """The places of the queries of B sequences among the R rows of a forward of decode.
 
-    A sequence's queries are rows side by side, and its last query is at its last key. A row that
-    no sequence has is padding.
+    A sequence's queries are consecutive rows, and its last query is at its last key.
 
     Attributes:
         counts: int32 [B], the queries of each sequence, 0 to `most`.

@@ -1,9 +1,8 @@
 """A warp's way through pages in decode: copies, products, softmax, and the store of its result.
 
-A page is one block of `attention.core`. It is copied into one of two stages of shared memory and
+A page is one block of `attention.core`. It is copied to one of two stages of shared memory and
 multiplied there with all query heads of a key-value head at once. A tile's columns are these heads,
-of one query or, if drafts are verified, of several, query after query. `attention.decode`
-explains the layouts. A result is an output, or the state of a split.
+of one query or, if drafts are verified, of several, query after query.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -32,15 +31,7 @@ from jetrl.precision.hopper import gluon_names, tile
 def context_of_tile(
     lengths_ptr, queries_ptr, first_ptr, seq, query, SEVERAL: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
-    """Return a sequence's keys, how many queries it has, a tile's first row and its queries.
-
-    A tile without a query has no keys.
-
-    Args:
-        lengths_ptr: int32 [B], keys of each context.
-        queries_ptr: int32 [B], queries of each sequence; not read unless SEVERAL.
-        first_ptr: int32 [B], the row of each sequence's first query; not read unless SEVERAL.
-    """
+    """Return a sequence's keys (0 if the tile has no query), count, row, and used queries."""
     length = gl.load(lengths_ptr + seq)
     count = seq * 0 + 1
     row = seq
@@ -55,11 +46,7 @@ def context_of_tile(
 
 @gluon.jit
 def row_and_head(column, first_row, group, GROUP: gl.constexpr, SEVERAL: gl.constexpr):
-    """Return the row of the forward and the query head of a tile's columns.
-
-    Args:
-        column: int32 [COLUMNS], the columns.
-    """
+    """Return the forward's row and the query head of each column of a tile, int32 like column."""
     row = column * 0 + first_row
     head = group * GROUP + column
     if SEVERAL:
@@ -70,11 +57,7 @@ def row_and_head(column, first_row, group, GROUP: gl.constexpr, SEVERAL: gl.cons
 
 @gluon.jit
 def column_is_used(column, used, GROUP: gl.constexpr, SEVERAL: gl.constexpr):
-    """Return which columns of a tile are a query's heads.
-
-    Args:
-        used: the queries of the tile, at most 0 for none; 1 unless SEVERAL.
-    """
+    """Return which columns of a tile are a query's heads, for `used` queries in the tile."""
     ok = column < GROUP
     if SEVERAL:
         ok = column < GROUP * used
@@ -85,11 +68,7 @@ def column_is_used(column, used, GROUP: gl.constexpr, SEVERAL: gl.constexpr):
 def _by_channels(
     o, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr
 ):
-    """Return o [D, COLUMNS] with D / 8 neighboring channels of a column in each thread.
-
-    A thread then makes codes in pairs and stores 8 or 16 at a time. With coded values, whose
-    channels come in the order of `pages._coded_values`, this only renames registers.
-    """
+    """Return o [D, COLUMNS] with D / 8 neighboring channels of a column in each thread."""
     # Thread 4 g + t has columns 2 t and 2 t + 1 (of each 8), as an accumulator has, and channels
     # from (D / 8) g on.
     SPAN: gl.constexpr = D // 8  # channels
@@ -161,14 +140,10 @@ def store_split(
     SEVERAL: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Store what a split gave: finished outputs if it is the whole context, else its state.
+    """Store finished outputs if the split is the whole context, else its state.
 
-    Args:
-        acc: float32 [D, COLUMNS], the outputs before they are normalized, in the layout mma.
-        m: float32 [COLUMNS], the maxima.
-        total: float32 [COLUMNS], the sums.
-        o_ptr: the place of finished outputs, as of `_store_heads`.
-        part_ptr: the place of a split's outputs, as of `_store_state`.
+    The outputs acc, before they are normalized, are float32 [D, COLUMNS] in layout mma; the maxima
+    m and sums total are float32 [COLUMNS].
     """
     # Folding the only split into the empty state would change no bit, so it is finished here; and
     # so a query that sees one split next to one that sees two may leave its state as that one does.
@@ -191,18 +166,17 @@ class Pages(NamedTuple):
     """The stored keys and values of one key-value head, and their two stages in shared memory.
 
     Attributes:
-        k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D].
-        ks_ptr: float32 [P, BLOCK_N, G], the keys' scales.
-        vs_ptr: float32 [P, BLOCK_N, G], the values' scales.
+        k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D], like v_ptr.
+        ks_ptr: float32 [P, BLOCK_N, G], the keys' scales, like vs_ptr.
         tile_offsets: int32 [BLOCK_N, D], places of the head's elements in a page, as if each key
-            were one of the first that the warp copies at a time.
+            were
+        one of the first that the warp copies at a time.
         key_offsets: int32 [BLOCK_N], places of the head's scales in a page.
         k: [2, BLOCK_N, D] in shared memory, like v.
-        v: [2, BLOCK_N, D].
         k_scales: float32 [2, BLOCK_N] in shared memory, like v_scales.
-        v_scales: float32 [2, BLOCK_N].
         factors: three lines of float32 [BLOCK_N], scratch for the keys' factors. The compiler puts
-            a barrier between writes to one piece of memory, and none between these.
+            a
+        barrier between writes to one piece of memory, and none between these.
         weights: 16-bit [BLOCK_N, COLUMNS], scratch for the softmax weights.
     """
 
@@ -222,10 +196,9 @@ class Pages(NamedTuple):
 
 @gluon.jit
 def load_page(pages, page, stage, keys_left, G: gl.constexpr, SCALED: gl.constexpr):
-    """Start copying one head's keys, values and scales of a page to a stage of shared memory.
+    """Start copying a page's keys, values and scales of one head to a stage of shared memory.
 
-    Keys past the context arrive as zeros, whatever the page holds: a NaN there would pass through a
-    weight of zero.
+    Keys past the context arrive as zeros: a NaN there would pass through a weight of zero.
     """
     BLOCK_N: gl.constexpr = pages.k.shape[1]
     D: gl.constexpr = pages.k.shape[2]
@@ -257,11 +230,7 @@ def load_queries(
     q_ptr, first_row, used, group, G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     COLUMNS: gl.constexpr, SEVERAL: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Return the heads of a tile's queries as a tensor-core operand [D, COLUMNS], else zeros.
-
-    Args:
-        q_ptr: bfloat16 [R, G * GROUP, D].
-    """
+    """Return the heads of a tile's queries as a tensor-core operand [D, COLUMNS], else zeros."""
     # With coded keys a thread holds runs of 4 channels, as of the keys (`attend_page`).
     layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if SCALED else 2)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
@@ -312,14 +281,7 @@ def attend_page(
     MASKED: gl.constexpr, GROUP: gl.constexpr, SEVERAL: gl.constexpr, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Attend to one page: return the maximum, the sum and the outputs with its keys folded in.
-
-    Args:
-        q: 16-bit [D, COLUMNS], the queries (`load_queries`).
-        m: float32 [COLUMNS], the maxima before.
-        total: float32 [COLUMNS], the sums before.
-        acc: float32 [D, COLUMNS], the outputs before.
-    """
+    """Return m and total [COLUMNS] and acc [D, COLUMNS], float32, with a page's keys folded in."""
     BLOCK_N: gl.constexpr = pages.k.shape[1]
     D: gl.constexpr = pages.k.shape[2]
     COLUMNS: gl.constexpr = q.shape[1]

@@ -37,15 +37,11 @@ Stored = tuple[Tensor, Tensor | None]
 
 
 def quantize_kv(x: Tensor, stored_format: str, scales: str = "fp32") -> Stored:
-    """Return keys or values as they are stored.
+    """Return keys or values [T, G, D] as stored: codes and float32 scales [T, G], or x and None.
 
     Args:
-        x: [T, G, D], keys or values.
-        stored_format: "fp8", "int8", or another format, in which values are stored as they are.
+        stored_format: "fp8", "int8", or another format, whose values are stored unchanged.
         scales: "fp32", or "pow2" for scales that are powers of two.
-
-    Returns:
-        Codes and float32 scales [T, G], one for each token and head; or x and None.
     """
     if stored_format not in CODES:
         return x, None
@@ -56,24 +52,13 @@ def quantize_kv(x: Tensor, stored_format: str, scales: str = "fp32") -> Stored:
 def quantize_keys_and_values(
     k: Tensor, v: Tensor, kv_format: str, scales: str = "fp32"
 ) -> tuple[Stored, Stored]:
-    """Return keys and values as they are stored, each as `quantize_kv` returns them.
-
-    Args:
-        k: [T, G, D], rotated keys.
-        v: [T, G, D], values.
-        kv_format: `PrecisionPlan.kv`: a format of both, or the keys' + the values'.
-    """
+    """Return rotated keys and values [T, G, D] as `quantize_kv` does, in `PrecisionPlan.kv`."""
     key_format, value_format = key_and_value_formats(kv_format)
     return quantize_kv(k, key_format, scales), quantize_kv(v, value_format, scales)
 
 
 def stored_values(codes: Tensor, scales: Tensor | None) -> Tensor:
-    """Return the float32 [T, G, D] that stored keys or values stand for.
-
-    Args:
-        codes: [T, G, D], of `quantize_kv`.
-        scales: float32 [T, G], or None.
-    """
+    """Return the float32 [T, G, D] that stored codes [T, G, D] and scales [T, G] stand for."""
     if scales is None:
         return codes.float()
     return dequantize(QTensor(codes, scales[..., None], (1, codes.shape[-1])))
@@ -88,18 +73,18 @@ def attend_dense(
     q_positions: Tensor,
     split: int | None = None,
 ) -> Tensor:
-    """Return the attention of a padded batch.
+    """Return the attention of a padded batch, bfloat16 or float32 [B, Q, H, D].
 
     A row's bits do not depend on padding, on other rows, or on L, unless `split` is given. Tensors
     in float32 take ordinary float32 attention (the fp32 plan).
 
     Args:
-        q: bfloat16 [B, Q, H, D].
         k_codes: [B, L, G, D], float8_e4m3fn or int8 with scales, or bfloat16.
         k_scales: float32 [B, L, G], or None with bfloat16.
         q_positions: int64 [B, Q]; a query sees key j if j is at most its position.
-        split: The keys of a split, whose sums are float32 sums in the library's order: the sums of
-            another engine's attention, for comparisons. None: exact sums.
+        split: keys of a split, whose sums are float32 sums in the library's order: the sums of
+            another
+        engine's attention, for comparisons. None: exact sums.
     """
     if q.dtype == torch.float32:
         return _attend_fp32(q, k_codes, v_codes, q_positions)
@@ -164,7 +149,6 @@ def _attend_in_splits(
 def _attend(
     q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, positions: Tensor
 ) -> Tensor:
-    """Return the attention of a piece of a batch, by the formula of the module."""
     _, num_queries, heads, head_dim = q.shape
     groups = k.shape[1]
     # [B, G, heads of the group x Q, D]: one product for each key-value head
@@ -197,7 +181,6 @@ def _seen(positions: Tensor, length: int) -> Tensor:
 
 
 def _attend_fp32(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """Return torch's attention of a padded batch in float32."""
     visible = torch.arange(k.shape[1], device=q.device) <= positions[..., None]
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible[:, None], enable_gqa=True
@@ -219,13 +202,12 @@ def attend_packed(
     Keys and values are quantized as the cache would store them.
 
     Args:
-        q: bfloat16 or float32 [T, H, D], rotated.
-        k: like q, [T, G, D], rotated.
-        v: like q, [T, G, D].
+        q: bfloat16 or float32 [T, H, D], rotated, like k [T, G, D]; v is [T, G, D].
         cu_seqlens: int64 [S + 1], first row of each sequence, then their sum of rows.
-        kv_format: `PrecisionPlan.kv`, how keys and values are stored.
+        kv_format: `PrecisionPlan.kv`.
         row_of: int64, for each row that cu_seqlens counts its row in q, if sequences share their
-            first rows (`models.packed`); None: the row itself.
+            first
+        rows (`models.packed`); None: the row itself.
     """
     o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales, row_of)
     return o
@@ -291,10 +273,7 @@ def _first_of_each(row_of: Tensor) -> Tensor:
 
 
 def _dense_batches(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return padded batches of sequences of similar length.
-
-    Padding repeats the sequence's first token; its results are dropped.
-    """
+    """Return padded batches of sequences of similar length: rows, positions and valid, [B, L]."""
     starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     batches = []
     for size in sorted({1 << (n - 1).bit_length() for n in lengths.tolist() if n > 0}):
