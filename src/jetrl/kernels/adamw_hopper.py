@@ -35,7 +35,7 @@ def _adamw_kernel(
     """Do one step of AdamW for BLOCK elements, in the order of `adamw_ref_`."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < num_elements
-    clip = tl.load(clip_ptr)
+    clip = tl.load(clip_ptr)  # on the device, so that the host need not know the norm
     g = tl.load(grad_ptr + places, mask=inside, other=0.0) * clip
     word = tl.load(root_ptr + places, mask=inside, other=0).to(tl.int32)
     codes = tl.load(ratio_ptr + places, mask=inside, other=0).to(tl.float32)
@@ -72,7 +72,7 @@ def _adamw_kernel(
 def adamw_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, scalars: AdamWScalars
 ) -> None:
-    """Do what `kernels.adamw.adamw_` does, on Hopper."""
+    """`kernels.adamw.adamw_` on Hopper."""
     dtypes = torch.float32, torch.float32, torch.uint8, torch.int16
     for x, dtype in zip((master, grad, ratio, root), dtypes, strict=True):
         assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, master.shape, True)

@@ -12,9 +12,9 @@ at every position with that position's own random bits (`verify_inputs`, `take_v
 count up to and including the first that differs from the draft. So the sequence has the bits of
 plain decode, whatever the draft says.
 
-Each step can be in a CUDA graph. The device ends a sequence at a stop id, at its limit and at
-broken logits; `rollout.stopping` decides on the host, some forwards later, about stop strings and
-stop ids beyond MAX_STOP_IDS. Legend: as in `kernels.decode_state`.
+Each step can be in a CUDA graph. `rollout.stopping` decides on the host when a sequence ends, some
+forwards later. The device ends it at a stop id, at its limit and at broken logits; stop strings and
+stop ids beyond MAX_STOP_IDS are left to the host. Legend: as in `kernels.decode_state`.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _inputs_kernel(
     token_ids_ptr, positions_ptr, slots_ptr, lengths_ptr, bits_ptr,
     count, width, PAGE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Gather a forward's `DecodeInputs` from the slots of its rows, one row in each lane."""
+    """Gather a forward's `DecodeInputs` from the slots of `rows_ptr`, one row in each lane."""
     # Loads depend on each other three deep: row -> slot -> position -> page.
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = row < count
@@ -170,7 +170,7 @@ def ngram_entry(text_ptr, group, last, mask, entries, ORDER: tl.constexpr):
 
 @triton.jit
 def _look_up(text_ptr, table_ptr, group, end, position, active, entries, ORDER: tl.constexpr):
-    """Return the earlier place of a sequence's last ORDER tokens, and whether there is one."""
+    """Return the earlier place of a sequence's last ORDER tokens, and whether it was found."""
     enough = active & (position >= ORDER - 1)
     entry = ngram_entry(text_ptr, group, end, enough, entries, ORDER)
     place = tl.load(table_ptr + entry, mask=enough, other=-1).to(tl.int64)

@@ -135,12 +135,10 @@ class DraftText:
     Attributes:
         text: int32 [N], token ids or UNKNOWN: the rows of the slots, then the archive.
         tables: int32 [number of ORDERS, E], for the hash of a group and its n-gram the place in
-            `text`
-        of the n-gram's last token; E is a power of two.
+            `text` of the n-gram's last token; E is a power of two.
         group: int64 [S], the key of each slot's prompt: drafts come only from the same prompt.
         quality: int32 [S], how often the first tokens of a sequence's last drafts were right, from
-            0 to
-        QUALITY_ONE, by which sequences share the rows of a forward.
+            0 to QUALITY_ONE, by which sequences share the rows of a forward.
         width: tokens of a slot's row.
     """
 
@@ -201,15 +199,16 @@ class VerifyInputs:
     """The inputs of model, cache and sampler in a forward that verifies drafts.
 
     An active sequence has 1 to Q queries in consecutive rows, its last token and tokens of its
-    draft, and the next active sequence follows. The other rows are padding, with slot -1 and bits
-    -1, and change nothing. If Q is 1 each sequence has a row; that of an inactive one is padding.
+    draft, and the next active sequence follows. The other rows are padding, with slot -1 and
+    bits -1, and change nothing. If Q is 1 each sequence has a row; that of an inactive one is
+    padding.
 
     Attributes:
         token_ids: int64 [R], like positions.
         slots: int64 [R], the places of keys and values in the cache: page * page_size + offset.
         bits: int64 [R], the random bits of each position's draw.
         keys: int32 [R], the number of keys that the last query of the row's sequence sees; 0 for
-        padding.
+            padding.
         lengths: int32 [B], the same for each sequence; 0 if not active.
         queries: int32 [B], the number of its queries, from 0 to Q.
         first: int32 [B], the row of its first query.
@@ -233,11 +232,11 @@ class Verified:
 
     Attributes:
         tokens: int32 [K, at least B * Q], token ids, Q of each sequence: those that count, then
-        NOT_DRAWN; BROKEN for a draw whose logits have no finite softmax.
+            NOT_DRAWN; BROKEN for a draw whose logits have no finite softmax.
         logprobs: float32, of the same shape.
         offers: int32 [K, at least B], drafted + 8 * source + 32 * hit + 64 * offered: draft tokens
-        verified, the draft's index in SOURCES, whether its first token was drawn, and whether there
-        was a draft, verified or not.
+            verified, the draft's index in SOURCES, whether its first token was drawn, and whether
+            there was a draft, verified or not.
         count: int32 [1], the forwards so far: the line that the next one writes.
     """
 

@@ -113,7 +113,7 @@ def remember(
         tokens: int64 [M], token ids, and UNKNOWN for the end of a piece.
         groups: int64 [M], the key of the prompt that each token belongs to.
         lag: tokens that must follow an n-gram: LAG for a sequence that `extend` continues, 1 for a
-        completion that has ended.
+            completion that has ended.
     """
     draft_text.text[places] = tokens.int()
     for table, order in zip(draft_text.tables, ORDERS, strict=True):

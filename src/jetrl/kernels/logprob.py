@@ -25,7 +25,7 @@ def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tens
 
     Args:
         temperature: float32 [R, 1]; a tensor, because torch may turn division by a number into a
-        product with its inverse, which has other bits.
+            product with its inverse, which has other bits.
     """
     z = logits / temperature
     shifted = z - z.amax(-1, keepdim=True)

@@ -94,7 +94,7 @@ def statistics_of_lanes(lane_max, lane_sum, lane_moment, lane_square):
     total = tl.sum(lane_sum * kept, 0)
     moment = tl.sum(kept * (lane_moment + step * lane_sum), 0)
     square = tl.sum(moved_square(lane_sum, lane_moment, lane_square, step, kept), 0)
-    # Without a positive total (a row of -inf or NaN) there is no softmax: NaN says so to the host.
+    # Without a positive total (a row of -inf or NaN) the softmax is undefined: NaN tells the host.
     lse = tl.log(total.to(tl.float64)).to(tl.float32)
     mean = tl.math.div_rn(moment, total)
     variance = tl.maximum(tl.math.div_rn(square, total) - mean * mean, 0.0)
@@ -134,7 +134,10 @@ def _backward_kernel(
     logits_ptr, chosen_ptr, max_ptr, lse_ptr, grad_ptr, out_ptr,
     num_columns, column_blocks, temperature, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Make the gradient of BLOCK of one row's logits: (one at the chosen - softmax) * dlogp / t."""
+    """Make the gradient of BLOCK of one row's logits: (one at the chosen - softmax) * dlogp / t.
+
+    Reads max z and lse of each row, float32 [R]; writes float32 or bfloat16 [R, num_columns].
+    """
     row, block = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     columns = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
@@ -172,7 +175,7 @@ def lm_head_logprobs(
         chosen: int64 [R], token ids.
         chunk_rows: rows whose logits are held at a time; changes no bit of the results.
         recompute: whether backward makes the logits again. Otherwise forward keeps their gradients,
-        2 R V bytes, which saves backward one of three products.
+            2 R V bytes, which saves backward one of three products.
     """
     rows = chunk_rows or rows_at_once(weight.shape[0])
     keep = torch.is_grad_enabled() and not recompute

@@ -3,8 +3,8 @@
     y = x / sqrt(mean(x**2) + eps) * weight      row by row, rounded once to x's dtype
 
 RMSNorm's sum of squares is exact (`precision.exact`), so a row has the same bits on every device
-and in every batch. Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv
-1910.07467).
+and in every batch. Source: Zhang and Sennrich, Root Mean Square Layer Normalization
+(arXiv 1910.07467).
 
 `block_squares` sums blocks of 128 rows, so gradients divided among ranks in whole blocks have the
 norm of one process, bit for bit.

@@ -1,9 +1,9 @@
 """`kernels.norm` on Hopper: RMSNorm fused with the residual add before it and the codes after it.
 
 The bits are those of `rms_norm_ref` and `precision.quantize`. The reference's sum of squares is
-exact on a 19-bit grid below the row's maximum. It is exact here too, as integers: adding 1.5 *
-2**23 to x * 2**(19 - e) rounds to that grid and leaves the integer in the low bits of the float,
-and the squares add in int64. The rest is IEEE operations with fusion switched off.
+exact on a 19-bit grid below the row's maximum. It is exact here too, as integers: adding
+1.5 * 2**23 to x * 2**(19 - e) rounds to that grid and leaves the integer in the low bits of the
+float, and the squares add in int64. The rest is IEEE operations with fusion switched off.
 
 Forward is one kernel with a program per row. In backward a tile kernel makes WGrad's 128 x 128
 groups from the saved sum of x and delta and the inverse rms.
@@ -91,7 +91,12 @@ def _row_kernel(
     QUANTIZE: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     EPS: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """Add, norm and quantize one row, which stays in registers from its load to its codes."""
+    """Add, norm and quantize one row, which stays in registers from its load to its codes.
+
+    Tensors are bfloat16 [T, WIDTH]; inverse_ptr is float32 [T], codes_ptr FP8 [T, WIDTH] and
+    scales_ptr float32 [T, WIDTH / 128], rows contiguous and groups scale_stride apart. With FEW
+    only latency counts.
+    """
     row = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
@@ -149,7 +154,11 @@ def _tile_kernel(
     num_rows, num_columns, scale_stride, padded_rows, column_blocks,
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Make the norm of one 128 x 128 tile again, and quantize it as one group for WGrad."""
+    """Make the norm of one 128 x 128 tile again, and quantize it as one group for WGrad.
+
+    Writes FP8 codes [num_columns, padded_rows], zeros past num_rows, and float32 scales
+    [num_columns / 128, padded_rows / 128], from bfloat16 x and float32 inverse rms [num_rows].
+    """
     block, column = tile.place(column_blocks)
     rows, columns = tile.tile_rows(block), tile.tile_columns(column)
     x = tile.load_tile(x_ptr, block, column, num_rows, num_columns, num_columns)

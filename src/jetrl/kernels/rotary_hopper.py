@@ -91,6 +91,8 @@ def _grid_squares(x, factor):
 @gluon.jit
 def _inverse_root(x):
     """Return 1 / sqrt(x) of normal float64 x > 0, both operations rounded to nearest."""
+    # The hardware's guess is right to 2**-20, and to a unit of the last place after one step of the
+    # third order; then Markstein's corrections. The compiler's `/` and `sqrt` take twice as long.
     guess = gl.inline_asm_elementwise(
         "rsqrt.approx.ftz.f64 $0, $1;", "=d,d", [x], dtype=gl.float64, is_pure=True, pack=1
     )
@@ -224,7 +226,14 @@ def _forward_kernel(
     K_MAXIMUM: gl.constexpr, V_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Take eight heads of a token in each of ROUNDS rounds; with two, keys go with their values."""
+    """Take eight heads of a token in each of ROUNDS rounds; with two, keys go with their values.
+
+    Args:
+        qkv_ptr: bfloat16 [T, (H + 2G) * D].
+        slots_ptr: int64 [T], read with HAS_SLOTS; else token t has slot t.
+        k_codes_ptr, v_codes_ptr: FP8, int8 or bfloat16 [slots, G, D], written.
+        k_scales_ptr, v_scales_ptr: float32 [slots, G], written with QUANTIZE.
+    """
     # Programs of a token are neighbors, so that its row is read by them at about the same time.
     Q_PARTS: gl.constexpr = (H + 8 * ROUNDS - 1) // (8 * ROUNDS)
     KV_PARTS: gl.constexpr = (G + 7) // 8
@@ -300,8 +309,7 @@ def qk_norm_rotary_cache(
         norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
         cache: pages [P, 64, G, D], or one slot for each token [T, G, D], written.
         slots: int64 [T], places in the cache, negative to write nothing (padding); None for the
-            tokens'
-        own numbers.
+            tokens' own numbers.
         scales: "fp32", or "pow2" for scales that are powers of two.
     """
     head_dim, groups = cache.head_dim, cache.num_heads
@@ -424,7 +432,11 @@ def _backward_kernel(
     H: gl.constexpr, G: gl.constexpr, TOKENS: gl.constexpr, NORM: gl.constexpr,
     D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Take TOKENS tokens and eight heads of queries, keys or values (whose gradient is copied)."""
+    """Take TOKENS tokens and eight heads of queries, keys or values (whose gradient is copied).
+
+    Writes dqkv, bfloat16 [T, (H + 2G) * D], and with NORM the partial sums of the weights'
+    gradients, float32 [T / TOKENS, parts of queries and keys, D].
+    """
     Q_PARTS: gl.constexpr = (H + 7) // 8
     KV_PARTS: gl.constexpr = (G + 7) // 8
     PARTS: gl.constexpr = Q_PARTS + 2 * KV_PARTS

@@ -6,8 +6,8 @@ cumulative sums of int64 weights are exact in any order, so every device picks t
 the same weights.
 
 `with_noise` adds Gaussian noise to the sampler's logits: a known mismatch, for studies
-(`[sampler_deviation]`). With words w of Philox keyed by the row's random bits and counted by (token
-id, 0, 0, 1):
+(`[sampler_deviation]`). With words w of Philox keyed by the row's random bits and counted by
+(token id, 0, 0, 1):
 
     u0, u1 = ((w0 >> 8) + 1/2) / 2**24, ((w1 >> 8) + 1/2) / 2**24
     noise  = sqrt(-2 log u0) cos(2 pi u1)                             (Box and Muller, 1958)
@@ -71,7 +71,7 @@ def sample(
     Args:
         bits: int64 [R] from `random_bits`; for -1 the draw is an arbitrary token.
         temperature: float32 [R]; 0 takes the most probable token (the lowest id among equals), with
-        log-probs of temperature 1.
+            log-probs of temperature 1.
         top_p: float32 [R], 1 for off.
         top_k: int64 [R], 0 for off.
         filtered: whether any row uses top_p or top_k.

@@ -6,9 +6,10 @@ equal bits. Then each program sums the int64 weights of one block, and the last 
 which the cumulative sum passes the target. Weights come from the hardware's exp2 and may differ
 from the CPU's in the last bits.
 
-top_k and top_p keep the weights above a threshold, and the first of those equal to it: the largest
-x for which enough weights, or enough mass, are at least x. It is found without sorting, two bits
-per reading of the row: weights are at most 2**40, so 21 readings are exact.
+top_k and top_p keep the weights above a threshold, and the first of those equal to it. The
+threshold is the largest x for which enough weights, or enough mass, are at least x. It is found
+without sorting, two bits per reading of the row: weights are at most 2**40, so 21 readings are
+exact.
 
 The noise has the reference's random words, but the device's own logarithm and cosine.
 """
@@ -99,6 +100,8 @@ def _sample_lanes_kernel(
 @triton.jit
 def _load_lanes(lanes_ptr, row, stride, BLOCK: tl.constexpr):
     """Return a row's lane maxima and sums in the layout of a single program; -inf for a NaN sum."""
+    # There a lane's four words are its four columns of a block: four are read, and two used. With a
+    # sum of -inf instead of NaN, too, a row's total is not positive.
     words = tl.arange(0, 4)[None, :]
     places = tl.arange(0, BLOCK // 4)[:, None] * 4 + words
     left = tl.load(lanes_ptr + row.to(tl.int64) * stride + places)
@@ -111,7 +114,11 @@ def _sample_blocks_kernel(
     logits_ptr, temperature_ptr, lanes_ptr, sums_ptr, best_ptr, num_columns, num_blocks, stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights of a block of a row, and find the first maximum of a greedy row."""
+    """Sum the weights of a block of a row, and find the first maximum of a greedy row.
+
+    Writes sums_ptr, int64 [R, num_blocks], and for greedy rows best_ptr, int32 [R, num_blocks],
+    which is num_columns for a block without a maximum.
+    """
     row, block = tl.program_id(0), tl.program_id(1)
     let_next_start()
     wait_for_previous()
@@ -166,7 +173,10 @@ def _sample_draw_kernel(
 
 
 def _lane_stride(vocabulary: int) -> int:
-    """Return the stride between rows of lanes, a multiple of 16 just if that of logits is."""
+    """Return the stride between rows of lanes, divisible by 16 if and only if that of logits is."""
+    # Triton loads four neighboring words per thread only if it knows them to be aligned, by a size
+    # that is a multiple of 16. That decides which thread has which lane, and so the order of the
+    # sums over lanes, which must be that of a single program.
     return BLOCK if vocabulary % 16 == 0 else BLOCK + 1
 
 
@@ -229,6 +239,8 @@ def _above(
 @triton.jit
 def _kept(weights, columns, num_columns, bound, ties_before, limit, mass_above, needed):
     """Return a block's weights, 0 if excluded, and the ties: weights that equal the bound."""
+    # Ties go by token id as in the reference: the first `limit` stay, as long as the mass before
+    # each is less than `needed`.
     ties = (weights == bound) & (columns < num_columns)
     rank = ties_before + tl.cumsum(ties.to(tl.int64), 0) - 1
     before = (mass_above + rank * bound).to(tl.float64)
@@ -242,7 +254,11 @@ def _filtered_kernel(
     tokens_ptr, logprobs_ptr, max_ptr, lse_ptr, sums_ptr, ties_ptr, num_columns, num_blocks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw a row's token again, from the tokens that top_k and top_p keep, unless it is greedy."""
+    """Draw a row's token again, from the tokens that top_k and top_p keep, unless it is greedy.
+
+    sums_ptr and ties_ptr are scratch, int64 [R, num_blocks]: the kept weights of each block, and
+    the ties before it.
+    """
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
     temperature = tl.load(temperature_ptr + row)
@@ -261,7 +277,7 @@ def _filtered_kernel(
         )
         limit = tl.where(by_count, top_k - count, num_columns)
 
-        # top_p: its share of what top_k leaves. Where that needs only weights above top_k's bound,
+        # top_p: its share of the rest after top_k. If that needs only weights above top_k's bound,
         # the bound rises, and top_k excludes none of the ties any more.
         total = tl.where(by_count, mass + limit * bound, total)
         needed = tl.where(top_p < 1.0, top_p * total.to(tl.float64), float("inf"))
@@ -298,7 +314,7 @@ def _filtered_kernel(
         passed = (before + tl.cumsum(kept, 0) <= target) & (columns < num_columns)
         token = tl.minimum(place * BLOCK + tl.sum(passed.to(tl.int32), 0), num_columns - 1)
 
-        # Its log-prob is that of the full distribution: what the trainer computes.
+        # Its log-prob is that of the full distribution, as the trainer computes it.
         z = tl.math.div_rn(tl.load(row_ptr + token), temperature)
         tl.store(tokens_ptr + row, token.to(tl.int64))
         tl.store(logprobs_ptr + row, (z - row_max) - tl.load(lse_ptr + row))

@@ -6,12 +6,12 @@ exp2 and the reciprocal are the hardware's (relative errors near 2**-22 and 2**-
 differ from the reference by a unit of bfloat16. The sampler's y and the trainer's agree: every
 kernel here does the same operations in this order, without fused multiply-adds.
 
-`swiglu_backward_quantize` makes the gradient of gate_up in both groupings (1 x 128 for DGrad, 128 x
-1 for WGrad), and y again in 128 x 128 groups for WGrad of `down`, from one reading of each 128 x
-128 tile. All groups need the whole tile before the first code is written, so registers decide: 16
-warps hold a tile; eight would spill. One program per SM visits its tiles while bulk copies bring
-the next two into shared memory, where the warps' maxima meet: one thread per group makes scale and
-multiplier, and all quantize. docs/notes-gemm.md has other forms and their times.
+`swiglu_backward_quantize` makes the gradient of gate_up in both groupings (1 x 128 for DGrad,
+128 x 1 for WGrad), and y again in 128 x 128 groups for WGrad of `down`, from one reading of each
+128 x 128 tile. All groups need the whole tile before the first code is written, so registers
+decide: 16 warps hold a tile; eight would spill. One program per SM visits its tiles while bulk
+copies bring the next two into shared memory, where the warps' maxima meet: one thread per group
+makes scale and multiplier, and all quantize. docs/notes-gemm.md has other forms and their times.
 
 Legend: T tokens, F features of y.
 """
@@ -74,7 +74,14 @@ def _rows_kernel(
     ROWS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr,
     MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """Make y of ROWS rows and 128 columns, and write it, its groups, or both."""
+    """Make y of ROWS rows and 128 columns, and write it, its groups, or both.
+
+    Args:
+        x_ptr: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
+        scales_ptr: float32 [num_rows, column_blocks], rows contiguous and groups scale_stride
+            apart.
+        ROWS: few for few rows, so that more programs share the latency; changes no bit.
+    """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
     let_next_start()
@@ -191,7 +198,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _check(gate_up: Tensor, dy: Tensor | None = None) -> tuple[int, int]:
-    """Return T and F of gate_up [T, 2F], once it and dy [T, F] fit the kernels."""
+    """Check gate_up [T, 2F] and dy [T, F], F a multiple of 128, and return T and F."""
     num_rows, width = gate_up.shape
     assert (gate_up.dtype, gate_up.is_contiguous()) == (torch.bfloat16, True)
     assert width % (2 * FP8_BLOCK) == 0, f"{width} columns"
@@ -244,10 +251,10 @@ def swiglu_backward_values_kernel(
 def swiglu_backward_values_(
     dy: Tensor, gate_up: Tensor, scales: str = "fp32"
 ) -> tuple[QTensor, Tensor]:
-    """Return the gradient of gate_up as codes and as BF16 [T, 2F], and leave swiglu(gate_up) in dy.
+    """Return the gradient of gate_up as codes and as values, and leave swiglu(gate_up) in dy.
 
-    One reading of dy [T, F] and gate_up serves the adapters and the frozen base between them. The
-    codes are 1 x 128 groups.
+    For training adapters: the next adapter's A needs y, the adapters before it need dx [T, 2F] in
+    BF16, and the frozen base its codes, 1 x 128 groups. dy is bfloat16 [T, F].
     """
     _check(gate_up, dy)
     num_rows, width = dy.shape
@@ -357,6 +364,7 @@ def _larger_packed(a, b):
 @gluon.jit
 def _columns_of_threads(x):
     """Return maxima of |x| of each thread's columns: int32 pairs [32 = 4 warps x 8 lanes, 64]."""
+    # x is bfloat16 [128, 128] in _TILE: the four rows of a thread are reduced, in registers.
     a, b = tile.split_rows(x, 128)
     a, b = tile.split_rows(_larger(a, b), 64)
     a, b = gl.split(gl.reshape(_larger(a, b), [32, 64, 2]))
@@ -474,7 +482,15 @@ def _backward_tiles_kernel(
     num_columns: gl.constexpr, MAXIMUM: gl.constexpr,
     Y_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Make the quantized gradients and y of a program's tiles of 128 x 128, one by one."""
+    """Make the quantized gradients and y of a program's tiles of 128 x 128, one by one.
+
+    Args:
+        dy_desc: bfloat16 [num_rows, num_columns], by bulk copies that give zeros past the end.
+        x_desc: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
+        row_codes_ptr: the gradient in 1 x 128 groups, written; token_codes_ptr in 128 x 1 groups.
+        y_codes_ptr: y in 128 x 128 groups, tokens contiguous, written.
+        scale_stride: from one group of row scales to the next; y_scale_stride, of y's lines.
+    """
     # Shared memory: 192 KiB of stages, the maxima of warps, and what all threads need of a group.
     staged = gl.allocate_shared_memory(gl.bfloat16, [6, 128, 128], dy_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -486,7 +502,7 @@ def _backward_tiles_kernel(
     stride: gl.constexpr = 2 * num_columns
     column_blocks: gl.constexpr = num_columns // 128
     step = gl.num_programs(0)
-    # From the last rows back: what the kernel before wrote last is still in the L2 cache.
+    # From the last rows back: the last writes of the kernel before are still in the L2 cache.
     index = tiles - 1 - gl.program_id(0)
     _ask(dy_desc, x_desc, staged, arrived, 0, index, num_columns)
     _ask(dy_desc, x_desc, staged, arrived, 1, index - step, num_columns)
@@ -544,8 +560,7 @@ def swiglu_backward_quantize(
 
     Returns:
         The gradient of gate_up in 1 x 128 groups of [T, 2F]; the same in 128 x 1 groups, with zero
-        rows
-        up to a multiple of 128; y [T, F] in 128 x 128 groups with that number of rows.
+        rows up to a multiple of 128; y [T, F] in 128 x 128 groups with that number of rows.
     """
     _check(gate_up, dy)
     num_rows, columns = gate_up.shape

@@ -425,7 +425,7 @@ def attention_backward(
     def rows(x: Tensor, height: int = _STEP) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(x.view(tokens, -1), [height, head_dim])
 
-    # Key-value heads whose dS is kept at once: all of them, or as many as fit, in turns. If not
+    # Key-value heads whose dS is kept at once: all of them, or those that fit, in turns. If not
     # even one fits, dQ is computed from the start. A kernel takes no None, so other tensors stand
     # for those that it does not read.
     k_scales, v_scales = (delta if s is None else s for s in (codes.k_scales, codes.v_scales))

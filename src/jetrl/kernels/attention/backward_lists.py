@@ -99,7 +99,7 @@ def _key_tiles(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """Return the entries of `key_tiles` of a block of keys, one for each part, and their work."""
     row, end, first_own_tile, with_branches = tile
-    # Each part is as many branches as make no more than `most` blocks with what it has already.
+    # A part takes branches until the next one would exceed `most` blocks.
     parts, counts = [own], [0]
     for branch in branches:
         if parts[-1] + branch.query_blocks > most:

@@ -122,7 +122,7 @@ def attend_whole_blocks(
     Returns the new m and total [ROWS] and acc [ROWS, D], float32, for 16-bit queries q [ROWS, D] in
     shared memory.
     """
-    # The first block has no values before it. (Where nothing is masked, m stands for `position`.)
+    # The first block has no values before it. (Without a mask, m stands for `position`.)
     if first < last:
         stage = wait_for_block(ring, first)
         s = _scores(q, ring, stage)

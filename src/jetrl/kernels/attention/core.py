@@ -166,6 +166,8 @@ def _quarters(x, axis: gl.constexpr):
 @gluon.jit
 def _sum_down(t):
     """Return the sums of t's 16 rows, in the order in which the forward sums 16 columns."""
+    # In the forward, thread i of four adds columns 2i, 2i + 1, 2i + 8, 2i + 9; then threads i and
+    # i + 2 meet, then both pairs. Here a thread has rows j and j + 8.
     # Rows 2i + (0 or 1) along axis 1, so that each of the three steps below adds one row to the
     # running sum; if a step wants one of two neighbors, a zero stands for the other.
     low, high = _halves(t, 0)  # rows j and j + 8 of a thread
@@ -212,7 +214,7 @@ def softmax_block(
     Args:
         s: float32, the raw scores, in a tensor core's accumulator layout.
         factors: float32 in shared memory, read if SCALED: lines a, b, c of [., N], or with KEYS = 0
-        three lines [N].
+            three lines [N].
         m: float32 [M], the maximum so far, like the sum total.
         position: int32 [M], the last visible key of each query; read if MASKED.
         first_key: position of the block's first key; used if MASKED.

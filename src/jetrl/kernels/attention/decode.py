@@ -1,19 +1,18 @@
 """Attention of one new token per sequence over pages of keys and values (decode).
 
 Memory-bound: codes of keys and values are read once, 2 * (D + 4) bytes per token and key-value
-head. One warp owns (sequence, key-value head, split). It streams the split's pages through shared
-memory, and each page is one block of `attention.core`. Several warps share an SM, so loads are
-always in flight. In a captured graph the first pages are requested while the previous kernel, which
-writes the newest key and value, still runs. A second kernel folds the splits of long contexts.
+head. One warp owns (sequence, key-value head, split), and streams the split's pages, the blocks of
+`attention.core`, through shared memory. Several warps share an SM, so loads are always in flight. A
+second kernel folds the splits of long contexts.
 
 Everything is transposed: scores are [keys, queries] = K Q^T and outputs [channels, queries] =
 V^T E. So the query heads of a group are the 8 columns of a tensor-core instruction (16 for larger
-groups), and not its 16 rows, most of them padding. Keys are read as the words of the tensor core's
-operand layout, which permutes head_dim (`channel_of_slot`). Values are read 16 bytes at a time, and
-the accumulator's rows are named accordingly when they are stored.
+groups), not its 16 rows, most of them padding. Keys are read as words of the operand layout, which
+permutes head_dim (`channel_of_slot`). Values are read 16 bytes at a time, and the accumulator's
+rows are named accordingly when they are stored.
 
-When drafts are verified a sequence has several queries (`SequenceQueries`). A warp then has as many
-as fill 16 columns (`TILE`), and each sees the keys up to its own. The splits are those of the last
+When drafts are verified a sequence has several queries (`SequenceQueries`). A warp then fills 16
+columns with them (`TILE`), and each sees the keys up to its own. The splits are those of the last
 query: one without keys for a query leaves the empty state, which changes no bit when folded.
 """
 
@@ -115,11 +114,7 @@ def _start_first_pages(
     pages, page_0, page_1, first, last, length, count,
     G: gl.constexpr, BLOCK_N: gl.constexpr, SCALED: gl.constexpr, SEVERAL: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a split's first two pages; return the first block with a new key.
-
-    Waits for the previous kernel between those that it does not write and those that it does: the
-    `count` newest keys.
-    """
+    """Start copying a split's first two pages; return the first block with a new key."""
     # Copies are counted in groups, and waits name how many of the latest groups may still be under
     # way; so a group is committed at each step, even an empty one. Groups 0 and 1 are the
     # first two pages, as far as they are older than the newest key's: the previous kernel writes
@@ -162,15 +157,14 @@ def decode_kernel(
 
     Args:
         q_ptr: bfloat16 [R, H, D].
-        k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D], like v_ptr; scales are float32 [P, BLOCK_N,
-            G].
+        k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D], like v_ptr; scales are float32
+            [P, BLOCK_N, G].
         pages_ptr: int32 [B, table_width], the pages of each sequence.
         lengths_ptr: int32 [B], keys of each context, those of all its queries included.
         queries_ptr: int32 [B], the queries of each sequence; read if SEVERAL, like first_ptr.
         first_ptr: int32 [B], the row of each first query.
         o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], and scales float32 [H, scale_stride],
-            written
-        for contexts of one split.
+            written for contexts of one split.
         part_ptr: float32 [R, max_splits, H, D], accumulators, written for longer contexts.
         state_ptr: float32 [R, max_splits, H, 2], maxima and sums, written for longer contexts.
         early: 1 to copy the older pages while the previous kernel still runs (`attend_decode`).

@@ -128,8 +128,7 @@ class StagedKeys:
         kv: float16 (bfloat16 without scales) [G * num_blocks * 128, D]: per block 64 keys, then
             values.
         factors: float32 [G * num_blocks * 4, 64]: per block the lines a, b, c of `attention.core`
-            and
-        one unused; unset without scales.
+            and one unused; unset without scales.
     """
 
     kv: Tensor
@@ -146,7 +145,7 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
     rows = groups * num_blocks
     kv = codes.k.new_empty(rows * 2 * BLOCK_KEYS, head_dim, dtype=dtype)
     factors = codes.k.new_empty(rows * 4 if codes.scaled else 4, BLOCK_KEYS, dtype=torch.float32)
-    # A kernel takes no None: if there are no scales it is handed a tensor that it does not read.
+    # A kernel takes no None: without scales it gets a tensor that it does not read.
     k_scales, v_scales = (factors if s is None else s for s in (codes.k_scales, codes.v_scales))
     stage_keys_kernel[(rows,)](
         codes.k, codes.v, k_scales, v_scales, tiles.key_blocks, kv, factors, num_blocks,
@@ -156,7 +155,7 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
     return StagedKeys(kv, factors, num_blocks, codes)
 
 
-_STAGES = 5  # blocks in shared memory, 33 KB each with coded keys: as many as fit
+_STAGES = 5  # blocks in shared memory, 33 KB each with coded keys: all that fit
 # The order in which wgmma reads its operands from shared memory and the bulk copy writes them.
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
@@ -250,7 +249,7 @@ def _attend_rows(
             num_blocks = gl.where(num_rows > 0, seen, 0)
             full_blocks = gl.minimum((first_position + 1) // BLOCK_N, num_blocks)
 
-            # Queries to shared memory, where wgmma reads them: there is no room in registers. With
+            # Queries to shared memory, where wgmma reads them: registers are full. With
             # coded keys they are prescaled and put in the channel order of the staged keys.
             at = (row0 + r).to(gl.int64)[:, None] * (H * D) + (head * D + d)[None, :]
             q = gl.load(q_ptr + at, mask=(r < num_rows)[:, None], other=0.0)

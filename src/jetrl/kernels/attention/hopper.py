@@ -55,10 +55,10 @@ _aten = torch.ops.aten
 def attend_equal_lengths(
     q: Tensor, k: Tensor, v: Tensor, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the causal attention of packed sequences of one length, and what its backward needs.
+    """Return causal attention of packed sequences of one length, log-sum-exp, seed and offset.
 
-    Takes q, bfloat16 [T, H, D], and k and v [T, G, D]. Backward needs the log-sum-exp, and the seed
-    and offset of cuDNN's dropout (none is applied).
+    Takes q, bfloat16 [T, H, D], and k and v [T, G, D]. Seed and offset are of cuDNN's dropout,
+    which is off; backward takes them.
     """
     dense = (_dense(x, length) for x in (q, k, v))
     o, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(

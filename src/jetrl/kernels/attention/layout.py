@@ -93,31 +93,30 @@ class QueryTiles:
 
     The lists of the backward (`attention.backward_lists`) are empty for pages. The gradients of raw
     scores, dS, are stored in tiles of 128 keys x 64 queries, keys first, for each head: in a run
-    with n blocks of queries, block of keys j and block of queries m meet in its tile j * (n - j -
-    1) + m. Block of keys j of a stem and block of queries b, counted over all its branches' n
-    blocks, meet in tile j * n + b of those that come after the stem's own.
+    with n blocks of queries, block of keys j and block of queries m meet in its tile
+    j * (n - j - 1) + m. Block of keys j of a stem and block of queries b, counted over all its
+    branches' n blocks, meet in tile j * n + b of those that come after the stem's own.
 
     Attributes:
         tiles: int32 [n, 6], the forward's: first query row, rows, position of the first row in its
-        sequence; then staged blocks of keys: the first one of the run, less the blocks of its stem;
-        the blocks of the stem, and the first of these.
+            sequence; then staged blocks of keys: the first one of the run, less the blocks of its
+            stem; the blocks of the stem, and the first of these.
         key_blocks: int32 [m, 2]: first key row (of the packed batch, or 64 * page), valid keys.
         key_tiles: int32 [., 7], the backward's of 128 keys: first key row, end row of its run, its
-        first tile of dS (-1 in the later parts of a stem's, which leave out the run's own queries);
-        then, of a stem: the first entry of `branches`, the number of entries, its first tile of dS
-        with branches; then the place of its sums among those of all parts, -1 if not a part.
+            first tile of dS (-1 in the later parts of a stem's, which leave out the run's own
+            queries); then, of a stem: the first entry of `branches`, the number of entries, its
+            first tile of dS with branches; then the place of its sums among those of all parts, -1
+            if not a part.
         divided_key_tiles: int32 [., 3], blocks of 128 keys of stems whose queries are divided into
-        parts: first key row, place of the first part's sums, number of parts.
+            parts: first key row, place of the first part's sums, number of parts.
         query_tiles: int32 [., 5], the backward's of 64 queries: first row of the run, first query
-            row,
-        end row of the run, first row and end row of the stem.
+            row, end row of the run, first row and end row of the stem.
         stored_query_tiles: int32 [., 8], the backward's of 128 queries: first row of the run, first
-        query row, end row of the run, first tile of dS of the run; then the first row of the stem,
-        its blocks of keys, the first tile of dS with the stem, and the tiles from one of the stem's
-        blocks of keys to the next.
+            query row, end row of the run, first tile of dS of the run; then the first row of the
+            stem, its blocks of keys, the first tile of dS with the stem, and the tiles from one of
+            the stem's blocks of keys to the next.
         branches: int32 [., 3], each stem's branches: first query row, end row of the run, number of
-            its
-        first block of 64 queries in the stem's count.
+            its first block of 64 queries in the stem's count.
     """
 
     tiles: Tensor
@@ -147,8 +146,7 @@ class QueryTiles:
         Args:
             cu_seqlens: first row of each run, then the number of rows.
             stem_of: for each run the earlier run that is its stem; -1 for stems and whole
-                sequences. None:
-            all are whole sequences.
+                sequences. None: all are whole sequences.
         """
         starts, lengths = list(cu_seqlens[:-1]), [b - a for a, b in itertools.pairwise(cu_seqlens)]
         assert (cu_seqlens[0], min(lengths, default=1) > 0) == (0, True), "an empty run"

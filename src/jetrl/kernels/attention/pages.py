@@ -31,7 +31,10 @@ from jetrl.precision.hopper import gluon_names, tile
 def context_of_tile(
     lengths_ptr, queries_ptr, first_ptr, seq, query, SEVERAL: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
-    """Return a sequence's keys (0 if the tile has no query), count, row, and used queries."""
+    """Return a sequence's keys and queries, and a tile's first row and queries.
+
+    A tile without a query has no keys.
+    """
     length = gl.load(lengths_ptr + seq)
     count = seq * 0 + 1
     row = seq
@@ -70,7 +73,8 @@ def _by_channels(
 ):
     """Return o [D, COLUMNS] with D / 8 neighboring channels of a column in each thread."""
     # Thread 4 g + t has columns 2 t and 2 t + 1 (of each 8), as an accumulator has, and channels
-    # from (D / 8) g on.
+    # from (D / 8) g on: it makes codes in pairs and stores 8 or 16 at a time. With coded values,
+    # whose channels come in the order of `_coded_values`, this only renames registers.
     SPAN: gl.constexpr = D // 8  # channels
     spans: gl.constexpr = [[SPAN, 0], [2 * SPAN, 0], [4 * SPAN, 0]]
     within: gl.constexpr = [[1, 0], [2, 0], [4, 0]] if D == 64 else [[1, 0], [2, 0], [4, 0], [8, 0]]
@@ -169,14 +173,12 @@ class Pages(NamedTuple):
         k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D], like v_ptr.
         ks_ptr: float32 [P, BLOCK_N, G], the keys' scales, like vs_ptr.
         tile_offsets: int32 [BLOCK_N, D], places of the head's elements in a page, as if each key
-            were
-        one of the first that the warp copies at a time.
+            were one of the first that the warp copies at a time.
         key_offsets: int32 [BLOCK_N], places of the head's scales in a page.
         k: [2, BLOCK_N, D] in shared memory, like v.
         k_scales: float32 [2, BLOCK_N] in shared memory, like v_scales.
         factors: three lines of float32 [BLOCK_N], scratch for the keys' factors. The compiler puts
-            a
-        barrier between writes to one piece of memory, and none between these.
+            a barrier between writes to one piece of memory, and none between these.
         weights: 16-bit [BLOCK_N, COLUMNS], scratch for the softmax weights.
     """
 

@@ -52,7 +52,7 @@ def quantize_kv(x: Tensor, stored_format: str, scales: str = "fp32") -> Stored:
 def quantize_keys_and_values(
     k: Tensor, v: Tensor, kv_format: str, scales: str = "fp32"
 ) -> tuple[Stored, Stored]:
-    """Return rotated keys and values [T, G, D] as `quantize_kv` does, in `PrecisionPlan.kv`."""
+    """Return rotated keys and values [T, G, D] as stored in the formats of `PrecisionPlan.kv`."""
     key_format, value_format = key_and_value_formats(kv_format)
     return quantize_kv(k, key_format, scales), quantize_kv(v, value_format, scales)
 
@@ -83,8 +83,7 @@ def attend_dense(
         k_scales: float32 [B, L, G], or None with bfloat16.
         q_positions: int64 [B, Q]; a query sees key j if j is at most its position.
         split: keys of a split, whose sums are float32 sums in the library's order: the sums of
-            another
-        engine's attention, for comparisons. None: exact sums.
+            another engine's attention, for comparisons. None: exact sums.
     """
     if q.dtype == torch.float32:
         return _attend_fp32(q, k_codes, v_codes, q_positions)
@@ -206,8 +205,7 @@ def attend_packed(
         cu_seqlens: int64 [S + 1], first row of each sequence, then their sum of rows.
         kv_format: `PrecisionPlan.kv`.
         row_of: int64, for each row that cu_seqlens counts its row in q, if sequences share their
-            first
-        rows (`models.packed`); None: the row itself.
+            first rows (`models.packed`); None: the row itself.
     """
     o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales, row_of)
     return o
