@@ -292,7 +292,7 @@ def _filtered_kernel(
                 row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK
             )
 
-        # The draw, as in `kernels.sampling_hopper`, of the weights that are kept.
+        # The draw, as in `_sample_draw_kernel`, of the weights that are kept.
         ties_before = tl.zeros([], tl.int64)
         for block in range(0, num_blocks):
             columns = block * BLOCK + tl.arange(0, BLOCK)

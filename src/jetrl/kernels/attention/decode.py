@@ -64,7 +64,7 @@ def combine_kernel(
         o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], and scales float32 [H, scale_stride],
             written.
     """
-    # Neighbouring channels in a lane: 16 bytes of a float32 row with head_dim 128.
+    # Neighboring channels in a lane: 16 bytes of a float32 row with head_dim 128.
     layout: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
     head = gl.program_id(0)
     row = gl.program_id(1)
