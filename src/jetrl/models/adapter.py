@@ -1,15 +1,15 @@
-"""The adapter of a model: which linear layers have a low-rank adapter, and how it begins.
+"""The adapter of a model: which linear layers have a low-rank adapter, and its initial values.
 
-Checkpoints keep Q, K and V apart, and so do the adapters that people have: each stored linear layer
-has an A and a B. Ours are stacked like the weights next to them (`precision.adapter`). The master
+Checkpoints keep Q, K and V apart, and so do adapters that others wrote: each stored linear layer
+has an A and a B. Ours are stacked like the weights next to them (`precision.adapter`): the master
 weights of the adapter of `layers.0.qkv` are `layers.0.qkv.lora_A` and `layers.0.qkv.lora_B`.
 
-Targets are written as PEFT has them: `all-linear`; names, which stand for every stored linear layer
-that is so called or ends with it after a dot; or one text, a regular expression that matches the
-whole of a layer's name without its `model.` in front, or with it.
+Targets are written as in PEFT: `all-linear`; names, each for every stored linear layer with that
+name or with a name that ends with it after a dot; or one text, a regular expression that matches
+the whole of a layer's name, with or without its `model.` in front.
 
-A new adapter changes nothing: A is uniform within 1 / sqrt(K), as PEFT draws it, and B is zero. A
-draw is a function of the run's seed and the stored layer's name.
+A new adapter changes nothing: A is uniform within 1 / sqrt(K), as in PEFT, and B is zero. A draw
+depends on the run's seed and the stored layer's name.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ _EMBEDDINGS, _HEAD, _SCORE = "embed.weight", "lm_head.weight", "score.weight"
 
 @dataclass(frozen=True)
 class LoRA:
-    """The kind of an adapter: its rank and scale, its layers, and what else is trained.
+    """The kind of an adapter: rank, scale, target layers, and parameters trained next to it.
 
-    Attributes:
-        rslora: Divide by the root of the rank instead of the rank.
+    `rslora` divides alpha by the square root of the rank instead of the rank.
     """
 
     rank: int
@@ -64,11 +63,7 @@ class LoRA:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def trains(self, name: str) -> bool:
-        """Return whether a parameter of the base is trained; a scalar head always is.
-
-        Args:
-            name: The name of the parameter, as in `families.parameter_shapes`.
-        """
+        """Return whether a base parameter, named as in `families.parameter_shapes`, is trained."""
         if name == _EMBEDDINGS:
             return self.train_embeddings
         if name == _HEAD:
@@ -76,7 +71,7 @@ class LoRA:
         return name == _SCORE or (name.endswith("norm.weight") and self.train_norms)
 
     def shapes(self, config: ModelConfig) -> dict[str, AdapterShape]:
-        """Return the shape of each adapter by the name of its linear layer."""
+        """Return each linear layer's adapter shape by the layer's name."""
         tied = config.tie_word_embeddings and config.head == "lm"
         if tied and self.train_head != self.train_embeddings:
             raise UserError(
@@ -95,11 +90,7 @@ class LoRA:
 def adapted_parts(
     config: ModelConfig, targets: tuple[str, ...] | str, key: str = "adapter.targets"
 ) -> dict[str, tuple[StoredTensor, ...]]:
-    """Return the stored linear layers that targets stand for, by the name of our layer.
-
-    Args:
-        targets: As of `LoRA`.
-    """
+    """Return the stored linear layers that targets (see `LoRA`) select, by our layer's name."""
     linears = linear_layers(config)
     chosen = _chosen([part.module for parts in linears.values() for part in parts], targets, key)
     adapted = {
@@ -110,7 +101,7 @@ def adapted_parts(
 
 
 def _chosen(names: list[str], targets: tuple[str, ...] | str, key: str) -> set[str]:
-    """Return the names that targets stand for; a message calls the targets by a key."""
+    """Return the names that targets select; `key` names the targets in messages."""
     if targets in (ALL_LINEAR, (ALL_LINEAR,)):
         return set(names)
     last = sorted({name.rpartition(".")[2] for name in names})
@@ -141,13 +132,10 @@ def adapter_names(layer: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter with the values that it begins with.
+    """An adapter with its initial values: shapes by linear layer, tensors by `adapter_names`.
 
-    Attributes:
-        shapes: The shape next to each linear layer that has one, by the layer's name.
-        tensors: A and B of each of these, by the names of `adapter_names`; each may be made or read
-            when it is asked for.
-        origin: The directory that the adapter was read from; None of a new one.
+    `tensors` may make or read each one on access. `origin` is the directory that the adapter was
+    read from; None if it is new.
     """
 
     lora: LoRA
@@ -160,13 +148,9 @@ class Adapter:
 
     @staticmethod
     def new(config: ModelConfig, lora: LoRA, seed: int, device: str = "cpu") -> Adapter:
-        """Return an adapter that changes nothing yet: A of small numbers, and B zero.
-
-        Args:
-            device: "meta" for shapes without values.
-        """
+        """Return a new adapter, A random and B zero; on "meta" it has shapes without values."""
         shapes, parts = lora.shapes(config), adapted_parts(config, lora.targets)
-        device = "meta" if device == "meta" else "cpu"  # where draws are the same for all devices
+        device = "meta" if device == "meta" else "cpu"  # draws there are the same for all devices
 
         def drawn(name: str) -> Tensor:
             layer, _, kind = name.rpartition(".")
@@ -186,10 +170,9 @@ class Adapter:
         return Adapter(lora, shapes, CodedWeights(names, drawn))
 
     def check_base(self, digest: str) -> None:
-        """Raise if the adapter was made on another base.
+        """Raise a UserError if the adapter was trained on another base.
 
-        An adapter that replaces parameters of the base has the digest of what it put there, which
-        is not compared.
+        With replaced parameters the stored digest includes them, so it is not compared.
         """
         if not self.replaced and self.base_digest not in (None, digest):
             raise UserError(
@@ -202,7 +185,7 @@ class Adapter:
         return dataclasses.replace(config, tie_word_embeddings=False) if self.unties else config
 
     def over(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the parameters of the base with those that the adapter replaces."""
+        """Return the base's weights with those that the adapter replaces."""
         if not self.replaced:
             return weights
         head = (_HEAD,) if self.unties else ()
@@ -216,14 +199,11 @@ class Adapter:
 
 
 def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tensor) -> str:
-    """Return a digest of a base model's parameter names and shapes, and of some parameter values.
+    """Return a digest of a base model's parameter names and shapes, and of some values.
 
-    The values are those of norms and biases, and the first rows of the embedding, which training
-    changes in practice. They are the same under every precision plan.
-
-    Args:
-        vectors: The FP32 weights of norms and biases, in order.
-        embedding: The embedding [V, D], in any floating dtype.
+    The values are `vectors`, the FP32 weights of norms and biases in order, and the first rows of
+    the embedding [V, D]. Training changes them in practice, and they are the same under every
+    precision plan.
     """
     digest = hashlib.sha256(repr(sorted(parameter_shapes(config).items())).encode())
     for values in (*vectors, embedding[:_DIGEST_ROWS]):
@@ -234,7 +214,7 @@ def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tenso
 
 
 def stored_base_digest(config: ModelConfig, weights: Mapping[str, Tensor]) -> str:
-    """Return the `base_digest` of a base's parameters, read by name."""
+    """Return the `base_digest` of a base's stored weights."""
     shapes = parameter_shapes(config)
     vectors = [weights[name] for name, shape in shapes.items() if len(shape) == 1]
     return base_digest(config, vectors, weights[_EMBEDDINGS])

@@ -1,8 +1,8 @@
 """From a layer's qkv to its attention: the one place where sampling and training differ.
 
-A layer hands over its raw qkv and a `Rotary`, which says how queries and keys are made of it. Where
-keys and values lie, and which kernel reads them, is the business of the `KeyValues`: pages of a
-cache (`rollout.kv_cache`) or, here, the packed batch itself.
+A layer passes its raw qkv and a `Rotary`, which turns it into queries and keys. `KeyValues` decides
+how keys and values are stored and which kernel reads them: pages of a cache (`rollout.kv_cache`)
+or, here, the packed batch itself.
 
 Legend: T tokens, H query heads, G key-value heads, D head size.
 """
@@ -36,9 +36,9 @@ def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
 
 
 def staged_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
-    """Return the bytes of a token's key and value in one layer as a GPU's attention stages them.
+    """Return the bytes of one token's key and value in one layer as a GPU's attention stages them.
 
-    Attention over prompts reads them in 16 bits, and the factors of keys with scales.
+    Attention over prompts reads 16-bit keys and values, and the factors of keys with scales.
     """
     factors = 4 * 4 if key_and_value_formats(plan.kv)[0] in CODES else 0
     return config.num_kv_heads * (2 * 2 * config.head_dim + factors)
@@ -51,30 +51,24 @@ class KeyValues(Protocol):
     def rows(self) -> Tensor | None:
         """The tokens whose output is needed, int64 [R]; None: all T.
 
-        The last layer takes the other tokens no further than their keys and values.
+        For other tokens the last layer only stores keys and values.
         """
         ...
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
-        """Return each query's causal attention over its sequence so far and this forward's keys.
+        """Return causal attention [T, H * D] of qkv [T, (H + 2G) * D] over each sequence so far.
 
-        Args:
-            qkv: [T, (H + 2G) * D], not yet rotated.
-            last: Whether this is the last layer, whose output is only that of `rows`.
-
-        Returns:
-            [T, H * D], or the 1 x 128 groups that the next linear would make of these values.
+        `qkv` is not yet rotated. The last layer returns only `rows`. The result may already be the
+        1 x 128 groups that the next linear layer would quantize.
         """
         ...
 
 
 class PackedKeyValues:
-    """The keys and values of training: whole sequences end to end, which the batch itself holds.
+    """The keys and values of training: whole sequences end to end, held by the batch itself.
 
-    Args:
-        cu_seqlens: int64 [S + 1], on the CPU (then the host waits for nothing) or the device.
-        device: The device of the batch; default: that of cu_seqlens.
-        stems: The rows that are computed, where sequences share their first tokens; None: all.
+    `cu_seqlens` is int64 [S + 1], on the CPU (no host sync) or on the batch's `device`, by default
+    its own. `stems` holds the rows to compute if sequences share their first tokens; None: all.
     """
 
     def __init__(
@@ -99,14 +93,14 @@ class PackedKeyValues:
         self.rows = None
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
-        """Return attention as `KeyValues.attend` does, differentiable."""
+        """Return attention as in `KeyValues.attend`, differentiable."""
         plan = self._plan
         if self._tiles is not None:
             from jetrl.models.attention_hopper import attend_packed_hopper
 
             return attend_packed_hopper(qkv, rope, self._tiles, plan, self._length)
         q, k, v = rope.heads(qkv)
-        if rope.trace is not None:  # codes are made once more, for whoever watches
+        if rope.trace is not None:  # codes are made again for the trace
             stored = quantize_keys_and_values(k.detach(), v.detach(), plan.kv, plan.scales)
             tell(rope.trace, "keys and values", torch.cat([stored_values(*x) for x in stored], 1))
         return attend_packed(q, k, v, self._cu_seqlens, plan.kv, plan.scales, self._row_of).flatten(

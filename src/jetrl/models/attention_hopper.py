@@ -1,8 +1,8 @@
 """The trainer's attention on Hopper, from qkv on, as one autograd function.
 
-Forward norms and rotates query and key heads and quantizes keys and values in one pass, and attends
-to what it stored, with the bits of decode and prefill (`kernels.attention`). Backward goes through
-attention, the rotation and the QK norm; the quantizer is passed straight through.
+Forward normalizes and rotates query and key heads and quantizes keys and values in one pass, then
+attends to the stored codes, with the bits of decode and prefill (`kernels.attention`). Backward
+goes through attention, the rotation and the QK norm; the quantizer is straight-through.
 
 Legend: T tokens, H query heads, G key-value heads, D head size.
 """
@@ -36,13 +36,10 @@ def attend_packed_hopper(
 ) -> Tensor:
     """Return causal attention of a packed batch, bfloat16 [T, H * D], differentiable.
 
-    A plan that pins no sums takes cuDNN for sequences of one length. For others it takes the
-    exact kernels: they are faster than torch's FlashAttention-2, the library's only other form for
-    packed sequences.
-
-    Args:
-        qkv: bfloat16 [T, (H + 2G) * D], not yet rotated.
-        length: The length of every sequence, or None if they differ.
+    `qkv` is bfloat16 [T, (H + 2G) * D], not yet rotated. `length` is that of every sequence, None
+    if they differ. A plan without pinned sums uses cuDNN for equal lengths. Otherwise the exact
+    kernels run: they are faster than FlashAttention-2, torch's only other form for packed
+    sequences.
     """
     masters = (None, None) if rope.norms is None else (rope.norms[0].weight, rope.norms[1].weight)
     library = plan.kv == "bf16" and not plan.pinned
@@ -65,10 +62,7 @@ def _heads(qkv: Tensor, rope: Rotary, plan: PrecisionPlan) -> tuple[Tensor, KeyV
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Attention from qkv on, by the exact kernels or, where `length` is given, by cuDNN.
-
-    The norms' master weights are inputs for only their gradients.
-    """
+    """Attention from qkv on, by the exact kernels or, if `length` is given, by cuDNN."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
 """The block of a decoder layer, the half after attention: its shape, names and costs.
 
-A block kind is a record here and a module (`models.dense`). The record owns the names and shapes
-of the weights, the config.json keys and tensor names of Hugging Face, and the bytes of activations
-that the memory plan adds up; the module owns the forward of each side and the self-checks. Nothing
-else names a weight of a block. `DenseShape` is the only kind today. No torch.
+A block kind is a record here and a module (`models.dense`). The record owns weight names and
+shapes, config.json keys, Hugging Face tensor names, and activation bytes for the memory plan; the
+module owns the forward of each side and the self-checks. Nothing else names a weight of a block.
+`DenseShape` is the only kind today. No torch.
 
 Legend: T tokens, D hidden size, F inner size.
 """
@@ -21,10 +21,7 @@ from jetrl.models.config_schema import HfConfig
 class DenseShape:
     """SwiGLU between two dense linear layers: y = down(silu(gate) * up), gate, up = gate_up(x).
 
-    `gate_up` stacks the gate projection and the up projection, one GEMM.
-
-    Attributes:
-        inner: F, the columns of `down`.
+    `gate_up` stacks the gate and up projections for one GEMM. `inner` is F.
     """
 
     inner: int
@@ -38,7 +35,6 @@ class DenseShape:
 
     @staticmethod
     def from_hf(config: HfConfig) -> DenseShape:
-        """Return the shape of a config.json."""
         return DenseShape(config.intermediate_size)
 
     def to_hf(self) -> dict[str, Any]:
@@ -50,17 +46,13 @@ class DenseShape:
         return {"gate_up": (2 * self.inner, hidden), "down": (hidden, self.inner)}
 
     def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Return every parameter's name in a layer and its shape, in the order of the forward."""
+        """Return the shape of each parameter by its name in a layer, in forward order."""
         linears = {f"{name}.weight": shape for name, shape in self.linear_shapes(hidden).items()}
         return {"post_norm.weight": (hidden,), **linears}
 
     @staticmethod
     def stored_names(fused: bool) -> dict[str, tuple[str, ...]]:
-        """Return the modules of a checkpoint that each weight stacks, equal numbers of rows each.
-
-        Args:
-            fused: Whether the checkpoint stacks them as we do (Phi-3 and Phi-4).
-        """
+        """Return the modules that each weight stacks, in equal rows; Phi-3 stores them `fused`."""
         return {
             "post_norm": ("post_attention_layernorm",),
             "gate_up": ("mlp.gate_up_proj",) if fused else ("mlp.gate_proj", "mlp.up_proj"),
@@ -68,24 +60,21 @@ class DenseShape:
         }
 
     def kept_values(self, inputs: bool) -> int:
-        """Return the values per token that a forward keeps for backward.
+        """Return the values per token saved for backward, without the norm's output (the caller's).
 
-        Args:
-            inputs: Whether the inputs of the linear layers are kept; FP8 and adapters make them
-                again. The norm's output, the input of the first, is counted by the caller.
+        `inputs`: the inputs of the linear layers are saved too; FP8 and adapters recompute them.
         """
         return 2 * self.inner + (self.inner if inputs else 0)
 
     def forward_values(self, hidden: int, adapted: bool) -> int:
-        """Return the most values per token that a forward without gradients holds."""
+        """Return the maximum number of values per token held by a forward without gradients."""
         return 7 * hidden + 3 * self.inner + (self.inner // 2 if adapted else 0)
 
     def backward_bytes(self, hidden: int, tokens: int, fp8: bool, first: bool, group: int) -> int:
         """Return the maximum bytes that backward holds on top of the saved activations.
 
-        Args:
-            first: Whether backward allocates the gradients; later ones add to them in place.
-            group: Tokens of dY that share a scale.
+        `first`: backward allocates gradients; later ones add in place. `group`: tokens per dY
+        scale.
         """
         gradient = 4 * 2 * self.inner * hidden if first else 0
         if not fp8:
@@ -99,10 +88,9 @@ class DenseShape:
         return 2 * hidden * tokens + 2 * codes + max(gated, wgrad)
 
     def adapted_backward_bytes(self, hidden: int, tokens: int, fp8: bool, weight: int) -> int:
-        """Return the same for a frozen block with adapters.
+        """Return `backward_bytes` of a frozen block with adapters.
 
-        Args:
-            weight: The bytes of a weight in 16 bits that NVFP4 needs; 0: it is not NVFP4.
+        `weight` is the bytes of a weight in 16 bits, which NVFP4 needs; 0 for other formats.
         """
         weight = weight or (2 * self.inner * hidden if fp8 else 0)
         held = (6 * hidden + 6 * self.inner) * tokens + weight

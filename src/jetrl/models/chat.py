@@ -1,16 +1,15 @@
 """From a prompt to the token ids a model is given.
 
-Text is given as it is: the tokenizer's ids for it, with the beginning-of-sequence token in front
-where the tokenizer puts one there (Llama 3 does, Qwen does not), and nothing else it may add: a
-tokenizer that closes a text with an end token would end the sequence before the answer. Text that
-already starts with that token does not get a second one.
+Text is encoded unchanged, after the beginning-of-sequence token if the tokenizer adds one (Llama 3
+does, Qwen does not) and the text does not start with it. An end token that a tokenizer would add is
+left out: it would end the sequence before the answer.
 
-Messages go through the tokenizer's chat template with the opening of an assistant turn at the end.
-The template writes all special tokens itself, so none are added to its output. If the last message
-is the assistant's, its text follows the opening as it stands, and the model continues it.
+Messages go through the tokenizer's chat template, which writes all special tokens itself and opens
+an assistant turn at the end. If the last message is the assistant's, its text follows the opening,
+and the model continues it.
 
 Special tokens in the environment's text are encoded as text, not as control tokens, and on request
-so are those of prompts and worked answers (special_tokens.py).
+so are those of prompts and worked answers (`models.tokenizer`).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from jetrl.models.tokenizer import (
 from jetrl.types import Example, PlainText, Prompt, Turn
 from jetrl.untrusted import LimitError
 
-_MARK = "jetrl-marks-the-assistant"  # what a template writes around it is cut at this text
+_MARK = "jetrl-marks-the-assistant"  # a template's output is cut at this text
 
 
 class ReplyError(UserError):
-    """The error of one reply of the environment, whose text cannot be given to the model."""
+    """An error of one environment reply: its text cannot be given to the model."""
 
 
 def encode_prompt(
@@ -47,9 +46,7 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids of a prompt, at least one.
 
-    Args:
-        tokenizer: The model's tokenizer, or None.
-        plain_text: "all" encodes special tokens in the prompt as text.
+    `plain_text="all"` encodes special tokens in the prompt as text.
     """
     where = f"prompt {prompt.id!r}"
     if tokenizer is None:
@@ -76,12 +73,10 @@ def encode_text(
     as_text: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> list[int]:
-    """Return the token ids of a text, behind the beginning-of-sequence token if one is added.
+    """Return a text's token ids, after a beginning-of-sequence token if the tokenizer adds one.
 
-    Args:
-        begin: False for the continuation of a sequence (an answer), which gets no such token.
-        as_text: Encode special tokens in the text as text.
-        names: Special tokens that are text, by the placeholders that stand for them.
+    `begin=False` continues a sequence, without that token. `as_text` encodes special tokens as
+    text. `names` has special tokens that are text, by their placeholders.
     """
     try:
         if names:
@@ -106,17 +101,12 @@ def encode_reply(
     where: str = "reply",
     as_text: bool = True,
 ) -> list[int]:
-    """Return the token ids from the end of an assistant's turn to the begin of its next one.
+    """Return a reply's token ids, from the end of an assistant's turn to the start of the next.
 
-    A text follows the turn as it stands. A message is written by the chat template: in front of it
-    what the template puts after an assistant's message (as much as the model has not written
-    itself), behind it the opening of the next assistant's turn.
-
-    Args:
-        as_text: Encode special tokens in the reply as text, so that it cannot end its own turn.
-
-    Raises:
-        ReplyError: The reply's text is at fault; another text in the same message would do.
+    A text follows the turn unchanged. A message is written by the chat template: after the
+    template's end of an assistant message (the part that the model has not written itself), before
+    the opening of the next assistant turn. `as_text` encodes special tokens as text, so that a
+    reply cannot end its own turn. A ReplyError means that another text would do.
     """
     names: dict[str, str] = {}
     if isinstance(reply, str):
@@ -143,7 +133,7 @@ def encode_reply(
 def _reply_text(
     tokenizer: PreTrainedTokenizerBase, reply: Mapping[str, str], where: str
 ) -> tuple[str, str]:
-    """Return a chat template's text after an assistant's message that a reply follows."""
+    """Return a template's end of an assistant message, and its text of the reply after that."""
     own_mark = _MARK
     while any(own_mark in value for value in reply.values() if isinstance(value, str)):
         own_mark += "-x"
@@ -153,7 +143,7 @@ def _reply_text(
     ]
     last = _render(tokenizer, turn, where, open_turn=False)
     followed = _render(tokenizer, [*turn, reply], where, open_turn=True)
-    # What is in front of the mark may differ (Qwen3 opens a block of thought in a last message):
+    # Text before the mark may differ (Qwen3 opens a thinking block in a last message):
     # the sequence has that already.
     _, mark, end = last.rpartition(own_mark)
     _, mark_again, rest = followed.rpartition(own_mark)
@@ -174,13 +164,11 @@ def encode_turns(
     where: str = "answer",
     plain_text: PlainText = "replies",
 ) -> Example:
-    """Return a worked answer as the sequence that sampling it would have been.
+    """Return a worked answer as the sequence that sampling would have produced.
 
-    Args:
-        turns: At least one turn. The last one ends with the end-of-sequence token, if the tokenizer
-            has one, and so does a turn that a message follows. A turn that a text follows is
-            written without: the task's stop string is part of the turn.
-        plain_text: Whose special tokens are encoded as text: those of replies, "all" or "none".
+    The last turn, and each turn before a message, ends with the end-of-sequence token if the
+    tokenizer has one. A turn before a text does not: the task's stop string is part of the turn.
+    `plain_text` selects the special tokens that are encoded as text: those of replies, all or none.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     completion: list[int] = []
@@ -200,13 +188,13 @@ def encode_turns(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """Return the text of tokens, special tokens left out, spaces as they are."""
+    """Return the text of tokens, without special tokens and with spaces unchanged."""
     kind, ids = type(tokenizer), list(token_ids)
     if (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and kind._decode is PreTrainedTokenizerFast._decode
         and kind.decode is PreTrainedTokenizerBase.decode
-    ):  # what transformers does around the backend takes ten times as long for a few tokens
+    ):  # transformers' own wrapper takes ten times as long for a few tokens
         return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
@@ -283,7 +271,7 @@ def _check_written(message: Mapping[str, str], text: str, where: str) -> None:
 
 
 def _lacking(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return a sentence on the characters of `text` that are no tokens, empty if there are none."""
+    """Return a message on characters of `text` that have no token, or an empty text."""
     halves = sorted({repr(half) for half in text if "\ud800" <= half <= "\udfff"})
     if halves:
         return f"{' '.join(halves[:10])} is half of a character (a surrogate), which is no text"

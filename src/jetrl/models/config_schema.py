@@ -1,8 +1,8 @@
 """The schema of a model directory's config.json, as far as this decoder reads it.
 
-The bounds are far above every model there is, and low enough that a file of a few bytes cannot ask
-for years of work: what is within them is compared with the tensors before anything of its size is
-made. What this decoder does not compute is refused here or in `families`.
+The bounds are far above those of any model, and low enough that a file of a few bytes cannot ask
+for years of work: sizes are compared with the tensors before anything of that size is allocated.
+Settings that this decoder does not compute are refused here or in `families`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Off = Literal[False, None]  # a switch whose other state this decoder does not c
 
 
 class Rope(Stored):
-    """The contents of `rope_scaling` or `rope_parameters`; `rope` says what a key means."""
+    """The contents of `rope_scaling` or `rope_parameters`, whose keys `models.rope` explains."""
 
     rope_type: Name | None = None
     type: Name | None = None
@@ -59,13 +59,11 @@ class Named(Stored):
 
 
 class HfConfig(Named):
-    """The contents of config.json, a family's defaults filled in.
+    """The contents of config.json, with a family's defaults filled in.
 
-    Attributes:
-        original_max_position_embeddings: The original context, of llama3.
-        rope_scaling: The rotary rule, of transformers 4; `rope_parameters` is that of 5.
-        no_rope_layers: 0 for each layer without rotary positions, of SmolLM3.
-        no_rope_layer_interval: The distance of such layers, of SmolLM3.
+    `rope_scaling` is the rotary rule of transformers 4, `rope_parameters` that of 5;
+    `original_max_position_embeddings` is llama3's original context. SmolLM3 has `no_rope_layers`, 0
+    for each layer without rotary positions, or `no_rope_layer_interval`, their distance.
     """
 
     vocab_size: Vocabulary

@@ -1,4 +1,4 @@
-"""The decoder of Qwen3, Qwen2.5, Llama 3 and their like (families.py), on a flat list of tokens.
+"""The decoder of Qwen3, Qwen2.5, Llama 3 and others (families.py), on a flat list of tokens.
 
     x = embed(tokens)
     for each layer:
@@ -6,16 +6,15 @@
         x = x + block(norm(x))
     logits = lm_head(norm(x))
 
-A layer hands on x and what is to be added to it, so that the addition can be part of the next norm
+A layer returns x and a delta to be added to it, so that the addition can be part of the next norm
 (`norm_linear`).
 
-Both sides of the flow run this code. They differ in the `KeyValues` they pass (pages of a cache, or
-the packed batch itself) and in `side`, which picks formats from the plan. Between operations values
-are BF16 (FP32 under the fp32 plan); every operation gives a token the same bits whatever other
-tokens are in the list.
+Both sides of the flow run this code. They differ in their `KeyValues` (pages of a cache, or the
+packed batch) and in `side`, which picks formats from the plan. Between operations values are BF16
+(FP32 under the fp32 plan); every operation gives a token the same bits whatever other tokens are in
+the list.
 
-Legend: T tokens, R rows that are needed, D hidden size, H query heads, G key-value heads,
-V vocabulary.
+Legend: T tokens, R needed rows, D hidden size, N output features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a block, each behind a norm and added to the residual stream.
-
-    Args:
-        index: The layer's number, from 0.
-    """
+    """Attention and a block, each after a norm and added to the residual stream."""
 
     def __init__(self, index: int, config: ModelConfig, weights: Weights) -> None:
         super().__init__()
@@ -74,15 +69,11 @@ class DecoderLayer(nn.Module):
         trace: Trace | None,
         last: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the residual stream and what is to be added to it, both [T, D].
+        """Return the residual stream and the delta to be added to it, both [T, D].
 
-        Args:
-            x: The residual stream [T, D].
-            delta: What the layer before adds to the stream, [T, D]; None for the first layer.
-            positions: int64 [T], each token's position in its sequence.
-            table: float32 [positions, 2, head size / 2], the rotary table.
-            trace: A function that sees the outputs of operations, or None.
-            last: Whether this is the last layer, whose results are only those of `kv.rows`.
+        `delta` is that of the layer before, None for the first. `positions` is int64 [T], within
+        each sequence; `table` is the rotary table, float32 [positions, 2, head size / 2]. The
+        `last` layer returns only `kv.rows`.
         """
         trace = prefixed(trace, f"layers.{self.index}.")
         # Attention: the residual sum and its norm, then qkv, of all T tokens.
@@ -95,7 +86,7 @@ class DecoderLayer(nn.Module):
         tell(trace, "attention", attended)
         if last and kv.rows is not None:
             x = x[kv.rows]
-        del qkv  # like the heads below: the MLP, where a forward holds most, needs neither
+        del qkv  # like the heads below: the MLP, the forward's peak in memory, needs neither
         delta = self.o(attended, side)
         tell(trace, "o", delta)
         del attended
@@ -106,9 +97,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The whole model over a `Weights`, with parameters named as in `families.parameter_shapes`.
 
-    Attributes:
-        trace: When set, a function that is called with (operation name, output) after each
-            operation: how `jetrl parity --locate` finds the first one that differs.
+    If `trace` is set, it is called with (operation name, output) after each operation; with it
+    `jetrl parity --locate` finds the first operation that differs.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -136,7 +126,7 @@ class Decoder(nn.Module):
             self.register_buffer("still_table", still.to(weights.device), persistent=False)
 
     def move(self, device: torch.device) -> None:
-        """Put a frozen decoder's weights on a device: every storage is copied once, with layout."""
+        """Move a frozen decoder's weights to a device, each storage once, with its layout."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def moved(tensor: Tensor) -> Tensor:
@@ -171,12 +161,10 @@ class Decoder(nn.Module):
         side: Side,
         checkpoint_layers: bool = False,
     ) -> Tensor:
-        """Return the final norm's output, [T, D], or of `kv.rows`.
+        """Return the final norm's output [T, D], or that of `kv.rows`, for token_ids int64 [T].
 
-        Args:
-            token_ids: int64 [T].
-            positions: int64 [T], each token's position in its sequence.
-            checkpoint_layers: Compute layers again in backward, for which their inputs are kept.
+        `positions` is int64 [T], within each sequence. `checkpoint_layers` saves only the inputs of
+        layers and computes layers again in backward.
         """
         x = embed(token_ids, self.embedding, self.weights.gradients)
         tell(self.trace, "embed", x)
@@ -203,9 +191,9 @@ class Decoder(nn.Module):
         return logits
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Return the scalar head's numbers, float32 [R], of the final norm's output [R, D].
+        """Return the scalar head's scores, float32 [R], of the final norm's output [R, D].
 
-        Nothing is rounded but to FP32. A GPU adds in an order that depends on the number of rows,
+        Values are rounded only to FP32. A GPU adds in an order that depends on the number of rows,
         so its sum is made exact.
         """
         if backend_of(hidden).stable_row_sums:
@@ -217,7 +205,7 @@ class Decoder(nn.Module):
 
 
 def without_adapters(module: _Module) -> _Module:
-    """Return a copy of a module whose linear layers have no adapter, sharing all tensors."""
+    """Return a copy of a module without adapters, sharing all tensors."""
     part = copy.copy(module)
     part._modules = {
         name: None if child is None else without_adapters(child)
@@ -229,13 +217,7 @@ def without_adapters(module: _Module) -> _Module:
 
 
 def embed(token_ids: Tensor, embedding: QuantizedWeight, gradients: Gradients) -> Tensor:
-    """Return the embeddings [T, D] of tokens, in the activations' dtype.
-
-    Args:
-        token_ids: int64 [T].
-        embedding: The weight [V, D], rounded to the activations' dtype.
-        gradients: The sink that backward adds the rows' gradients to.
-    """
+    """Return the embeddings [T, D] of tokens int64 [T]; backward adds to `gradients`."""
     rounded = embedding.operand("train")
     assert isinstance(rounded, Tensor), "an embedding is never FP8"
     if rounded.dtype == torch.float32:
@@ -264,14 +246,9 @@ class _Embed(torch.autograd.Function):
 def norm_linear(
     x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
 ) -> tuple[Tensor, Tensor]:
-    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N]: how attention is entered.
+    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], the start of attention.
 
-    The body is the reference; BF16 tensors on a GPU go to the fused form, with the same bits in
-    the forward.
-
-    Args:
-        x: The residual stream [T, D].
-        delta: What is added to the stream first, [T, D] or None.
+    This is the reference; BF16 tensors on a GPU use the fused form, with the same forward bits.
     """
     if fuses(x):
         from jetrl.models.layer_hopper import norm_linear_hopper
@@ -284,7 +261,7 @@ def norm_linear(
 
 
 def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
-    """Return norm(x + delta) [T, D]: how the last layer is left."""
+    """Return norm(x + delta) [T, D], the end of the decoder."""
     if fuses(x):
         from jetrl.models.layer_hopper import add_norm_hopper
 

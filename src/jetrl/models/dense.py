@@ -15,10 +15,7 @@ from jetrl.precision.plan import LinearFormat, Side
 
 
 class DenseBlock(nn.Module):
-    """The second half of a decoder layer: a norm, `gate_up`, SwiGLU and `down`.
-
-    A decoder layer makes its block, calls it, and knows nothing of its weights.
-    """
+    """The second half of a decoder layer: a norm, `gate_up`, SwiGLU and `down`."""
 
     self_checks: Mapping[str, Callable[[Tensor], Tensor]] = {"SwiGLU": swiglu}
     """Operations [T, 2F] -> [T, F] whose rows must not depend on the batch, for `jetrl parity`."""
@@ -34,13 +31,9 @@ class DenseBlock(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor, side: Side, trace: Trace | None
     ) -> tuple[Tensor, Tensor]:
-        """Return x + delta and what the block adds to that sum, both [T, D].
+        """Return x + delta and the block's output for that sum, both [T, D].
 
-        BF16 tensors on a GPU go to the fused form, with the same bits in the forward.
-
-        Args:
-            x: The residual stream [T, D].
-            delta: What attention adds to the stream, [T, D].
+        BF16 tensors on a GPU use the fused form, whose forward has the same bits.
         """
         if fuses(x):
             from jetrl.models.dense_hopper import norm_mlp_hopper
@@ -61,10 +54,6 @@ class DenseBlock(nn.Module):
 
 
 def dense_mlp(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return down(silu(gate) * up) of x [B, D] by torch's own operations, differentiable.
-
-    Args:
-        weights: The weights by the names of `DenseShape.linear_shapes` with `.weight`.
-    """
+    """Return down(silu(gate) * up) of x [B, D] in plain torch; names are as in `DenseBlock`."""
     gate, up = linear(x, weights["gate_up.weight"]).chunk(2, dim=1)
     return linear(silu(gate) * up, weights["down.weight"])

@@ -2,10 +2,9 @@
 
     total = x + delta;  y = down(swiglu(gate_up(norm(total))))
 
-As the norm does, SwiGLU writes the codes that FProp of `down` reads; backward makes them again in
-the pass that makes SwiGLU's gradient, which leaves as the codes of gate_up's dY. With adapters
-SwiGLU writes its BF16 values next to the codes, and nothing of them is kept but the small products
-with A.
+Like the norm, SwiGLU writes the codes that FProp of `down` reads; backward makes them again in the
+pass of SwiGLU's gradient, which it writes as the codes of gate_up's dY. With adapters SwiGLU writes
+BF16 values next to the codes, and only the small products with A are saved.
 
 Legend: T tokens, D hidden size, N output features, F inner size.
 """
@@ -51,13 +50,7 @@ def norm_mlp_hopper(
     side: Side,
     trace: Trace | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), as `models.dense.DenseBlock`.
-
-    Args:
-        x: The residual stream, bfloat16 [T, D].
-        delta: What is added to the stream first, bfloat16 [T, D].
-        linears: `gate_up` and `down`.
-    """
+    """`models.dense.DenseBlock.forward` on Hopper."""
     gate_up, down = linears
     fixed = Fixed.of(norm, linears, side, trace)
     if gate_up.adapter is None and down.adapter is None:
@@ -107,7 +100,7 @@ class _NormMLP(torch.autograd.Function):
         dw_gate_up = dw_down = None
         if ctx.needs_input_grad[4]:
             dw_down = wgrad(operands, gated, ctx.masters[1], s.gradients)
-        del operands, gated  # here a backward holds most
+        del operands, gated  # backward's peak in memory
         # Through `gate_up`, whose X the norm makes again, and the norm.
         dnormed = dgrad(dgate_up.rows, s.linears[0].weight)
         if ctx.needs_input_grad[3]:
@@ -122,7 +115,7 @@ class _NormMLP(torch.autograd.Function):
 def _swiglu_backward(
     dgated: Tensor, gate_up: Tensor, kept: Sequence[Tensor], s: Fixed
 ) -> tuple[OutputGradient, GEMMInput]:
-    """Return dY of gate_up, and swiglu(gate_up) as WGrad of `down` reads the values."""
+    """Return dY of gate_up, and swiglu(gate_up) as WGrad of `down` reads it."""
     plan = s.plan
     if s.fp8 and plan.grad_output == "e4m3" and not plan.widens_wgrad:
         rows, tokens, gated = swiglu_backward_quantize(
@@ -179,13 +172,7 @@ class _AdaptedNormMLP(torch.autograd.Function):
 def _through_swiglu(
     s: Fixed, dy: Tensor, gate_up: Tensor, u_down: Tensor
 ) -> tuple[Tensor, GEMMInput | None, Tensor | None, Tensor | None]:
-    """Return the gradient of gate_up in BF16 and perhaps as codes, and those of `down`'s A and B.
-
-    Args:
-        dy: bfloat16 [T, D], the gradient of the output of `down`.
-        gate_up: bfloat16 [T, 2F], the output of gate_up.
-        u_down: The product with A of `down`.
-    """
+    """Return gate_up's dY in BF16 and perhaps as codes, and the gradients of `down`'s A and B."""
     down = s.linears[1]
     dgated = dgrad(quantize_for_dgrad(dy, down.weight, down.plan), down.weight)
     du = None

@@ -1,22 +1,21 @@
 """The draft head: a small network that guesses a policy's next tokens from its last hidden state.
 
-A forward of the policy ends in a hidden state, from which a token is drawn. The head reads that
-state and the token, and makes the state that the policy might have behind the token; the policy's
-output head says which token that would be. Fed with its own state and its own token it goes on, for
-as many tokens as a draft has. No attention, no keys and values:
+The head reads the hidden state that a token was drawn from, and that token, and guesses the
+policy's next hidden state; the policy's output head turns it into the next token. Fed with its own
+state and token, the head continues for the draft length, without attention, keys or values:
 
     s = fc [norm(hidden), norm(embedding of the token)]
     s = s + down(silu(gate(norm(s))) * up(norm(s)))
     next hidden = norm(s) * weight
     next token = argmax over some tokens of rows @ next hidden
 
-`rows` are those of the policy's output head, as the sampler reads it, that belong to the tokens
-which the run draws most often: a product with the whole vocabulary for each drafted token would
-take as long as a tenth of the policy's forward.
+`rows` are those of the policy's output head, as the sampler reads it, for the tokens that the run
+draws most often: a product with the whole vocabulary per drafted token would take a tenth of the
+policy's forward.
 
-The head has FP32 master weights of its own and a rounding of these, in the dtype of the policy's
-activations, which keeps its address: captured CUDA graphs read it. What it guesses may change how
-many tokens per forward brings, and never a token (`kernels.decode`).
+The head has its own FP32 master weights. Captured CUDA graphs read them rounded to the dtype of the
+policy's activations, at fixed addresses. Guesses may change how many tokens a forward yields, never
+a token (`kernels.decode`).
 
 Legend: B rows, D hidden size, V tokens of the vocabulary, W tokens that the head knows.
 """
@@ -37,7 +36,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision.quantize import QTensor, dequantize
 from jetrl.precision.quantized_weight import FP8Weight, WeightOfCodedInputs
 
-KNOWN_TOKENS = 16384  # W at most: at 4,096 hidden sizes 128 MiB to read for each drafted token
+KNOWN_TOKENS = 16384  # the maximum W: 128 MiB to read per drafted token at a hidden size of 4,096
 _EPS = 1e-6
 
 
@@ -55,11 +54,9 @@ def draft_head_shapes(hidden_size: int) -> dict[str, tuple[int, ...]]:
 class DraftHead:
     """A draft head of one policy.
 
-    Attributes:
-        masters: The FP32 master weights by name, which the optimizer changes.
-        weights: The same in the dtype of the policy's activations, always at the same addresses.
-        known: int64 [W], the tokens that the head knows.
-        rows: [W, D], the rows of the policy's output head that belong to these.
+    The optimizer changes `masters`, FP32, by name; `weights` are the same in the dtype of the
+    policy's activations, at fixed addresses. The head knows the tokens `known`, int64 [W], with the
+    rows `rows` [W, D] of the policy's output head.
     """
 
     def __init__(self, policy: Policy, tokens: int, seed: int) -> None:
@@ -81,17 +78,13 @@ class DraftHead:
         self.rows = _head_rows(policy, self.known).to(dtype, copy=True)
 
     def know(self, counts: np.ndarray) -> None:
-        """Let the head know the tokens that were drawn most often.
-
-        Args:
-            counts: int64 [V], how often each token was drawn.
-        """
+        """Let the head know the tokens drawn most often, by the draws of each token, int64 [V]."""
         order = np.argsort(-counts, kind="stable")[: len(self.known)]
         self.known.copy_(torch.from_numpy(np.sort(order)))
 
     @torch.no_grad()
     def round(self) -> None:
-        """Round the master weights and take the policy's present output head, all in place."""
+        """Round the master weights and copy the policy's current output head, both in place."""
         for name, master in self.masters.items():
             self.weights[name].copy_(master)
         self.rows.copy_(_head_rows(self.policy, self.known))
@@ -99,12 +92,7 @@ class DraftHead:
     def next_hidden(
         self, weights: Mapping[str, Tensor], hidden: Tensor, token_ids: Tensor
     ) -> Tensor:
-        """Return the hidden state that the policy might have behind a token, [B, D].
-
-        Args:
-            weights: The head's weights by name in the dtype of `hidden`.
-            token_ids: int64 [B].
-        """
+        """Return the hidden states [B, D] guessed after tokens int64 [B]; all in one dtype."""
         embedding = self.policy.decoder.embedding.operand("train")
         assert isinstance(embedding, Tensor), "an embedding is never FP8"
         size = (hidden.shape[1],)
@@ -117,12 +105,9 @@ class DraftHead:
 
     @torch.no_grad()
     def draft(self, hidden: Tensor, token_ids: Tensor, count: int) -> Tensor:
-        """Return the next tokens that the head guesses, int32 [B, count].
+        """Return the guessed next tokens, int32 [B, count], after the last tokens, int64 [B].
 
-        Args:
-            hidden: The policy's hidden states from which the last tokens were drawn, [B, D].
-            token_ids: int64 [B], the last tokens.
-            count: The number of tokens, from 1.
+        The last tokens were drawn from the policy's hidden states `hidden` [B, D].
         """
         guesses = []
         for _ in range(count):
@@ -133,7 +118,7 @@ class DraftHead:
 
 
 def _head_rows(policy: Policy, token_ids: Tensor) -> Tensor:
-    """Return the rows of the policy's output head, as the sampler reads it, of some tokens."""
+    """Return the rows of the policy's output head, as the sampler reads it, for some tokens."""
     weight = policy.decoder.lm_head.operand("rollout")
     if isinstance(weight, FP8Weight):
         q = weight.direct

@@ -1,7 +1,7 @@
-"""The model families as data: what one decoder needs to know to be Qwen3, Llama 3, Mistral, ...
+"""The model families as data: the differences between Qwen3, Llama 3, Mistral, ...
 
-All of them are the same pre-norm decoder with grouped-query attention, rotary positions and SwiGLU.
-What differs is read from a Hugging Face config.json:
+All are the same pre-norm decoder with grouped-query attention, rotary positions and SwiGLU. The
+differences are read from a Hugging Face config.json:
 
     family    QKV bias   norm on Q and K heads   rotary positions        stored
     qwen3     no         yes                     in every layer          apart
@@ -11,14 +11,13 @@ What differs is read from a Hugging Face config.json:
     smollm3   no         no                      not in every 4th layer  apart
     phi3      no         no                      in every layer          QKV, gate and up together
 
-Rotary frequencies may be stretched by the llama3 or the YaRN rule (rope.py). A config.json that
-asks for something this decoder does not compute (another architecture, a sliding window, an
-attention bias, another activation) is refused here, at start, by name, with the family that is
-nearest: a model that loads is a model whose numbers are right. Keys that only matter to dropout,
-caching or initialisation are ignored. What a file leaves out is transformers' default. No torch in
-this file.
+Rotary frequencies may be stretched by the llama3 or YaRN rule (rope.py). A config.json that asks
+for something this decoder does not compute (another architecture, a sliding window, an attention
+bias, another activation) is refused at start, by name, with the nearest family: if a model loads,
+its numbers are right. Keys of dropout, caching or initialization are ignored; missing keys have
+transformers' defaults. No torch in this file.
 
-A checkpoint keeps Q, K and V apart (and gate and up), which are one matrix and one GEMM here: a
+A checkpoint keeps Q, K and V (and gate and up) apart. Here they are one matrix and one GEMM: a
 parameter is the concatenation, along dimension 0, of one or more stored tensors.
 
     layers.0.qkv.weight [(Hq + 2 Hkv) Dh, D]  =  model.layers.0.self_attn.{q,k,v}_proj.weight
@@ -48,14 +47,11 @@ from jetrl.models.rope import TYPES, Scaling, frequencies_of, read_rope
 
 @dataclass(frozen=True)
 class Family:
-    """The switches and defaults that the models of one family have in common.
+    """The switches and defaults that a family's models share.
 
-    Attributes:
-        architecture: The entry of config.json's `architectures`.
-        fused: Whether a checkpoint keeps Q, K and V in one tensor, and gate and up in another.
-        window_in_use: Whether a `sliding_window` is in use without `use_sliding_window`.
-        rope_types: The rotary rules that transformers computes as their names say: for phi3,
-            `yarn` and `su` are old names of longrope.
+    A `fused` checkpoint keeps Q, K and V in one tensor, and gate and up in another.
+    `window_in_use`: a `sliding_window` applies without `use_sliding_window`. `rope_types` are the
+    rules that transformers computes as named: phi3's `yarn` and `su` are old names of longrope.
     """
 
     architecture: str
@@ -98,13 +94,8 @@ _SIZES = {key for key, field in HfConfig.model_fields.items() if field.is_requir
 class ModelConfig:
     """The sizes and switches of a decoder.
 
-        ModelConfig.from_hf({"model_type": "qwen3", "hidden_size": 4096, ...}).num_kv_heads  # 8
-
-    Attributes:
-        family: A key of `FAMILIES`.
-        rope_scaling: The llama3 or YaRN rule, or None.
-        eos_token_ids: The ids of config.json that end a text; generation_config.json may add to
-            them (`jetrl.models.hf.eos_token_ids`).
+    `family` is a key of `FAMILIES`. `eos_token_ids` are those of config.json;
+    generation_config.json may add to them (`hf.eos_token_ids`).
     """
 
     family: str
@@ -134,18 +125,18 @@ class ModelConfig:
         return causal if self.head == "lm" else causal.removesuffix(_LM) + _SCORE
 
     def flat(self) -> dict[str, Any]:
-        """Return the fields as checkpoints keep them, the block's by its keys of config.json."""
+        """Return the fields as checkpoints store them, the block's by its config.json keys."""
         fields = dataclasses.asdict(self).items()
         block = self.block.to_hf().items()
         return dict(chain.from_iterable(block if k == "block" else [(k, v)] for k, v in fields))
 
     def with_scalar_head(self) -> ModelConfig:
-        """Return the config of the same decoder with one number for a head."""
+        """Return the config of the same decoder with a scalar head."""
         return dataclasses.replace(self, head="score", tie_word_embeddings=False)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Return the model of a config.json, in the layout of transformers 4 or 5."""
+        """Return the model of a config.json in the layout of transformers 4 or 5."""
         family, head = _family(checked(NAMED, config, "config.json"), config)
         hf = checked(HF_CONFIG, {**defaults(family), **config}, "config.json")
         shared, window = FAMILIES[family], hf.sliding_window
@@ -190,7 +181,7 @@ class ModelConfig:
 
 @functools.cache
 def defaults(family: str) -> Mapping[str, Any]:
-    """Return the values that transformers gives the keys that a family's config.json leaves out.
+    """Return transformers' default values for the keys that a family's config.json leaves out.
 
     An absent key is not null: a Mistral without `sliding_window` has a window of 4096 tokens.
     """
@@ -204,15 +195,12 @@ def defaults(family: str) -> Mapping[str, Any]:
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Return the rotary inverse frequencies of a model, radians a position: [head_dim / 2]."""
+    """Return the rotary inverse frequencies of a model, radians per position: [head_dim / 2]."""
     return frequencies_of(config.head_dim, config.rope_theta, config.rope_scaling)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return every parameter's internal name and shape, in the order of the forward pass.
-
-    Linear weights are [out, in]; `qkv` stacks the Q, the K and the V heads.
-    """
+    """Return each parameter's shape by our name, in forward order; linear weights are [out, in]."""
     hidden, head_dim = config.hidden_size, config.head_dim
     heads = config.num_heads + 2 * config.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, hidden)}
@@ -281,14 +269,14 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
 
 
 def _nearest(model_type: str | None) -> str:
-    """Return the words that name the family nearest to a refused one; "" if none is near."""
+    """Return words that name the family nearest to a refused one, or an empty text."""
     found = (family for like, family in _NEAREST if re.search(like, str(model_type)))
     family = next(found, None)
     return f"; the nearest family is {family}" if family else ""
 
 
 def _head_dim(config: HfConfig) -> int:
-    """Return the head size of a config.json, or else the quotient of its sizes."""
+    """Return the head size of a config.json; by default hidden_size / num_attention_heads."""
     hidden_size, num_heads = config.hidden_size, config.num_attention_heads
     if config.head_dim is None and hidden_size % num_heads:
         raise UserError(
@@ -346,12 +334,9 @@ _IN_LAYER = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, which may be a part of one of our parameters.
+    """A tensor of a checkpoint, perhaps a part of one of our parameters.
 
-    Attributes:
-        shape: The tensor's shape, as the config has it.
-        layer: The decoder layer that the tensor belongs to; None outside the layers.
-        first_row: The first of its rows in our parameter.
+    `layer` is None outside the decoder layers. `first_row` is its first row in our parameter.
     """
 
     name: str
@@ -362,7 +347,7 @@ class StoredTensor:
 
     @property
     def module(self) -> str:
-        """The name of the tensor's module in the checkpoint."""
+        """The module's name in the checkpoint."""
         return self.name.rpartition(".")[0]
 
     @property

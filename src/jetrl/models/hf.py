@@ -1,12 +1,12 @@
 """Reading a Hugging Face model directory: config.json, weights, tokenizer, generation settings.
 
-A path may be a name of the hub (`hf_files`), whose files are in its cache; no code from a model
-directory is ever run. What a directory lacks or has too much of is an error that names the file and
-the tensor. `save_model` (`hf_save`) writes what is read here.
+A path may be a hub name (`hf_files`), whose files are in the hub's cache; no code from a model
+directory is ever run. Missing and unexpected contents are errors that name the file and the tensor.
+`save_model` (`hf_save`) writes such directories.
 
-Weights are read tensor by tensor under our names, from safetensors files mapped into memory, so
-that loading reads each byte once and holds little. FP8 weights are dequantized as they are read; of
-NVFP4 weights (`nvfp4_files`) the codes are read as they are.
+Weights are read one tensor at a time under our names, from memory-mapped safetensors files: loading
+reads each byte once and holds little. FP8 weights are dequantized as they are read; codes of NVFP4
+weights (`nvfp4_files`) are read unchanged.
 """
 
 from __future__ import annotations
@@ -107,17 +107,15 @@ def eos_token_ids(
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Return whether a directory holds tokenizer files."""
     return any((model_directory(path) / name).exists() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a local directory.
 
-    tokenizer.json describes a tokenizer completely. transformers' AutoTokenizer nevertheless puts a
-    class of its own instead of the one a directory declares for some model types (of `qwen2` it
-    makes a Qwen2Tokenizer, which splits text in Qwen's way whatever tokenizer.json says); where it
-    does that, only tokenizer.json is read.
+    tokenizer.json describes a tokenizer completely. Still, for some model types AutoTokenizer
+    replaces the class that a directory declares: a `qwen2` becomes a Qwen2Tokenizer, which splits
+    text in Qwen's way whatever tokenizer.json says. In that case only tokenizer.json is read.
     """
     directory = model_directory(path)
     if not has_tokenizer(directory):
@@ -146,7 +144,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     check_vocabulary(tokenizer, directory)
     files = tokenizer.vocab_files_names.values()
     if files and not any((directory / file).is_file() for file in files):
-        # transformers makes one of only the settings, which encodes every text to nothing
+        # from only the settings, transformers makes one that encodes every text to nothing
         raise UserError(
             f"{directory}: its tokenizer has no vocabulary: none of {', '.join(sorted(files))}; "
             "copy the model's tokenizer.json into it"
@@ -160,17 +158,12 @@ def open_weights(
 ) -> Iterator[CodedWeights]:
     """Yield the parameters of a model directory by our names (`families.parameter_shapes`), fused.
 
-    Each is read when it is asked for, straight to the device, and not kept: a model is never whole
-    in CPU memory on its way to a GPU.
-
-    Values keep their stored dtype (float32, bfloat16, float16, float64), except FP8 weights, which
-    are dequantized to float32 with their `weight_scale_inv` of [ceil(N / 128), ceil(K / 128)], and
-    NVFP4 weights, whose float32 values are a code times its scales. The codes of these are
-    `CodedWeights.codes`. On the CPU a parameter stored as one tensor stays mapped to its file.
-
-    Args:
-        device: The device that tensors are put on; with "meta" they have shapes only, and of a
-            name of the hub no file of weights is needed.
+    Each is read on access, straight to the device, and not kept: a model on its way to a GPU is
+    never whole in CPU memory. Values keep their stored dtype (float32, bfloat16, float16, float64),
+    but FP8 weights are dequantized to float32 by `weight_scale_inv` [ceil(N / 128), ceil(K / 128)],
+    and NVFP4 weights too, with their codes in `CodedWeights.codes`. On the CPU a parameter stored
+    as one tensor stays mapped to its file. On device "meta" tensors have shapes only, and a hub
+    name needs no weight files.
     """
     layout = nvfp4_layout(config.raw.get("quantization_config"))
     outline = torch.device(device).type == "meta"
@@ -185,7 +178,7 @@ def open_weights(
 
 
 def _outline(config: ModelConfig, layout: NVFP4Layout | None) -> CodedWeights:
-    """Return the parameters of a directory as its config.json has them, without memory."""
+    """Return the parameters that a config.json describes, without memory."""
     shapes, wide = parameter_shapes(config), left_in_16_bits(config)
     parts = stored_tensors(config)
 
@@ -204,7 +197,7 @@ def _outline(config: ModelConfig, layout: NVFP4Layout | None) -> CodedWeights:
 
 
 class _StoredWeights(CodedWeights):
-    """The parameters of a checkpoint by our names, each read from open files when asked for."""
+    """The parameters of a checkpoint by our names, each read from open files on access."""
 
     def __init__(
         self,

@@ -1,13 +1,12 @@
 """The files of a Hugging Face model directory: finding, downloading, opening and flushing them.
 
-    Qwen/Qwen3-8B              the branch `main` of a model of the hub
+    Qwen/Qwen3-8B              the branch `main` of a hub model
     Qwen/Qwen3-8B@b968826d9c   a branch, a tag or a commit
 
-The hub's cache is used as it is, without asking the network: a resumed run reads what it began
-with, and a machine without network works. huggingface_hub downloads a name that the cache lacks,
-or holds in part. Only configuration, tokenizer and safetensors weights are ever fetched, the small
-files first: `--dry-run` needs no weights. Whatever is missing or damaged is an error that names the
-file and says what to do.
+The hub's cache is used without asking the network: a resumed run reads what it began with, and a
+machine without network works. huggingface_hub downloads a name that the cache lacks or holds in
+part: only configuration, tokenizer and safetensors weights, the small files first, since
+`--dry-run` needs no weights. Errors name the missing or damaged file and say what to do.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(?:@[\w./-]{
 
 
 def is_hub_name(path: str | Path) -> bool:
-    """Return whether a path that is not on this disk can be a name of the hub.
+    """Return whether a path that is not on this disk can be a hub name.
 
     A path into a folder that exists (`models/NAME` next to a folder `models`) is a mistyped path.
     """
@@ -115,7 +114,7 @@ _CONTENTS = (
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """Return the file that holds each tensor, by the tensor's name; from one file or the index."""
+    """Return the file of each tensor by the tensor's name, from the single file or the index."""
     single, index = directory / "model.safetensors", directory / INDEX
     if single.exists():
         with open_tensors(single) as handle:
@@ -141,7 +140,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def reading_tensors(file: Path) -> Iterator[None]:
-    """Turn an error of reading a safetensors file into one that says what is wrong with it."""
+    """Turn an error of reading a safetensors file into a UserError that explains it."""
     try:
         open_regular(file).close()
         yield
@@ -155,10 +154,7 @@ def reading_tensors(file: Path) -> Iterator[None]:
 
 
 def open_tensors(file: Path) -> Any:
-    """Return a safetensors file opened for reading on the CPU and mapped into memory.
-
-    It is a context manager with `keys`, `get_slice` and `get_tensor`.
-    """
+    """Open a safetensors file, memory-mapped: a context with `keys`, `get_slice`, `get_tensor`."""
     with reading_tensors(file):
         return safe_open(str(file), framework="pt", device="cpu")
 
@@ -170,11 +166,9 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def model_directory(path: str | Path, part: Part = "small") -> Path:
-    """Return the directory of a model: the path itself, or the hub's cache for a name of the hub.
+    """Return a model's directory: the path itself, or the cache's for OWNER/NAME[@REVISION].
 
-    Args:
-        path: A directory, OWNER/NAME or OWNER/NAME@REVISION.
-        part: The part of a model of the hub that is read, and downloaded where it is not here.
+    The `part` of a hub model that is read is downloaded if it is not cached.
     """
     directory = Path(path)
     if is_hub_name(path):
@@ -202,10 +196,9 @@ def first_line(error: BaseException) -> str:
 
 
 def sync(path: Path) -> None:
-    """Put the contents of a file, or the names in a directory, on the disk.
+    """Flush a file's contents, or the names in a directory, to disk.
 
-    Some file systems (SMB, 9p, some in user space) cannot flush a directory and say so: names are
-    theirs to keep.
+    Some file systems (SMB, 9p, some in user space) cannot flush a directory; that error is ignored.
     """
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -1,14 +1,13 @@
 """Writing a Hugging Face model directory that transformers, vLLM and jetrl read.
 
 A directory appears whole or not at all: it is written next to its place under a hidden name and
-moved there at the end. FP8 directories hold the weights of the decoder layers' linears as
-float8_e4m3fn with one float32 scale for each 128 x 128 block (`weight_scale_inv`, the factor a code
-is multiplied by: what our quantizer stores as `scales`), all else in BF16, and say so in
-config.json.
+moved there at the end. FP8 directories hold the linear weights of decoder layers as float8_e4m3fn
+with one float32 scale per 128 x 128 block (`weight_scale_inv`, which a code is multiplied by: our
+quantizer's `scales`), all else in BF16, and say so in config.json.
 
-In a run of several processes rank 0 writes. Tensors are gathered and rounded one after the other,
-so that one whole tensor at a time is on a GPU; rank 0 holds a file's in CPU memory. An error of
-rank 0 is raised by all ranks.
+In a run of several processes rank 0 writes. Tensors are gathered and rounded one at a time, so a
+GPU holds one whole tensor; rank 0 holds those of one file in CPU memory. An error of rank 0 is
+raised by all ranks.
 """
 
 from __future__ import annotations
@@ -55,20 +54,15 @@ def save_model(
 ) -> None:
     """Write a model directory; every rank of a run calls this function, and rank 0 writes.
 
-    The directory has config.json, safetensors (with an index when there is more than one), the
+    The directory has config.json, safetensors (with an index if there is more than one), the
     tokenizer with its chat template, and generation_config.json.
 
     Args:
-        weights: Every parameter of the config under our names, any floating dtype and device; read
-            once each, in the config's order.
-        dtype: The dtype of the tensors written; fp8 as the module says.
-        tokenizer: The tokenizer to write, or None.
-        generation_config: The contents of generation_config.json, or None.
-        max_shard_bytes: The bytes of tensors in a file at most, unless one tensor is larger.
-        bf16_layers: Decoder layers whose linears stay BF16 in an FP8 directory.
-        scales: The quantizer's rule for the scales of an FP8 directory.
-        overwrite: Replace a model directory that is already at `path`, which stays as it was until
-            the new one is complete.
+        weights: Every parameter by our names, in any floating dtype; read once each, in the
+            config's order.
+        max_shard_bytes: The maximum bytes of tensors per file, unless one tensor is larger.
+        bf16_layers: Decoder layers whose linear weights stay BF16 in an FP8 directory.
+        overwrite: Replace a model directory at `path`, which stays until the new one is complete.
     """
     assert dtype in ("bfloat16", "float32", "fp8"), dtype
     parameters = stored_tensors(config)
@@ -115,7 +109,7 @@ def new_directory(
 
 
 def begin_directory(target: Path, overwrite: bool) -> Path:
-    """Return a new hidden folder next to a directory that can be written."""
+    """Make a hidden folder next to a target that can be written, and return it."""
     _check_target(target, overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -140,14 +134,13 @@ class _Encoding:
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
     def is_fp8(self, part: StoredTensor) -> bool:
-        """Return whether a tensor is written as FP8 codes and scales."""
         return self.dtype == "fp8" and part.linear_weight and part.layer not in self.bf16_layers
 
     def encode(self, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
         """Return the tensors to write, by name, for one part of a parameter."""
         if not self.is_fp8(part):
-            # a copy: safetensors refuses tensors that share memory with each other; rounded where
-            # the weights are, so that half the bytes travel
+            # a copy: safetensors refuses tensors that share memory with each other; rounded on
+            # the weights' device, so that half the bytes travel
             return {part.name: rows.to(self.torch_dtype, copy=True).cpu().contiguous()}
         quantized = quantize(rows.float(), FP8_BLOCK, scales=self.scales)
         return {
@@ -156,7 +149,6 @@ class _Encoding:
         }
 
     def num_bytes(self, part: StoredTensor) -> int:
-        """Return the bytes that a tensor takes in a file."""
         numbers = math.prod(part.shape)
         if not self.is_fp8(part):
             return numbers * self.torch_dtype.itemsize
@@ -243,7 +235,7 @@ def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
             "activation_scheme": "dynamic",
             "modules_to_not_convert": ["lm_head", *kept],
         }
-        if kept:  # what vLLM calls it: there are versions of it that read no other name
+        if kept:  # vLLM's name, the only one that some of its versions read
             contents["quantization_config"]["ignored_layers"] = kept
     return contents
 
@@ -251,8 +243,7 @@ def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
 def save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the tokenizer's files as transformers 4 and 5 read them.
 
-    transformers 5 writes a class TokenizersBackend and a list of extra_special_tokens (4 has an
-    object), on which 4 fails; it reads what 4 would have written as well.
+    4 fails on 5's class TokenizersBackend and list of extra_special_tokens; 5 reads both forms.
     """
     tokenizer.save_pretrained(str(directory))
     file = directory / "tokenizer_config.json"
@@ -267,7 +258,7 @@ def save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def save_file(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file."""
+    """Write a safetensors file; every failure is an OSError."""
     try:
         save_safetensors(tensors, str(file), metadata={"format": "pt"})
     except SafetensorError as error:
@@ -290,9 +281,9 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def publish_directory(scratch: Path, target: Path) -> None:
-    """Move the finished directory into place; an earlier one goes only after that.
+    """Move the finished directory into place; an earlier one is deleted only after that.
 
-    Whoever may read a new file may read these: safetensors makes its files for only their owner.
+    Files get the permissions of new files: safetensors makes its own readable by only their owner.
     """
     scratch.chmod(0o777 & ~_umask())
     for file in scratch.rglob("*"):  # several chat templates are in a folder

@@ -1,8 +1,7 @@
-"""Records that the operations of a decoder layer share: norm, rotation, trace of a forward.
+"""Operations that decoder layers share: norm, rotation, and the trace of a forward.
 
-A trace is a function that is called with the output of each operation: `parity.locating` finds the
-first operation that differs between two forwards by it, and `training.first_nonfinite` the first
-one whose output is not finite.
+A trace is called with the output of each operation: `parity.locating` finds the first operation
+that differs between two forwards, `training.first_nonfinite` the first with a non-finite output.
 
 Legend: T tokens, H query heads, G key-value heads, D head size (of a norm its width).
 """
@@ -25,11 +24,7 @@ Trace = Callable[[str, Tensor], None]  # (name of the operation, its output)
 
 
 def tell(trace: Trace | None, name: str, value: Tensor | QTensor) -> None:
-    """Call the trace, if there is one, with an operation's output; codes as the values they mean.
-
-    Args:
-        trace: The function that watches, or None.
-    """
+    """Call the trace, unless it is None, with an operation's output; codes are dequantized."""
     if trace is not None:
         trace(name, dequantize(value) if isinstance(value, QTensor) else value)
 
@@ -40,13 +35,10 @@ def prefixed(trace: Trace | None, prefix: str) -> Trace | None:
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with an FP32 master weight.
+    """RMSNorm with an FP32 master weight [D].
 
     Fused kernels and forwards without gradient read the rounded weight. With gradients the
     reference rounds the master weight itself, to the same bits, so that autograd reaches it.
-
-    Args:
-        quantized: The weight [D], in the activations' dtype on both sides.
     """
 
     def __init__(self, quantized: QuantizedWeight, eps: float) -> None:
@@ -73,16 +65,13 @@ class RMSNorm(nn.Module):
 class Rotary:
     """The positions, rotation and norms by which one layer makes queries and keys from qkv.
 
-    On a GPU all tensors are the caller's and are read in place: a captured forward follows what is
-    written into them.
+    On a GPU all tensors are the caller's, read in place: a captured forward follows writes to them.
 
     Attributes:
         positions: int64 [T], each token's position in its sequence.
         table: float32 [positions, 2, D / 2], cosines and sines.
         norms: The norms of query heads and of key heads, before the rotation; None without.
-        trace: A function that sees the rotated queries and keys, or None.
-        as_values: Whether what reads attention's output reads BF16 values, as an adapter does, and
-            not the codes of the next linear layer.
+        as_values: Attention's output is read as BF16 values (by an adapter), not as codes.
     """
 
     positions: Tensor
@@ -95,7 +84,6 @@ class Rotary:
 
     @property
     def head_dim(self) -> int:
-        """The head size D."""
         return 2 * self.table.shape[-1]
 
     @property
@@ -105,25 +93,23 @@ class Rotary:
 
     @property
     def eps(self) -> float:
-        """The epsilon of both norms."""
         return 0.0 if self.norms is None else self.norms[0].eps
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [T, H, D] and keys [T, G, D], and values: the reference.
 
-        Args:
-            qkv: [T, (H + 2G) * D], the query heads first, then the key heads, then the values.
+        `qkv` is [T, (H + 2G) * D]: query heads, key heads, values.
         """
         counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(counts, dim=1)
         if self.norms is not None:
             q, k = self.norms[0](q), self.norms[1](k)
         q, k = rotary(q, self.positions, self.table), rotary(k, self.positions, self.table)
-        if self.trace is not None:  # the concatenation is for whoever watches
+        if self.trace is not None:  # the concatenation is only for the trace
             tell(self.trace, "rotary", torch.cat([q, k], dim=1))
         return q, k, v
 
 
 def fuses(x: Tensor) -> bool:
-    """Return whether the fused forms take x: BF16 on a GPU."""
+    """Return whether the fused forms accept x: BF16 on a GPU."""
     return backend_of(x).fuses(x)

@@ -1,15 +1,14 @@
-"""A norm and the linear layer behind it on Hopper, each one autograd function, so that codes flow.
+"""A norm and the linear layer after it on Hopper, each one autograd function, so that codes flow.
 
-They are the composition of the operations that `models.decoder` names, with the same bits in the
-forward (tests/gpu/test_flow.py). What is saved is the BF16 result that the next operation would
-only read and quantize: the norm writes the codes that FProp reads. For WGrad nothing is kept:
-backward makes the norm's codes again from the residual stream, and the residual's gradient joins
-inside the norm's. Layers kept in BF16 take the same functions, with BF16 in the place of codes;
-they keep what FProp read, which had to be written anyway.
+They compose the operations that `models.decoder` names, with the same bits in the forward
+(tests/gpu/test_flow.py). The norm writes the codes that FProp reads, so its BF16 result is neither
+written nor read. For WGrad nothing is kept: backward makes the norm's codes again from the residual
+stream, and the residual's gradient joins inside the norm's. Layers kept in BF16 use the same
+functions with BF16 instead of codes; they keep FProp's input, which had to be written anyway.
 
-If linear layers have adapters, the norm writes its BF16 values next to the codes, in the same pass,
-since an adapter reads the values. The base is frozen, so backward has no WGrad and quantizes dY for
-DGrad only; the adapters' own gradients are made from values that backward makes again.
+With adapters the norm writes its BF16 values next to the codes, in the same pass. The base is
+frozen, so backward has no WGrad and quantizes dY for DGrad only; the adapters' own gradients come
+from values that backward makes again.
 
 Legend: T tokens, D hidden size, N output features.
 """
@@ -61,7 +60,6 @@ class FusedLinear:
 
     @staticmethod
     def of(linear: Linear, side: Side) -> FusedLinear:
-        """Read from a layer what one call on a side needs."""
         bias = None if linear.bias is None else linear.bias.detach()
         return FusedLinear(linear.operand(side), bias, linear.adapter, linear.plan.on(side))
 
@@ -71,11 +69,7 @@ class FusedLinear:
         return (None, None) if self.adapter is None else (self.adapter.a, self.adapter.b)
 
     def forward(self, entered: GEMMInput, values: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the layer's output, and the adapter's product with A.
-
-        Args:
-            values: X in BF16.
-        """
+        """Return the layer's output, and the adapter's product with A; `values` is X in BF16."""
         if self.adapter is not None:
             assert values is not None, "an adapter reads values"
             return adapted_fprop(entered, values, self.weight, self.plan, self.bias, self.adapter)
@@ -87,12 +81,7 @@ class FusedLinear:
     def backward(
         self, dy: Tensor, values: Tensor, u: Tensor, codes: GEMMInput | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of X, A and B.
-
-        Args:
-            dy: bfloat16 [T, N], the gradient of the output.
-            values: X in BF16.
-        """
+        """Return the gradients of X, A and B, from dY bfloat16 [T, N] and X in BF16 (`values`)."""
         if codes is None:
             codes = quantize_for_dgrad(dy, self.weight, self.plan)
         dx = dgrad(codes, self.weight)
@@ -104,12 +93,7 @@ class FusedLinear:
 
 @dataclass(frozen=True)
 class Fixed:
-    """The arguments of a fused function that get no gradients.
-
-    Attributes:
-        norm_weight: The norm's rounded weight, bfloat16 [D].
-        trace: A function that sees the outputs of operations, or None.
-    """
+    """The arguments of a fused function without gradients; `norm_weight` [D] is the rounded one."""
 
     eps: float
     norm_weight: Tensor
@@ -120,14 +104,12 @@ class Fixed:
 
     @staticmethod
     def of(norm: RMSNorm, linears: Sequence[Linear], side: Side, trace: Trace | None) -> Fixed:
-        """Read from the layers what one call on a side needs."""
         fused = tuple(FusedLinear.of(linear, side) for linear in linears)
         keep, gradients = torch.is_grad_enabled(), linears[0].gradients
         return Fixed(norm.eps, norm.rounded, fused, gradients, keep, trace)
 
     @property
     def plan(self) -> PrecisionPlan:
-        """The plan of the side."""
         return self.linears[0].plan
 
     @property
@@ -136,16 +118,15 @@ class Fixed:
         return isinstance(self.linears[0].weight, FP8Weight)
 
     def normed(self, total: Tensor) -> Tensor:
-        """Return the norm of the residual stream in BF16 once more."""
+        """Return the norm of the residual stream in BF16, computed again."""
         return rms_norm_forward(total, self.norm_weight, self.eps)[0]
 
     def leave(
         self, dnormed: Tensor, total: Tensor, inverse: Tensor, dtotal: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x (which is delta's as well) and of the norm's weight.
+        """Return the gradients of x (the same for delta) and of the norm's weight.
 
-        The gradient of the sum x + delta, which the residual stream brings, joins inside the
-        norm's.
+        The residual stream's gradient `dtotal` joins inside the norm's.
         """
         return rms_norm_backward(dnormed, total, self.norm_weight, inverse, dtotal.contiguous())
 
@@ -153,12 +134,7 @@ class Fixed:
 def norm_linear_hopper(
     x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
 ) -> tuple[Tensor, Tensor]:
-    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], as `models.decoder.norm_linear`.
-
-    Args:
-        x: The residual stream, bfloat16 [T, D].
-        delta: What is added to the stream first, bfloat16 [T, D] or None.
-    """
+    """`models.decoder.norm_linear` on Hopper."""
     fixed = Fixed.of(norm, (linear,), side, trace)
     if linear.adapter is None:
         total, y = _NormLinear.apply(x, delta, norm.weight, linear.weight, fixed)
@@ -169,12 +145,7 @@ def norm_linear_hopper(
 
 
 def add_norm_hopper(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
-    """Return norm(x + delta), differentiable.
-
-    Args:
-        x: The residual stream, bfloat16 [T, D].
-        delta: What the last layer adds to the stream, bfloat16 [T, D].
-    """
+    """`models.decoder.add_norm` on Hopper."""
     y: Tensor = _AddNorm.apply(x, delta, norm.weight, norm.rounded, norm.eps)
     return y
 
@@ -191,7 +162,7 @@ def enter(
 
 
 def entered_again(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: Fixed) -> GEMMInput:
-    """Return the normalised values as WGrad reads them: codes made again, or the kept BF16."""
+    """Return the normalized values as WGrad reads them: codes made again, or the kept BF16."""
     if not s.fp8:
         return kept[0]
     if s.plan.wgrad_input == "128x128":

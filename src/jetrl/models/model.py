@@ -1,7 +1,7 @@
 """A model under a precision plan: its weights, and a decoder that reads them.
 
 The optimizer changes master weights, and `requantize` rounds them into the quantized weights that
-both sides of the flow read (`models.weights`). `Policy` and `ScalarModel` say what a model is for.
+both sides of the flow read (`models.weights`).
 """
 
 from __future__ import annotations
@@ -31,29 +31,23 @@ from jetrl.types import PlainText
 
 
 class Model:
-    """A decoder with its weights; `Policy` and `ScalarModel` say what is read from its head.
+    """A decoder with weights; `Policy` and `ScalarModel` define the use of the head.
 
     Args:
         weights: Every parameter by name, as in `families.parameter_shapes`.
-        device: The device, the CPU or a Hopper GPU; "meta" for a model without weights, whose
-            making checks all that making the model would check.
-        tokenizer: The tokenizer of the Hugging Face directory, or None.
+        device: The CPU or a Hopper GPU; "meta" makes a model without weights, with all checks.
         frozen: Keep only what the training side's forward reads; such a model is not trained,
             sampled from or saved.
-        trains: Says by name which parameters are trained; None: all, or with an adapter those that
-            it says. The others keep no master weights, and are read by both sides as they were
-            rounded at first.
-        adapter: The adapter next to the linear layers, or None.
+        trains: Returns by name whether a parameter is trained; None: all, or the adapter's choice.
+            The others have no master weights, and both sides read them as first rounded.
 
     Attributes:
-        plain_text: In which texts of a task special tokens are encoded as text.
-        lora: The kind of the adapter, or None.
-        base_digest: The digest of the base that the adapter is for; empty without an adapter.
-        base_path: The directory that the base was read from; None of random weights.
+        plain_text: The texts of a task in which special tokens are encoded as text.
+        base_digest: The digest of the adapter's base; empty without an adapter.
+        base_path: The directory of the base; None for random weights.
 
     Raises:
-        UserError: A device, or a model on that device, without kernels; an adapter that was made
-            on another base.
+        UserError: A device, or a model on that device, without kernels; an adapter of another base.
     """
 
     head: ClassVar[Head]
@@ -99,7 +93,7 @@ class Model:
 
     @property
     def frozen(self) -> bool:
-        """True of a model without master weights, only for forwards of the training side."""
+        """True if the model has no master weights, only the training side's forward."""
         return self.weights.frozen
 
     @classmethod
@@ -115,8 +109,7 @@ class Model:
         """Return the model of a Hugging Face directory.
 
         Raises:
-            UserError: A file or tensor that is missing, damaged or unsupported, by name; a head of
-                another kind.
+            UserError: A missing, damaged or unsupported file or tensor, by name; another head.
         """
         config = hf.model_config(path)
         if config.head != cls.head:
@@ -143,14 +136,9 @@ class Model:
         tokenizer: PreTrainedTokenizerBase | None = None,
         adapter: Adapter | None = None,
     ) -> Self:
-        """Return a model with random weights.
-
-        Args:
-            device: The device; the weights of a seed differ between a CPU and a GPU.
-            tokenizer: The tokenizer, or None.
-        """
+        """Return a model with random weights; those of a seed differ between a CPU and a GPU."""
         model = ModelConfig.from_hf(config)
-        check_device(model, plan, torch.device(device))  # where the weights are made
+        check_device(model, plan, torch.device(device))  # the weights are made on it
         weights = RandomWeights(model, seed, device)
         return cls(model, plan, weights, device, tokenizer, adapter=adapter)
 
@@ -162,11 +150,11 @@ class Model:
     ) -> None:
         """Write a Hugging Face directory; rank 0 writes, and every rank calls this method.
 
-        Of a model with an adapter the directory is PEFT's: only the adapter, in float32.
+        With an adapter it is PEFT's directory: only the adapter, in float32.
 
         Args:
             dtype: The dtype of the tensors; fp8 is block-scaled, as vLLM and transformers read it,
-                and leaves the layers in BF16 that the plan keeps so.
+                with BF16 for the layers that the plan keeps in BF16.
         """
         assert not self.frozen, "a frozen model has no master weights to save"
         files: dict[str, Any] = {"tokenizer": self.tokenizer, "overwrite": overwrite}
@@ -187,21 +175,18 @@ class Model:
         )
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """Return the whole master weights, and parameters of the base that are only replaced."""
+        """Return the whole master weights, and base parameters that are only replaced."""
         return {**self._replaced, **{n: self.weights.whole(n) for n in self.master_weights()}}
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """Return the FP32 master weights by name: the parameters that the optimizer changes.
 
-        Of a matrix that is divided among ranks they are the rows that this rank owns.
+        Of a matrix that is divided among ranks they are this rank's rows.
         """
         return self.weights.masters
 
     def whole_masters(self) -> Mapping[str, Tensor]:
-        """Return the whole FP32 master weights by name, gathered from all ranks one at a time.
-
-        Every rank reads the same names in the same order.
-        """
+        """Return the whole FP32 master weights by name; all ranks gather them in the same order."""
         assert self.lora is None, "of a model with an adapter the base has no master weights"
         return CodedWeights(self.weights.masters, self.weights.whole)
 
@@ -210,7 +195,7 @@ class Model:
         return self.weights.scales()
 
     def requantize(self) -> None:
-        """Round the master weights into the quantized weights: call it after every change."""
+        """Round the master weights into the quantized weights; call it after every change."""
         self.weights.requantize()
 
     def packed_hidden(
@@ -221,13 +206,11 @@ class Model:
         checkpoint_layers: bool = False,
         stems: Stems | None = None,
     ) -> Tensor:
-        """Return the decoder's output at rows of a packed batch by the training side, [R, D].
+        """Return the training side's decoder output [R, D] at `rows` of a packed batch.
 
-        Args:
-            token_ids: int64 [T] on the model's device, sequences end to end.
-            cu_seqlens: int64 [S + 1], on the CPU (then the host waits for nothing) or the device.
-            rows: int64 [R] on the model's device, indices into token_ids.
-            stems: The rows that are computed, where sequences share their first tokens; None: all.
+        `token_ids`, int64 [T], and `rows`, int64 [R], are on the model's device. `cu_seqlens`,
+        int64 [S + 1], may be on the CPU, which saves a host sync. `stems` holds the rows to compute
+        if sequences share their first tokens; None: all.
         """
         kv = PackedKeyValues(cu_seqlens, self.plan, self.device, stems)
         positions = token_positions(cu_seqlens) if stems is None else stems.positions
@@ -250,7 +233,7 @@ class Model:
                 self.move("cpu")
 
     def offload(self) -> None:
-        """Keep a frozen model in CPU memory from now on, but while it is `used`."""
+        """Keep a frozen model in CPU memory from now on, except while it is `used`."""
         self._offloaded = self.device.type == "cuda"
         if self._offloaded:
             self.move("cpu")
@@ -260,7 +243,7 @@ class Model:
         self.decoder.move(torch.device(device))
 
     def check_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Raise a UserError that names the first sequence that this model cannot take."""
+        """Raise a UserError that names the first sequence that this model cannot process."""
         limit, vocabulary = self.config.max_position_embeddings, self.config.vocab_size
         for index, sequence in enumerate(sequences):
             if not 1 <= len(sequence) <= limit:
@@ -277,8 +260,7 @@ def check_device(
 ) -> None:
     """Raise a UserError for a device, or a model on a device, without kernels.
 
-    Args:
-        elsewhere: Whether a Hopper GPU of another machine is meant.
+    `elsewhere` means a Hopper GPU of another machine.
     """
     if device.type in ("cpu", "meta"):
         return

@@ -1,15 +1,13 @@
 """Adaptive quantization noise of QeRL: Gaussian noise on the weights of norms, for exploration.
 
-Quantization noise raises the entropy of what is sampled, and QeRL (arXiv 2510.11696) adds more of
-it, which fades out over a run: to the weight of every norm in front of attention and of a
-feed-forward block, w + z with z ~ N(0, sigma**2). A norm's weight is one factor of each column of
-the linear layer behind it, so this is a noise of the layer's weights that costs nothing.
+Quantization noise raises the entropy of sampling. QeRL (arXiv 2510.11696) adds more, which fades
+out over a run: w + z with z ~ N(0, sigma**2) for the weight w of every norm in front of attention
+and of a feed-forward block. A norm's weight is a factor of each column of the linear layer after
+it, so this is free noise on that layer's weights.
 
-The noise is added where the FP32 weight is rounded to what forwards multiply by, so sampler and
-trainer read the same bits, and under an exact plan they agree as without noise. It is the same
-within a step, also between the updates of one, and a function of (seed, step, layer): a resumed run
-draws it again, and so does every rank. Master weights, and with them checkpoints and exports, are
-without noise. Evaluation is done without it.
+The noise is added when the FP32 weight is rounded for forwards, so sampler and trainer read the
+same bits. It is a function of (seed, step, layer): updates within a step, resumed runs and all
+ranks have the same. Master weights, checkpoints, exports and evaluation have none.
 
 A run of S steps is divided into stages + 1 equal parts. The first has no noise; in part k = 1 to
 `stages` sigma is start * (end / start) ** ((k - 1) / (stages - 1)).
@@ -33,11 +31,7 @@ _NOISY = ("input_norm", "post_norm")  # of a layer; not those of queries and key
 
 
 def noise_sigma(start: float, end: float, stages: int, num_steps: int, step: int) -> float:
-    """Return the standard deviation of the noise in a step, from 1 on.
-
-    Args:
-        start: Sigma of the first part with noise; 0: never any noise.
-    """
+    """Return the standard deviation of the noise in a step, from 1 on; always 0 if `start` is 0."""
     part = (step - 1) * (stages + 1) // max(num_steps, 1)
     if start == 0 or part <= 0:
         return 0.0
@@ -46,7 +40,7 @@ def noise_sigma(start: float, end: float, stages: int, num_steps: int, step: int
 
 
 class NormNoise:
-    """The noise on one model's norms, none where `adapter.noise_start` is 0."""
+    """The noise on one model's norms, none if `adapter.noise_start` is 0."""
 
     def __init__(self, model: Model, settings: Settings) -> None:
         adapter = settings.adapter
@@ -62,11 +56,7 @@ class NormNoise:
             }
 
     def begin_step(self, step: int) -> dict[str, float]:
-        """Put the noise of a step on the norms, and return its metrics.
-
-        Args:
-            step: The number of the step, from 1; 0: no noise.
-        """
+        """Put the noise of a step, from 1, on the norms and return its metrics; 0 removes it."""
         self._step = step
         if not self._norms:
             return {}
@@ -77,7 +67,7 @@ class NormNoise:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Take the noise off the norms while the context is open."""
+        """Remove the noise within the block."""
         step = self._step
         self.begin_step(0)
         try:

@@ -12,14 +12,13 @@ A linear layer `X` of N outputs and K inputs is stored as
 | said in | quantization_config, hf_quant_config.json | quantization_config |
 
 Both keep the value of even K in the lower four bits of a byte, and scales in rows, neither padded
-nor swizzled. The codes and the group scales are taken as they are, bit for bit; of
-compressed-tensors' scale the float32 nearest to its reciprocal is taken, as its readers do.
+nor swizzled. Codes and group scales are read bit for bit; compressed-tensors' matrix scale becomes
+the float32 nearest to its reciprocal, as for its readers. Other groups than 16 do not fit the
+shapes.
 
-The shapes and types of the tensors say the rest: groups other than 16 do not fit.
-
-Which layers have codes is what the files hold: a layer that was left in 16 bits (`ignore`,
-`exclude_modules`) is read as such. `left_in_16_bits` says it only from config.json, for the plan
-of memory. Scales of keys and values are not read: their format is the precision plan's.
+The files decide which layers have codes; the others (`ignore`, `exclude_modules`) are read in 16
+bits. `left_in_16_bits` reads this from config.json, for the memory plan. Scales of keys and values
+are not read: their format is the precision plan's.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class _Fp8(Stored):
 
 
 class _ModelOpt(Stored):
-    """The keys that are read of a directory that ModelOpt wrote."""
+    """The keys that are read from ModelOpt's description."""
 
     quant_algo: Literal["NVFP4", "W4A16_NVFP4"]
     ignore: list[str] | None = None
@@ -67,7 +66,7 @@ class _ModelOpt(Stored):
 
 
 class _CompressedTensors(Stored):
-    """The keys that are read of a directory that compressed-tensors wrote."""
+    """The keys that are read from compressed-tensors' description."""
 
     config_groups: Annotated[dict[str, _CodedGroup], Field(min_length=1)]
     format: Any = None
@@ -78,13 +77,11 @@ class _CompressedTensors(Stored):
 
 @dataclass(frozen=True)
 class NVFP4Layout:
-    """The names and the meaning of the tensors of NVFP4 weights in one kind of directory.
+    """The names and meaning of the tensors of NVFP4 weights in one kind of directory.
 
-    Attributes:
-        ends: What follows `X.weight` in the names of codes, group scales and the matrix's scale.
-        divides: Whether values are divided by the matrix's scale, not multiplied.
-        left_out: Patterns of the layers that stay in 16 bits, as the tool writes them.
-        coded: Patterns of the layers that have codes; empty: all.
+    `ends` follow `X.weight` in the names of codes, group scales and matrix scale; `divides`: values
+    are divided by the matrix scale. `left_out` and `coded` are the tool's patterns of layers in 16
+    bits and of layers with codes (empty: all).
     """
 
     tool: str
@@ -95,16 +92,12 @@ class NVFP4Layout:
     coded: tuple[str, ...] = ()
 
     def names(self, weight: str) -> tuple[str, ...]:
-        """Return the names of the codes, the group scales and the matrix's scale of a weight.
-
-        Args:
-            weight: The name of the weight in a directory without codes, `X.weight`.
-        """
+        """Return the names of the codes, the group scales and the matrix scale of `X.weight`."""
         return tuple(weight + end for end in self.ends)
 
 
 def _matching(patterns: Sequence[str], layers: Sequence[str]) -> set[str]:
-    """Return the layers that one of some patterns stands for."""
+    """Return the layers that at least one of the tool's patterns matches."""
     plain = [pattern for pattern in patterns if not pattern.startswith("re:")]
     expressions = [p.removeprefix("re:") for p in patterns if p.startswith("re:")]
     return matching(expressions, layers, _WHERE, whole=False) | {
@@ -131,9 +124,7 @@ _COMPRESSED_TENSORS = NVFP4Layout(
 def nvfp4_layout(quantization: Any) -> NVFP4Layout | None:
     """Return the layout of a directory's NVFP4 weights; None if another method is named.
 
-    Args:
-        quantization: config.json's `quantization_config`, or the contents of
-            hf_quant_config.json in its place.
+    `quantization` is config.json's `quantization_config`, or the contents of hf_quant_config.json.
     """
     if not isinstance(quantization, Mapping):
         return None
@@ -178,10 +169,7 @@ def is_nvfp4(config: ModelConfig) -> bool:
 
 
 def left_in_16_bits(config: ModelConfig) -> set[str]:
-    """Return the parameters of linear layers that an NVFP4 directory leaves in 16 bits.
-
-    They are named as in `families.parameter_shapes`; a directory without NVFP4 has none.
-    """
+    """Return the linear weights, by our names, that an NVFP4 directory leaves in 16 bits."""
     layout = nvfp4_layout(config.raw.get("quantization_config"))
     if layout is None:
         return set()
@@ -222,10 +210,9 @@ def read_nvfp4(
     files: Mapping[str, Path],
     read: Callable[..., Tensor],
 ) -> NVFP4Tensor:
-    """Return a stored weight with its codes and group scales as they are.
+    """Return a stored weight with its codes and group scales unchanged.
 
-    Args:
-        read: Returns the tensor of a name, after comparing its shape with those that may be.
+    `read(name, *shapes)` returns a tensor after checking that it has one of the shapes.
     """
     num_rows, num_columns = part.shape
     names = layout.names(part.name)
@@ -259,14 +246,11 @@ def read_nvfp4(
 
 
 class CodedWeights(Mapping[str, Tensor]):
-    """The parameters of a model by name, each made or read when it is asked for, and not kept.
+    """The parameters of a model by name, each made or read on access and not kept.
 
-    Args:
-        value: Returns a parameter; of one in NVFP4 the float32 values that its codes stand for.
-
-    Attributes:
-        codes: In a directory with NVFP4, returns a parameter's codes and scales, None if it has 16
-            or 32 bits there; elsewhere None.
+    `value` returns a parameter, in NVFP4 the float32 values of its codes. `codes` returns a
+    parameter's codes and scales, or None if it has 16 or 32 bits; it is itself None for a model
+    without NVFP4.
     """
 
     def __init__(
@@ -291,5 +275,5 @@ class CodedWeights(Mapping[str, Tensor]):
 
 
 def codes_of(weights: Mapping[str, Tensor]) -> Callable[[str], NVFP4Tensor | None] | None:
-    """Return the `codes` of a model's parameters, None if they are in no directory with NVFP4."""
+    """Return the `codes` of a model's parameters, None without NVFP4."""
     return weights.codes if isinstance(weights, CodedWeights) else None

@@ -1,13 +1,12 @@
 """Sequences packed end to end for a forward, and stems: first tokens that several share.
 
-The samples of a group have one prompt. A token's activations depend on the tokens before it only,
-so those of the prompt are the same in each sample, to the bit, and one copy serves all: the stem.
-What is left of a sequence after its stem is a branch. Stems have whole blocks of 128 tokens, so
-that the blocks of keys that attention reads begin at the positions at which they would begin in
-the whole sequence; the rest of a prompt belongs to each branch.
+The samples of a group have one prompt. A token's activations depend only on the tokens before it,
+so the prompt's are the same in each sample, to the bit, and one copy serves all: the stem. The rest
+of a sequence is a branch. Stems have whole blocks of 128 tokens, so that attention's blocks of keys
+begin at the same positions as in the whole sequence; the rest of a prompt belongs to each branch.
 
-A batch itself keeps its sequences whole (`types.Batch`). `Stems` says which of its rows per forward
-computes, and where the results of the others are.
+A batch keeps its sequences whole (`types.Batch`). `Stems` holds the rows that a forward computes,
+and the places of the other rows' results.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from jetrl.types import Batch
 
 
 def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the tokens of sequences end to end, int64 [T], and where each starts, int64 [S + 1].
+    """Return the tokens of sequences end to end, int64 [T], and `cu_seqlens`, int64 [S + 1].
 
-    The last element of the second tensor, `cu_seqlens`, is T.
+    Each sequence starts at its element of `cu_seqlens`, whose last element is T.
     """
     lengths = torch.tensor([0, *map(len, sequences)], device=device)
     token_ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
@@ -41,11 +40,7 @@ def token_positions(cu_seqlens: Tensor) -> Tensor:
 
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device, where it may be already.
-
-    A tensor goes to a GPU by way of pinned memory, so that the host does not wait for what the
-    device still does.
-    """
+    """Return a tensor on the device; pinned memory keeps the host from waiting for a GPU."""
     if host.device.type != "cpu" or device.type == "cpu":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
@@ -53,18 +48,20 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Stems:
-    """The rows of a packed batch that a forward computes, where sequences share stems.
+    """The rows of a packed batch that a forward computes if sequences share stems.
 
-    A run is a number of rows that are computed one after the other: a stem, a branch, or a whole
-    sequence. Legend: T rows of the batch, C rows that are computed, R runs.
+    A run is a stem, a branch or a whole sequence, computed row after row. Legend: T rows of the
+    batch, C rows that are computed, R runs.
 
     Attributes:
         rows: int64 [C] on the CPU, the batch's rows that are computed, run after run.
         row_of: int64 [T] on the CPU, the computed row that holds each row of the batch.
         positions: int64 [C] on the CPU, each computed row's position in its sequence.
         run_starts: The first computed row of each run, and C; R + 1 numbers.
-        stem_of: The number of the run that is each run's stem, -1 without one; R numbers.
-        Two sequences [a b c] and [a b d e] that share two tokens (if STEM_BLOCK were 2):
+        stem_of: The number of each run's stem among the runs, -1 without one; R numbers.
+
+    Two sequences [a b c] and [a b d e] that share two tokens (if STEM_BLOCK were 2):
+
         Stems(rows=[0, 1, 2, 5, 6], row_of=[0, 1, 2, 0, 1, 3, 4], positions=[0, 1, 2, 2, 3],
               run_starts=[0, 2, 3, 5], stem_of=[-1, 0, 0])
     """
@@ -77,7 +74,7 @@ class Stems:
 
     @staticmethod
     def of(batch: Batch) -> Stems | None:
-        """Return the stems of a batch; None where no two of its sequences share one."""
+        """Return the stems of a batch; None if no sequences share one."""
         if batch.stem_ids is None or batch.stem_lengths is None:
             return None
         if batch.num_computed_tokens == batch.num_tokens:

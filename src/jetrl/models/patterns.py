@@ -23,11 +23,7 @@ _MOST_CHARACTERS = 10_000
 def matching(
     patterns: Sequence[str], names: Sequence[str], key: str, whole: bool = True
 ) -> set[str]:
-    """Return the names that one of some regular expressions matches.
-
-    Args:
-        whole: Match a name from its first to its last character, not only its beginning.
-    """
+    """Return the names that a pattern matches: the `whole` name, or only its beginning."""
     if not patterns:
         return set()
     try:

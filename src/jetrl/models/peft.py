@@ -1,16 +1,13 @@
 """PEFT's files: an adapter as adapter_config.json and adapter_model.safetensors, read and written.
 
-transformers with peft, and vLLM, read what is written here. Tensors are float32, the master weights
-themselves, so an adapter that is written and read again has the same bits. What is trained whole
-next to the adapter (embedding, norms, head) is written as PEFT's `modules_to_save`. PEFT copies
-these modules, and so unties an embedding from its head unless `ensure_weight_tying` is set: a tied
-pair is written twice.
+transformers with peft, and vLLM, read them. Tensors are the float32 master weights themselves, so
+an adapter that is written and read again has the same bits. Parameters trained whole next to the
+adapter (embedding, norms, head) are PEFT's `modules_to_save`. PEFT copies these modules, and so
+unties an embedding from its head unless `ensure_weight_tying` is set: a tied pair is written twice.
 
-A key of adapter_config.json that this reader does not know is refused unless it is off: an adapter
-of another kind would be read as something that it is not.
-
-A merged weight is W + s B A, made in FP32. An adapter that changes a weight by less than a rounding
-step does not change what is stored (benchmarks/merging.py measures that).
+An unknown key of adapter_config.json is refused unless it is off: it may mean another kind of
+adapter. A merged weight is W + s B A, made in FP32. An adapter that changes a weight by less than a
+rounding step does not change the stored one (benchmarks/merging.py measures that).
 """
 
 from __future__ import annotations
@@ -89,7 +86,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def base_of(path: str | Path) -> str | None:
-    """Return the model that an adapter's directory names as its base, None if it names none."""
+    """Return the model that an adapter's directory names as its base; None if it names none."""
     base = _read(path).base_model_name_or_path
     if not isinstance(base, str) or not base:
         return None
@@ -100,12 +97,12 @@ def base_of(path: str | Path) -> str | None:
 
 
 def without_base(path: str | Path) -> UserError:
-    """Return the error of an adapter's directory that names no base and belongs to no run."""
+    """Return the error for an adapter's directory that names no base and belongs to no run."""
     return UserError(f"{Path(path) / CONFIG}: {_BASE} names no base; {_NEEDED}")
 
 
 def is_scalar(path: str | Path) -> bool:
-    """Return whether an adapter's directory is of a model with a scalar head, a reward model."""
+    """Return whether an adapter's directory is for a model with a scalar head, a reward model."""
     return bool(_read(path).task_type == "SEQ_CLS")
 
 
@@ -136,8 +133,7 @@ def adapter_of(
 ) -> Adapter | None:
     """Return the adapter that settings ask for, new or read from adapter.path; None without one.
 
-    Args:
-        device: The device of the model; for "meta" no tensor is read or made.
+    For device "meta" no tensor is read or made.
     """
     lora = lora_of(settings, config)
     if lora is None:
@@ -155,7 +151,7 @@ def adapted_config(settings: AdapterSettings, config: ModelConfig) -> ModelConfi
 
 
 def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
-    """Return the kind of the adapter of a directory, without reading its tensors."""
+    """Return the kind of a directory's adapter without reading its tensors."""
     read, file = _read(path), Path(path) / CONFIG
     if read.lora_dropout:
         logger.warning("%s: lora_dropout is not applied here", file)
@@ -166,11 +162,7 @@ def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
 
 
 def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = None) -> Adapter:
-    """Return the adapter of a directory, for a model.
-
-    Args:
-        trains: What is trained whole next to the adapter is as in this one; None: nothing.
-    """
+    """Return a directory's adapter; parameters trained whole are those of `trains`, or none."""
     directory = Path(path)
     lora = read_lora(directory, config)
     if trains is not None:
@@ -208,7 +200,7 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
 
 
 def _taken(stored: dict[str, Tensor], file: Path, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Take a tensor out of those of a file, and return it as float32 once it is checked."""
+    """Remove a tensor from those of a file, check it and return it as float32."""
     tensor, problem = stored.pop(name, None), None
     if tensor is None:
         raise UserError(f"{file}: tensor {name} is missing; {CONFIG} names its module")
@@ -227,11 +219,7 @@ def _taken(stored: dict[str, Tensor], file: Path, name: str, shape: tuple[int, .
 def _take_whole(
     stored: dict[str, Tensor], file: Path, config: ModelConfig, saved: list[str]
 ) -> dict[str, Tensor]:
-    """Take out the parameters that an adapter replaces, by our names; saved ones have to be there.
-
-    Args:
-        saved: `modules_to_save`.
-    """
+    """Remove the parameters that an adapter replaces, by our names; `saved` ones must be there."""
     replaced = {}
     for name, parts in stored_tensors(_untied(config)).items():
         for part in parts:
@@ -247,19 +235,19 @@ def _take_whole(
 
 
 def _untied(config: ModelConfig) -> ModelConfig:
-    """Return the config of a model whose output head has a tensor of its own, if it has a head."""
+    """Return the config of the model with an output head that is not tied."""
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def _is_saved(tensor: str, modules_to_save: Iterable[str]) -> bool:
-    """Return whether a tensor is of a saved module: its name ends so, without regard to dots."""
+    """Return whether a module around a tensor ends with one of the names, dots ignored."""
     parts = tensor.split(".")
     around = [".".join(parts[:end]) for end in range(1, len(parts))]
     return any(module.endswith(name) for module in around for name in modules_to_save)
 
 
 def _unties(replaced: dict[str, Tensor], file: Path, saved: Iterable[str], tied: bool) -> bool:
-    """Return whether an adapter unties its base's pair; of a tied pair leave the embedding."""
+    """Return whether an adapter unties its base's pair; of a tied pair keep only the embedding."""
     embedding, head = replaced.get(_EMBEDDINGS), replaced.get(_HEAD)
     both = embedding is not None and head is not None
     same = embedding is not None and head is not None and torch.equal(embedding, head)
@@ -285,10 +273,8 @@ def save_adapter(
 ) -> None:
     """Write an adapter's directory; every rank of a run calls this function, and rank 0 writes.
 
-    Args:
-        masters: The whole master weights that are trained, by our names, and parameters of the base
-            that the adapter replaces.
-        overwrite: Replace an adapter or a model that is at `path`.
+    `masters` are the whole trained master weights by our names, and the base parameters that the
+    adapter replaces.
     """
 
     def write() -> None:
@@ -347,7 +333,7 @@ def _adapter_json(
 
 
 def _target_names(config: ModelConfig, lora: LoRA) -> list[str]:
-    """Return target_modules as every reader takes them: last names, or whole ones if need be."""
+    """Return `target_modules`: last names, or whole ones if those would select other layers."""
     parts = adapted_parts(config, lora.targets)
     names = [part.module for of_layer in parts.values() for part in of_layer]
     last = tuple(sorted({name.rpartition(".")[2] for name in names}))
@@ -355,7 +341,7 @@ def _target_names(config: ModelConfig, lora: LoRA) -> list[str]:
 
 
 def _modules_to_save(config: ModelConfig, stored: Iterable[str]) -> list[str]:
-    """Return `modules_to_save` of an adapter's tensors: last names, or whole ones if need be."""
+    """Return `modules_to_save`: last names, or whole ones if those would select other modules."""
     every = {part.name for parts in stored_tensors(_untied(config)).values() for part in parts}
     whole = {name for name in every if PREFIX + name in stored}
     modules = {name.rpartition(".")[0] for name in whole}
@@ -364,14 +350,10 @@ def _modules_to_save(config: ModelConfig, stored: Iterable[str]) -> list[str]:
 
 
 class MergedWeights(CodedWeights):
-    """The parameters of a base with an adapter merged in, float32, made when they are asked for.
+    """The parameters of a base with an adapter merged in, float32, each made on access.
 
-    Args:
-        masters: The whole master weights that were trained: A and B of the adapter, and parameters
-            that take the place of the base's.
-
-    Attributes:
-        shapes: The shape of the adapter of each linear layer that has one, by the layer's name.
+    `masters` are the whole trained master weights: the adapter's A and B, and parameters that
+    replace the base's.
     """
 
     def __init__(

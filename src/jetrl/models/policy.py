@@ -1,9 +1,9 @@
 """The policy: the language model that is sampled from and trained, with two forward calls.
 
-The sampler runs `rollout_forward`, the trainer `train_logprobs`. Both go through one decoder and
-one set of quantized weights.
+The sampler runs `rollout_forward`, the trainer `train_logprobs`, both through one decoder and one
+set of quantized weights.
 
-Legend: T tokens, S sequences, R rows that are needed, D hidden size, V vocabulary.
+Legend: T tokens, S sequences, R needed rows, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Policy(Model):
     def first_layers(self, count: int) -> Policy:
         """Return this policy cut to its first `count` layers, sharing all weights.
 
-        Such a policy is for checks of the machine on the policy's own shapes.
+        It is for checks of the machine on the policy's own shapes.
         """
         part = copy.copy(self)
         part.config = dataclasses.replace(self.config, num_layers=count)
@@ -43,7 +43,7 @@ class Policy(Model):
     def base(self) -> Policy:
         """Return this policy without its adapter, sharing all weights: the reference of a KL.
 
-        Nothing of it may be trained, or the base would change with the policy.
+        It must not be trained, or the base would change with the policy.
         """
         assert self.lora is not None, "a policy with an adapter has a base"
         part = copy.copy(self)
@@ -53,12 +53,10 @@ class Policy(Model):
 
     @torch.no_grad()
     def rollout_forward(self, token_ids: Tensor, positions: Tensor, kv: KeyValues) -> Tensor:
-        """Return the decoder's output by the rollout side, [T, D], or of `kv.rows`.
+        """Return the rollout side's decoder output, [T, D], or that of `kv.rows`.
 
-        Args:
-            token_ids: int64 [T].
-            positions: int64 [T], each token's position in its sequence.
-            kv: The source of earlier keys and values, and the place for new ones.
+        `token_ids` is int64 [T]; `positions`, int64 [T], is each token's position in its sequence.
+        `kv` has earlier keys and values and stores new ones.
         """
         hidden: Tensor = self.decoder(token_ids, positions, kv, "rollout")
         return hidden
@@ -80,22 +78,21 @@ class Policy(Model):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens of a packed batch: the trainer's forward.
 
-        The three tensors may be on the CPU: with cu_seqlens there the host waits for nothing. Full
-        logits are held for a chunk of rows at a time only.
+        The three tensors may be on the CPU; there cu_seqlens saves a host sync. Full logits are
+        held for only a chunk of rows at a time.
 
         Args:
             token_ids: int64 [T], sequences end to end.
-            cu_seqlens: int64 [S + 1], where each sequence starts, and T.
+            cu_seqlens: int64 [S + 1], the start of each sequence, and T.
             targets: int64 [R], indices into token_ids, never a sequence's first.
-            temperature: What logits are divided by.
             checkpoint_layers: Compute layers again in backward.
-            stems: The rows that are computed, where sequences share their first tokens; None: all.
-            seen: Called with the hidden states [R, D] that the log-probs are built from.
+            stems: The rows to compute if sequences share their first tokens; None: all.
+            seen: Called with the hidden states [R, D] that the log-probs are computed from.
 
         Returns:
-            The log-prob of each target given what precedes it, float32 [R], differentiable, and the
-            moments of its distribution, float32 [2, R], not differentiable: the entropy in nats,
-            and the variance of a draw's -log p around it.
+            The log-prob of each target given the tokens before it, float32 [R], differentiable, and
+            the moments of its distribution, float32 [2, R], not differentiable: the entropy in
+            nats, and the variance of a draw's -log p around it.
         """
         token_ids, targets = upload(token_ids, self.device), upload(targets, self.device)
         before = self.packed_hidden(token_ids, cu_seqlens, targets - 1, checkpoint_layers, stems)

@@ -40,11 +40,7 @@ class RopeScaling:
         return 1.0
 
     def scaled(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """Return stretched frequencies, float64 [head_dim / 2].
-
-        Args:
-            frequencies: float64 [head_dim / 2], radians a position.
-        """
+        """Return stretched frequencies, float64 [head_dim / 2], in radians per position."""
         context = self.original_max_position_embeddings
         wavelengths = 2 * math.pi / frequencies
         slow = wavelengths > context / self.low_freq_factor
@@ -58,14 +54,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """The YaRN rule (Peng et al. 2023, arXiv 2309.00071), of long Qwen3 and Qwen2.5.
+    """The YaRN rule (Peng et al. 2023, arXiv 2309.00071), of long-context Qwen3 and Qwen2.5.
 
     A pair that makes more than `beta_fast` turns in the original context keeps its frequency, one
-    of fewer than `beta_slow` turns has it divided by `factor`, and those between are blended by
-    their number. Cosines and sines are multiplied by `attention_factor`, which makes scores larger.
-
-    Attributes:
-        beta_fast: Turns in the original context from which on a frequency is kept.
+    of fewer than `beta_slow` turns has it divided by `factor`, and those between are blended.
+    Cosines and sines are multiplied by `attention_factor`, which makes scores larger.
     """
 
     factor: float
@@ -76,11 +69,7 @@ class YarnScaling:
     truncate: bool = True
 
     def scaled(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """Return stretched frequencies, float64 [head_dim / 2].
-
-        Args:
-            frequencies: float64 [head_dim / 2], radians a position.
-        """
+        """Return stretched frequencies, float64 [head_dim / 2], in radians per position."""
         pairs = len(frequencies)
         low, high = (
             2 * pairs * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
@@ -99,13 +88,10 @@ Scaling = RopeScaling | YarnScaling
 
 
 def frequencies_of(head_dim: int, theta: float, scaling: Scaling | None) -> np.ndarray:
-    """Return the rotary inverse frequencies, radians a position: float64 [head_dim / 2].
+    """Return the rotary inverse frequencies, radians per position: float64 [head_dim / 2].
 
     Pair i of a head turns by `position * f[i]`, f[i] = theta ** (-2 i / head_dim), stretched by the
     rule if there is one.
-
-    Args:
-        scaling: The rule, or None.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     frequencies = 1.0 / theta**exponents
@@ -115,7 +101,7 @@ def frequencies_of(head_dim: int, theta: float, scaling: Scaling | None) -> np.n
 def read_rope(config: HfConfig, types: tuple[str, ...] = TYPES) -> tuple[float, Scaling | None]:
     """Return theta and the rule, from `rope_parameters` (transformers 5) or transformers 4's keys.
 
-    Where both are there, the choice is that of transformers.
+    If both are there, the choice is that of transformers.
     """
     key, rope = "rope_scaling", config.rope_scaling
     if rope is None or not rope.model_fields_set:
@@ -142,7 +128,7 @@ def read_rope(config: HfConfig, types: tuple[str, ...] = TYPES) -> tuple[float, 
 
 
 def _needed(rope: Rope, where: str, key: str) -> float:
-    """Return a number of a rule that has no default."""
+    """Return a required number of a rule."""
     if getattr(rope, key) is None:
         raise UserError(f"{where}: {key} is missing")
     return float(getattr(rope, key))

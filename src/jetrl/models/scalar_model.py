@@ -1,10 +1,10 @@
-"""A decoder that gives numbers instead of tokens: a critic, or a reward model.
+"""A decoder that returns numbers instead of tokens: a critic, or a reward model.
 
-It shares the flow of the policy: the same decoder, the same precision plan, packed batches. Its
-head is one row of FP32, multiplied in FP32. In a Hugging Face directory it is a
-...ForSequenceClassification with num_labels = 1, and its head `score.weight`.
+It shares the policy's decoder, precision plan and packed batches. Its head is one row of FP32,
+multiplied in FP32. In a Hugging Face directory it is a ...ForSequenceClassification with one label,
+and its head is `score.weight`.
 
-Legend: T tokens, S sequences, R rows that are needed.
+Legend: T tokens, S sequences, R needed rows.
 """
 
 from __future__ import annotations
@@ -40,14 +40,7 @@ class ScalarModel(Model):
         device: str | torch.device = "cpu",
         adapter: Adapter | None = None,
     ) -> ScalarModel:
-        """Return the decoder of a directory with the scalar head there, or a new one of zeros.
-
-        Args:
-            adapter: As of `Model`.
-
-        Raises:
-            UserError: A file or tensor that is missing, damaged or unsupported, by name.
-        """
+        """Return a directory's decoder with the scalar head there, or a new one of zeros."""
         config = hf.model_config(path)
         if config.head == "score":
             return cls.from_pretrained(path, plan, device, adapter=adapter)
@@ -68,14 +61,7 @@ class ScalarModel(Model):
         tokenizer: PreTrainedTokenizerBase | None,
         adapter: Adapter | None = None,
     ) -> ScalarModel:
-        """Return the decoder of a language model with a new head of zeros.
-
-        The model starts by saying 0 of everything.
-
-        Args:
-            tokenizer: The tokenizer, or None.
-            adapter: As of `Model`.
-        """
+        """Return a language model's decoder with a new head of zeros: all scores start at 0."""
         check_device(config, plan, torch.device(device))
         names = [name for name in weights if name != "lm_head.weight"]
 
@@ -95,18 +81,10 @@ class ScalarModel(Model):
         checkpoint_layers: bool = False,
         stems: Stems | None = None,
     ) -> Tensor:
-        """Return the model's numbers after chosen tokens of a packed batch, differentiable.
+        """Return the model's numbers, float32 [R], at rows of a packed batch, differentiable.
 
-        The three tensors may be on the CPU, as in `Policy.train_logprobs`.
-
-        Args:
-            token_ids: int64 [T], sequences end to end.
-            cu_seqlens: int64 [S + 1], where each sequence starts, and T.
-            rows: int64 [R], indices into token_ids.
-            stems: The rows that are computed, where sequences share their first tokens; None: all.
-
-        Returns:
-            float32 [R].
+        `token_ids` is int64 [T], `cu_seqlens` int64 [S + 1], `rows` int64 [R]; they may be on the
+        CPU, and `stems` is as in `Policy.train_logprobs`.
         """
         token_ids, rows = upload(token_ids, self.device), upload(rows, self.device)
         hidden = self.packed_hidden(token_ids, cu_seqlens, rows, checkpoint_layers, stems)
@@ -118,9 +96,6 @@ class ScalarModel(Model):
 
         A sequence's score does not depend on the others. The forwards are packed, each of at most
         `tokens_at_once` tokens, or of one longer sequence. Ranks divide the forwards.
-
-        Raises:
-            UserError: An empty sequence, one longer than the context, or a token id out of range.
         """
         self.check_sequences(sequences)
         packs, start = [], 0
@@ -142,15 +117,7 @@ class ScalarModel(Model):
 def check_same_tokenizer(
     policy: PreTrainedTokenizerBase | None, other: PreTrainedTokenizerBase | None, where: str
 ) -> None:
-    """Check that a model that reads the policy's token ids means the same tokens by them.
-
-    Args:
-        policy: The policy's tokenizer, or None.
-        other: The other model's tokenizer, or None.
-
-    Raises:
-        UserError: The vocabularies differ, or one of the two has no tokenizer; says where first.
-    """
+    """Raise a UserError unless both models have a tokenizer, with the same vocabulary."""
     if policy is None or other is None:
         lacks = "the policy" if policy is None else where
         raise UserError(f"{lacks} has no tokenizer, so nothing says that {where} reads its tokens")

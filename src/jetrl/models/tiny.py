@@ -1,11 +1,10 @@
 """Models from nothing: random weights, and tiny complete model directories for demos and tests.
 
-The rule for random weights, documented because runs depend on it: matrices and biases are normal
-with mean 0 and the config's `initializer_range` as standard deviation (0.02 if it has none); the
-two projections that write into the residual stream (`o`, `down`) are smaller by
-sqrt(2 * num_layers), so that the stream does not grow with depth; norm weights are 1. One seeded
-generator fills them in the order of `families.parameter_shapes`, so a seed and a config give the
-same model everywhere.
+Runs depend on the rule for random weights. Matrices and biases are normal with mean 0 and the
+config's `initializer_range` as standard deviation (0.02 if it has none). For the projections into
+the residual stream (`o`, `down`) it is divided by sqrt(2 * num_layers), so that the stream does not
+grow with depth. Norm weights are 1. One seeded generator fills them in the order of
+`families.parameter_shapes`, so a seed and a config give the same model everywhere.
 """
 
 from __future__ import annotations
@@ -33,14 +32,11 @@ PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the 
 
 
 class RandomWeights(CodedWeights):
-    """Every parameter of a model under our names, float32, each made when it is asked for.
+    """Every parameter of a model under our names, float32, each made on access.
 
-    The mapping keeps no tensor, so a large model takes the memory of its largest parameter while
-    its weights are read in order. A tensor that is asked for out of order has the same values: the
-    mapping keeps the generator's state before each tensor.
-
-    A seed gives the same weights on every CPU, and others on a GPU, where 8B parameters take a
-    second instead of minutes.
+    No tensor is kept, so memory is that of the largest parameter. The generator's state before each
+    tensor is kept, so values do not depend on the order of access. A seed gives the same weights on
+    every CPU, and others on a GPU, where 8B parameters take a second instead of minutes.
     """
 
     def __init__(self, config: ModelConfig, seed: int, device: str | torch.device = "cpu") -> None:
@@ -116,15 +112,11 @@ def make_tiny(
 
     Args:
         family: A key of `FAMILIES`.
-        vocab_size: Rows of the embedding, and for 'bpe' the tokens to train for as well; default:
-            as many as the tokenizer has ('bpe': 4096).
-        tokenizer: 'characters' (one token for each of `alphabet`) or 'bpe' (trained on text_files,
-            with a chat template).
-        alphabet: The characters that are tokens of a 'characters' tokenizer.
+        vocab_size: Rows of the embedding, and tokens to train for 'bpe'; default: the number of the
+            tokenizer's tokens ('bpe': 4096).
+        tokenizer: 'characters' (one token per character of `alphabet`) or 'bpe' (trained on
+            text_files, with a chat template).
         block: Sizes of the decoder layers' block, by the keys of `DenseShape.hf_sizes`.
-
-    Returns:
-        The directory, `out`.
     """
     if family not in FAMILIES:
         raise UserError(f"family {family!r}: one of {', '.join(FAMILIES)}")
@@ -188,10 +180,10 @@ _CHATML = (
 
 
 def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of one token a character: <pad> is 0, <eos> is 1, then the alphabet.
+    """Return a tokenizer of one token per character: <pad> is 0, <eos> is 1, then the alphabet.
 
-    A character outside the alphabet has no token and is an error, never an unknown token that a
-    model would be trained on. Decoding joins characters without spaces.
+    A character outside the alphabet is an error, never an unknown token that a model would be
+    trained on. Decoding joins characters without spaces.
     """
     if not alphabet or len(set(alphabet)) < len(alphabet):
         raise UserError(f"alphabet {alphabet!r:.200}: empty, or it repeats a character")
@@ -223,11 +215,8 @@ def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qw
     """Return a tokenizer of Qwen's kind, trained on files: byte-level BPE, each digit one token.
 
     Any text encodes (all 256 bytes are tokens) and decodes to itself in Unicode's NFC form.
-    <|endoftext|> (0) pads, <|im_end|> (2) ends a turn, and the chat template is ChatML.
-
-    Args:
-        text_files: `.jsonl` files, of which every string value is read, or plain text.
-        vocab_size: The number of tokens at most; fewer if the text has fewer pairs to merge.
+    <|endoftext|> (0) pads, <|im_end|> (2) ends a turn, and the chat template is ChatML. Of `.jsonl`
+    files every string value is read. There are at most `vocab_size` tokens.
     """
     special = [_BPE_PAD, _BPE_START, _BPE_END]
     smallest = 256 + len(special)
@@ -271,7 +260,7 @@ def read_texts(file: str | Path) -> list[str]:
         for number, line in enumerate(contents.split("\n"), start=1):
             try:
                 found = list(_strings(json.loads(line))) if line.strip() else []
-                "".join(found).encode()  # half of a character is no text
+                "".join(found).encode()  # fails on half of a character
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{file}, line {number}: not JSON in UTF-8: {error}") from None
             texts += found

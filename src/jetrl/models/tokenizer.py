@@ -1,14 +1,13 @@
 """A model's tokenizer: bounds on its files, text to tokens, and special tokens as plain text.
 
-A tokenizer's stages rewrite a text one after another in another library, in this process, and each
-may write more than it read. A stage at most doubles a text, unless the file brings a text or a list
-that it writes; so the file bounds the product before the library reads it. `encode`, which makes
-all tokens, bounds the result again.
+Another library rewrites a text stage by stage, in this process. A stage at most doubles a text,
+unless the file brings a text or a list that it writes; so the file bounds the product before the
+library reads it. `encode`, which makes all tokens, bounds the result again.
 
-A tokenizer makes a control token of a special token's name wherever the name stands, so a tool's
-reply could end the environment's turn and speak as the user or the model. Such text is therefore
-encoded with `split_special_tokens`. The text of a chat template needs its own control tokens: there
-each name in a message's content is a placeholder while the template is rendered.
+A tokenizer makes a control token of a special token's name anywhere in a text, so a tool's reply
+could end the environment's turn and speak as the user or the model. Such text is encoded with
+`split_special_tokens`. A chat template's text needs its own control tokens: there each name in a
+message's content is a placeholder while the template is rendered.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from jetrl.errors import UserError
 from jetrl.files import MOST_BYTES, MOST_TEXT, read_json, shown_value
 
 MOST_TEMPLATE = 2**20
-"""The most characters of a chat template; the longest of real models have 30,000."""
+"""The maximum length of a chat template in characters; real models' have up to 30,000."""
 MOST_GROWTH = 4096
-"""The most times that the stages of a tokenizer may lengthen a text, by their bound."""
+"""The maximum factor by which a tokenizer's stages may lengthen a text, by their bound."""
 _MOST_TOKENS = 64  # per character; one character of Unicode (U+FDFA) becomes 33 bytes under NFKC
 _MOST_TOKEN = 2**14  # characters of one token
 _MOST_VOCABULARY = 2**28  # bytes of a file; tokenizer.json of the largest vocabularies has 40 MiB
@@ -71,7 +70,7 @@ def check_tokenizer_files(directory: Path) -> None:
 
 
 def _growth(stage: dict[str, Any]) -> float:
-    """Return how many times as long a stage can make a text, an upper bound."""
+    """Return an upper bound on the factor by which a stage lengthens a text."""
     if stage["type"] == "Replace":
         content, pattern = stage["content"], stage["pattern"]
         if "String" in pattern:
@@ -84,7 +83,7 @@ def _growth(stage: dict[str, Any]) -> float:
 
 
 def _stages(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield the stages of a part in no order, those of sequences within sequences too."""
+    """Yield the stages of a part in no order, those of nested sequences too."""
     left = [part] if part is not None else []
     while left:
         stage = left.pop()
@@ -97,7 +96,7 @@ def _stages(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Raise `UserError` if one token of a tokenizer is a text of excessive length."""
+    """Raise a UserError if a token of a tokenizer is too long."""
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     if longest > _MOST_TOKEN:
         raise UserError(f"{directory}: the tokenizer has a token of {longest:,} characters")
@@ -108,9 +107,8 @@ def encode(
 ) -> list[int]:
     """Return the token ids of a text: the one call of a tokenizer's own `encode`.
 
-    Args:
-        special: Whether the tokenizer adds its special tokens, such as one at the beginning.
-        as_text: Encode special tokens in the text as text.
+    `special` adds the tokenizer's special tokens, such as one at the beginning; `as_text` encodes
+    those in the text as text.
     """
     if len(text) > MOST_TEXT:
         raise UserError(f"a text of {len(text):,} characters, and at most {MOST_TEXT:,} are read")
@@ -163,11 +161,7 @@ def shown(text: str, names: Mapping[str, str]) -> str:
 def encode_hidden(
     tokenizer: PreTrainedTokenizerBase, text: str, names: Mapping[str, str]
 ) -> list[int]:
-    """Return the token ids of a rendered template, with the text of the placeholders' names.
-
-    Args:
-        text: The text of the template, whose own special tokens become control tokens.
-    """
+    """Return the token ids of a rendered template, with the placeholders' names encoded as text."""
     token_ids: list[int] = []
     for number, part in enumerate(_any_of(_names(tokenizer)).split(text)):
         if number % 2:  # a special token between two texts

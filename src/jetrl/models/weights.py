@@ -1,22 +1,21 @@
 """The weights of a model: FP32 master weights, and quantized weights made from those.
 
-The optimizer changes master weights. `requantize` rounds them into the quantized weights, which
-every GEMM and norm of both sides reads, and the embedding, and which keep their addresses for as
-long as the model lives: captured CUDA graphs read them there. The biases and a scalar head are read
-from their master weights as they are.
+The optimizer changes master weights. `requantize` rounds them into the quantized weights that every
+GEMM and norm of both sides, and the embedding, read. These keep their addresses as long as the
+model lives: captured CUDA graphs read them. Biases and a scalar head are read from their master
+weights directly.
 
-A layer asks for all that it reads by name when it is made. What it reads rounded is registered
-under the layer's name, and `requantize` goes through that register. So no weight of a new kind can
-be left out: a master weight that no layer asked for is an error when the model is made.
+A layer asks by name, when it is made, for all that it reads. Rounded weights are registered under
+the layer's name, for `requantize`, and a master weight that no layer asked for is an error: no
+weight of a new kind can be left out.
 
-Not every weight need be trained. The others, a frozen base, are read from their files one at a
-time, rounded for the sides that read them, and dropped: under an FP8 plan about a byte a parameter
-stays, where masters take four, and no gradient or moment is ever made. Of files that are in NVFP4
-already the codes are kept as they are. Of a frozen model that is all, for the training side's
-forwards alone; a base that is trained around serves both sides.
+Weights that are not trained, a frozen base, are read from their files one at a time, rounded for
+the sides that read them, and dropped: an FP8 plan keeps about a byte per parameter instead of a
+master's four, and no gradient or moment. NVFP4 codes of files are kept unchanged. A frozen model
+serves only the training side's forwards; the base of an adapter serves both sides.
 
 In a run of several processes a rank owns some rows of each matrix: master weight, gradient and
-moments have these rows alone, in whole blocks of 128 (`distributed.shards`). Quantized weights are
+moments have only these rows, in whole blocks of 128 (`distributed.shards`). Quantized weights are
 whole on every rank.
 """
 
@@ -44,20 +43,16 @@ from jetrl.precision.quantized_weight import QuantizedWeight
 class Weights:
     """The master weights and quantized weights of one model.
 
-    An adapter (`models.adapter`) adds master weights of its own next to linear layers. They are
-    small, and whole on every rank, like norms.
+    An adapter (`models.adapter`) adds small master weights, whole on every rank, like norms.
 
     Args:
         tensors: Every parameter by name, as in `families.parameter_shapes`; any floating dtype.
-        trains: Says by name which parameters are trained, and so have master weights; None: all,
-            or with `frozen` none.
-        adapter: The adapter next to linear layers, or None.
+        trains: Returns by name whether a parameter is trained and has a master weight; None: all,
+            or none if `frozen`.
 
     Attributes:
-        masters: The FP32 master weights by name, the very parameters that the optimizer changes;
-            of a matrix that is divided, the rows that this rank owns. None of a frozen model, and
-            none of the parameters that are not trained.
-        shards: The division of the rows of each matrix that is divided among ranks, by name.
+        masters: The FP32 parameters that the optimizer changes, by name; of a divided matrix, this
+            rank's rows.
         dtype: The dtype of activations: bfloat16, or float32 under the fp32 plan.
     """
 
@@ -87,7 +82,7 @@ class Weights:
         self._quantized: dict[str, QuantizedWeight | AdapterWeight] = {}
 
     def _keep_masters(self, names: Sequence[str]) -> None:
-        """Put master weights on the device, one after the other: own rows of those divided."""
+        """Put master weights on the device one by one; of a divided matrix, this rank's rows."""
         if names and world().size > 1 and self.plan.rest == "fp32":
             raise UserError(
                 "precision.preset=fp32 needs whole master weights, which are divided among several "
@@ -103,7 +98,7 @@ class Weights:
             self.masters[name] = nn.Parameter(tensor.to(self.device, torch.float32))
 
     def whole(self, name: str) -> Tensor:
-        """Return a whole master weight, float32; of one that is divided a copy, gathered here.
+        """Return a whole master weight, float32; of a divided one a copy, gathered from all ranks.
 
         Every rank calls this method, for the same names in the same order.
         """
@@ -111,7 +106,7 @@ class Weights:
         return master if shard is None else whole_tensor(master, shard)
 
     def master(self, name: str) -> nn.Parameter:
-        """Return a master weight, for a layer that reads its values as they are.
+        """Return a master weight for a layer that reads its values directly.
 
         One that is not trained is read here, and needs no gradient.
         """
@@ -155,7 +150,7 @@ class Weights:
         return Linear(weight, bias_master, self.plan, self.dtype, self.gradients, beside)
 
     def _beside(self, layer: str) -> AdapterWeight | None:
-        """Return the adapter of a linear layer, which is registered as its quantized weight is."""
+        """Return the adapter of a linear layer, registered like its quantized weight."""
         if self._adapter is None or layer not in self._adapter.shapes:
             return None
         for name in adapter_names(layer):
@@ -177,7 +172,7 @@ class Weights:
         return weight
 
     def _expect(self, weight: QuantizedWeight, dtype: torch.dtype | None) -> None:
-        """Announce the gradients of a weight, unless that is not trained."""
+        """Announce the gradients of a weight that is trained."""
         if not weight.fixed:
             self.gradients.expect(weight.master, dtype)
 
@@ -223,7 +218,7 @@ class Weights:
             assert before == after, f"the quantized weight of {layer} has moved"
 
     def quantized_tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of the quantized weights, by its layer's name and a number."""
+        """Return all tensors of the quantized weights, by layer name and number."""
         return {
             f"{layer}.{number}": tensor
             for layer, weight in self._quantized.items()
@@ -236,7 +231,7 @@ class Weights:
         return {layer: scales for layer, weight in weights for scales in weight.fp8_scales()}
 
     def move(self, moved: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor of a quantized weight by the result of `moved` for that tensor."""
+        """Replace each tensor of the quantized weights by `moved(tensor)`."""
         assert self.frozen, "weights that are trained stay where they are"
         for weight in self._quantized.values():
             assert isinstance(weight, QuantizedWeight), "a frozen model has no adapter"
