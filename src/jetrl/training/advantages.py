@@ -1,17 +1,13 @@
-"""Advantages: what an algorithm makes of the rewards of a step.
-
-No torch here. An estimator takes the step's rewards (`StepRewards`) and gives every trained token
-its advantage:
+"""Advantages: one number per trained token, from the rewards of a step. Imports no torch.
 
     group          reward minus the group's mean, over its standard deviation    GRPO, DAPO, ...
     leave_one_out  reward minus the mean of the group's other rewards            RLOO
-    global         reward to go, normalised over all tokens of the step          REINFORCE++
-    group_global   reward minus the group's mean, normalised over all tokens     REINFORCE++
-    gae            temporal differences against a critic, normalised             PPO
+    global         reward to go, normalized over all tokens of the step          REINFORCE++
+    group_global   reward minus the group's mean, normalized over all tokens     REINFORCE++
+    gae            temporal differences against a critic, normalized             PPO
 
-An estimator is a function of `StepRewards` and of the settings that it reads. Everything is
-computed in float64 and rounded once. A group whose rewards are all equal says nothing: what is left
-of them without their mean is exactly 0, not the rounding error of a mean.
+An estimator is a function of `StepRewards` and its settings, computed in float64 and rounded once.
+In a group of equal rewards advantages are exactly 0, not the rounding error of a mean.
 """
 
 from __future__ import annotations
@@ -24,21 +20,18 @@ import numpy as np
 from jetrl.errors import UserError
 
 STD_EPS = 1e-6  # verl's; TRL adds 1e-4
-_VARIANCE_EPS = 1e-8  # of the normalisation over tokens, as verl
+_VARIANCE_EPS = 1e-8  # for normalization over tokens, as verl's
 
 
 @dataclass(frozen=True)
 class StepRewards:
     """The rewards of a step's S samples.
 
-        StepRewards(rewards=[1, 0], groups=[0, 0], penalties=[[0, 0, 0], [0]], values=None)
-
     Attributes:
         rewards: float64 [S].
         groups: int64 [S]; samples of one prompt share a number.
-        penalties: What is subtracted from the reward at each trained token (a weighted KL), float64
-            [n] per sample.
-        values: The critic's estimate before each trained token, float32 [n] per sample.
+        penalties: Subtracted at each trained token (a weighted KL), float64 [n] per sample.
+        values: The critic's value before each trained token, float32 [n] per sample.
     """
 
     rewards: np.ndarray
@@ -48,11 +41,11 @@ class StepRewards:
 
     @property
     def scores(self) -> np.ndarray:
-        """Return each sample's reward minus all of its penalties, float64 [S]."""
+        """Return the reward of each sample minus the sum of its penalties, float64 [S]."""
         return self.rewards - np.array([penalty.sum() for penalty in self.penalties])
 
     def at_tokens(self, per_sample: np.ndarray) -> list[np.ndarray]:
-        """Return each sample's number [S] at each of its tokens: float32 [n] per sample."""
+        """Return numbers per sample, [S], repeated at each token: float32 [n] per sample."""
         return [
             np.full(len(penalty), value, dtype=np.float32)
             for value, penalty in zip(per_sample, self.penalties, strict=True)
@@ -78,17 +71,14 @@ def leave_one_out(step: StepRewards) -> Advantages:
     advantage_S = np.zeros(len(step.rewards))
     for members, reward in _groups(step.scores, step.groups):
         count = len(members)
-        # A sample alone in its group has nothing to be compared with.
+        # A group of one has nothing to compare with.
         if count > 1 and not _constant(reward):
             advantage_S[members] = (reward - reward.mean()) * (count / (count - 1))
     return Advantages(step.at_tokens(advantage_S))
 
 
 def whole_step(step: StepRewards) -> Advantages:
-    """Rewards minus the penalties from each token on, normalized over the step's tokens.
-
-    Hu 2025, "REINFORCE++", with discount 1.
-    """
+    """Reward minus later penalties, normalized over the step's tokens (Hu 2025, "REINFORCE++")."""
     # A token is credited with the reward less the penalties from it on.
     rewards_to_go = [
         reward - np.cumsum(penalty[::-1])[::-1]
@@ -107,9 +97,8 @@ def group_then_step(step: StepRewards) -> Advantages:
 def gae(step: StepRewards, gamma: float = 1.0, gae_lambda: float = 0.95) -> Advantages:
     """Generalized advantage estimation, normalized over the step's tokens.
 
-    Schulman et al. 2015, eq. 16: delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma
-    lambda A_{t+1}, with the reward at the last token, penalties at theirs, and V = 0 after the end.
-    Returns are A_t + V_t before the normalization.
+    Schulman et al. 2015, eq. 16, with the reward at the last token, penalties at theirs, and V = 0
+    after the end. Returns are A_t + V_t before the normalization.
     """
     assert step.values is not None, "gae needs a critic's values"
     advantages, returns = [], []
@@ -144,10 +133,9 @@ def group_advantages(
     groups: Sequence[int] | np.ndarray,
     normalize_std: bool = True,
 ) -> np.ndarray:
-    """Return (reward - mean) / (standard deviation + 1e-6) in each sample's group, float32 [N].
+    """Return (reward - mean) / (sample standard deviation + 1e-6) in each group, float32 [N].
 
-    The deviation is of a sample (n - 1), as in TRL and verl. Groups need not be contiguous; a group
-    of one has advantage 0.
+    Groups need not be contiguous; a group of one has advantage 0.
     """
     reward_N, group_N = check_rewards(rewards, groups)
     advantage_N = np.zeros(len(reward_N), dtype=np.float32)
@@ -165,11 +153,7 @@ def group_advantages(
 def check_rewards(
     rewards: Sequence[float] | np.ndarray, groups: Sequence[int] | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return rewards as float64 [N] and groups as int64 [N].
-
-    Raises:
-        UserError: A reward is not finite; names its sample.
-    """
+    """Return rewards as float64 [N] and groups as int64 [N]; a UserError if one is not finite."""
     reward_N = np.asarray(rewards, dtype=np.float64)
     group_N = np.asarray(groups, dtype=np.int64)
     if not np.isfinite(reward_N).all():
@@ -183,7 +167,7 @@ def check_rewards(
 def overlong_penalties(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.ndarray:
     """Return the penalty of completions near the token limit, float64 [S] ("DAPO", eq. 13).
 
-    0 up to max_tokens - buffer tokens, 1 at max_tokens, linear in between; a buffer of 0 is off.
+    0 up to max_tokens - buffer tokens, linear up to 1 at max_tokens; a buffer of 0 is off.
     """
     if buffer == 0:
         return np.zeros(len(lengths))

@@ -3,19 +3,16 @@
     checkpoints/step_000050/
         masters.safetensors     the float32 master weights, by internal name
         optimizer.safetensors   AdamW's moments, by master weight
-        NAME.safetensors        tensors of other parts of the run, if it has any
-        state.json              format, step, updates, plan, model, alphabet of a character
-                                tokenizer, score, and what the loop added
+        NAME.safetensors        tensors of other parts of the run, if any
+        state.json              step, updates, plan, model, score, and the loop's values
         manifest.json           size and SHA-256 of each of the other files
 
-With several ranks each file of tensors becomes a folder (masters/ ...) with the rows of every rank
-(`distributed.shard_files`). Rank 0 makes the folder, collects checksums, and writes state.json and
-the manifest last. Any number of ranks reads either format.
+With several ranks each file of tensors is a folder with the rows of every rank
+(`distributed.shard_files`). Any number of ranks reads either format.
 
 A checkpoint is written to a hidden folder, flushed to disk, then renamed: under its real name it is
 complete. Older ones are removed only after that. Nothing is pickled, so a checkpoint cannot run
-code. `snapshot` and `write` are the halves of `save`: a copied snapshot can be written by another
-thread (`Background`) while training continues.
+code. A copied `snapshot` can be written by another thread (`Background`) while training continues.
 """
 
 from __future__ import annotations
@@ -51,9 +48,9 @@ _WRITING, _REPLACED = ".writing-", ".replaced-"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The contents of a checkpoint, before they are written: `state` is the text of state.json.
+    """A checkpoint before it is written: `state` is state.json; tensors are by part and name.
 
-    Tensors are by part and name, and only the own rows of those that `shards` divides.
+    Of tensors that `shards` divides, it has only this rank's rows.
     """
 
     step: int
@@ -63,11 +60,10 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all tensors."""
         return sum(t.nbytes for tensors in self.tensors.values() for t in tensors.values())
 
     def copied(self) -> Snapshot:
-        """Return a copy in CPU memory, to be written while training changes the tensors."""
+        """Return a copy in CPU memory, which training does not change."""
         tensors = {
             part: {name: t.to("cpu", copy=True) for name, t in named.items()}
             for part, named in self.tensors.items()
@@ -83,11 +79,7 @@ class Latest(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The contents of a checkpoint other than weights and optimizer, which were loaded in place.
-
-    Attributes:
-        extra: The `extra` that was saved, as JSON reads it back.
-    """
+    """The contents of a checkpoint other than weights and optimizer, which were loaded in place."""
 
     step: int
     extra: dict[str, Any]
@@ -98,15 +90,13 @@ class Loaded(NamedTuple):
 class Checkpoints:
     """The checkpoints of a run, which may be saved while other programs read them.
 
-    Every rank of a run calls `save`, `snapshot`, `write`, `latest`, `load` and `tidy`. Rank 0 looks
-    at the disk, and all ranks raise the error of one.
+    Every rank calls `save`, `snapshot`, `write`, `latest`, `load` and `tidy`; rank 0 looks at the
+    disk, and all ranks raise the error of one.
 
     Args:
-        directory: The folder of the checkpoints; the first `save` makes it.
         keep_last: The number of newest checkpoints that `save` keeps.
         keep_best: The number of checkpoints with the highest score that it keeps as well.
-        ranks: The processes of the run; None: those of `world()`. They need their own channel if
-            `write` runs in its own thread.
+        ranks: None for `world()`; a `write` in its own thread needs a channel of its own.
     """
 
     masters, state = staticmethod(files.masters_of), staticmethod(files.state_of)
@@ -146,12 +136,7 @@ class Checkpoints:
         score: float | None = None,
         parts: Mapping[str, Learner] | None = None,
     ) -> Snapshot:
-        """Return the contents of a checkpoint, which are the run's own tensors until `copied`.
-
-        Args:
-            extra: Other values needed to continue: JSON under string keys (floats survive exactly).
-            parts: Other parts with tensors, by name.
-        """
+        """Return a checkpoint's contents: the run's own tensors, and `extra` as exact JSON."""
         size = self._ranks.size
         sharded = {"format": files.SHARDED_FORMAT, "ranks": size}
         state = {
@@ -176,12 +161,9 @@ class Checkpoints:
     def write(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint, then remove all but the newest and best ones, and return its folder.
 
-        A checkpoint of the same step is replaced. Those of later steps are removed too: this run
-        has left that future by resuming from an earlier one.
-
-        Raises:
-            StorageError: The checkpoint could not be written (a full disk): path and free space are
-                named, nothing of it is left, and the older ones are unchanged.
+        Replaces a checkpoint of the same step, and removes those of later steps, which the run left
+        by resuming from an earlier one. After a StorageError (a full disk) nothing of it is left,
+        and older ones are unchanged.
         """
         target = self.path(snapshot.step)
         writing = self.directory / f"{_WRITING}{target.name}"
@@ -219,9 +201,8 @@ class Checkpoints:
     def latest(self) -> Latest:
         """Return the newest good checkpoint, after comparing every file with its checksum.
 
-        Raises:
-            UserError: No checkpoint is good (says how each is damaged), or the newest good one has
-                another format: an older one does not take its place.
+        If none is good, the UserError says how each is damaged. If the newest good one has another
+        format, that is an error too: no older one takes its place.
         """
         latest = self._ranks.from_first("the newest checkpoint", self._latest)
         self._verified = latest.path
@@ -247,9 +228,7 @@ class Checkpoints:
     def load(self, path: str | Path, policy: Model, optimizer: Optimizer) -> Loaded:
         """Load a checkpoint's master weights and optimizer state, bit for bit, into a model.
 
-        Raises:
-            UserError: The checkpoint is damaged, or its precision plan, model or tensors are not
-                this run's: each difference is named. Nothing was changed then.
+        A UserError names each difference in plan, model or tensors, and has changed nothing.
         """
         # `latest` has just compared the checksums of the path that it returned.
         path, ranks = Path(path), self._ranks
@@ -318,7 +297,7 @@ class Checkpoints:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _put_back(self) -> None:
-        """Undo a replacement that a crash cut before the successor had taken the name."""
+        """Undo a replacement that a crash interrupted."""
         # The old folder is whole: it goes back to its name.
         for entry in self._hidden(_REPLACED):
             target = self.directory / entry.name.removeprefix(_REPLACED)
@@ -326,7 +305,7 @@ class Checkpoints:
                 os.rename(entry, target)
 
     def _clean(self) -> None:
-        """Remove the rest of interrupted writes."""
+        """Remove what interrupted writes left."""
         for entry in [*self._hidden(_WRITING), *self._hidden(_REPLACED)]:
             shutil.rmtree(entry)
 
@@ -375,7 +354,7 @@ class Checkpoints:
 def model_dict(policy: Model) -> dict[str, Any]:
     """Return the configuration of a model as a checkpoint keeps it."""
     config = policy.config.flat()
-    config.pop("raw", None)  # the source's config.json; what matters of it is in the other fields
+    config.pop("raw", None)  # the source's config.json; the other fields have all that matters
     if not config.get("layers_without_rope"):  # checkpoints of earlier versions have no such key
         config.pop("layers_without_rope", None)
     if policy.lora is not None:
@@ -400,7 +379,7 @@ class Background:
 
     @property
     def has_failed(self) -> bool:
-        """True if the last job has ended with an error, which `wait` raises."""
+        """True if the last job failed; `wait` raises its error."""
         return self._error is not None
 
     def wait(self, limit_s: float | None = None) -> None:

@@ -1,8 +1,7 @@
 """The files of one checkpoint: their schemas and checks, and their writing and reading.
 
-One rank writes format 2: each part is a file (masters.safetensors). Several ranks write format 3:
-each part is a folder with the files of every rank (masters/shard-...). Both have the same
-state.json and manifest.json.
+One rank writes format 2, with a file per part (masters.safetensors). Several write format 3, with a
+folder per part (masters/shard-...). Both have the same state.json and manifest.json.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MOST_STATE_BYTES = 2**30  # of state.json: partial rollouts keep a token in some
 
 _PLAIN = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
 FileName = Annotated[str, Field(pattern=rf"^({_PLAIN}/)?{_PLAIN}$", max_length=255)]
-"""The name of a file beside the manifest, or in a folder beside it, none of them hidden."""
+"""The name of a file next to the manifest, or in a folder there, neither hidden."""
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -54,13 +53,7 @@ class StoredFingerprint(Stored):
 
 
 class State(Stored):
-    """The contents of state.json.
-
-    Attributes:
-        score: The score of the step, if any.
-        extra: JSON values of the run (`session.checkpoints`).
-        alphabet: The characters of a character tokenizer; None for another one, and in older files.
-    """
+    """The contents of state.json; `alphabet` has the characters of a character tokenizer."""
 
     format: Count
     step: Step
@@ -84,17 +77,14 @@ _SUFFIX = ".safetensors"
 
 
 def masters_of(path: Path) -> Path | None:
-    """Return the file or folder with the master weights of a checkpoint, None without any."""
+    """Return the file or folder with a checkpoint's master weights; None without any."""
     file, folder = path / f"{MASTERS}{_SUFFIX}", path / MASTERS
     sharded = any(folder.glob(f"*{_SUFFIX}"))
     return file if file.is_file() else folder if sharded else None
 
 
 def parts_of(path: Path) -> dict[str, Path]:
-    """Return the file or folder of each part of a checkpoint: masters, optimizer and others.
-
-    Only the manifest's: nothing else was compared with a checksum.
-    """
+    """Return each part's file or folder, of those in the manifest: only they have checksums."""
     parts = {}
     for name in map(PurePosixPath, manifest_of(path)):
         if name.suffix == _SUFFIX:
@@ -104,7 +94,7 @@ def parts_of(path: Path) -> dict[str, Path]:
 
 
 def problem_of(path: Path) -> str | None:
-    """Return how a checkpoint is damaged, None if it is not."""
+    """Return how a checkpoint is damaged; None if it is not."""
     try:
         manifest = manifest_of(path)
         # Cheap checks of all files first, then the checksums, in parallel.
@@ -132,7 +122,7 @@ def problem_of(path: Path) -> str | None:
 
 
 def _beside(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Return the files in the folders of parts that the manifest does not list."""
+    """Return the files in parts' folders that the manifest does not list."""
     folders = {name.parent for name in map(PurePosixPath, manifest) if len(name.parts) > 1}
     files = [file for folder in sorted(folders) for file in (path / folder).glob(f"*{_SUFFIX}")]
     names = (file.relative_to(path).as_posix() for file in sorted(files))
@@ -140,7 +130,7 @@ def _beside(path: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the fingerprints of a checkpoint's files by their names."""
+    """Return the fingerprints of a checkpoint's files, by name."""
     try:
         manifest: dict[str, dict[str, Any]] = read_json(path / MANIFEST_FILE)
         checked(MANIFEST, manifest, str(path / MANIFEST_FILE))
@@ -156,11 +146,7 @@ def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def state_of(path: Path, any_format: bool = False) -> dict[str, Any]:
-    """Return the contents of state.json.
-
-    Args:
-        any_format: Whether another version's format is returned, unchecked, instead of refused.
-    """
+    """Return the contents of state.json; with `any_format` another version's too, unchecked."""
     # Another version may have other fields, so its format is looked at first.
     state: Any = read_json(path / STATE_FILE, MOST_STATE_BYTES)
     version = state.get("format") if isinstance(state, dict) else None
@@ -181,10 +167,9 @@ def write_parts(
     shards: Mapping[str, Mapping[str, Shard]],
     ranks: World,
 ) -> dict[str, Fingerprint]:
-    """Write a checkpoint's tensors: a file per part, or a folder of the ranks' files; a collective.
+    """Write a checkpoint's tensors, a file per part or a folder of the ranks' files; a collective.
 
-    Returns the fingerprints of all ranks' files, by their names in the folder. If a rank could not
-    write, every rank raises its OSError.
+    Returns all fingerprints by name in the folder. Every rank raises the OSError of one.
     """
     own: list[Path] = []
     if ranks.size == 1:
@@ -228,7 +213,7 @@ def complete_folder(folder: Path, state: str, files: Mapping[str, Fingerprint]) 
 
 Fingerprint = dict[str, Any]
 
-# By safetensors' format (huggingface.co/docs/safetensors): the names of what a checkpoint holds.
+# The dtypes of a checkpoint, as safetensors names them (huggingface.co/docs/safetensors).
 _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -245,11 +230,7 @@ _WHOLE, _PIECES = "sha256", "sha256_of_gib_pieces"
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file, which is on disk when this returns.
-
-    Tensors go through a buffer of 64 MiB: safetensors' own writer takes as much CPU memory as the
-    file has bytes.
-    """
+    """Write and flush a safetensors file; unlike safetensors' own writer it needs only 64 MiB."""
     # The widest types first: every tensor begins at a multiple of its element.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     with open(path, "wb") as file:
@@ -297,17 +278,16 @@ def _flush(file: IO[Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file, which is on disk when this returns."""
+    """Write a UTF-8 file and flush it to disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         _flush(file)
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Return the fingerprint of a file, as a manifest has it.
+    """Return a file's fingerprint, as a manifest has it: "bytes" and "sha256".
 
-    "bytes" and "sha256" of the contents; above 1 GiB instead "sha256_of_gib_pieces", the SHA-256
-    of those of its pieces of 1 GiB, which are computed in parallel.
+    Above 1 GiB it has "sha256_of_gib_pieces" instead: the SHA-256 of the pieces' SHA-256s.
     """
     size = path.stat().st_size
     # Pieces are hashed in parallel: one core would take minutes for a large model.
@@ -317,7 +297,7 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
-    """Return whether a file matches a fingerprint, which an older version may have written."""
+    """Return whether a file matches a fingerprint of this or an older version."""
     if _PIECES in expected:
         return _digest_of_pieces(path, path.stat().st_size) == str(expected[_PIECES])
     # Older versions stored either digest under the same key.
@@ -329,7 +309,7 @@ def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
 
 
 def _digest_of_pieces(path: Path, size: int) -> str:
-    """Return the SHA-256 of the SHA-256 of each piece of a file, in hexadecimal."""
+    """Return the SHA-256 of the SHA-256s of a file's pieces, in hexadecimal."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(functools.partial(_digest, path), range(0, size, _PIECE)))
     return hashlib.sha256(b"".join(digests)).hexdigest()
@@ -350,10 +330,7 @@ ShardOf = Callable[[str], Shard | None]
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a file, or of a folder of several ranks' files, read from disk at each access.
-
-    Any number of ranks reads either, whole tensors or own rows.
-    """
+    """The tensors of a file, or of a folder of ranks' files, read from disk at each access."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -377,7 +354,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return tensor
 
     def rows(self, name: str, shard: Shard | None) -> Tensor:
-        """Return the rows of a tensor that this rank owns, in CPU memory; all if shard is None."""
+        """Return this rank's rows of a tensor, in CPU memory; all if shard is None."""
         _, shape = self.layouts[name]
         if shard is None:
             return self._read(name, None)
@@ -407,7 +384,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def copy_to(self, model: Model) -> None:
-        """Copy master weights into a model, which is to be requantized after it."""
+        """Copy master weights into a model, which must be requantized afterwards."""
         for name, master in model.master_weights().items():
             master.copy_(self.rows(name, model.weights.shards.get(name)))
 
@@ -430,7 +407,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def divided(tensors: Mapping[str, Tensor], shard_of: ShardOf) -> dict[str, Shard]:
-    """Return the division of those tensors that are divided among ranks, by name."""
+    """Return the shards of the tensors that are divided among ranks, by name."""
     return {name: shard for name in tensors if (shard := shard_of(name)) is not None}
 
 
@@ -440,7 +417,7 @@ def as_json(value: Any) -> Any:
 
 
 def differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each key that two records do not agree on."""
+    """Return a sentence for each key on which two records differ."""
     return [
         f"{what} {key} is {saved.get(key)!r} in the checkpoint and {current.get(key)!r} here"
         for key in sorted({*saved, *current})

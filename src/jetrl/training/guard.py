@@ -1,11 +1,11 @@
-"""The guard on numbers: an update whose loss, gradient or FP8 scales are not finite is not applied.
+"""The guard: an update whose loss, gradient or FP8 scales are not finite is not applied.
 
-The watched numbers are computed on the device during the update and read once, with the gradient
-norm. They cover every fault: a logit that is NaN or infinite makes the entropy so, and an FP8 scale
-that is not finite makes its group NaN, which reaches the loss or the gradient norm.
+The watched numbers are computed on the device during the update and read once. They cover every
+fault: a NaN or infinite logit reaches the entropy, and a bad FP8 scale makes its group NaN, which
+reaches the loss or the gradient norm.
 
 `watch` finds the first operation whose output or gradient is not finite. It synchronizes with the
-device at every operation, so it is for repeating a failed update, not for a run.
+device at every operation, so it is only for repeating a failed update.
 """
 
 from __future__ import annotations
@@ -27,17 +27,12 @@ from jetrl.models.model import Model
 
 logger = logging.getLogger(__name__)
 
-MOST_IN_A_ROW = 5  # skipped updates; after that something else than bad luck is at work
+MOST_IN_A_ROW = 5  # skipped updates; more are not bad luck
 
 
 @dataclass(frozen=True)
 class NonFiniteUpdate:
-    """An update that was not applied because its loss or gradient is not finite.
-
-    Attributes:
-        index: The number of the update in its training step, from 0.
-        repeat: Runs forward and backward again.
-    """
+    """A refused update, `index` in its step from 0; `repeat` runs forward and backward again."""
 
     index: int
     model: Model
@@ -54,11 +49,7 @@ class NonFiniteUpdate:
 
 
 class Guard:
-    """Decides what becomes of each update of one model.
-
-    Attributes:
-        report: Called with each refused update before its data is dropped; returns a description.
-    """
+    """Refuses updates that are not finite; `report` describes one before its data is dropped."""
 
     def __init__(self, action: Literal["stop", "skip"], lr: str = "train.lr") -> None:
         self._action, self._lr = action, lr
@@ -74,7 +65,7 @@ class Guard:
 
     def refuse(self, update: NonFiniteUpdate) -> None:
         """Report an update that is not applied; return if the run continues without it."""
-        # What the run reports is part of the error, so it is made first.
+        # The run's report is part of the error, so it is made first.
         self._in_a_row += 1
         problem = ". ".join(text for text in (str(update), self.report(update)) if text)
         if self._action == "stop":
@@ -99,12 +90,7 @@ class Guard:
 
 
 class Watch:
-    """Looks at the tensors of a model's forwards and backwards.
-
-    Attributes:
-        first: The first tensor with a value that is not finite, in the order of computation, named
-            by its operation; empty so far.
-    """
+    """Looks at a model's tensors: `first` names the first one that is not finite, if any."""
 
     def __init__(self, model: Model) -> None:
         self.first = ""
@@ -122,7 +108,7 @@ class Watch:
         """Look at the output of an operation (the decoder's trace), and later at its gradient."""
         if name == "embed":  # the first operation of a forward
             self._in_backward = False
-        if self._in_backward:  # a layer that is computed again says nothing new
+        if self._in_backward:  # a recomputed layer adds nothing new
             return
         self._look(f"output of {name}", value)
         if value.requires_grad:
@@ -146,7 +132,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watch(model: Model) -> Iterator[Watch]:
-    """Look at a model's weights now, and at everything that it computes within the context."""
+    """Look at a model's weights now, and at everything it computes within the context."""
     seen = Watch(model)
     seen.weights()
     decoder = model.decoder

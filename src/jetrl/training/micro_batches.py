@@ -1,9 +1,9 @@
 """Micro-batches: the data of one forward and backward, their size, and their forward.
 
-The size is `train.tokens_per_micro_batch`, or what the memory plan has room for, and is halved when
-memory runs out. Gradients of an update's micro-batches are added, so the division changes only the
-order of sums, and under an FP8 plan which 128 tokens share a scale in WGrad. A checkpoint keeps the
-size, since the bits of a resumed run depend on it.
+The size is `train.tokens_per_micro_batch` or what fits the memory plan, and is halved when memory
+runs out. Gradients of micro-batches are added, so the division changes only the order of sums and,
+under an FP8 plan, which 128 tokens share a scale in WGrad. A checkpoint keeps the size, since the
+bits of a resumed run depend on it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,8 @@ _OF_SEQUENCES = ("sample_ids", "stem_ids", "stem_lengths")
 class MicroBatch:
     """The packed sequences of one forward and backward, with numbers for their N trained tokens.
 
-    The numbers are float32 [N], without gradient, from before the step's first update.
-
-    Attributes:
-        before: The trainer's log-probs; None in the first minibatch, whose own forward gives them.
-        ref_logprobs: The log-probs of the frozen reference, if there is one.
-        values: The critic's values, if there is one.
-        returns: The returns that the critic learns.
+    The numbers are float32 [N], without gradient, from before the step's first update. `before`,
+    the trainer's log-probs, is None in the first minibatch, whose own forward gives them.
     """
 
     batch: Batch
@@ -74,13 +69,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """The loss of one micro-batch and its measurements.
+    """The differentiable loss of one micro-batch, a float32 scalar, and its measurements.
 
-    Attributes:
-        loss: float32 scalar, differentiable.
-        metrics: float64 scalars by metric name: shares of the update's means, to be added.
-        peaks: float64 scalars by metric name, of which the update's largest counts.
-        outputs: The model's outputs, without gradient, if the trainer looks at them later.
+    `metrics`, float64 scalars, are shares of the update's means, to be added; of `peaks` the
+    largest counts. `outputs` are the model's, without gradient, if the trainer reads them later.
     """
 
     loss: Tensor
@@ -90,16 +82,12 @@ class MicroBatchLoss:
 
 
 def sizes_of(batch: Batch) -> tuple[int, int]:
-    """Return the tokens that a forward of a batch computes, and its sequences."""
+    """Return a batch's numbers of computed tokens and of sequences."""
     return batch.num_computed_tokens, batch.num_sequences
 
 
 class Minibatch:
-    """The samples of one update, in micro-batches that get smaller when memory runs out.
-
-    Attributes:
-        num_tokens: The tokens that the update's metrics are means over.
-    """
+    """The samples of one update, in micro-batches that get smaller when memory runs out."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], size: MicroBatchSize) -> None:
         self.micro_batches: Sequence[Any] = micro_batches
@@ -109,22 +97,18 @@ class Minibatch:
 
     @staticmethod
     def tokens_of(micro_batch: Any) -> int:
-        """Return the tokens that the forward of a micro-batch reads."""
+        """Return the tokens that a micro-batch's forward computes."""
         return micro_batch.batch.num_computed_tokens
 
     def shrink(self, problem: str) -> None:
-        """Halve the run's size, and divide the micro-batches accordingly; see `halve`."""
+        """Halve the run's size, and divide the micro-batches again."""
         # The smaller size stays for the run; only this update is divided again.
         self._size.halve([sizes_of(micro.batch) for micro in self.micro_batches], problem)
         self.micro_batches = self._size.split(self.micro_batches)
 
 
 class MicroBatchSize:
-    """The token limit of a run's micro-batches, which is halved when memory runs out.
-
-    Attributes:
-        tokens: The limit now; at first the setting `train.tokens_per_micro_batch`.
-    """
+    """The token limit of a run's micro-batches, which is halved when memory runs out."""
 
     def __init__(self, tokens: int) -> None:
         self._setting = tokens
@@ -133,7 +117,7 @@ class MicroBatchSize:
 
     @classmethod
     def of(cls, settings: TrainSettings, planned: int | None = None) -> MicroBatchSize:
-        """Return a run's first size: the setting, or `planned` tokens if they are fewer."""
+        """Return a run's first size: the setting, or `planned` tokens if fewer."""
         size = cls(settings.tokens_per_micro_batch)
         fitting = size.tokens if planned is None else min(size.tokens, planned)
         size.tokens = agree(LARGEST_SIZE, fitting)
@@ -142,9 +126,8 @@ class MicroBatchSize:
     def halve(self, sizes: Sequence[tuple[int, int]], problem: str, unit: str = "sequence") -> None:
         """Make the next micro-batches at most half as large as those that did not fit.
 
-        Args:
-            sizes: Tokens and units of each micro-batch; if each is one, raises OutOfMemoryStop.
-            unit: "sequence" or "pair".
+        `sizes` are the tokens and units ("sequence" or "pair") of each; OutOfMemoryStop if every
+        one has a single unit.
         """
         # A micro-batch of one unit cannot get smaller.
         divisible = [tokens for tokens, num_units in sizes if num_units > 1]
@@ -186,12 +169,11 @@ class MicroBatchSize:
     ) -> list[range]:
         """Return ranges of neighbors with at most the current size together, or a longer one.
 
-        Args:
-            stems: Number and length of the stem of each sequence, which counts once per range.
+        `stems` are the (number, length) of each sequence's stem, which counts once per range.
         """
         ranges: list[range] = []
         start = total = 0
-        held: set[int] = set()  # the stems that the present range has
+        held: set[int] = set()  # stems in the current range
         for i, length in enumerate(lengths):
             # A stem that the range already holds costs nothing again.
             stem, shared = stems[i] if stems is not None else (i, 0)
@@ -209,7 +191,7 @@ class MicroBatchSize:
         return {"tokens": self.tokens, "setting": self._setting}
 
     def load_state(self, state: Any) -> None:
-        """Resume the size that `state` returned, unless its setting was changed."""
+        """Resume a saved size, unless the setting has changed."""
         if state["setting"] == self._setting:
             self.tokens = state["tokens"]
 
@@ -223,9 +205,7 @@ def batch_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs, float32 [N], and moments, float32 [2, N], of the N trained tokens.
 
-    Args:
-        checkpoint_layers: Whether backward computes layers again instead of saving activations.
-        seen: Called with the hidden states [N, D] from which the tokens were drawn.
+    `seen` is called with the hidden states [N, D] from which the tokens were drawn.
     """
     return policy.train_logprobs(
         torch.from_numpy(batch.token_ids),
@@ -239,5 +219,5 @@ def batch_logprobs(
 
 
 def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> Tensor:
-    """Return values [T] of a batch's tokens at its N trained tokens, on a device."""
+    """Return a batch's values [T] at its N trained tokens, on a device."""
     return upload(torch.from_numpy(values[targets(batch)]), torch.device(device))

@@ -1,9 +1,7 @@
 """The mismatch between sampler and trainer: how far apart their log-probs of the same tokens are.
 
-Under an exact plan (`jet`, `unified`) the right answer is known: no token differs, compared as the
-bits of float32. `StepMismatchError` is what a step raises when that does not hold.
-
-Equal log-probs say nothing of how the tokens were drawn. `surprise_z` does.
+Under an exact plan (`jet`, `unified`) no float32 bit may differ; a step raises `StepMismatchError`
+if one does. Equal log-probs do not prove how the tokens were drawn; `surprise_z` tests that.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
     from jetrl.precision import PrecisionPlan
 
-# Sums of a micro-batch that `surprise_z` needs of the step's first update; no metrics themselves.
+# Sums of a micro-batch that `surprise_z` needs of the step's first update; not metrics.
 EXCESS, VARIANCE = "surprise/excess", "surprise/variance"
 _NOTHING_COMPARED = {"mismatch/num_tokens": 0.0}
 
@@ -48,12 +46,7 @@ class Difference(NamedTuple):
 
 
 class StepMismatchError(MismatchError):
-    """Sampler and trainer differ under an exact plan; no weight was changed.
-
-    Attributes:
-        first: The first token that differs, in the order of samples.
-        metrics: The step's `mismatch/*`.
-    """
+    """Sampler and trainer differ under an exact plan; no weight was changed."""
 
     def __init__(
         self, plan_name: str, samples: Sequence[Sample], found: list[Difference], metrics: Metrics
@@ -79,11 +72,10 @@ class StepMismatchError(MismatchError):
 def mismatch_metrics(trainer: np.ndarray, rollout: np.ndarray) -> dict[str, float]:
     """Return the mismatch of N >= 1 tokens' float32 log-probs; d = trainer - rollout in float64.
 
-    mismatch/num_tokens: N.
-    mismatch/num_different: tokens whose float32 bits differ, or where either is NaN.
+    mismatch/num_different: tokens whose float32 bits differ, or of which one is NaN.
     mismatch/{mean,max}_abs_logprob_diff: of |d|, in nats.
     mismatch/k3_kl: mean of exp(d) - d - 1, an estimate of KL(rollout || trainer) in nats.
-    mismatch/token_mult_prob_error: mean of exp|d|; 1 when nothing differs.
+    mismatch/token_mult_prob_error: mean of exp|d|; 1 if nothing differs.
     """
     trainer, rollout = _float32(trainer), _float32(rollout)
     assert trainer.shape == rollout.shape == (len(trainer),), (trainer.shape, rollout.shape)
@@ -102,12 +94,7 @@ def mismatch_metrics(trainer: np.ndarray, rollout: np.ndarray) -> dict[str, floa
 
 
 def surprise_sums(logprobs: Tensor, moments: Tensor) -> dict[str, Tensor]:
-    """Return a micro-batch's share of the sums of `surprise_z`, float64 scalars.
-
-    Args:
-        logprobs: float32 [N], of the drawn tokens.
-        moments: float32 [2, N], entropies and variances as of `Policy.train_logprobs`.
-    """
+    """Return float64 sums for `surprise_z`; moments float32 [2, N] are entropies and variances."""
     entropy, variance = moments.double()
     return {EXCESS: -(logprobs.detach() + entropy).sum(), VARIANCE: variance.sum()}
 
@@ -121,18 +108,15 @@ def surprise_z(sums: Mapping[str, float], vocab_size: int) -> dict[str, float]:
     entropy, x_t the drawn token, Var_t = sum_v p_t(v) log^2 p_t(v) - H_t^2. If x_t is drawn from
     p_t, the d_t are martingale differences: variances add, and S / sqrt(V) tends to N(0, 1).
 
-    A confident policy has few random tokens, and one rare token among them is many standard
-    deviations. So b |S| / 3 is added, the correction of Freedman (1975): if no d_t is beyond b, the
-    chance of |z| > 5 is below 2 exp(-25 / 2) for any distributions. Below, b is log(vocab_size),
-    the largest entropy. Above, it is the sampler's bound: a token that it draws has at least 2^-41
-    of the probability of the most probable one, of which -log is at most H_t.
+    If the policy is confident, one rare token is many standard deviations. So b |S| / 3 is added,
+    the correction of Freedman (1975): if no d_t is beyond b, |z| > 5 has a chance below 2
+    exp(-12.5) for any distributions. For negative S, b is log(vocab_size), the largest entropy. For
+    positive S it is the sampler's bound: it draws only tokens with at least 2^-41 of the largest
+    probability, whose -log is at most H_t.
 
-    The end of a sequence may depend on its tokens (an end token, a stop string, a limit). Selection
-    by later tokens breaks the test: top_p and top_k, samples by reward (dynamic sampling,
-    data.batch), and partial rollouts. `Trainer` measures nothing then.
-
-    Returns:
-        {} if a sum is not finite, or no token was random.
+    A sequence may end because of its tokens. Selection by later tokens, however, breaks the test,
+    so `Trainer` does not measure it with top_p, top_k, samples chosen by reward, or partial
+    rollouts. {} if a sum is not finite, or no token was random.
     """
     excess, variance = sums.get(EXCESS, 0.0), sums.get(VARIANCE, 0.0)
     if not (math.isfinite(excess) and 0 < variance < math.inf):
@@ -151,20 +135,15 @@ def compare_step(
 ) -> dict[str, float]:
     """Return the mismatch of all trained tokens that the current policy has drawn.
 
-    Tokens that an earlier version drew are exempt; partial_rollout/earlier_tokens is their share.
-    If nothing is compared, mismatch/num_tokens is 0 and the other numbers are missing: all tokens
-    are exempt, or a log-prob is not finite, which the guard handles.
-
-    Args:
-        trainer_logprobs: The trainer's log-probs before the first update, float32 [N] per batch.
-
-    Raises:
-        StepMismatchError: A log-prob differs under an exact plan.
+    Tokens of earlier versions are exempt; partial_rollout/earlier_tokens is their fraction. If
+    nothing is compared (all are exempt, or a log-prob is not finite, which the guard handles), the
+    only number is mismatch/num_tokens = 0. `trainer_logprobs`, float32 [N] per batch, are from
+    before the first update. A difference under an exact plan is a StepMismatchError.
     """
     # A NaN is the guard's to report: it names the operation.
     if not all(np.isfinite(logprobs).all() for logprobs in trainer_logprobs):
         return _NOTHING_COMPARED
-    # Partial rollouts hold tokens of earlier policies, whose log-probs differ rightly.
+    # Partial rollouts hold tokens of earlier policies, whose log-probs may differ.
     present = [present_tokens(batch, samples, version) for batch in batches]
     compared = np.concatenate(present)
     earlier = {} if compared.all() else {"partial_rollout/earlier_tokens": 1 - compared.mean()}
@@ -185,17 +164,17 @@ def compare_step(
 
 
 def present_tokens(batch: Batch, samples: Sequence[Sample], version: int) -> np.ndarray:
-    """Return which of a batch's trained tokens a policy's version has drawn, bool [N]."""
+    """Return whether `version` of the policy drew each trained token of a batch, bool [N]."""
     masks = []
     for index, count in zip(batch.sample_ids, trained_lengths(batch), strict=True):
-        # Without versions the whole completion is of the present policy.
+        # Without versions the whole completion is the current policy's.
         versions = samples[index].completion.versions
         masks.append(np.array(versions) == version if versions else np.ones(count, dtype=np.bool_))
     return np.concatenate(masks)
 
 
 def different(trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.ndarray:
-    """Return, bool [N], where the float32 bits differ or either number is NaN."""
+    """Return whether the float32 bits differ or a number is NaN, bool [N]."""
     trainer, rollout = _float32(trainer_logprobs), _float32(rollout_logprobs)
     bits_differ = trainer.view(np.uint32) != rollout.view(np.uint32)
     return bits_differ | np.isnan(trainer) | np.isnan(rollout)
@@ -204,11 +183,7 @@ def different(trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.
 def differences(
     batch: Batch, trainer_logprobs: np.ndarray, compared: np.ndarray | bool = True
 ) -> list[Difference]:
-    """Return the trained tokens of a batch whose log-probs differ, in batch order.
-
-    Args:
-        compared: bool [N], which tokens to look at; True for all.
-    """
+    """Return a batch's trained tokens whose log-probs differ, of those `compared`, bool [N]."""
     target = targets(batch)
     rollout = batch.rollout_logprobs[target]
     ends = batch.cu_seqlens[1:]
@@ -224,7 +199,6 @@ def differences(
 
 
 def _float32(values: np.ndarray) -> np.ndarray:
-    """Return contiguous log-probs; refuse another type than float32."""
     assert values.dtype == np.float32, values.dtype
     return np.ascontiguousarray(values)
 

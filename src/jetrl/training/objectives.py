@@ -1,9 +1,6 @@
 """The objective of a run: an algorithm's pieces, pure functions of log-probs, and their options.
 
-An algorithm may be a user's: a loss function or a whole record in a Python file. Each value that a
-user's function returns or raises is checked; the message names file and line.
-
-Token losses, named by algorithm.loss:
+Token losses, by algorithm.loss:
     clipped_ratio    PPO's pessimistic clip of token ratios     PPO, GRPO, DAPO, REINFORCE++
     sequence_ratio   the same clip of a sequence's ratio        GSPO
     detached_ratio   log-likelihood, weighted by a capped ratio CISPO
@@ -15,15 +12,14 @@ Aggregations, the weight of a token in the update's loss:
     sequence_sum   1 / sequences of the update                          a completion is one action
     constant       1 / (sequences of the update x rollout.max_tokens)   Dr. GRPO
 
-Corrections of the mismatch between sampler and trainer, by w = trainer / sampler for the same token
-and weights (1 in an exact flow), per token, or from a sequence's summed or mean log-ratio:
+Corrections of the mismatch, by w = trainer / sampler (1 in an exact flow), per token or sequence:
     tis            min(w, high)                        truncated: biased, of bounded variance
     mis            w if low <= w <= high, else 0       masked
     icepop         mis of tokens, with wide bounds
     sequence_mask  1 if low <= w <= high, else 0       drops sequences by their geometric mean
 
-Weights are those of the whole update, so the losses of its micro-batches add up. Masked tokens stay
-in the mean's denominator. Default bounds and sources are in `jetrl.settings.algorithms`.
+Weights are those of the whole update, so losses of micro-batches add up. Masked tokens stay in the
+mean's denominator. `jetrl.settings.algorithms` has default bounds and sources.
 """
 
 from __future__ import annotations
@@ -63,8 +59,7 @@ MAX_LOG_RATIO = 88.72283172607422
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """Return exp(log_ratio), float32, at most the largest finite number.
 
-    An overflowing ratio would be infinite, and its gradient NaN even if the loss ignores it, as
-    behind a clip. No finite result changes, and no gradient of one.
+    An infinite ratio would have a NaN gradient even if the loss ignores it, as behind a clip.
     """
     return torch.exp(torch.clamp(log_ratio, max=MAX_LOG_RATIO))
 
@@ -73,13 +68,10 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 class Tokens:
     """The N trained tokens of S sequences, in order.
 
-        Tokens(trainer_logprobs=[-0.5, -1.0, -0.2], behavior_logprobs=[-0.5, -1.1, -0.2],
-               advantages=[1, 1, -1], lengths=[2, 1])
-
     Attributes:
         trainer_logprobs: float32 [N], differentiable.
-        behavior_logprobs: float32 [N], of the policy that the samples came from (the sampler's, or
-            the trainer's own before the step's first update); no gradient goes through them.
+        behavior_logprobs: float32 [N], of the policy that drew the samples (the sampler's, or the
+            trainer's before the step's first update); no gradient goes through them.
         advantages: float32 [N].
         lengths: int64 [S], trained tokens of each sequence, all positive, summing to N.
     """
@@ -125,12 +117,9 @@ def clipped_ratio(
 ) -> TokenLoss:
     """Return -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A) of each token.
 
-    The ratio is exp(trainer_logprobs - behavior_logprobs). Schulman et al. 2017, "PPO", eq. 7; two
-    clips: Yu et al. 2025, "DAPO", eq. 10.
-
-    Args:
-        dual_clip: With a value c, the loss of a token with a negative advantage is at most -c A,
-            however large its ratio (Ye et al. 2020, arXiv 1912.09729, eq. 5).
+    Schulman et al. 2017, "PPO", eq. 7; two clips: Yu et al. 2025, "DAPO", eq. 10. `dual_clip` c
+    limits the loss of a token with a negative advantage to -c A (Ye et al. 2020, arXiv 1912.09729,
+    eq. 5).
     """
     ratio, advantages = bounded_exp(tokens.log_ratio), tokens.advantages
     clipped = _clipped(ratio, advantages, clip, clip_high)
@@ -143,20 +132,18 @@ def clipped_ratio(
 
 
 def sequence_ratio(tokens: Tokens, clip: float, clip_high: float) -> TokenLoss:
-    """Return -min(s A, clip(s, 1 - clip, 1 + clip_high) A) of each token.
+    """Return -min(s A, clip(s, 1 - clip, 1 + clip_high) A) with the sequence's ratio s.
 
-    s = exp(mean log-ratio of the sequence) is the same at all tokens of a sequence (Zheng et al.
-    2025, "GSPO", eq. 5 to 7). Clips are much smaller than a token ratio's: 3e-4 and 4e-4 there.
+    s = exp(mean log-ratio) (Zheng et al. 2025, "GSPO", eq. 5 to 7); its clips are 3e-4 and 4e-4.
     """
     ratio = bounded_exp(tokens.sequence_mean(tokens.log_ratio))
     return _clipped(ratio, tokens.advantages, clip, clip_high)
 
 
 def detached_ratio(tokens: Tokens, clip_high: float) -> TokenLoss:
-    """Return -sg(min(ratio, 1 + clip_high)) A log p of each token.
+    """Return -sg(min(ratio, 1 + clip_high)) A log p of each token ("MiniMax-M1", eq. 4 and 5).
 
-    MiniMax 2025, "MiniMax-M1", eq. 4 and 5. The ratio is only a weight, so every token keeps its
-    gradient; there is no lower bound, as in the paper's experiments.
+    The ratio is only a weight: every token keeps its gradient. As in the paper, no lower bound.
     """
     ratio = bounded_exp(tokens.log_ratio.detach())
     # A constant weight: the gradient goes through log p only.
@@ -165,11 +152,7 @@ def detached_ratio(tokens: Tokens, clip_high: float) -> TokenLoss:
 
 
 def plain_ratio(tokens: Tokens) -> TokenLoss:
-    """Return -ratio A of each token, with the plain probability ratio.
-
-    At the first update of a step the gradient is REINFORCE's, -A grad log p (Williams 1992;
-    Ahmadian et al. 2024, "RLOO"); at later ones the ratio corrects for the updates before.
-    """
+    """Return -ratio A: in a step's first update the gradient of REINFORCE (Williams 1992)."""
     loss = -bounded_exp(tokens.log_ratio) * tokens.advantages
     return TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
 
@@ -183,7 +166,7 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip: float, clip_high: float) -> TokenLoss:
-    """Return the pessimistic one of the plain and the clipped surrogate, for ratios float32 [N]."""
+    """Return the larger of the plain and the clipped loss, for ratios float32 [N]."""
     # The smaller of both surrogates: a clip never makes a step look better than it is.
     held = torch.clamp(ratio, 1.0 - clip, 1.0 + clip_high)
     loss = -torch.minimum(ratio * advantages, held * advantages)
@@ -203,11 +186,9 @@ class UpdateSize(NamedTuple):
 def token_weights(
     lengths: Tensor, size: UpdateSize, aggregation: Aggregation, num_tokens: int | None = None
 ) -> Tensor:
-    """Return the weight of each token's loss, float32 [N].
+    """Return the weight of each token's loss, float32 [N], from sequence lengths int64 [S].
 
-    Args:
-        lengths: int64 [S], trained tokens of each sequence of a micro-batch.
-        num_tokens: N, the sum of the lengths; without it the host waits for a GPU to add them.
+    `num_tokens` is N; without it the host waits for a GPU to add the lengths.
     """
     # One weight per sequence, spread over its tokens.
     if aggregation == "sequence_mean":
@@ -224,12 +205,7 @@ def token_weights(
 
 @dataclass(frozen=True)
 class Correction:
-    """A correction of `jetrl.settings.algorithms.CORRECTIONS` with its level and bounds.
-
-    Attributes:
-        level: Whether a ratio is a token's, a sequence's, or a sequence's geometric mean.
-        low: The lower bound; 0 for a correction that has none.
-    """
+    """A correction of the mismatch with its level and bounds; `low` is 0 without a lower bound."""
 
     name: str
     level: Level
@@ -251,7 +227,7 @@ class Correction:
     def __call__(self, tokens: Tokens, rollout_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of N tokens, float32 [N], and two measurements.
 
-        Those are which weights the bounds changed, bool [N], and the weights before, float32 [N].
+        Those are which weights a bound changed, bool [N], and the weights before, float32 [N].
         """
         log_ratio = tokens.behavior_logprobs.detach() - rollout_logprobs
         # One ratio for all tokens of a sequence, or one of each token.
@@ -270,10 +246,7 @@ class Correction:
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return log p - log ref, which is unbiased, of any sign.
-
-    Its expected gradient is zero, so it belongs into the reward, not into the loss.
-    """
+    """Return log p - log ref: unbiased, but with an expected gradient of 0, so only for rewards."""
     return logprobs - ref_logprobs
 
 
@@ -293,12 +266,7 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 @dataclass(frozen=True)
 class Objective:
-    """The function that a run optimizes: an algorithm with the values of all options.
-
-    Attributes:
-        settings: The section `[algorithm]`.
-        correction: Weighs tokens against the mismatch between sampler and trainer, if any.
-    """
+    """The function that a run optimizes: an algorithm with the values of all options."""
 
     algorithm: Algorithm
     settings: AlgorithmSettings
@@ -310,11 +278,7 @@ class Objective:
 
     @classmethod
     def from_settings(cls, settings: AlgorithmSettings, max_tokens: int) -> Objective:
-        """Return the objective that the section `[algorithm]` asks for.
-
-        Raises:
-            UserError: A user's file does not import, or its function lacks given options.
-        """
+        """Return the objective of the section `[algorithm]`."""
         name = settings.name
         algorithm = load_algorithm(name) if settings.from_file else ALGORITHMS[name]
         # Settings that mean nothing to the algorithm, known only with its record.
@@ -345,13 +309,13 @@ class Objective:
 
     @property
     def overlong_buffer(self) -> int:
-        """Return the tokens before the limit over which the reward falls; 0 for off."""
+        """Return the number of tokens before the limit over which the reward falls; 0 if off."""
         buffer = self.settings.value("overlong_buffer", self.algorithm)
         return self.max_tokens // 5 if buffer is None else int(buffer)
 
     @property
     def dynamic_sampling(self) -> bool:
-        """Return whether more prompts are drawn in place of groups with equal rewards."""
+        """Return whether more prompts replace groups with equal rewards."""
         return bool(self.settings.value("dynamic_sampling", self.algorithm))
 
     @property
@@ -412,7 +376,7 @@ def _check_own_options(name: str, own: Mapping[str, Any], algorithm: Algorithm) 
 
 
 def _arguments(piece: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the options of a piece, by name: all of its arguments but the first."""
+    """Return the options of a piece, by name: every argument except the first."""
     return dict(list(inspect.signature(piece).parameters.items())[1:])
 
 
@@ -422,7 +386,7 @@ _Pieces = tuple[Mapping[str, Callable[..., Any]], Callable[..., Any]]
 def _piece(
     name: str, piece: str | Callable[..., Any], kinds: _Pieces, values: Mapping[str, Any]
 ) -> Any:
-    """Return a loss or an estimator, of the built-in ones or a user's, with its options."""
+    """Return a built-in or a user's loss or estimator with its options."""
     built_in, users = kinds
     function = built_in[piece] if isinstance(piece, str) else piece
     if values.get("clip_high") is None and "clip" in values:
@@ -439,13 +403,10 @@ def _piece(
 
 
 def load_algorithm(name: str) -> Algorithm:
-    """Return the algorithm at `file.py:name`.
+    """Return the algorithm at `file.py:name`; an error in the file is a UserError with its line.
 
-    That is an `Algorithm`, or a loss function of (Tokens, **options), which takes GRPO's place:
-    group advantages, mean over the update's tokens.
-
-    Raises:
-        UserError: There is no such file, it does not run (with its line), or it has no such member.
+    It is an `Algorithm`, or a loss function of (Tokens, **options), used with group advantages and
+    the mean over the update's tokens.
     """
     path, _, member = name.rpartition(":")
     file = Path(path)
@@ -479,11 +440,7 @@ def load_algorithm(name: str) -> Algorithm:
 
 @dataclass(frozen=True)
 class UsersFunction:
-    """A user's function with its options, which are passed as keyword arguments.
-
-    Attributes:
-        name: The algorithm's name in the settings, for messages.
-    """
+    """A user's function with keyword options; `name` is the algorithm's in the settings."""
 
     name: str
     function: Callable[..., Any]
@@ -558,7 +515,7 @@ def _described(value: object) -> str:
 
 
 def _problem(per_sample: object, lengths: Sequence[int]) -> str:
-    """Return what is wrong with a user's advantages or returns, or an empty text."""
+    """Return the fault of a user's advantages or returns, or an empty text."""
     arrays = []
     if isinstance(per_sample, Sequence | np.ndarray):
         try:

@@ -1,12 +1,11 @@
 """The optimizer: AdamW on the float32 master weights, a schedule, and a global gradient-norm clip.
 
 With float32 states the update is `torch.optim.AdamW(fused=True)`. Compact states of matrices take 3
-bytes per parameter (kernels/adamw.py), and the clip is applied in the same pass; norms and biases
-keep float32. Weight decay applies to matrices only. State is saved by the name of the master
-weight, never by position.
+bytes per parameter (kernels/adamw.py) and are clipped in the same pass; norms and biases keep
+float32. Weight decay applies to matrices only. State is saved by master-weight name.
 
 The gradient norm has the same bits with any number of ranks: every block of 128 rows has its own
-sum of squares, computed by its owner; these are gathered and added in float64, in a fixed order.
+sum of squares; these are gathered and added in float64, in a fixed order.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from jetrl.settings.sections import TrainSettings
 
 
 def _gathered(own: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """Return the sums of all blocks of matrices, of which each rank has its own."""
+    """Return the sums of all blocks of matrices, from each rank's own."""
     # One padded gather for all matrices; then each rank's pieces are cut out again.
     counts = {name: shards[name].counts(BLOCK_ROWS) for name in own}
     of_rank = [sum(count) for count in zip(*counts.values(), strict=True)]
@@ -56,8 +55,8 @@ _LAYOUTS = {"fp32": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, "co
 def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> float:
     """Return the learning rate of an update, counted from 0: linear warm-up, then the schedule.
 
-    Warm-up update u has lr * (u + 1) / warmup_steps. The first update after it has the full lr;
-    with `linear` or `cosine` update total_updates - 1 and any later have lr * min_lr_ratio.
+    Warm-up update u has lr * (u + 1) / warmup_steps. With `linear` or `cosine`, update
+    total_updates - 1 and later ones have lr * min_lr_ratio.
     """
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
@@ -72,12 +71,9 @@ def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> f
 
 
 class Optimizer:
-    """AdamW over the master weights of one model.
+    """AdamW over a model's float32 master weights, by name.
 
-    Args:
-        masters: The float32 parameters by name; gradients are read from `.grad`.
-        shards: How the rows of parameters are divided among ranks, by name; moments have the shape
-            of this rank's rows.
+    `shards` divides the rows of weights among ranks; moments have the shape of this rank's rows.
     """
 
     def __init__(
@@ -198,7 +194,7 @@ class Optimizer:
         """Return the moments by name: the optimizer's own tensors, not copies.
 
         float32 `exp_avg.NAME` and `exp_avg_sq.NAME`, or compact `ratio.NAME` and `root.NAME`, and
-        `step.NAME` (float32 scalar); nothing for a master weight that never had a gradient.
+        `step.NAME` (float32 scalar); none for a master weight that never had a gradient.
         """
         return {
             f"{key}.{name}": state[key]

@@ -1,25 +1,20 @@
-"""The samples of a step that each update is made on, and their packing. No torch here.
+"""The samples of each update of a step, and their packing. Imports no torch.
 
-`data.batch` says how the minibatches are chosen:
-
-    all          every sample once; the groups are divided among the updates
-    shuffle_r1   pairs of samples, drawn by weight (Zhu et al. 2025, "Shuffle-R1", arXiv 2508.05612)
-
-Shuffle-R1 has two parts. Pairwise trajectory sampling: a group of 2N samples is sorted by advantage
-and sample i is paired with sample 2N + 1 - i; the first pairs, whose advantages differ most, are
-kept. Advantage-based batch shuffle: each update draws its share of the kept pairs with probability
-proportional to |A1| + |A2|, without repetition within the update; over a step a pair may come
-several times or never. Pairs of weight 0 are drawn only if there are no others.
+`data.batch` chooses the minibatches: `all` takes every sample once, whole groups per update;
+`shuffle_r1` draws pairs of samples (Zhu et al. 2025, "Shuffle-R1", arXiv 2508.05612). A group of 2N
+samples is sorted by advantage, sample i is paired with sample 2N + 1 - i, and the pairs whose
+advantages differ most are kept. Each update draws its share of them with probability proportional
+to |A1| + |A2|, without repetition; over a step a pair may come several times or never.
 
 The samples of an update are packed end to end in micro-batches, by a budget of tokens, without
-padding: longest first into the first micro-batch with room (first fit decreasing); within a
-micro-batch they are in sample order. A sequence longer than the budget gets a micro-batch of its
-own. Nothing is random: the same samples give the same batches.
+padding: longest first into the first micro-batch with room (first fit decreasing). Within a
+micro-batch they are in sample order. A sequence longer than the budget gets its own micro-batch.
+The same samples give the same batches.
 
 With shared prompts (`models.packed`) a stem, the whole blocks of 128 tokens of a prompt, counts
-once per micro-batch. Samples of a prompt follow each other, and prefer a micro-batch that has their
-stem. That changes which samples meet, so `train.share_prompts = "auto"` shares only if enough
-tokens are saved. It decides by the samples' lengths only, so all ranks and a resumed run agree.
+once per micro-batch, and samples prefer a micro-batch that has their stem. Since that changes which
+samples meet, `train.share_prompts = "auto"` shares only if enough tokens are saved. Only the
+samples' tokens decide, so all ranks and a resumed run agree.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ def choose_minibatches(
     """Return the sample numbers of each update of a step, by `data.batch`."""
     groups = [sample.group for sample in samples]
     updates = settings.train.updates_per_step
-    # Shuffle-R1 needs advantages before the step has any: they are those of the rewards.
+    # Shuffle-R1 needs advantages before the step has any, so it computes them from the rewards.
     if settings.data.batch == "all":
         return split_minibatches(groups, updates)
     advantages = group_advantages([sample.score.reward for sample in samples], groups)
@@ -55,10 +50,7 @@ def choose_minibatches(
 
 
 def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[int]]:
-    """Return the sample numbers of each update, ascending: every sample once.
-
-    Groups stay whole if there are enough of them; sizes differ by at most one group (or sample).
-    """
+    """Return ascending sample numbers per update: every sample once, whole groups if enough."""
     if len(groups) < num_minibatches:
         raise UserError(
             f"lower train.updates_per_step = {num_minibatches}: only {len(groups)} samples"
@@ -67,7 +59,7 @@ def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[
     units = _members(groups)
     if len(units) < num_minibatches:
         units = [[i] for i in range(len(groups))]
-    # Neighbouring units, in shares that differ by at most one.
+    # Neighboring units, in shares that differ by at most one.
     bounds = [len(units) * k // num_minibatches for k in range(num_minibatches + 1)]
     return [sorted(itertools.chain(*units[start:end])) for start, end in itertools.pairwise(bounds)]
 
@@ -91,10 +83,7 @@ class Pair(NamedTuple):
 def contrast_pairs(
     advantages: Sequence[float] | np.ndarray, groups: Sequence[int], keep: float
 ) -> list[Pair]:
-    """Return the kept pairs of each group, those that differ most first.
-
-    The middle sample of an odd group is in no pair; `keep` is the kept share, at least one pair.
-    """
+    """Return each group's kept share of pairs (at least one), those that differ most first."""
     pairs = []
     for members in _members(groups):
         # Best with worst, then inwards; ties by number, so every rank pairs alike.
@@ -108,11 +97,8 @@ def contrast_pairs(
 
 
 def shuffled_minibatches(pairs: Sequence[Pair], num_minibatches: int, seed: int) -> list[list[int]]:
-    """Return the sample numbers of each update, ascending: its share of the pairs, drawn by weight.
-
-    Together the minibatches hold as many pairs as there are, or fewer if fewer have a weight.
-    """
-    # Pairs that teach nothing are used only if there are no others.
+    """Return ascending sample numbers per update: its share of the pairs, drawn by weight."""
+    # Pairs of weight 0 teach nothing: draw them only if all pairs have it.
     drawable = [pair for pair in pairs if pair.weight > 0] or list(pairs)
     weights = np.array([pair.weight or 1.0 for pair in drawable])
     bounds = [len(pairs) * k // num_minibatches for k in range(num_minibatches + 1)]
@@ -132,8 +118,8 @@ def pack(
 ) -> list[Batch]:
     """Return samples as micro-batches of at most so many tokens (or one longer sequence).
 
-    The loss_mask is True at exactly the sampled tokens; advantages are 0 (`with_advantages` sets
-    them). Samples without a completion token are left out. An empty prompt is a UserError.
+    The loss_mask is True at exactly the sampled tokens; advantages are 0 until `with_advantages`.
+    Samples without a completion token are left out.
     """
     chosen = range(len(samples)) if sample_ids is None else sample_ids
     # The first trained token is predicted from the last one of the prompt.
@@ -198,7 +184,7 @@ def with_advantages(batch: Batch, advantages: Sequence[np.ndarray]) -> Batch:
 
 
 class _Sequence(NamedTuple):
-    """A prompt, its completion, and the spans of the completion that are not trained on."""
+    """A prompt, its completion, and the completion's spans that are not trained on."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
@@ -211,14 +197,13 @@ class _Sequence(NamedTuple):
 
 
 class _Stem(NamedTuple):
-    """The number of the first sequence with this stem, and its tokens; 0 if it is not shared."""
+    """The number of the first sequence with this stem, and the stem's tokens; 0 if not shared."""
 
     id: int
     length: int
 
 
 def _stems(sequences: Mapping[int, _Sequence]) -> dict[int, _Stem]:
-    """Return the stem of each sequence, by sample number."""
     first: dict[tuple[int, ...], int] = {}
     stems = {}
     for i, sequence in sequences.items():
@@ -281,7 +266,7 @@ def _first_fit_decreasing(
     # The sequences of each batch, and the tokens that each still takes.
     bins: list[list[int]] = []
     rooms = np.full(len(sequences), budget)
-    holders: dict[int, list[int]] = {}  # of each stem the batches that have it
+    holders: dict[int, list[int]] = {}  # by stem: the batches that have it
     for i in order:
         stem = stems[i]
         cost = sequences[i].length - stem.length
@@ -298,8 +283,8 @@ def _first_fit_decreasing(
     return [sorted(ids) for ids in bins]
 
 
-# The share of an update's tokens that "auto" wants to save. A smaller one may be lost again:
-# products take as long for some more rows, and another packing may fill micro-batches less evenly.
+# The fraction of an update's tokens that "auto" wants to save. A smaller one may not pay: GEMMs are
+# as fast with some more rows, and another packing may fill micro-batches less evenly.
 # Measured at the shape of Qwen3-8B, 10% of the tokens save 3% of an update, and 58% save half.
 WORTH_SHARING = 0.08
 

@@ -1,7 +1,7 @@
 """The preparation of a training step: from scored samples to micro-batches with advantages.
 
-Everything that is known of the tokens before the first update is found here: log-probs of the
-trainer and of the reference, values of the critic, and from them and the rewards the advantages.
+Before the first update it finds log-probs of trainer and reference, the critic's values, and from
+them and the rewards the advantages.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Preparation:
             [sample.score.reward for sample in samples], [sample.group for sample in samples]
         )
         if objective.overlong_buffer:
-            # Of all tokens, as the limit: an environment's are among them.
+            # All tokens count, an environment's too, as for the limit.
             lengths = np.array([len(sample.completion.token_ids) for sample in samples])
             overlong = overlong_penalties(lengths, objective.max_tokens, objective.overlong_buffer)
             reward_S = reward_S - overlong
@@ -175,8 +175,7 @@ def _with_advantages(micro: MicroBatch, advantages: Advantages) -> MicroBatch:
 def value_metrics(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> dict[str, float]:
     """Return critic/{value_mean, return_mean, explained_variance} of float32 [n] per sample.
 
-    The last is 1 - var(returns - values) / var(returns), or 0 if all returns are equal: a perfect
-    critic has 1; one that gives every token the same value has 0.
+    The last is 1 - var(returns - values) / var(returns), or 0 if all returns are equal.
     """
     value_N, return_N = np.concatenate(values), np.concatenate(returns)
     variance = float(np.var(return_N, dtype=np.float64))

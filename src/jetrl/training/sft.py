@@ -50,7 +50,7 @@ class _Supervised:
 
 
 class SftTrainer(_Supervised):
-    """Updates a policy on worked answers, with its own optimizer."""
+    """A trainer of a policy on worked answers, with its own optimizer."""
 
     def __init__(
         self,
@@ -65,16 +65,11 @@ class SftTrainer(_Supervised):
         self._update = Update(policy, self.optimizer, self.guard, loss, "sft")
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Make one optimizer update on worked answers.
+        """Make one optimizer update on worked answers; empty prompts or completions are refused.
 
-        Returns:
-            sft/loss (nats per completion token, before the update), sft/grad_norm, sft/lr,
-            sft/tokens (completion tokens). A skipped update has policy/skipped_updates instead of
-            loss and norm. If memory ran out, memory/train_retries.
-
-        Raises:
-            UserError: An example has an empty prompt or completion.
-            NonFiniteError, OutOfMemoryStop: As `Update`.
+        Returns sft/loss (nats per completion token, before the update), sft/grad_norm, sft/lr and
+        sft/tokens (completion tokens). A skipped update has policy/skipped_updates instead of loss
+        and norm.
         """
         assert examples
         size = self.micro_batch_size
@@ -125,7 +120,7 @@ class PairMinibatch(Minibatch):
 
 
 class RewardTrainer(_Supervised):
-    """Updates a scalar model on pairs of sequences, with its own optimizer."""
+    """A trainer of a scalar model on pairs of sequences, with its own optimizer."""
 
     def __init__(
         self, model: ScalarModel, settings: Settings, size: MicroBatchSize | None = None
@@ -138,15 +133,9 @@ class RewardTrainer(_Supervised):
     def step(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Make one optimizer update on pairs of sequences.
 
-        Returns:
-            sft/loss (Bradley-Terry, nats per pair), sft/grad_norm, sft/lr, sft/tokens;
-            reward_model/accuracy (pairs whose better one scores higher) and reward_model/margin
-            (mean difference), before the update. A skipped update has sft/lr, sft/tokens and
-            reward_model/skipped_updates only. If it happened, memory/train_retries.
-
-        Raises:
-            UserError: A sequence that the model cannot take.
-            NonFiniteError, OutOfMemoryStop: As `Update`.
+        Returns sft/loss (Bradley-Terry, nats per pair), sft/grad_norm, sft/lr and sft/tokens;
+        before the update reward_model/accuracy and reward_model/margin (mean difference). A skipped
+        update has only sft/lr, sft/tokens and reward_model/skipped_updates.
         """
         self.model.check_sequences([sequence for pair in pairs for sequence in pair])
         # Accuracy and margin are of all pairs, as scored before the weights change.

@@ -3,26 +3,23 @@
 A training step is one or more optimizer updates, on disjoint minibatches of its samples. Read
 `Trainer.step` first: a batch goes through it from top to bottom.
 
-The policy that the samples came from is needed for the ratio. Under an exact plan it is known: the
-sampler's log-probs are the trainer's, bit for bit, and nothing is recomputed. Under any other plan
-it is the trainer's own policy before the step's first update: for the first update that is its
-forward, detached; for later ones a forward without gradient is made beforehand.
+The ratio needs the policy that drew the samples. Under an exact plan the sampler's log-probs are
+the trainer's, bit for bit, and nothing is recomputed. Under any other plan it is the trainer's
+policy before the step's first update: that update's forward, detached; for later updates a forward
+without gradient, made beforehand.
 
-Every step compares sampler and trainer on all trained tokens, before any weight changes. (With
-several updates the later minibatches are therefore forwarded once without gradient under an exact
-plan too.) Under an exact plan one different bit ends the step with `StepMismatchError`.
+Every step compares sampler and trainer on all trained tokens before any weight changes. Under an
+exact plan, therefore, later minibatches get such a forward too, and one different bit ends the step
+with `StepMismatchError`.
 
-What is optimized is an `Objective` (objectives.py), built from the pieces that the settings name.
+`Update` is the only place that runs backward, the guard, AdamW and requantization, for the policy,
+the reward model and the critic; each trainer hands over the loss of a micro-batch:
 
-`Update` is the only place that runs backward, the guard, AdamW and requantization. The policy in
-reinforcement learning and in supervised training, the reward model and the critic are all updated
-by one; they differ in the loss of a micro-batch, a function that each trainer hands over:
-
-    accumulate   forward and backward of every micro-batch; begun again with smaller micro-batches
-                 if memory runs out; then the gradient norm is launched
+    accumulate   forward and backward of every micro-batch, again with smaller ones if memory runs
+                 out; then the gradient norm is launched
     finish       one read of all numbers from the device; the guard; AdamW; requantization
 
-Between the two a trainer may look at what the forwards gave, before any weight has changed.
+Between the two a trainer may read the forwards' outputs, before any weight has changed.
 """
 
 from __future__ import annotations
@@ -70,10 +67,7 @@ if TYPE_CHECKING:
 
 
 class TrainedStep(NamedTuple):
-    """Metrics as `Trainer.step` lists them, and seconds of one training step.
-
-    `update` is all but requantization; `optimizer` (AdamW) is a part of it; `requantize`.
-    """
+    """The metrics of `Trainer.step`, and seconds: `update` (includes `optimizer`), `requantize`."""
 
     metrics: dict[str, float]
     timings: dict[str, float]
@@ -83,12 +77,11 @@ class Trainer:
     """An algorithm that trains a policy.
 
     Args:
-        settings: `algorithm`, `train`, and rollout.{temperature, max_tokens} and loop.steps.
-        guard: The run's guard against updates that are not finite; by default a new one.
+        settings: `algorithm`, `train`, rollout.{temperature, max_tokens} and loop.steps.
 
     Attributes:
-        extras: What else takes part in steps, in the order in which it is called.
-        calibration: Moves the clips of the ratio, if the settings ask for that; else None.
+        extras: Other parts of training, in the order in which a step calls them.
+        calibration: Moves the clips of the ratio if the settings ask for that; else None.
     """
 
     def __init__(
@@ -147,27 +140,26 @@ class Trainer:
         """Make `train.updates_per_step` updates on the samples of one training step.
 
         Args:
-            version: The policy's version; tokens that an earlier version drew are exempt from the
-                comparison of sampler and trainer.
+            version: The policy's version; tokens that an earlier version drew are not compared.
 
         Returns:
             policy/{loss, entropy (nats), clip_fraction, kl_ref (with a reference)}: means over the
             step's trained tokens. policy/grad_norm: mean over updates, before the clip. policy/lr:
             of the last update. policy/active_fraction: trained tokens whose advantage is not 0.
-            correction/* with a correction. `mismatch/*` of all trained tokens, sampling/surprise_z
-            of the first update's, and the extras' metrics. If it happened, policy/skipped_updates
-            (in none of the means) and memory/train_retries.
+            correction/* with a correction, `mismatch/*`, sampling/surprise_z of the first update,
+            and the extras' metrics. If any, policy/skipped_updates (in none of the means) and
+            memory/train_retries.
 
         Raises:
             StepMismatchError: Sampler and trainer differ under an exact plan; no weight changed.
             RunStopped: No sample has a token.
-            NonFiniteError: A loss or a gradient is not finite, and train.on_nonfinite is "stop" or
+            NonFiniteError: A loss or gradient is not finite, and train.on_nonfinite is "stop" or
                 too many were in a row; that update was not applied.
             OutOfMemoryStop: Memory ran out with one sequence in a micro-batch.
             UserError: Fewer samples than updates, an empty prompt, a reward that is not finite.
         """
         start = time.perf_counter()
-        # What is known before the first update: packed samples, advantages, log-probs of others.
+        # Before the first update: packed samples, advantages, log-probs of other models.
         minibatches, metrics = self.preparation(samples, self.optimizer.num_updates)
         for extra in self.extras:
             extra.begin(version, minibatches)
@@ -211,7 +203,7 @@ class Trainer:
         seen = next(filter(None, (extra.observer(batch) for extra in self.extras)), None)
         logprobs, moments = batch_logprobs(self.policy, batch, self._temperature, recompute, seen)
         # The policy that drew the tokens: the sampler's, or this one before the first update.
-        # Of the tokens that are trained on; the sampler reported these log-probs.
+        # The sampler has reported its log-probs of the trained tokens.
         rollout_logprobs = at_targets(batch.rollout_logprobs, batch, device)
         if self.policy.plan.exact:
             behavior = rollout_logprobs
@@ -281,11 +273,10 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 
 @dataclass
 class Accumulated:
-    """The forwards and backwards of one update; its numbers are float64 scalars on the device.
+    """The forwards and backwards of this rank in one update; numbers are float64 device scalars.
 
-    With several ranks each has those of its own micro-batches. `shares` (to be added) and `peaks`
-    (of which the largest counts) are by name per micro-batch, `metrics` are of the whole update,
-    `outputs` are log-probs [N] of a policy or score differences [P] of pairs.
+    Per micro-batch, `shares` are to be added, and of `peaks` the largest counts; `metrics` are of
+    the whole update. `outputs` are a policy's log-probs [N] or pairs' score differences [P].
     """
 
     minibatch: Minibatch
@@ -311,7 +302,7 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """The numbers of one update, as the host has read them; not `applied` if refused."""
+    """The numbers of one update on the host; `applied` is False if it was refused."""
 
     num_tokens: int
     metrics: dict[str, float]
@@ -328,11 +319,9 @@ class UpdateStats:
 class Update:
     """The optimizer updates of one model.
 
-    Attributes:
-        loss: Runs the forward of a micro-batch of a minibatch, and returns its share of the loss.
-        prefix: The first part of the metric names: "policy", "sft" or "critic".
-        watched: Metrics, without prefix, that the guard watches in addition to the norms.
-        synchronize: Whether the seconds of AdamW and requantization are those of the device.
+    `loss` runs a micro-batch's forward, and returns its share of the minibatch's loss. The guard
+    watches the metrics `watched` and the norms. With `synchronize` the seconds of AdamW and
+    requantization are the device's.
     """
 
     model: Model
@@ -345,14 +334,13 @@ class Update:
     synchronize: bool = False
 
     def run(self, minibatch: Minibatch, index: int = 0) -> UpdateStats:
-        """Make update `index` of a step, both halves; `accumulate` and `finish` list the errors."""
+        """Make update `index` of a step: `accumulate`, then `finish`."""
         return self.finish(self.accumulate(minibatch), index)
 
     def accumulate(self, minibatch: Minibatch, retries: bool = True) -> Accumulated:
         """Run forward and backward of all micro-batches, from gradients of zero.
 
-        If memory runs out, begin again with smaller micro-batches (`retries`), until none can be
-        divided: OutOfMemoryStop.
+        If memory runs out, retry with smaller micro-batches; OutOfMemoryStop if none can be split.
         """
         gradients, rank, size = self.model.weights.gradients, world().rank, world().size
         while True:
@@ -396,10 +384,7 @@ class Update:
     def finish(self, accumulated: Accumulated, index: int = 0) -> UpdateStats:
         """Apply the accumulated gradients, unless a number of the update is not finite.
 
-        Raises:
-            NonFiniteError: That, and `train.on_nonfinite` is "stop" or too many updates were
-                refused in a row. No weight was changed.
-            OutOfMemoryStop: The optimizer has no room for its states.
+        NonFiniteError if `train.on_nonfinite` is "stop" or too many updates in a row were refused.
         """
         # The only wait for the device in an update. All that can be wrong shows in these numbers.
         stats = self._read(accumulated)
@@ -420,7 +405,6 @@ class Update:
         return replace(stats, applied=True, optimizer_s=optimizer_s, requantize_s=requantize_s)
 
     def _repeat(self, minibatch: Minibatch) -> None:
-        """Run forward and backward again, and drop the gradients."""
         try:
             self.accumulate(minibatch, retries=False)
         finally:
@@ -477,6 +461,6 @@ def _added(
 
 
 def mean_of_each(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each number over records that all have it; {} for no record."""
+    """Return the mean of each number over records that all have it; {} without a record."""
     names = records[0] if records else {}
     return {name: sum(record[name] for record in records) / len(records) for name in names}

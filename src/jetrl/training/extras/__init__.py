@@ -21,18 +21,15 @@ if TYPE_CHECKING:
 
 
 class Extra:
-    """A part of training with the points at which `Trainer.step` calls it, in their order.
-
-    Each point does nothing unless an extra defines it.
-    """
+    """A part of training: `Trainer.step` calls these methods, in order; the defaults do nothing."""
 
     def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
         """Begin the step of a policy's version, before its first forward."""
 
     def observer(self, batch: Batch) -> Callable[[Tensor], None] | None:
-        """Return what is to see the hidden states [N, D] of a batch's N trained tokens, if any.
+        """Return a function that gets the hidden states [N, D] of a batch's N trained tokens.
 
-        Only one extra of a trainer may return a function.
+        Only one extra of a trainer may return one.
         """
         return None
 
@@ -65,11 +62,7 @@ class Extra:
 
 
 class Learner(Extra):
-    """An extra with master weights and an optimizer of its own, which checkpoints keep.
-
-    Attributes:
-        name: Its part of a checkpoint.
-    """
+    """An extra with master weights and an optimizer, which checkpoints keep under `name`."""
 
     name: str
     masters: Mapping[str, nn.Parameter]

@@ -1,22 +1,20 @@
 """Calibrated clipping: bounds that cut off as much in FP8 as the given ones would in BF16.
 
-A ratio of two FP8 probabilities is noisier than one of BF16 probabilities, so a bound on it cuts
-off more tokens. At the lower bound, which holds back the push away from bad answers, that can let a
-run collapse although sampler and trainer agree (Chen et al. 2026, "Towards Full Pipeline FP8
-Reinforcement Learning for LLMs", arXiv 2609.22870, sec. 4; read in published summaries of it, which
-give these equations).
+Ratios of FP8 probabilities are noisier than those of BF16, so a bound cuts off more tokens. At the
+lower bound, which limits the push away from bad answers, that can let a run collapse although
+sampler and trainer agree (Chen et al. 2026, "Towards Full Pipeline FP8 Reinforcement Learning for
+LLMs", arXiv 2609.22870, sec. 4; equations as in published summaries).
 
 Every so many steps the last minibatch of a step is forwarded in BF16 as well, from the same
 masters, before the step and at its last update. With F the distribution of the ratios of tokens
-whose advantage is negative:
+whose advantage is negative, and p a sampled token's probability:
 
     low:   L with F_fp8(L) = F_bf16(1 - clip)
     high:  H with balance_fp8(L, H) = balance_bf16(1 - clip, 1 + clip_high),
            balance(l, h) = |sum over A > 0, r < h of p r A| / |sum over A < 0, r > l of p r A|
 
-where p is the sampled token's probability. L and H are looked for on a grid, and the bounds move
-half of the way, by at most 0.05 and 0.1. (The paper begins at 0.6 and 1.8; here they begin at the
-algorithm's own, which it reports as equally good.)
+L and H are found on a grid, and the bounds move half of the way, by at most 0.05 and 0.1. They
+begin at the algorithm's own (the paper: at 0.6 and 1.8, with equally good results).
 """
 
 from __future__ import annotations
@@ -56,12 +54,7 @@ class ClipBounds(NamedTuple):
 
 
 class ClipCalibration(Extra):
-    """The bounds of a run's ratios, which move every so many steps.
-
-    Args:
-        policy: The policy whose master weights the BF16 forwards read.
-        reference: The intended bounds, for ratios of BF16 probabilities.
-    """
+    """A run's ratio bounds, moved every so many steps; `reference` is meant for BF16 ratios."""
 
     def __init__(
         self, policy: Policy, reference: ClipBounds, every: int, temperature: float
@@ -73,10 +66,9 @@ class ClipCalibration(Extra):
         self._logprobs_before: list[np.ndarray] | None = None  # if a calibration is due
 
     def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
-        """Forward the last minibatch of a step in BF16, if a calibration is due.
+        """Forward a step's last minibatch in BF16, if a calibration is due.
 
-        With one update per step every ratio is 1, and there is nothing to calibrate. Without room
-        for the BF16 weights, or for one sequence, this raises OutOfMemoryStop.
+        OutOfMemoryStop if the BF16 weights, or one sequence, do not fit.
         """
         # Only a step with several updates has ratios other than 1.
         self._steps += 1
@@ -89,8 +81,7 @@ class ClipCalibration(Extra):
     def before_last(self, accumulated: Accumulated) -> dict[str, float]:
         """Move the bounds if a calibration is due, unless a log-prob is not finite.
 
-        Returns policy/clip_low and policy/clip_high, the bounds from now on, and after a
-        calibration policy/over_clipped.
+        Returns policy/clip_low and policy/clip_high, and after a calibration policy/over_clipped.
         """
         metrics = {}
         # Due only if `begin` forwarded this minibatch, before the step's updates.
@@ -154,14 +145,7 @@ def calibrated(
 ) -> ClipBounds | None:
     """Return the bounds for FP8 ratios that match `reference` for BF16 ratios of the same tokens.
 
-    Args:
-        fp8: float32 [N], the ratios of FP8 probabilities.
-        bf16: float32 [N], the ratios of BF16 probabilities.
-        advantages: float32 [N].
-        probabilities: float32 [N], of the sampled tokens.
-
-    Returns:
-        None if no token has a negative, or none a positive advantage.
+    Arrays are float32 [N]. None unless both a positive and a negative advantage exist.
     """
     negative = advantages < 0
     if not negative.any() or not (advantages > 0).any():

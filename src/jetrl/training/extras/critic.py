@@ -1,8 +1,7 @@
-"""The critic of PPO: a scalar model that learns the return to be expected before each token.
+"""The critic of PPO: a scalar model that learns the expected return before each token.
 
 It reads the policy's packed batches under the policy's precision plan, with master weights,
-optimizer and learning rate of its own. What it has learnt goes into checkpoints through
-`state_tensors`.
+optimizer and learning rate of its own.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ LR = "critic.lr"
 
 
 class Critic(Learner):
-    """A value model with its optimizer.
-
-    Args:
-        settings: `critic`, `train` and loop.steps.
-    """
+    """A value model with its optimizer, by the settings `critic`, `train` and loop.steps."""
 
     name = "critic"
 
@@ -74,8 +69,8 @@ class Critic(Learner):
     def update(self, index: int, minibatch: Minibatch) -> dict[str, float]:
         """Make update `index` of a step on a minibatch of the policy, by its values and returns.
 
-        Returns critic/loss (before the update) and critic/clip_fraction, means over tokens, and
-        critic/grad_norm, critic/lr; {} for a skipped update. Raises as `Update`.
+        Returns critic/loss (before the update) and critic/clip_fraction, means over tokens,
+        critic/grad_norm and critic/lr; {} for a skipped update.
         """
         stats = self._update.run(minibatch, index)
         if not stats.applied:
@@ -116,14 +111,8 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), mean over tokens.
 
-    As in OpenAI's PPO and TRL. Also return the share of tokens whose clipped term was the larger
-    one, float64.
-
-    Args:
-        values: float32 [N], V, differentiable.
-        old_values: float32 [N], V_old, the values before the training step.
-        returns: float32 [N], R.
-        clip: The limit of a value's move before the clipped term counts; 0 drops that term.
+    As in OpenAI's PPO and TRL. V, V_old (before the step) and R are float32 [N]; a `clip` of 0
+    drops the second term. Also return the fraction of tokens with a larger second term, float64.
     """
     # Plain and clipped error: the larger one counts.
     squares = (values - returns).square()

@@ -1,18 +1,14 @@
-"""The training of a draft head (`models.draft_head`) on what the policy has drawn.
+"""The training of a draft head (`models.draft_head`) on tokens that the policy has drawn.
 
-The head learns from the forward that the trainer makes anyway: at a seeded share of the sampled
-tokens the hidden state from which the token was drawn is copied, without gradient. From that state
-and the token the head guesses the next tokens, fed with the true ones in between, and learns them
-by their cross entropy over the tokens that it knows. Its updates have an optimizer of their own,
-and nothing of them reaches the policy: states, embedding and output head are values here.
+At a seeded fraction of the sampled tokens the trainer's forward leaves a copy of the hidden state
+from which the token was drawn. From that state and the token the head predicts the next tokens, fed
+with the true ones in between, and learns by cross entropy over the tokens that it knows. It has its
+own optimizer, and no gradient reaches the policy.
 
     begin           choose the tokens to learn from, of a step's first update
     observer        copy hidden states out of the forward of a micro-batch
-    after_forward   make the updates; from here on nothing is copied
-    after_updates   let the sampler read what was learned
-
-Of several ranks each copies states from its own micro-batches; they are gathered, and every rank
-makes the same updates.
+    after_forward   gather the ranks' copies, and make the updates, the same on every rank
+    after_updates   let the sampler read the new weights
 
 Legend: P tokens that are learned from, D hidden size, K tokens of a draft, R trained tokens of a
 micro-batch.
@@ -54,11 +50,11 @@ _NOT_KNOWN = -100  # the target that a cross entropy leaves out
 
 @dataclass
 class _Lessons:
-    """The P tokens of one step that the head learns from.
+    """The P tokens of one step that the head learns from, and the K tokens after each.
 
-    places: by sample, which of its trained tokens, and where among the P. tokens: int64 [P, 1 + K].
-    follows, bool [P, K]: whether a following token exists and was sampled. hidden [P, D]. copied,
-    bool [P]: on this rank.
+    places: by sample, indices among its trained tokens and among the P. tokens: int64 [P, 1 + K].
+    follows, bool [P, K]: the token exists and was sampled. hidden [P, D]. copied, bool [P]: by this
+    rank.
     """
 
     places: dict[int, tuple[np.ndarray, np.ndarray]]
@@ -70,11 +66,7 @@ class _Lessons:
 
 
 class DraftHeadTraining(Learner):
-    """A draft head with its optimizer.
-
-    Args:
-        settings: `draft_head`, the rest of the optimizer in `train`, and run.seed.
-    """
+    """A draft head with its optimizer, by the settings `draft_head`, `train` and run.seed."""
 
     name = "draft_head"
 
@@ -94,7 +86,7 @@ class DraftHeadTraining(Learner):
 
     def choose(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Choose the tokens to learn from."""
-        # Of each sample its batch, where its trained tokens are, and where it ends.
+        # By sample: its batch, the positions of its trained tokens, and its end.
         where: dict[int, tuple[Batch, np.ndarray, int]] = {}
         for batch in (micro.batch for micro in micro_batches):
             self._counts += np.bincount(
@@ -105,7 +97,7 @@ class DraftHeadTraining(Learner):
             ):
                 where[int(i)] = (batch, start + np.flatnonzero(batch.loss_mask[start:end]), end)
         samples = sorted(where)
-        # A sample's last token has nothing behind it.
+        # A sample's last token has no next token.
         ends = np.cumsum([len(where[i][1]) - 1 for i in samples])
         total = int(ends[-1]) if samples else 0
         # Draw P of all tokens that have a follower, counted in sample order on every rank.
@@ -139,7 +131,7 @@ class DraftHeadTraining(Learner):
         self._lessons = lessons
 
     def observer(self, batch: Batch) -> Callable[[Tensor], None] | None:
-        """Return what copies the chosen hidden states of a batch [R, D], None without any."""
+        """Return a function that copies a batch's chosen hidden states, rows of [R, D], or None."""
         lessons = self._lessons
         if lessons is None:
             return None
@@ -164,12 +156,8 @@ class DraftHeadTraining(Learner):
     def after_forward(self) -> dict[str, float]:
         """Make the updates of a step, each on some of the chosen tokens.
 
-        Returns:
-            draft_head/loss and draft_head/accuracy before each update, means over the tokens;
-            timing/draft_head_s; if any, draft_head/skipped_updates. {} if no token was chosen.
-
-        Raises:
-            OutOfMemoryStop: The device has no room for one of them.
+        Returns draft_head/loss and draft_head/accuracy before each update, means over the tokens;
+        timing/draft_head_s; if any, draft_head/skipped_updates. {} if no token was chosen.
         """
         lessons, self._lessons = self._lessons, None
         assert lessons is not None, "choose comes first"
@@ -238,7 +226,7 @@ class DraftHeadTraining(Learner):
         )
 
     def _gather(self, lessons: _Lessons) -> None:
-        """Complete the hidden states by those that other ranks have copied."""
+        """Add the hidden states that other ranks have copied."""
         if world().size == 1:
             return
         own, device = np.flatnonzero(lessons.copied), lessons.hidden.device
@@ -248,7 +236,7 @@ class DraftHeadTraining(Learner):
             lessons.copied[slots] = True
 
     def after_updates(self) -> dict[str, float]:
-        """Let the sampler read what was learned, and the policy's new output head."""
+        """Let the sampler read the new weights and the policy's new output head."""
         self.head.round()
         return {}
 
@@ -256,13 +244,13 @@ class DraftHeadTraining(Learner):
         return self.state_tensors()
 
     def _now(self) -> float:
-        """Return the time at which the device is idle."""
+        """Return the time when the device is idle."""
         if self.head.policy.device.type == "cuda":
             torch.cuda.synchronize(self.head.policy.device)
         return time.perf_counter()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return what other learners have, and the counts of tokens."""
+        """Return a learner's tensors and the counts of tokens."""
         return super().state_tensors() | {"counts": torch.from_numpy(self._counts)}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
