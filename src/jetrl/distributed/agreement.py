@@ -1,7 +1,7 @@
-"""Decisions that every process of a run has to make alike.
+"""Decisions that every process of a run makes alike.
 
 A process that stops, halves a size or skips an update on its own would leave the others waiting, or
-train another model. A `Decision` says how the answers of all processes become one.
+train another model.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ Value = TypeVar("Value", bool, int, str)
 
 @dataclass(frozen=True)
 class Decision(Generic[Value]):
-    """A question that all processes answer, and how their answers, by rank, become one.
-
-    A single answer is its own result.
-    """
+    """A question that all processes answer, and how their answers, by rank, become one."""
 
     question: str
     combine: Callable[[Sequence[Value]], Value]

@@ -1,7 +1,7 @@
 """Collectives that move tensors between ranks and add nothing.
 
-jetrl adds numbers itself, in its own order, so the bits of a sum depend neither on the number of
-ranks nor on the network. Tensors travel as bytes: gloo has neither FP8 nor int16.
+jetrl adds numbers itself, in its own order, so the bits of a sum do not depend on the number of
+ranks or the network. Tensors travel as bytes: gloo has neither FP8 nor int16.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def gather_rows(tensor: Tensor, counts: Sequence[int]) -> None:
-    """Fill a contiguous tensor [N, ...], of which each rank has `counts[rank]` rows, in place."""
+    """Fill a contiguous tensor [N, ...] in place, with `counts[rank]` rows from each rank."""
     pieces = list(as_bytes(tensor).split(list(counts)))
     own = pieces[dist.get_rank()]
     with _together("rows of weights"):
@@ -66,12 +66,8 @@ def whole_tensor(own: Tensor, shard: Shard) -> Tensor:
 def exchange(pieces: Sequence[Tensor] | None, received: Tensor) -> Work | None:
     """Send a contiguous piece to every rank, and receive the pieces for this rank.
 
-    Args:
-        pieces: One per rank; None of a rank that has nothing to send.
-        received: [present, ...], contiguous; filled by the first `present` ranks, which send.
-
-    Returns:
-        On a GPU the work to wait for before `received` is read.
+    The first ranks send, one per row of the contiguous `received`; the others pass None. On a GPU,
+    wait for the returned work before reading `received`.
     """
     size, present = dist.get_world_size(), len(received)
     empty = torch.empty(0, dtype=torch.uint8, device=received.device)
@@ -97,7 +93,7 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def gather_equal(tensor: Tensor) -> Tensor:
-    """Return the tensors of all ranks, of one shape [...], as [size, ...]."""
+    """Return the tensors of all ranks, all of shape [...], as [size, ...]."""
     gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
     flat = as_bytes(tensor.reshape(1, -1)).flatten()
     with _together("sums"):

@@ -1,7 +1,7 @@
 """The console of a process that is one of several ranks. Imports no torch.
 
-Only rank 0 writes to the console of a command. What the others print is dropped until the run
-directory has a log for it (runs/follower.py).
+Only rank 0 writes to it. Other ranks' output is dropped until the run directory has a log for it
+(runs/follower.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tell_once(text: str) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process at once: Python's own end may wait forever for threads of NCCL."""
+    """End the process at once: Python's own exit may wait forever for threads of NCCL."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)

@@ -1,8 +1,7 @@
 """torchrun's key-value store: the ranks compare here what they were started with, and end here.
 
-Each rank writes what it was started with, reads what the others wrote, and refuses to begin if
-these differ. When a run ends with an error the ranks write their messages here, and rank 0 prints a
-common one once.
+A run begins only if all ranks wrote the same facts. When it ends with an error, the ranks write
+their messages here, and rank 0 prints a common one once.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Meeting:
         return PrefixStore(f"jetrl {name} {self._joined}", _connected_again(self.store))
 
     def group_store(self) -> Store:
-        """Return the part of the store for the process group of the current run."""
+        """Return the store for the process group of the current run."""
         return PrefixStore(f"group {self._joined}", self.store)
 
     def part(self) -> None:
@@ -59,14 +58,7 @@ class Meeting:
         self._joined += 1
 
     def compare(self, facts: Mapping[str, str], problem: str = "") -> None:
-        """Return once all ranks have come with the same facts.
-
-        Args:
-            problem: Why this rank cannot begin; empty if it can.
-
-        Raises:
-            UserError: A rank has a problem or other facts, or did not come; on every rank.
-        """
+        """Return once all ranks have the same facts and no problem; else all raise a UserError."""
         self.compared = True
         start = f"start {self._joined}"
         if self._words.add(f"{start} as {self.rank}", 1) > 1:
@@ -89,14 +81,11 @@ class Meeting:
                 )
 
     def end(self, words: str, heard: bool = False) -> str | None:
-        """Return what this rank has to print when it ends with an error; None if nothing.
+        """Return the text that this rank has to print when it ends with an error; None for nothing.
 
         Rank 0 prints its own words, and those of ranks that end for another reason. Another rank
-        prints only if rank 0 does not do so within seconds.
-
-        Args:
-            words: This rank's message about its end; empty if another rank's says it all.
-            heard: Whether the others know of this end, and rank 0 is there to print it.
+        prints only if rank 0 does not do so within seconds; with `heard` rank 0 is known to print
+        it. Empty words leave the message to another rank.
         """
         self._words.set(f"end {self.rank}", words)
         if self.rank:
@@ -118,7 +107,7 @@ class Meeting:
         self._came([f"heard {rank}" for rank in ending])  # the store may be this process's own
 
     def _read(self, key: str) -> str:
-        """Return what a rank has written; "" if nothing, without waiting."""
+        """Return what a rank has written, without waiting; "" for nothing."""
         return self._words.get(key).decode() if self._words.check([key]) else ""
 
     def _came(self, keys: Sequence[str]) -> bool:
@@ -129,7 +118,7 @@ class Meeting:
         return bool(came)
 
     def _all(self, start: str) -> list[dict[str, Any]]:
-        """Wait until each rank has written, and return that by rank."""
+        """Wait until each rank has written, and return the records by rank."""
         began, told = time.monotonic(), False
         came: dict[int, dict[str, Any]] = {}
         try:
@@ -165,7 +154,7 @@ class Meeting:
             ) from None
 
     def _missing(self, came: Collection[int]) -> str:
-        """Return which ranks have not come, in words."""
+        """Name the ranks that have not come."""
         missing = [rank for rank in range(self.size) if rank not in came]
         return f"{named(missing)} of {self.size} (WORLD_SIZE)"
 
@@ -179,11 +168,7 @@ _meetings: list[Meeting] = []  # at most one, which a process joins once
 
 
 def meet(init_method: str = "env://") -> Meeting:
-    """Return the store of this process's run; the first call connects to it.
-
-    Raises:
-        NoMeeting: Rank 0 cannot be reached, or cannot listen, or restarts would go wrong.
-    """
+    """Return the store of this process's run; the first call connects to it."""
     if _meetings:
         return _meetings[0]
     rank, size = launched_rank(), launched_size()
@@ -229,7 +214,7 @@ def _of_this_attempt(store: Store) -> Store:
 
 
 def _common(words: Sequence[str], own: str = "") -> str:
-    """Return the messages of all ranks in one text, the same message once."""
+    """Return the messages of all ranks in one text, without repetition."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(words):
         if text:

@@ -1,18 +1,14 @@
 """The other ranks of a run: where each one is, and how all end when one is lost or fails.
 
 Each rank has a line on a board in the run's key-value store: its phase and step, how many
-collectives it has begun, and what it waits for. The first rank that meets trouble writes that down
-as well, and all ranks end by this one account, with one exit code. Trouble is an error or a hang of
-a rank, which it writes down itself, or a process of this machine that is gone. It is looked for
-when a collective breaks, when SIGTERM comes, and once per second in a thread, since a main thread
-in a kernel that waits for a lost rank can do neither. That thread ends the process if the main
-thread does not do so within seconds.
+collectives it has begun, and what it waits for. The first rank that meets trouble writes it down as
+well; all ranks end by this one account, with one exit code. Trouble is an error or a hang that a
+rank reports itself, or a process of this machine that is gone. Each rank looks for it when a
+collective breaks, on SIGTERM, and once per second in a thread, which ends the process if a main
+thread stuck in a kernel does not do so within seconds.
 
 A process that is stopped (SIGSTOP) and a machine that is cut off are not noticed here: they end the
-run by `distributed.timeout_s`.
-
-`peers()` returns the other ranks. In a run of one process there are none, and every method does
-nothing. This module imports no torch.
+run by `distributed.timeout_s`. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -52,11 +48,8 @@ _TROUBLE = "trouble"
 class RankStatus:
     """The line of a rank on the board.
 
-    Attributes:
-        phase: Empty before the first phase and between phases.
-        number: The collectives that it has begun.
-        awaits: What it waits for the others for; empty if it does not wait.
-        left: Whether it has ended, or is ending, by itself.
+    `number` counts the collectives that it has begun; `awaits` names the one in which it waits.
+    `left` is True once it ends by itself. `phase` is empty between phases.
     """
 
     rank: int
@@ -80,10 +73,8 @@ class RankStatus:
 class Trouble:
     """The end of a rank that ends the run.
 
-    Attributes:
-        kind: "lost" if the rank cannot say so itself, "failed" if it raised an error, and "hang" if
-            its watchdog ended it.
-        teller: The rank that prints it, if it is not known which one is lost.
+    A rank is "lost" if it cannot say so itself, "failed" if it raised an error, and ends by a
+    "hang" if its watchdog ended it. `teller` prints the message if the lost rank is unknown.
     """
 
     rank: int
@@ -145,12 +136,9 @@ class Peers:
         """Tell the others that this rank ends in an orderly way, as they do themselves."""
 
     def interrupted(self) -> bool:
-        """Return whether a signal is to be ignored, since this rank is ending already.
+        """Return whether a signal handler, which calls this first, is to ignore its signal.
 
-        Signal handlers call this method first.
-
-        Raises:
-            RankLost: Another rank has met trouble, which is why the signal came.
+        True if this rank is ending already; RankLost if another rank's trouble caused the signal.
         """
         return False
 
@@ -160,12 +148,10 @@ class Peers:
     def attach(
         self, folder: Path, on_hang: Callable[[str], None], at_end: Callable[[Trouble], None]
     ) -> None:
-        """Name the folder for a record of trouble, and what is done when trouble comes.
+        """Name the folder, which may not exist yet, for a record of trouble, and two callbacks.
 
-        Args:
-            folder: May not exist yet.
-            on_hang: Called when another rank hangs, while this one still waits for it.
-            at_end: Called when this rank is made to leave while its main thread cannot.
+        `on_hang` is called when another rank hangs while this one still waits for it, `at_end` when
+        this rank must leave while its main thread cannot.
         """
 
 
@@ -181,11 +167,8 @@ def peers() -> Peers:
 class OtherRanks(Peers):
     """The other ranks of a run of several processes, watched between `open` and `close`.
 
-    Args:
-        store: A connection to the run's key-value store on which nobody else waits.
-        on_machine: The ranks of this machine.
-        leave: Ends this process because of trouble, after its last words.
-        keeper: The process that keeps the store, if it is this one's parent; else 0.
+    Nobody else may wait on the connection of `store`. `leave` ends this process after its last
+    words. `keeper` is the process that keeps the store, if it is this one's parent; else 0.
     """
 
     def __init__(
@@ -222,7 +205,6 @@ class OtherRanks(Peers):
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch, at the end of a run without trouble."""
         global _peers
         self.leaving()
         self._over.set()
@@ -248,7 +230,6 @@ class OtherRanks(Peers):
             self._status = replace(self._status, awaits="")
 
     def lost(self, what: str, reason: str) -> RankLost:
-        """Return the error of a collective that broke, with the name of the lost rank."""
         deadline = time.monotonic() + ANSWER_S
         while (trouble := self.trouble()) is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -274,31 +255,26 @@ class OtherRanks(Peers):
         )
 
     def is_well(self, rank: int) -> bool:
-        """Return whether a rank has a line on the board, and is not known to be gone."""
         line = self._others().get(rank)
         return line is not None and not self._is_gone(line)
 
     def trouble(self) -> Trouble | None:
-        """Return what ends the run, after one more look."""
         if self._trouble is None and not self._over.is_set():
             with contextlib.suppress(RuntimeError):  # of the store, which may be gone
                 self._find()
         return self._trouble
 
     def failed(self, words: str, code: int, hangs: bool = False) -> None:
-        """Write down that this rank ends, and why."""
         self._ending = True
         self._status = replace(self._status, left=True)
         if self._trouble is None:
             self._tell(Trouble(self._rank, "hang" if hangs else "failed", words, code))
 
     def leaving(self) -> None:
-        """Write down that this rank ends in an orderly way."""
         self._ending = self._orderly = True
         self._write(left=True)
 
     def interrupted(self) -> bool:
-        """Return whether a signal is to be ignored; raise RankLost if a lost rank caused it."""
         if self._ending:
             return True
         if (trouble := self.trouble()) is None:
@@ -321,7 +297,7 @@ class OtherRanks(Peers):
 
     def _write(self, **changed: Any) -> None:
         """Write this rank's line; without a store that answers nobody reads it."""
-        if changed:  # else this is the thread, which must not undo what the main thread has changed
+        if changed:  # else this is the thread, which must not undo the main thread's changes
             self._status = replace(self._status, **changed)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"status {self._rank}", json.dumps(asdict(self._status)))
@@ -347,7 +323,7 @@ class OtherRanks(Peers):
         return Trouble(**json.loads(self._store.get(_TROUBLE)))
 
     def _tell(self, trouble: Trouble) -> Trouble:
-        """Write trouble down, unless another rank was first; return what holds."""
+        """Write trouble down, unless another rank was first; return the one that counts."""
         with contextlib.suppress(RuntimeError):  # without a store each rank ends by its own account
             written = self._store.compare_set(_TROUBLE, "", json.dumps(asdict(trouble)))
             trouble = Trouble(**json.loads(written))
@@ -388,7 +364,7 @@ class OtherRanks(Peers):
         return False
 
     def _record(self, trouble: Trouble) -> None:
-        """Write down what this rank remembers; one of those that are left writes the board."""
+        """Write this rank's collectives; one of the surviving ranks also writes the board."""
         if self._recorded or self._folder is None:
             return
         self._recorded = True

@@ -1,11 +1,11 @@
 """The world of several processes, over torch.distributed.
 
-`open_world` joins the processes that `torchrun` has started. Tensors travel by NCCL between GPUs
-(gloo between CPUs), host values by gloo, so that a decision waits for no kernel. A rank that does
-not answer within the time limit ends the process with an error that says what was waited for.
+Tensors travel by NCCL between GPUs (gloo between CPUs), host values by gloo, so that a decision
+waits for no kernel. A rank that does not answer within the time limit ends the process with an
+error that says what was waited for.
 
-Ranks trust one another: values are pickled, as torch.distributed itself does. The network between
-the machines of a run has to be private.
+Ranks trust one another: values are pickled, as torch.distributed does. The network between the
+machines of a run must be private.
 """
 
 from __future__ import annotations
@@ -48,12 +48,7 @@ TIMEOUT_FILES, FILES = "nccl_timeout_rank_", "collectives_rank_"
 
 @dataclass(frozen=True)
 class ProcessGroupWorld(World):
-    """A run of several processes.
-
-    Attributes:
-        hosts: The gloo group of the host values.
-        waits: The seconds that this process has waited for the others, in a list of one.
-    """
+    """A run of several processes; `hosts` is the gloo group for host values."""
 
     hosts: Any = None
     timeout_s: float = TIMEOUT_S
@@ -139,15 +134,9 @@ def open_world(
 ) -> Iterator[World]:
     """Join the processes that torchrun has started, within the block.
 
-    Args:
-        facts: What has to be the same on all ranks, by name.
-        problem: Why this rank cannot begin; empty if it can.
-        leave: Ends this process if another rank is lost and the main thread cannot; None: nobody
-            watches the others.
-
-    Raises:
-        UserError: A rank has a problem or other facts, a machine has fewer GPUs than processes, or
-            rank 0 cannot be reached; on every rank.
+    `facts` must be the same on all ranks. Every rank raises a UserError if one has a `problem` or
+    too few GPUs, or if rank 0 cannot be reached. `leave` ends this process if another rank is lost
+    and the main thread cannot; with None nobody watches the others.
     """
     if not started_by_torchrun():
         yield ONE_PROCESS
@@ -232,7 +221,7 @@ def _watched(
 
 
 def record_collectives(folder: Path) -> None:
-    """Turn the flight recorder on, before a process group is opened; a user's settings stay."""
+    """Turn on the flight recorder, before a process group is opened; a user's settings stay."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((folder / TIMEOUT_FILES).absolute()))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

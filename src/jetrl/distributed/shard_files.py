@@ -2,12 +2,12 @@
 
     FOLDER/shard-00002-model-00001-of-00001.safetensors    the file of rank 1
 
-Each rank writes the rows that it owns; rank 0 also writes the tensors that all have whole. In a
-file, which is a safetensors file, a tensor's rows have the tensor's name; the metadata's
-DCP_SHARDING_INFO says where they begin. Any number of processes can read any rows.
+Each rank writes the rows that it owns; rank 0 also writes the tensors that all have whole. The
+metadata's DCP_SHARDING_INFO says where a tensor's rows begin. Any number of processes can read any
+rows.
 
-That is the layout of torch.distributed.checkpoint (DCP), whose HuggingFaceStorageReader reads these
-files. Earlier versions wrote them by DCP, several files of each rank.
+The layout is that of torch.distributed.checkpoint (DCP), whose HuggingFaceStorageReader reads it.
+Earlier versions wrote several files per rank by DCP.
 """
 
 from __future__ import annotations
@@ -44,12 +44,7 @@ def file_of(rank: int) -> str:
 def own_part(
     tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], rank: int
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a rank's file, and the file's metadata.
-
-    Args:
-        tensors: Own rows of the divided tensors, and whole other ones.
-        shards: How the divided tensors are divided.
-    """
+    """Return a rank's own rows of divided tensors, whole other ones, and the file's metadata."""
     own, places = {}, {}
     for name, tensor in tensors.items():
         shard = shards.get(name)
@@ -61,13 +56,9 @@ def own_part(
 
 
 class ShardFiles:
-    """The tensors in the files of all ranks, read one at a time.
+    """The tensors in the files of all ranks, read one at a time; `properties` are of whole ones.
 
-    Attributes:
-        properties: The dtype and shape of each whole tensor, by name.
-
-    Raises:
-        UserError: A file is damaged, or rows of a tensor are missing; the message names which.
+    A UserError names the damaged file, or the tensor whose rows are missing.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The division of a matrix's rows among ranks, in whole blocks of 128 rows.
 
-The quantizer's groups and the partial sums of the gradient norm are blocks of 128 rows, so a rank's
-results for its own blocks have the bits of one process's results for the whole matrix.
+The quantizer's groups and the partial sums of the gradient norm are such blocks, so a rank's
+results for its own have the bits of one process's results for the whole matrix.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ BLOCK_ROWS = 128
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of one matrix that each rank owns, seen from one rank.
-
-    `bounds` has the first row of each rank, and the number of all rows at the end.
-    """
+    """A matrix's rows on each rank, seen from one; `bounds` has first rows and the row count."""
 
     bounds: tuple[int, ...]
     rank: int
@@ -42,8 +39,7 @@ class Shard:
     def slices(self, num_rows: int) -> list[list[slice]]:
         """Return the rows of every rank in slices, the k-th of every rank in the k-th list.
 
-        The slices of a list have at most `num_rows` rows together, but at least one per rank; ranks
-        with fewer rows have empty slices at the end.
+        A list has at most `num_rows` rows, but at least one per rank; later slices may be empty.
         """
         step = max(1, num_rows // self.size)
         longest = max(self.counts())
@@ -62,10 +58,7 @@ class Shard:
 
 
 def shard_of(num_rows: int, rank: int, size: int) -> Shard | None:
-    """Return how a matrix is divided; None if it has no whole block, or there is one rank.
-
-    The numbers of blocks that ranks own differ by at most one.
-    """
+    """Return a balanced division in blocks; None without a whole block, or with one rank."""
     if size == 1 or num_rows < BLOCK_ROWS:
         return None
     blocks = -(-num_rows // BLOCK_ROWS)

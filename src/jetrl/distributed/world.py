@@ -1,8 +1,8 @@
-"""The processes (ranks) of a run, and what they tell one another on the host. Imports no torch.
+"""The processes (ranks) of a run, and their exchange of host values. Imports no torch.
 
-A run is one process, or several that `torchrun` starts with the same program: one per GPU. In a run
-of one process every method of `world()` returns what it is given, and no process group exists.
-`process_group.py` opens the world of several processes; `collectives.py` moves tensors.
+A run is one process, or several that `torchrun` starts, one per GPU. In a run of one process every
+method of `world()` returns its input, and no process group exists. `process_group.py` opens the
+world of several; `collectives.py` moves tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return every `size`-th item of a list that all ranks have: this rank's share."""
+        """Return this rank's share of a list that all ranks have: every `size`-th item."""
         return items[self.rank :: self.size]
 
     def share_of_machine(self, count: int) -> int:
@@ -52,7 +52,7 @@ class World:
         return [value]
 
     def gather_in_order(self, what: str, share: Sequence[Item]) -> list[Item]:
-        """Return the whole list, of which each rank gives its `share`."""
+        """Return the whole list, given each rank's `share`."""
         shares = self.gather(what, share)
         return [shares[i % self.size][i // self.size] for i in range(sum(map(len, shares)))]
 
@@ -115,5 +115,5 @@ def ranks_that_differ(values: Sequence[object]) -> list[int]:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return the names of some ranks, in words."""
+    """Return the ranks in words."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
