@@ -300,7 +300,7 @@ def _layers_without_rope(config: HfConfig, family: str) -> tuple[int, ...]:
             raise UserError("config.json: no_rope_layer_interval is missing")
         return tuple(range(every - 1, num_layers, every))
     if len(rotated) < num_layers:
-        raise UserError(f"config.json: no_rope_layers has no {num_layers} numbers")
+        raise UserError(f"config.json: no_rope_layers has fewer than {num_layers} numbers")
     return tuple(index for index in range(num_layers) if not rotated[index])
 
 

@@ -340,7 +340,7 @@ class AlgorithmSettings(Section):
             has = f"{self.correction} has {', '.join(bounds.levels)}"
             yield f"algorithm.correction_level = {self.correction_level}: {has}"
         if self.correction_low is not None and bounds.low is None:
-            yield f"algorithm.correction_low: {self.correction} has an upper bound alone"
+            yield f"algorithm.correction_low: {self.correction} has only an upper bound"
         low, high = self.correction_low or bounds.low, self.correction_high or bounds.high
         if low is not None and low >= high:
             yield f"algorithm.correction_low = {low} is not below correction_high = {high}"
