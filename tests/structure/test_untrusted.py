@@ -22,8 +22,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # The one place that unpickles: a scoring worker, what the scorer that started it sent.
 MAY_UNPICKLE = {
     "session/compiling.py": {"pickle.load"},  # what the parent process wrote into a pipe
-    "tasks/sandbox/wire.py": {"pickle.loads"},
-    "tasks/sandbox/worker.py": {"pickle.loads"},
+    "tasks/sandbox/worker.py": {"pickle.load", "pickle.loads"},
 }
 # torch.load and its kind unpickle; safetensors and JSON are what is read instead.
 FORBIDDEN_CALLS = {

@@ -147,7 +147,7 @@ def test_a_checker_of_ones_own(tmp_path: Path) -> None:
     assert task.score(by_text["be long"], "12345") == 2
     for checker, message in (
         (f"{file}:lenght", r"no function 'lenght'; did you mean length\?"),
-        (f"{tmp_path}/none.py:length", "no such file"),
+        (f"{tmp_path}/none.py:length", "No such file"),
         ("maths", r"checker = 'maths'; did you mean math\?"),
     ):
         with pytest.raises(UserError, match=message):
@@ -202,7 +202,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, rows, options, message) -
         ({"path": "none.jsonl"}, "no such file or folder; give a folder with train.jsonl"),
         ({"format": "chatty"}, "format = 'chatty'"),
         ({"test_share": 1.0}, "test_share = 1.0"),
-        ({"answer": ""}, "checker 'math' compares with it"),
+        ({"answer": ""}, "checker 'math' needs an answer"),
         ({"checker": "regex"}, "the checker 'regex' needs one"),
         ({"checker": "regex", "pattern": "("}, "not a regular expression: missing"),
         ({"checker": "regex", "pattern": "a{99999999999}"}, "not a regular expression: the rep"),

@@ -24,7 +24,7 @@ AWKWARD = str(Path(__file__).with_name("awkward_task.py"))
         ("arithmetic", {"path": "x"}, "task.path: task arithmetic has no such option"),
         ("dataset", {}, "task dataset needs task.path"),
         ("reasoning_gym:chain_summ", {}, "did you mean chain_sum?"),
-        ("no_such_file.py:Mine", {}, "task file no_such_file.py: no such file"),
+        ("no_such_file.py:Mine", {}, "task file no_such_file.py: No such file"),
         ("mine.py", {}, "add the class, as in mine.py:MyTask"),
         (f"{EXAMPLE}:ReverseWord", {}, "no class 'ReverseWord'; did you mean ReverseWords?"),
         (f"{EXAMPLE}:ReverseWords", {"leters": 3}, "did you mean letters?"),

@@ -103,7 +103,7 @@ def test_a_worker_that_dies_while_idle_is_replaced(scorer, wait_until):
             "Refuses",
             "cannot score completion '' of prompt 'train-0': .*checker's package is broken",
         ),
-        ("AlwaysZero", "reward of 0.0, not the 1.0 it is known to be worth"),
+        ("AlwaysZero", "reward of 0.0 instead of 1.0"),
         ("Empty", "split 'train' has no prompts"),
         ("Awkwart", "did you mean Awkward"),
     ],

@@ -498,10 +498,8 @@ def _parse(answer: str) -> list[Any]:
 
 
 def _named_functions(expression: Any) -> Any:
-    """Return an expression with a symbol for each value of an unknown function, such as f(2)."""
+    """Return `f(2) = 3` as an equation of a symbol, other expressions unchanged."""
     sympy = _sympy()
-    if not isinstance(expression, sympy.Basic):
-        return expression
     unknown = sympy.core.function.AppliedUndef
     if not isinstance(expression, sympy.Eq) or not isinstance(expression.lhs, unknown):
         return expression
@@ -515,9 +513,8 @@ def _as_numbers(expression: Any) -> Any:
     sympy = _sympy()
     if isinstance(expression, sympy.Eq) and isinstance(expression.rhs, sympy.Set):
         return expression.rhs
-    inequality = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)
     parts = expression.args if isinstance(expression, sympy.Set) else ()
-    if not parts or not all(isinstance(part, inequality) for part in parts):
+    if not parts or not all(isinstance(part, _inequalities()) for part in parts):
         return expression
     try:
         return sympy.Union(*[part.as_set() for part in parts])
@@ -525,11 +522,14 @@ def _as_numbers(expression: Any) -> Any:
         return expression
 
 
+def _inequalities() -> tuple[Any, ...]:
+    sympy = _sympy()
+    return (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)
+
+
 def _same_region(gold: Any, answer: Any) -> bool:
     """Return whether two inequalities of one variable hold for the same numbers: 2 > x, x < 2."""
-    sympy = _sympy()
-    order = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)
-    relation = (sympy.And, *order)
+    relation = (_sympy().And, *_inequalities())
     if not isinstance(gold, relation) or not isinstance(answer, relation):
         return False
     if gold.free_symbols != answer.free_symbols or len(gold.free_symbols) != 1:

@@ -7,11 +7,12 @@ so keep torch out of a task file unless its score needs it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import traceback
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from jetrl.errors import UserError, nearest
 from jetrl.files import problem_of
 from jetrl.types import Prompt, Reply, Score, Turn
+from jetrl.untrusted import USERS_ERRORS
 
 Format = Literal["chat", "text"]
 HeldOutShare = Annotated[float, Field(gt=0, lt=1)]
@@ -233,11 +235,9 @@ def _number(value: object, what: str) -> float:
     try:
         number = float(value)
     except OverflowError:
-        raise ScoreError(f"{what} returned a number too large for a float") from None
-    if not math.isfinite(number):
-        raise ScoreError(f"{what} returned {number}, which is not a finite number")
-    if abs(number) > LARGEST:
-        raise ScoreError(f"{what} returned {number}; give at most {LARGEST:g}")
+        number = math.inf
+    if not abs(number) <= LARGEST:  # NaN too
+        raise ScoreError(f"{what} returned {number}; give a finite number up to {LARGEST:g}")
     return number
 
 
@@ -274,6 +274,17 @@ def question_content(format: Format, text: str) -> dict[str, Any]:
     return (
         {"text": text} if format == "text" else {"messages": ({"role": "user", "content": text},)}
     )
+
+
+@contextlib.contextmanager
+def naming_errors(what: str) -> Iterator[None]:
+    """Make a `UserError` of an error of a user's code; its message begins with `what`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except USERS_ERRORS as error:
+        raise UserError(f"{what} {describe_error(error)}") from error
 
 
 def describe_error(error: BaseException) -> str:

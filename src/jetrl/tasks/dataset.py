@@ -82,10 +82,7 @@ class Dataset(Task):
         config: str | None = None,
     ) -> None:
         if not answer and checker in ("math", "exact"):
-            raise UserError(
-                f"task.options.answer is empty, but the checker {checker!r} compares with it; the "
-                "checkers regex and file.py:function need none"
-            )
+            raise UserError(f"task.options.answer is empty: checker {checker!r} needs an answer")
         check_path(path)
         self.path, self.config = path, config
         self.template, self.format = template, format
@@ -158,9 +155,8 @@ class Dataset(Task):
         answer = self._text(row, "answer", where)
         if self._needs_answer and not gold_answer(answer or ""):
             raise UserError(
-                f"{where}: field {self.fields['answer']!r} (the answer) is {answer!r:.60}, and the "
-                "checker 'math' reads no answer in it; give a number or LaTeX, mark it by #### or "
-                "\\boxed{}, or drop the row"
+                f"{where}: field {self.fields['answer']!r} (the answer) is {answer!r:.60}: the "
+                "checker 'math' reads no answer in it; give a number or LaTeX, or drop the row"
             )
         for name in ("demonstration", "chosen", "rejected"):
             self._text(row, name, where)
@@ -255,9 +251,7 @@ def _are_messages(value: Any) -> bool:
 def _message(item: object, field: str) -> Mapping[str, str]:
     if isinstance(item, Mapping) and all(isinstance(item.get(k), str) for k in ("role", "content")):
         return dict(item)
-    raise UserError(
-        f"{field} has the message {item!r:.60}, which needs a role and a content, both text"
-    )
+    raise UserError(f"{field} has the message {item!r:.60}, which needs a role and a content")
 
 
 Checker = Callable[[Prompt, str], float | Score]

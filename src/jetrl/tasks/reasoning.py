@@ -9,10 +9,8 @@ possible questions, the same one may still be drawn in both.)
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -26,6 +24,7 @@ from jetrl.tasks.base import (
     describe_error,
     question_content,
 )
+from jetrl.tasks.rows import import_package
 from jetrl.types import Prompt, Score
 
 TEST_OFFSET = 1 << 30
@@ -53,7 +52,7 @@ class ReasoningGym(Task):
         instruction: str = INSTRUCTION,
         **options: Any,
     ) -> None:
-        gym = _import_reasoning_gym()
+        gym = import_package("reasoning_gym", f"task reasoning_gym:{dataset}", "reasoning-gym")
         known = gym.factory.DATASETS
         if dataset not in known:
             raise UserError(f"reasoning-gym has no data set {dataset!r}{nearest(dataset, known)}")
@@ -110,11 +109,3 @@ class ReasoningGym(Task):
         if prompt.answer is None:
             return None
         return f"<answer>{prompt.answer}</answer>" if self.instruction else prompt.answer
-
-
-def _import_reasoning_gym() -> ModuleType:
-    try:
-        return importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        how = "pip install 'jetrl[reasoning-gym]'"
-        raise UserError(f"tasks of reasoning-gym need its package: {how} ({error})") from error

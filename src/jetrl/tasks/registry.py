@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -24,7 +24,7 @@ from jetrl.tasks.base import (
     Task,
     check_options,
     check_values,
-    describe_error,
+    naming_errors,
     option_key,
 )
 from jetrl.tasks.dataset import Dataset
@@ -32,34 +32,10 @@ from jetrl.tasks.questions import SOURCES, Benchmark, Gsm8k, benchmark_name
 from jetrl.tasks.reasoning import ReasoningGym
 from jetrl.tasks.toys import Arithmetic, Multiplication, Program
 from jetrl.tasks.user_files import load_task_class
-from jetrl.types import Prompt, Reply, Score, Turn
-from jetrl.untrusted import USERS_ERRORS
+from jetrl.types import Prompt, Reply, Turn
 
-T = TypeVar("T")
 _TASKS: tuple[type[Task], ...] = (Arithmetic, Dataset, Gsm8k, Multiplication, Program)
-BUILT_IN = {**{task.name: task for task in _TASKS}, "openai/gsm8k": Gsm8k}
 OWN = (*_TASKS, Benchmark, ReasoningGym)  # a user's class may have any annotations
-
-
-def get_single_task(name: str, options: dict[str, Any]) -> Task:
-    """Return the task of a name, built with its options; see `registry.get_task`."""
-    if name.startswith("reasoning_gym:"):
-        dataset = name.removeprefix("reasoning_gym:")
-        return build(ReasoningGym, name, {**options, "dataset": dataset})
-    file, colon, class_name = name.rpartition(":")
-    if name.endswith(".py"):
-        raise UserError(f"task {name}: add the class, as in {name}:MyTask")
-    if colon and file.endswith(".py"):
-        return build(load_task_class(Path(file), class_name), name, options)
-    benchmark = benchmark_name(name)
-    if benchmark is not None and name not in BUILT_IN:
-        return build(Benchmark, name, {**options, "set": benchmark})
-    if name not in BUILT_IN:
-        raise UserError(
-            f"unknown task {name!r}{nearest(name, [*BUILT_IN, 'mix', *SOURCES])} "
-            "(also possible: reasoning_gym:NAME, file.py:Class)"
-        )
-    return build(BUILT_IN[name], name, options)
 
 
 def build(task_class: type[Task], name: str, options: dict[str, Any]) -> Task:
@@ -78,28 +54,16 @@ def build(task_class: type[Task], name: str, options: dict[str, Any]) -> Task:
             raise UserError(f"task {name} needs {key}; docs/tasks.md says what it is")
     if task_class in OWN:
         check_values(task_class, options)
-    try:
+    arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    with naming_errors(f"task {name}: {task_class.__name__}({arguments}) raised"):
         return task_class(**options)
-    except UserError:
-        raise
-    except USERS_ERRORS as error:
-        arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise UserError(
-            f"task {name}: {task_class.__name__}({arguments}) raised {describe_error(error)}"
-        ) from error
 
 
 def read_prompts(task: Task, split: str) -> list[Prompt]:
     """Return all prompts of a split; raise `UserError` for a task that fails to give them."""
-    try:
+    with naming_errors(f"task {task.label}: prompts({split!r}) raised"):
         items = task.prompts(split)
         prompts = None if items is None else list(items)
-    except UserError:
-        raise
-    except USERS_ERRORS as error:
-        raise UserError(
-            f"task {task.label}: prompts({split!r}) raised {describe_error(error)}"
-        ) from error
     if prompts is None:
         raise UserError(f"task {task.label}: prompts({split!r}) returned nothing: add the return")
     for number, prompt in enumerate(prompts):
@@ -118,6 +82,16 @@ class MixedTask(Section):
     label: str | None = None
     system_prompt: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
+
+
+def _asking_own(method: Callable[..., Any]) -> Any:
+    """Return a method of `Mix` that asks a prompt's task, which gets the id that it gave."""
+
+    def ask(mix: Mix, prompt: Prompt, *rest: Any) -> Any:
+        own = replace(prompt, id=prompt.id.removeprefix(f"{prompt.task}/"), task="")
+        return getattr(mix.tasks[prompt.task], method.__name__)(own, *rest)
+
+    return ask
 
 
 class Mix(Task):
@@ -167,9 +141,8 @@ class Mix(Task):
             raise UserError(f"{where}.{problem_of(error)}") from None
         if mixed.name == "mix":
             raise UserError(f"{where}: a mix in a mix; list its tasks here")
-        path = {} if mixed.path is None else {"path": mixed.path}
         try:
-            task = get_single_task(mixed.name, {**mixed.options, **path})
+            task = get_task(mixed.name, **with_path(mixed.options, mixed.path))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         label = mixed.label or task.label
@@ -198,36 +171,18 @@ class Mix(Task):
             messages = ({"role": "system", "content": system}, *messages)
         return replace(prompt, id=f"{label}/{prompt.id}", messages=messages, task=label)
 
-    def _ask(self, method: Callable[..., T], prompt: Prompt, *rest: Any) -> T:
-        """Ask a prompt's task, with the prompt as that task made it, except for a system prompt."""
-        own = replace(prompt, id=prompt.id.removeprefix(f"{prompt.task}/"), task="")
-        answer: T = getattr(self.tasks[prompt.task], method.__name__)(own, *rest)
-        return answer
-
-    def stops(self, prompt: Prompt) -> tuple[str, ...]:
-        return self._ask(Task.stops, prompt)
-
-    def score(self, prompt: Prompt, completion: str) -> float | Score:
-        return self._ask(Task.score, prompt, completion)
-
-    def score_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float | Score:
-        return self._ask(Task.score_turns, prompt, turns)
+    stops = _asking_own(Task.stops)
+    score = _asking_own(Task.score)
+    score_turns = _asking_own(Task.score_turns)
+    readable = _asking_own(Task.readable)
+    vote = _asking_own(Task.vote)
+    demonstration = _asking_own(Task.demonstration)
+    preference = _asking_own(Task.preference)
+    _own_step = _asking_own(Task.step)
 
     def step(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> Reply | None:
         over = len(turns) + 1 >= self.tasks[prompt.task].max_turns
-        return None if over else self._ask(Task.step, prompt, turns, completion)
-
-    def readable(self, prompt: Prompt, completion: str) -> str:
-        return self._ask(Task.readable, prompt, completion)
-
-    def vote(self, prompt: Prompt, completion: str) -> str | None:
-        return self._ask(Task.vote, prompt, completion)
-
-    def demonstration(self, prompt: Prompt) -> str | Sequence[Turn] | None:
-        return self._ask(Task.demonstration, prompt)
-
-    def preference(self, prompt: Prompt) -> tuple[str, str] | None:
-        return self._ask(Task.preference, prompt)
+        return None if over else self._own_step(prompt, turns, completion)
 
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
         for label, task in self.tasks.items():
@@ -235,7 +190,7 @@ class Mix(Task):
                 yield self._mixed(label, prompt), completion, expected
 
 
-def get_task(name: str, *, path: str | Path | None = None, **options: Any) -> Task:
+def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) -> Task:
     """Return the task of a name, built with its options.
 
     Args:
@@ -246,13 +201,38 @@ def get_task(name: str, *, path: str | Path | None = None, **options: Any) -> Ta
             option, a file does not import or holds no such class (with file and line), a package is
             not installed, or data is missing.
     """
-    if path is not None:
-        options["path"] = str(path)
-    if name == Mix.name:
-        return build(Mix, name, options)
-    return get_single_task(name, options)
+    options = with_path(options, path)
+    if name.startswith("reasoning_gym:"):
+        dataset = name.removeprefix("reasoning_gym:")
+        return build(ReasoningGym, name, {**options, "dataset": dataset})
+    file, colon, class_name = name.rpartition(":")
+    if name.endswith(".py"):
+        raise UserError(f"task {name}: add the class, as in {name}:MyTask")
+    if colon and file.endswith(".py"):
+        return build(load_task_class(Path(file), class_name), name, options)
+    if name in BUILT_IN:
+        return build(BUILT_IN[name], name, options)
+    benchmark = benchmark_name(name)
+    if benchmark is None:
+        raise UserError(
+            f"unknown task {name!r}{nearest(name, [*BUILT_IN, *SOURCES])} "
+            "(also possible: reasoning_gym:NAME, file.py:Class)"
+        )
+    return build(Benchmark, name, {**options, "set": benchmark})
+
+
+def with_path(options: Mapping[str, Any], path: str | Path | None) -> dict[str, Any]:
+    """Return a task's options with its path among them, if it has one."""
+    return {**options} if path is None else {**options, "path": str(path)}
 
 
 def build_task(settings: TaskSettings) -> Task:
     """Return the task that the settings of a run describe; raises `UserError` as `get_task`."""
-    return get_task(settings.name, path=settings.path, **settings.options)
+    return get_task(settings.name, **with_path(settings.options, settings.path))
+
+
+BUILT_IN: dict[str, type[Task]] = {
+    **{task.name: task for task in _TASKS},
+    "openai/gsm8k": Gsm8k,
+    "mix": Mix,
+}

@@ -115,7 +115,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[Row, str]]:
-    parquet = _package("pyarrow.parquet", f"to read {file}")
+    parquet = import_package("pyarrow.parquet", f"to read {file}")
     with _foreign_errors(f"{file}: not a Parquet file that can be read"):
         batches = parquet.ParquetFile(file).iter_batches()
         rows = [row for batch in batches for row in batch.to_pylist()]
@@ -123,7 +123,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[Row, str]]:
 
 
 def _saved_rows(folder: Path, split: str) -> Iterator[tuple[Row, str]]:
-    datasets = _package("datasets", f"to read {folder}")
+    datasets = import_package("datasets", f"to read {folder}")
     with _foreign_errors(f"{folder}: `datasets` cannot load it"):
         data = datasets.load_from_disk(str(folder))
     if isinstance(data, dict):
@@ -136,7 +136,7 @@ def _saved_rows(folder: Path, split: str) -> Iterator[tuple[Row, str]]:
 
 def _named_rows(name: str, split: str, config: str | None) -> Iterator[tuple[Row, str]]:
     where = f"task.path = {name}: not a file or folder here, and"
-    datasets = _package("datasets", f"{where} to load")
+    datasets = import_package("datasets", f"{where} to load")
     with _foreign_errors(f"{where} `datasets` cannot load it (config {config!r}, split {split!r})"):
         rows = datasets.load_dataset(name, config, split=split)
     return ((row, f"{name}, {split} row {number}") for number, row in enumerate(rows))
@@ -161,9 +161,10 @@ def value_at(row: Row, path: str) -> Any:
     return value
 
 
-def _package(name: str, why: str) -> ModuleType:
+def import_package(name: str, why: str, extra: str = "data") -> ModuleType:
+    """Return an optional package; raise `UserError` with the extra of jetrl that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = name.partition(".")[0]
-        raise UserError(f"{why}: it needs {package}: pip install 'jetrl[data]'") from error
+        needs = f"it needs {name.partition('.')[0]}: pip install 'jetrl[{extra}]' ({error})"
+        raise UserError(f"{why}: {needs}") from error

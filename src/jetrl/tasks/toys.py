@@ -38,10 +38,8 @@ def only_these(prompts: Sequence[Prompt], file: Path, label: str) -> list[Prompt
         raise UserError(f"{file}: no lines; each is an object with the id of a prompt")
     unknown = sorted(chosen.difference(prompt.id for prompt in prompts))
     if unknown:
-        raise UserError(
-            f"{file}: no training prompt {unknown[0]!r} ({len(unknown)} such); were these ids "
-            f"drawn with other options of task {label}?"
-        )
+        what = f"no training prompt {unknown[0]!r} ({len(unknown)} such)"
+        raise UserError(f"{file}: {what}; were these ids drawn with other options of task {label}?")
     return [prompt for prompt in prompts if prompt.id in chosen]
 
 
@@ -105,10 +103,7 @@ class Arithmetic(MadeUp):
         largest = 10**self.digits - 1
         self._top = top = self.max_operand or largest
         if top > largest:
-            raise UserError(
-                f"task.options.max_operand = {top}: give 1 to {largest} (what {self.digits} digits "
-                "hold)"
-            )
+            raise UserError(f"task.options.max_operand = {top}: give 1 to {largest}")
         self.operators = "".join(sign for sign in OPERATORS if sign in self.operators)
         self.alphabet = "0123456789" + self.operators + "="
         if self.reverse:
@@ -209,9 +204,8 @@ class WrittenOut(MadeUp):
         """Raise `UserError` if the prompts are more than half of all problems of their kind."""
         if 2 * (self.size + self.test_size) > num_problems:
             raise UserError(
-                f"task.options.size = {self.size} and test_size = {self.test_size}: there are "
-                f"{num_problems} problems of this kind, and at most half of them are drawn; take "
-                "fewer, or make the problems larger"
+                f"task.options.size = {self.size} and test_size = {self.test_size} are more than "
+                f"half of the {num_problems} problems of this kind: take fewer, or larger problems"
             )
 
     num_steps = 0  # of a worked answer

@@ -22,8 +22,8 @@ from jetrl.errors import UserError, nearest
 from jetrl.tasks.base import Task
 from jetrl.untrusted import USERS_ERRORS, check_trusted
 
-_MODULES = "jetrl_user_task_"  # start of the names of users' modules in sys.modules
-_FIXED_SOURCES: dict[str, bytes] = {}
+_loaded: dict[str, bytes] = {}  # sources of the files that this process has run, by path
+_fixed: dict[str, bytes] = {}  # sources that are not read from the disk
 
 
 def load_task_class(file: Path, class_name: str) -> type[Task]:
@@ -54,16 +54,12 @@ def load_function(file: Path, name: str) -> Callable[..., Any]:
 
 def loaded_sources() -> dict[str, bytes]:
     """Return the sources of the users' files that this process has loaded, by path."""
-    return {
-        str(module.__file__): vars(module)["__jetrl_source__"]
-        for name, module in sys.modules.items()
-        if name.startswith(_MODULES) and "__jetrl_source__" in vars(module)
-    }
+    return dict(_loaded)
 
 
 def use_sources(sources: Mapping[str, bytes]) -> None:
     """Read these files from `sources` (bytes by path) from now on, and no more from the disk."""
-    _FIXED_SOURCES.update(sources)
+    _fixed.update(sources)
 
 
 class _Source(importlib.abc.ExecutionLoader):
@@ -79,38 +75,31 @@ class _Source(importlib.abc.ExecutionLoader):
         return importlib.util.decode_source(self._source)
 
 
-def _read_source(file: Path, label: str) -> bytes:
-    if str(file) in _FIXED_SOURCES:
-        return _FIXED_SOURCES[str(file)]
-    if not file.is_file():
-        raise UserError(f"{label}: no such file (paths start at the working folder)")
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{label}: {error.strerror}") from error
-
-
 def _load_module(file: Path, label: str) -> ModuleType:
     """Run a file as a module of its own, its folder importable as for `python FILE`."""
     check_trusted(file)
     file = file.resolve()
-    source = _read_source(file, label)
-    module_name = f"{_MODULES}{file.stem}_{zlib.crc32(str(file).encode()):x}"
-    loaded = sys.modules.get(module_name)
-    if loaded is not None and getattr(loaded, "__jetrl_source__", None) == source:
-        return loaded
+    try:
+        source = _fixed[str(file)] if str(file) in _fixed else file.read_bytes()
+    except OSError as error:
+        hint = "paths start at the working folder"
+        raise UserError(f"{label}: {error.strerror} ({hint})") from error
+    module_name = f"jetrl_user_task_{file.stem}_{zlib.crc32(str(file).encode()):x}"
+    if _loaded.get(str(file)) == source:
+        return sys.modules[module_name]
     loader = _Source(str(file), source)
     spec = importlib.util.spec_from_file_location(module_name, file, loader=loader)
     assert spec is not None, "a loader was given"
     module = importlib.util.module_from_spec(spec)
-    vars(module)["__jetrl_source__"] = source
     sys.modules[module_name] = module  # so that its classes can be pickled
+    _loaded[str(file)] = source
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     try:
         loader.exec_module(module)
     except USERS_ERRORS as error:
         del sys.modules[module_name]
+        del _loaded[str(file)]
         raise UserError(f"task file {_import_failure(error, file)}") from error
     return module
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import re
 import secrets
 import signal
@@ -23,7 +24,7 @@ from collections import deque
 from multiprocessing.connection import wait
 
 from jetrl.errors import RunStopped, UserError
-from jetrl.tasks.sandbox.wire import MAX_LINE, WireError, WorkerReply, pack_down, parse_reply
+from jetrl.tasks.sandbox.wire import MAX_LINE, WireError, WorkerReply, parse_reply
 from jetrl.tasks.sandbox.worker import WorkerSetup
 from jetrl.untrusted import start
 
@@ -39,17 +40,19 @@ class WorkerProcess:
     """A worker process, from the parent's side.
 
     Attributes:
-        jobs: Tickets of the items that the worker has not answered yet.
+        jobs: Tickets of the items that the worker has not answered yet; those that it leaves
+            unanswered through no fault of theirs go back to the front of `pending`.
+        lost_s: Seconds lost to fatal scores and to starting again.
         deadline: Time (of time.monotonic) by which the next answer must have come.
     """
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    def __init__(self, setup: WorkerSetup, pending: deque[int]) -> None:
         self.setup = setup
+        self.pending = pending
         self.jobs: deque[int] = deque()
         self.ready = False
         self.deadline = 0.0
-        self._returned: list[int] = []
-        self._lost_s = 0.0
+        self.lost_s = 0.0
         self._starts = 0
         self._deaths_at_start = 0  # in a row
         self._has_worked = False
@@ -103,7 +106,7 @@ class WorkerProcess:
         # It died or spoke while idle: no item of the chunk was begun.
         if self._has_spoken() or not self._send((self._chunk, payloads)):
             self._end()
-            self._give_back()
+            self.give_back()
 
     @property
     def channels(self) -> list[socket.socket | int]:
@@ -126,8 +129,12 @@ class WorkerProcess:
                 self._set_deadline()
                 reply = parse_reply(line)
                 if not self.ready:
-                    self._started(reply.failure)
-                    self._lost_s += took_s if self._starts > 1 else 0.0
+                    if reply.failure:
+                        self._end()
+                        raise self._no_start(reply.failure)
+                    self.ready = self._has_worked = True
+                    self._deaths_at_start = 0
+                    self.lost_s += took_s if self._starts > 1 else 0.0
                     continue
                 if not self.jobs or reply.chunk != self._chunk:
                     raise WireError("an answer to what it was not given")
@@ -136,9 +143,9 @@ class WorkerProcess:
                     # before: a fresh process decides.
                     if self._answered == 0:
                         replies.append((self.jobs.popleft(), reply))
-                    self._lost_s += took_s
+                    self.lost_s += took_s
                     self._end()
-                    self._give_back()
+                    self.give_back()
                     return replies
                 replies.append((self.jobs.popleft(), reply))
                 self._answered += 1
@@ -160,20 +167,15 @@ class WorkerProcess:
         if self.jobs:
             # Who reads may be late; the process's own timers were not.
             lost_s = min(time.monotonic(), self.deadline) - self._began
-            self._lost_s += min(lost_s, self.setup.timeout_s) if self._was_busy else lost_s
+            self.lost_s += min(lost_s, self.setup.timeout_s) if self._was_busy else lost_s
             replies.append((self.jobs.popleft(), WorkerReply(failure=failure)))
-        self._give_back()
+        self.give_back()
         return replies
 
-    def take_back(self) -> list[int]:
-        """Return the items that a worker left unanswered through no fault of theirs."""
-        returned, self._returned = self._returned, []
-        return returned
-
-    def take_lost_s(self) -> float:
-        """Return the seconds lost since the last call to fatal scores and to starting again."""
-        lost, self._lost_s = self._lost_s, 0.0
-        return lost
+    def give_back(self) -> None:
+        """Put the items without an answer back to the front of those that no worker has."""
+        self.pending.extendleft(reversed(self.jobs))
+        self.jobs.clear()
 
     def hang_up(self) -> None:
         """Tell the process to end; an idle one does so at once."""
@@ -188,19 +190,11 @@ class WorkerProcess:
             self._end()
         self.jobs.clear()
 
-    def _started(self, error: str) -> None:
-        if error:
-            self._end()
-            raise self._no_start(error)
-        self.ready = self._has_worked = True
-        self._deaths_at_start = 0
-
     def _failed_start(self, failure: str, died: bool) -> None:
         self._deaths_at_start += died
         if not died or self._deaths_at_start > 1:
-            raise self._no_start(
-                f"task {self.setup.name}: its scoring worker did not start: {failure}"
-            )
+            what = f"task {self.setup.name}: its scoring worker did not start"
+            raise self._no_start(f"{what}: {failure}")
         logger.warning("a scoring worker died while it started, and is started again: %s", failure)
 
     def _no_start(self, why: str) -> UserError | RunStopped:
@@ -213,7 +207,7 @@ class WorkerProcess:
         """Send a value; return False if the process is gone or does not read."""
         self.connection.settimeout(max(0.0, self.deadline - time.monotonic()))
         try:
-            self.connection.sendall(pack_down(value))
+            self.connection.sendall(pickle.dumps(value))
         except OSError:
             return False
         return True
@@ -256,10 +250,6 @@ class WorkerProcess:
         """Set a deadline after the worker's own timer, for a worker that is not even running."""
         self._began = time.monotonic()
         self.deadline = self._began + 2 * self.setup.clock_s + 2.0
-
-    def _give_back(self) -> None:
-        self._returned.extend(self.jobs)
-        self.jobs.clear()
 
     def _end(self) -> None:
         process = self._process

@@ -29,14 +29,13 @@ from typing import Any, Self
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.settings.sections import TaskSettings
-from jetrl.tasks.base import describe_error
-from jetrl.tasks.registry import get_task
+from jetrl.tasks.base import describe_error, naming_errors
+from jetrl.tasks.registry import get_task, with_path
 from jetrl.tasks.sandbox.process import WorkerProcess
 from jetrl.tasks.sandbox.wire import WorkerReply
 from jetrl.tasks.sandbox.worker import Item, WorkerSetup, score_safely
 from jetrl.tasks.user_files import loaded_sources
 from jetrl.types import Prompt, Reply, Score, Turn
-from jetrl.untrusted import USERS_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -108,14 +107,14 @@ class Scorer:
         max_lost_s: float = 120.0,
     ) -> None:
         self._max_lost_s = max_lost_s
-        self._lost_s, self._last_failure, self._given_up = 0.0, "", ""
-        folder, words = None if path is None else str(path), dict(options or {})
-        self._task = get_task(name, path=folder, **words)
-        setup = WorkerSetup(name, folder, words, timeout_s, memory_mib, loaded_sources())
-        self._workers = [WorkerProcess(setup) for _ in range(workers)]
+        self._last_failure = self._given_up = ""
+        words = with_path(options or {}, path)
+        self._task = get_task(name, **words)
+        setup = WorkerSetup(name, words, timeout_s, memory_mib, loaded_sources())
+        self._pending: deque[int] = deque()  # tickets of the items that no worker has
+        self._workers = [WorkerProcess(setup, self._pending) for _ in range(workers)]
         self._tickets = itertools.count()
         self._payloads: dict[int, bytes] = {}  # pickled items without a reply
-        self._pending: deque[int] = deque()  # tickets of the items that no worker has
         self._replies: dict[int, WorkerReply] = {}  # replies that nobody has taken yet
         self._turns: set[int] = set()  # tickets of the turns without an answer
         try:
@@ -168,7 +167,9 @@ class Scorer:
 
     def begin_step(self) -> None:
         """Begin a step: set the time lost to scores that hang or crash back to zero."""
-        self._lost_s, self._given_up = 0.0, ""
+        self._given_up = ""
+        for worker in self._workers:
+            worker.lost_s = 0.0
 
     def begin(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> int:
         """Begin to score a completion, and return a ticket for `finish`.
@@ -250,11 +251,12 @@ class Scorer:
 
     def _forget(self, tickets: set[int]) -> None:
         for worker in self._workers:
-            self._pending.extendleft(reversed(worker.take_back()))
             if not tickets.isdisjoint(worker.jobs):
-                self._pending.extendleft(reversed(worker.jobs))
+                worker.give_back()
                 worker.stop()
-        self._pending = deque(ticket for ticket in self._pending if ticket not in tickets)
+        kept = [ticket for ticket in self._pending if ticket not in tickets]
+        self._pending.clear()
+        self._pending.extend(kept)
         for ticket in tickets:
             self._payloads.pop(ticket, None)
             self._replies.pop(ticket, None)
@@ -283,7 +285,6 @@ class Scorer:
                 size = min(MAX_CHUNK, math.ceil(len(pending) / (2 * len(self._workers))))
                 chunk = [pending.popleft() for _ in range(size)]
                 worker.assign(chunk, [self._payloads[ticket] for ticket in chunk])
-            pending.extendleft(reversed(worker.take_back()))
         # Wait until a worker sends or prints something, or the first deadline has passed.
         watched = [w for w in self._workers if w.running and (w.jobs or not w.ready)]
         if wait_for_one and watched:
@@ -296,12 +297,11 @@ class Scorer:
                 self._replies[ticket] = reply
                 self._last_failure = reply.failure or self._last_failure
                 del self._payloads[ticket]
-            self._lost_s += worker.take_lost_s()
-            pending.extendleft(reversed(worker.take_back()))
-        if self._payloads and self._lost_s > self._max_lost_s * len(self._workers):
-            self._give_up_the_rest()
+        lost_s = sum(worker.lost_s for worker in self._workers)
+        if self._payloads and lost_s > self._max_lost_s * len(self._workers):
+            self._give_up_the_rest(lost_s)
 
-    def _give_up_the_rest(self) -> None:
+    def _give_up_the_rest(self, lost_s: float) -> None:
         """Make a failure of each item that has no reply yet."""
         for worker in self._workers:
             if worker.jobs:
@@ -310,10 +310,10 @@ class Scorer:
         logger.warning(
             "%d of %d completions get no score: scores that hung or crashed took %.0f s, the "
             "last of them: %s",
-            *(len(self._payloads), len(self._payloads) + len(self._replies), self._lost_s, last),
+            *(len(self._payloads), len(self._payloads) + len(self._replies), lost_s, last),
         )
         self._given_up = (
-            f"not scored: others of the batch hung or crashed for {self._lost_s:.0f} s "
+            f"not scored: others of the batch hung or crashed for {lost_s:.0f} s "
             f"(task.max_lost_s = {self._max_lost_s:g} s a worker); one of them: {last}"
         )
         for ticket in self._payloads:
@@ -325,20 +325,14 @@ class Scorer:
         try:
             return pickle.dumps(item)
         except Exception as error:
-            raise UserError(
-                f"task {self._task.label}, prompt {item.prompt.id!r}: its metadata cannot be sent "
-                f"to a scoring worker ({describe_error(error)}); use plain data there, or "
-                "task.workers=0"
-            ) from error
+            where = f"task {self._task.label}, prompt {item.prompt.id!r}"
+            why = f"its metadata cannot be sent to a scoring worker ({describe_error(error)})"
+            raise UserError(f"{where}: {why}; use plain data there, or task.workers=0") from error
 
     def _self_test(self) -> None:
         label = self._task.label
-        try:
+        with naming_errors(f"task {label}: its prompts fail:"):
             cases = list(self._task.self_test())
-        except UserError:
-            raise
-        except USERS_ERRORS as error:
-            raise UserError(f"task {label}: its prompts fail: {describe_error(error)}") from error
         if self._task.max_turns > 1:
             self._test_steps([(prompt, completion) for prompt, completion, _ in cases])
         scored = self.score([(prompt, completion) for prompt, completion, _ in cases])
@@ -347,10 +341,8 @@ class Scorer:
             if result.failure:
                 raise UserError(f"task {label} cannot score {what}: {result.failure}")
             if expected is not None and result.score.reward != expected:
-                raise UserError(
-                    f"task {label} gives {what} a reward of {result.score.reward}, not the "
-                    f"{expected} it is known to be worth: its checker does not work here"
-                )
+                wrong = f"a reward of {result.score.reward} instead of {expected}"
+                raise UserError(f"task {label} gives {what} {wrong}: its checker fails here")
 
     def _test_steps(self, cases: Sequence[tuple[Prompt, str]]) -> None:
         prompts = {self.ask(prompt, (), completion): prompt for prompt, completion in cases}
@@ -358,7 +350,5 @@ class Scorer:
             for answer in self.answers(wait_for_one=True):
                 prompt = prompts.pop(answer.ticket)
                 if answer.failure:
-                    raise UserError(
-                        f"task {self._task.label} cannot answer a turn of prompt {prompt.id!r}: "
-                        f"{answer.failure}"
-                    )
+                    what = f"a turn of prompt {prompt.id!r}: {answer.failure}"
+                    raise UserError(f"task {self._task.label} cannot answer {what}")

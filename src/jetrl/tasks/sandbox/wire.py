@@ -1,6 +1,6 @@
 """The messages between the scorer and its workers, over their socket.
 
-Down to the worker go pickles, each behind its length: the worker believes who started it. Up come
+Down to the worker go pickles: the worker believes who started it. Up come
 lines of JSON and nothing else: a worker runs checkers on text that a model wrote, so what it sends
 is checked like any other input. A line has a largest length and a fixed form; anything else is a
 `WireError`, and the worker that sent it is ended.
@@ -9,9 +9,7 @@ is checked like any other input. A line has a largest length and a fixed form; a
 from __future__ import annotations
 
 import json
-import pickle
-import struct
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
@@ -22,7 +20,6 @@ MAX_LINE = 2**16  # bytes of one line from a worker
 MAX_FAILURE = 2000  # characters
 MAX_READABLE = 500  # characters of a prompt and its completion as a person would write them
 MAX_STEP_REPLY = 5000  # characters of an environment's reply: a line holds them, escaped too
-_LENGTH = struct.Struct("!Q")
 
 Verdict = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 Text = InstanceOf[str]  # may hold half a character, which pydantic's own texts may not
@@ -56,21 +53,6 @@ class WorkerReply(BaseModel):
     chunk: Text = ""
     step_reply: Text | dict[Text, Text] | None = None
     readable: Annotated[Text, AfterValidator(lambda text: text[:MAX_READABLE])] = ""
-
-
-def pack_down(value: object) -> bytes:
-    """Return a value as bytes that the worker's `read_down` reads."""
-    data = pickle.dumps(value)
-    return _LENGTH.pack(len(data)) + data
-
-
-def read_down(stream: BinaryIO) -> Any:
-    """Return the next value that the scorer sent; raise EOFError when it hung up."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        raise EOFError
-    data = stream.read(_LENGTH.unpack(head)[0])
-    return pickle.loads(data)
 
 
 def reply_line(reply: WorkerReply) -> bytes:

@@ -39,7 +39,7 @@ from jetrl.errors import UserError
 from jetrl.files import problem_of
 from jetrl.tasks.base import ScoreError, Task, describe_error, to_reply, to_score
 from jetrl.tasks.registry import get_task
-from jetrl.tasks.sandbox.wire import MAX_STEP_REPLY, WorkerReply, read_down, reply_line
+from jetrl.tasks.sandbox.wire import MAX_STEP_REPLY, WorkerReply, reply_line
 from jetrl.tasks.user_files import use_sources
 from jetrl.types import Prompt, Turn
 from jetrl.untrusted import USERS_ERRORS, limit_cpu, limit_memory
@@ -62,7 +62,6 @@ class WorkerSetup:
     """
 
     name: str
-    path: str | None
     options: Mapping[str, Any]
     timeout_s: float
     memory_mib: int = 0
@@ -99,10 +98,10 @@ def main(descriptor: int) -> None:
     incoming = connection.makefile("rb")
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
     # Build the task, and send a line that says whether that worked.
-    setup: WorkerSetup = read_down(incoming)
+    setup: WorkerSetup = pickle.load(incoming)
     use_sources(setup.sources)
     try:
-        task = get_task(setup.name, path=setup.path, **setup.options)
+        task = get_task(setup.name, **setup.options)
     except USERS_ERRORS as error:
         own = isinstance(error, UserError)
         why = str(error) if own else f"task {setup.name}: {describe_error(error)}"
@@ -114,7 +113,7 @@ def main(descriptor: int) -> None:
     # Score chunk after chunk, each item under timers that end the process when they run out.
     while True:
         try:
-            chunk, items = read_down(incoming)
+            chunk, items = pickle.load(incoming)
         except EOFError:
             os.killpg(0, signal.SIGKILL)  # with the processes that the task may have started
             return
@@ -170,7 +169,7 @@ def score_safely(task: Task, item: Item, memory_mib: int = 0) -> WorkerReply:
 
 
 def _lacking(error: BaseException) -> str:
-    """Return what ran out by an error and its causes: memory, files, threads; "" for nothing."""
+    """Return "memory" or "files" if those ran out by an error and its causes, else ""."""
     cause: BaseException | None = error
     lacking = ""
     for _ in range(10):  # a chain may lead to itself
@@ -179,10 +178,8 @@ def _lacking(error: BaseException) -> str:
         text = str(cause) if isinstance(cause, ImportError | OSError | RuntimeError) else ""
         if isinstance(cause, MemoryError) or any(words in text for words in _NO_MEMORY):
             return "memory"
-        if isinstance(cause, OSError) and cause.errno in _RAN_OUT:
-            lacking = "files"
-        if "can't start new thread" in text:
-            lacking = "threads"
+        if getattr(cause, "errno", None) in _RAN_OUT or "can't start new thread" in text:
+            lacking = "files"  # or threads
         cause = cause.__cause__ or cause.__context__
     return lacking
 
