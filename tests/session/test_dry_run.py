@@ -41,7 +41,7 @@ BAD: list[tuple[str, ...]] = [  # what the message has, and the words
     ("score.weight [1, 576] is missing", "reward.model_path={dir}/narrow", JUDGED),
     ("num_pages = 1000000000", "rollout.num_pages=1000000000"),
     ("KV cache too small", "rollout.num_pages=1", "rollout.page_size=16"),
-    ("does not know the policy", "rollout.oversample=0.5", "precision.preset=mixed"),
+    ("is not exact", "rollout.oversample=0.5", "precision.preset=mixed"),
     ("corrects nothing", "algorithm.correction=tis"),
     ("nowhere.py", "algorithm.name=nowhere.py:loss"),
     ("nowhere.py", "task=nowhere.py:Own"),
@@ -166,7 +166,7 @@ def weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OF_GPUS = [
     ("fp32 and 2 processes", "precision.preset=fp32", "--gpus=2"),
-    ("4 ranks sample whole", "rollout.oversample=0.5", "rollout.prompts_per_step=2", "--gpus=4"),
+    ("below the number of ranks, 4", "rollout.oversample=0.5", "rollout.prompts_per_step=2", "--gpus=4"),
     ("head_dim 64 or 128", "model.config.head_dim=32", "--gpus=2"),
     ("a page has 64 tokens", "rollout.page_size=16", "--gpu-memory=80"),
     ("has 2 GPUs", "distributed.same_bits_down_to=4", "--gpus=2"),

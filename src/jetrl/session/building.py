@@ -226,8 +226,7 @@ class Reward:
         for sample, score in zip(samples, scores, strict=True):
             # The parts are kept for the metrics: the task's own score is `rule`.
             parts = {**sample.score.parts, "rule": sample.score.reward}
-            if self._model is not None:
-                parts["model"] = score
+            parts |= {"model": score} if self.has_model else {}
             reward = rule * sample.score.reward + weight * score
             rewarded.append(replace(sample, score=Score(reward, parts)))
         return rewarded
@@ -262,11 +261,11 @@ def value_model(settings: Settings, policy: Policy) -> ScalarModel | None:
         _check_vocabulary(policy, model, f"critic.path = {path}")
         return model
     # A critic that begins as the policy has its decoder and a new head.
-    weights: Mapping[str, Tensor]
-    if policy.lora is None:
-        weights = policy.whole_masters()
-    else:
-        weights = RandomWeights(policy.config, settings.run.seed, device)
+    weights: Mapping[str, Tensor] = (
+        policy.whole_masters()
+        if policy.lora is None
+        else RandomWeights(policy.config, settings.run.seed, device)
+    )
     return ScalarModel.with_new_head(policy.config, weights, plan, device, policy.tokenizer)
 
 
@@ -311,11 +310,8 @@ def model_config(settings: Settings) -> ModelConfig:
         config = hf.model_config(path)
     # Checked here, since every command that reads a model comes by.
     for key in ("first_layers_bf16", "last_layers_bf16"):
-        if getattr(precision, key) > config.num_layers:
-            raise UserError(
-                f"precision.{key} = {getattr(precision, key)}: the model has "
-                f"{config.num_layers} layers"
-            )
+        if (count := getattr(precision, key)) > config.num_layers:
+            raise UserError(f"precision.{key} = {count}: the model has {config.num_layers} layers")
     if path is not None:
         plan = PrecisionPlan.from_settings(precision, settings.sampler_deviation)
         check_base(config, plan, path)
@@ -336,10 +332,10 @@ def model_config_dict(settings: Settings) -> dict[str, Any]:
         )
     try:
         contents = read_json(config)
+        if not isinstance(contents, dict):
+            raise UserError("not a JSON object")
     except (OSError, UserError) as error:
         raise UserError(f"model.config {config}: {error}") from None
-    if not isinstance(contents, dict):
-        raise UserError(f"model.config {config}: not a JSON object")
     return contents
 
 
@@ -353,8 +349,8 @@ def _replace_tokenizer(model: Model, settings: ModelSettings, alphabet: str | No
         return
     if differ := len(own.get_vocab().items() ^ new.get_vocab().items()):
         logger.warning(
-            "model.tokenizer=%s replaces the tokenizer of %s; %d tokens differ, so the model reads "
-            "other words than it was trained with; model.tokenizer=none keeps its own",
+            "model.tokenizer=%s replaces the tokenizer of %s, and %d tokens differ; "
+            "model.tokenizer=none keeps its own",
             *(settings.tokenizer, settings.path, differ),
         )
 

@@ -328,7 +328,7 @@ class RunCheckpoints:
             if self._run.had_checkpoint(every):
                 raise UserError(
                     f"no checkpoint in {self._run.checkpoints_dir}, where there has been one: put "
-                    f"it back, choose another run.name, or delete {self._run.path} to begin anew"
+                    "it back, or choose another run.name"
                 )
             self._run.truncate_after(-1, "sft")
 

@@ -29,14 +29,9 @@ def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
             f"supervised training needs worked answers, and task {task.label} has none for prompt "
             f"{encoded.prompt.id!r}; set sft.steps=0, or give the task a demonstration method"
         )
-    where = f"prompt {encoded.prompt.id!r}"
     # An answer may have turns, with what the environment said between them.
     turns = [Turn(answer)] if isinstance(answer, str) else list(answer)
-    tokenizer, plain_text = model.tokenizer, model.plain_text
-    example = encode_turns(tokenizer, encoded.token_ids, turns, where, plain_text)
-    num_tokens = len(example.prompt) + len(example.completion)
-    _check_context(model, num_tokens, f"{where} and its worked answer")
-    return example
+    return _encoded(model, encoded, turns, "worked answer")
 
 
 def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
@@ -53,18 +48,13 @@ def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
             f"{encoded.prompt.id!r}; give it a preference method, or set task.options.chosen and "
             "task.options.rejected"
         )
-    where = f"prompt {encoded.prompt.id!r}"
     is_pair = isinstance(texts, tuple | list) and len(texts) == 2
     if not is_pair or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"task {task.label}, {where}: its preference is not two texts")
-    examples = [
-        encode_turns(model.tokenizer, encoded.token_ids, [Turn(text)], where, model.plain_text)
-        for text in texts
-    ]
+        where = f"task {task.label}, prompt {encoded.prompt.id!r}"
+        raise UserError(f"{where}: its preference is not two texts")
     # A pair shares its prompt; scores are read at the last token of each.
+    examples = [_encoded(model, encoded, [Turn(text)], "completion") for text in texts]
     better, worse = ((*example.prompt, *example.completion) for example in examples)
-    longest = max(len(better), len(worse))
-    _check_context(model, longest, f"{where} and its longer completion")
     return better, worse
 
 
@@ -84,11 +74,14 @@ def trained_examples(
             yield example_of(task, model, encoded)
 
 
-def _check_context(model: Model, num_tokens: int, sequence: str) -> None:
-    """Check that a sequence, named in words, fits into the model's context."""
-    limit = model.config.max_position_embeddings
-    if num_tokens > limit:
+def _encoded(model: Model, encoded: EncodedPrompt, turns: Sequence[Turn], name: str) -> Example:
+    """Return the tokens of a prompt's turns, checked against the model's context."""
+    where = f"prompt {encoded.prompt.id!r}"
+    tokenizer, limit = model.tokenizer, model.config.max_position_embeddings
+    example = encode_turns(tokenizer, encoded.token_ids, turns, where, model.plain_text)
+    if (count := len(example.prompt) + len(example.completion)) > limit:
         raise UserError(
-            f"{sequence} have {num_tokens} tokens, and the model's context is {limit}; shorten or "
-            "drop it"
+            f"{where} and its {name} have {count} tokens, and the model's context is {limit}; "
+            "shorten or drop it"
         )
+    return example

@@ -177,10 +177,9 @@ def check_run(
         check_gpu_sizes(rollout.max_batch_size, rollout.page_size)
 
     # The data, and the memory plan with the longest prompt.
-    task = build_task(task_settings)
+    task, system_prompt = build_task(task_settings), task_settings.system_prompt
     max_turns = turns_of(task, task_settings.max_turns)
     policy = build_policy(settings, plan, task.alphabet, "meta")
-    system_prompt = task_settings.system_prompt
     prompts = encode_prompts(policy, task, task_settings.split, system_prompt=system_prompt)
     # Another task object is asked, since a task may give another answer each time.
     if settings.sft.steps:
@@ -208,7 +207,7 @@ def check_run(
     if rollout.max_tokens > room:
         notes.append(
             f"rollout.max_tokens = {rollout.max_tokens}: after the longest prompt, of {longest} "
-            f"tokens, the model's context has room for {room}, and a completion ends there"
+            f"tokens, the model's context has room for {room}"
         )
 
     # What is built from all that later: tried here, before anything slow.
@@ -243,20 +242,16 @@ def check_pairs(
     planned(1)  # what does not fit now fits with no pairs
     check_device(config, plan, torch.device(machine.device), machine.elsewhere)
     # Every pair is read now, so that a missing or long one is named before the weights are loaded.
-    task = build_task(task_settings)
+    task, system_prompt = build_task(task_settings), task_settings.system_prompt
     model = build_scalar_model(settings, plan, task.alphabet, "meta")
-    system_prompt = task_settings.system_prompt
     prompts = encode_prompts(model, task, task_settings.split, system_prompt=system_prompt)
-    eval_prompts = encode_prompts(
-        model, task, task_settings.eval_split, settings.eval.prompts, system_prompt
-    )
+    split, limit = task_settings.eval_split, settings.eval.prompts
+    eval_prompts = encode_prompts(model, task, split, limit, system_prompt)
     held_out = [preference_pair(task, model, encoded) for encoded in eval_prompts]
     another_task = build_task(task_settings)
     pairs = [*trained_examples(preference_pair, another_task, model, prompts)]
     equal = sum(better == worse for better, worse in pairs)
-    notes = [
-        f"{equal} of {len(pairs)} pairs are the same completion twice: nothing is learnt there"
-    ]
+    notes = [f"{equal} of {len(pairs)} pairs are the same completion twice and teach nothing"]
     memory = planned(max(len(sequence) for pair in (*pairs, *held_out) for sequence in pair))
     return RewardContext(model, task, prompts, memory, notes if equal else [], "", held_out)
 
@@ -301,11 +296,10 @@ def open_context(
     if proof_s is not None:
         loading += f", exactness proven in {proof_s:.1f} s"
     # A draft head shares the embedding and the output head of the policy.
-    draft_head = None
+    draft_head, device = None, choose_device(settings.run.device)
     if rollout.asks_head and settings.loop.steps:
         seed = derive_seed(settings.run.seed, "draft head")
         draft_head = DraftHead(policy, settings.draft_head.tokens, seed)
-    device = choose_device(settings.run.device)
     engine = RolloutEngine(
         policy,
         rollout.max_batch_size,
@@ -349,10 +343,9 @@ def _check_contexts(
         ("critic.path", settings.critic.path, others.critic),
         ("reward.model_path", settings.reward.model_path, others.reward),
     ):
-        short = other is not None and other.max_position_embeddings < needed
-        if other is not None and short and settings.loop.steps:
+        room = needed if other is None else other.max_position_embeddings
+        if room < needed and settings.loop.steps:
             raise UserError(
-                f"{key} = {path}: its context of {other.max_position_embeddings} tokens is shorter "
-                f"than a sequence can be here: the longest prompt has {longest_prompt} tokens and "
-                f"rollout.max_tokens = {max_tokens}; lower that, or take another model"
+                f"{key} = {path}: its context of {room} tokens is shorter than the longest prompt, "
+                f"of {longest_prompt}, and rollout.max_tokens = {max_tokens}; lower that"
             )

@@ -126,16 +126,13 @@ def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[
             return []
         return [
             f"under the plan {plan.name} sampler and trainer differ: consider "
-            "algorithm.correction=tis or icepop (in docs/study.md some runs without one were lost, "
-            "none with one)"
+            "algorithm.correction=tis or icepop (docs/study.md)"
         ]
     if not plan.exact or algorithm.correction_under_exact_plan:
         return []
     raise UserError(
-        f"algorithm.correction = {correction} corrects nothing under the exact plan "
-        f"{plan.name!r}: sampler and trainer agree bit for bit, which each step checks for all of "
-        "its tokens, so every weight is 1. Leave it out, or set "
-        "algorithm.correction_under_exact_plan=true"
+        f"algorithm.correction = {correction} corrects nothing under the exact plan {plan.name!r}: "
+        "every weight is 1. Leave it out, or set algorithm.correction_under_exact_plan=true"
     )
 
 
@@ -336,9 +333,8 @@ def require_exact(policy: Policy) -> float | None:
     if broken:
         raise MismatchError(
             f"this GPU does not keep what the {policy.plan.name} plan promises for this model: "
-            + "; ".join(broken)
-            + ". Please report it with `jetrl doctor --json`; precision.preset=bf16 promises "
-            "nothing and runs"
+            f"{'; '.join(broken)}. Please report it with `jetrl doctor --json`; "
+            "precision.preset=bf16 promises nothing and runs"
         )
     return time.monotonic() - began
 

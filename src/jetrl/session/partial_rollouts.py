@@ -96,8 +96,8 @@ class PartialRollouts:
             raise UserError(f"rollout.oversample = {self._share}: {self._problem}")
         if self.on and self._prompts_per_step < ranks:
             raise UserError(
-                f"rollout.oversample = {self._share}: {ranks} ranks sample whole prompts, "
-                f"and rollout.prompts_per_step = {self._prompts_per_step}: at least one per rank"
+                f"rollout.oversample = {self._share}: rollout.prompts_per_step is below the number "
+                f"of ranks, {ranks}"
             )
 
     @property
@@ -119,12 +119,12 @@ class PartialRollouts:
     def _lacking(self) -> list[int]:
         """Return how many groups each rank begins, so that enough wait after the step."""
         # Each rank has its part of the prompts to train on and of those that wait.
-        should_wait, size = math.ceil(self._share * self._prompts_per_step), world().size
-        lacking = []
-        for rank, groups in enumerate(self._waiting):
-            trained = len(range(rank, self._prompts_per_step, size))
-            lacking.append(max(trained + len(range(rank, should_wait, size)) - len(groups), 0))
-        return lacking
+        trained, size = self._prompts_per_step, world().size
+        totals = trained, math.ceil(self._share * trained)
+        return [
+            max(sum(len(range(rank, total, size)) for total in totals) - len(groups), 0)
+            for rank, groups in enumerate(self._waiting)
+        ]
 
     def _dealt(self, num_prompts: int) -> list[int]:
         """Return the numbers of the prompts that this rank begins, of those that the step draws."""
@@ -246,7 +246,7 @@ class PartialRollouts:
         if prompt is None:
             raise UserError(
                 f"the checkpoint has unfinished completions of prompt {prompt_id!r}, which the "
-                "task does not have now: put its data back, or choose another run.name"
+                "task lacks now: put its data back, or choose another run.name"
             )
         unfinished = []
         for key, token_ids, logprobs, reason, text, versions in members:
@@ -261,10 +261,7 @@ def _problem(
 ) -> str:
     """Return why completions of this run cannot take several steps, "" if they can."""
     if not policy.plan.exact:
-        return (
-            f"the plan {policy.plan.name!r} does not know the policy that drew an old token to the "
-            "bit; use precision.preset=unified or jet"
-        )
+        return f"the plan {policy.plan.name!r} is not exact; use precision.preset=unified or jet"
     if dynamic_sampling:
         return "dynamic sampling draws prompts again; set algorithm.dynamic_sampling=false"
     if max_turns > 1:

@@ -83,8 +83,8 @@ class PromptOrder:
             (prompt_id, times), *_ = Counter(e.prompt.id for e in prompts).most_common(1)
             if times > 1:
                 raise UserError(
-                    f"data.order = pass_rate: {times} prompts have the id {prompt_id!r}, and pass "
-                    "rates are kept by id; give each its own"
+                    f"data.order = pass_rate: {times} prompts have the id {prompt_id!r}; give each "
+                    "its own"
                 )
 
     def draw(self, step: int, count: int) -> list[EncodedPrompt]:

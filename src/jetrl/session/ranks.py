@@ -97,8 +97,8 @@ def problem_of(settings: Settings, count: int) -> str:
     if settings.precision.preset != "fp32" or count == 1:
         return ""
     return (
-        f"precision.preset = fp32 and {count} processes: under fp32 layers read the master "
-        "weights, of which each rank holds a part; take unified, jet, mixed or bf16, or one process"
+        f"precision.preset = fp32 reads whole master weights, and {count} processes hold a part "
+        "each; take unified, jet, mixed or bf16, or one process"
     )
 
 
@@ -119,19 +119,13 @@ def joined_on(
     chosen = choose_device(device)
     # What makes other bits has to be the same on all ranks.
     alike = {"the command line": shlex.join(sys.argv[1:]), **(facts or {})}
-    for name, version in versions().items():
-        if name != "system":
-            alike[f"the version of {name}"] = version
+    alike |= {f"the version of {n}": v for n, v in versions().items() if n != "system"}
     if chosen == "cuda":
-        alike["the GPU"] = _gpu_name()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        there = local_rank < torch.cuda.device_count()
+        alike["the GPU"] = torch.cuda.get_device_name(local_rank) if there else ""
     with open_world(chosen, timeout_s or TIMEOUT_S, facts=alike, problem=problem, leave=leave):
         yield
-
-
-def _gpu_name() -> str:
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    there = local_rank < torch.cuda.device_count()
-    return torch.cuda.get_device_name(local_rank) if there else ""
 
 
 def goes_on(settings: Settings) -> bool:
@@ -196,10 +190,8 @@ def end(
         trouble = peers().trouble() if first else None
         heard = peers().is_well(0) or (trouble is not None and trouble.rank == 0)
         # Rank 0 prints a common message once; another rank prints only what nobody else will.
-        to_print = meeting.end(words, heard)
-        if first and not printed:
-            tell_once(to_print or words)
-        elif to_print is not None:
+        to_print = meeting.end(words, heard) or (words if first and not printed else None)
+        if to_print is not None:
             tell_once(to_print)
         if first:
             meeting.told()
@@ -244,7 +236,7 @@ def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
         return
     what = f"the prompts of step {step}, which a task has to give alike on every rank"
     own = [(p.prompt.id, p.prompt.task, p.prompt.answer, p.token_ids, p.stop) for p in prompts]
-    world().same(what, _digest(own))
+    world().same(what, hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest())
 
 
 def compare_samples(step: int, samples: Sequence[Sample]) -> None:
@@ -253,9 +245,8 @@ def compare_samples(step: int, samples: Sequence[Sample]) -> None:
     Raises:
         RanksDiffer: They are not.
     """
-    if world().size == 1:
-        return
-    world().same(f"the samples of step {step}", samples_digest(samples))
+    if world().size > 1:
+        world().same(f"the samples of step {step}", samples_digest(samples))
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:
@@ -320,7 +311,3 @@ def _in_order(tensor: Tensor, factors: Tensor) -> Tensor:
         for block in part.split(len(factors)):
             digest = digest * _FACTOR + (block * factors[: len(block)]).sum()
     return digest
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

@@ -12,10 +12,12 @@ are made for the whole list of prompts, so no token depends on the number of ran
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
@@ -144,10 +146,6 @@ class Scoring:
         if self.scorer.has_workers and not completion.failure:
             self._begin(index, completion)
 
-    def attend(self) -> None:
-        """Keep the scorer's processes busy, without waiting for one."""
-        self.scorer.attend()
-
     def samples(self, completions: Sequence[Completion]) -> list[Sample]:
         """Return the samples of all ranks, grouped by prompt; waits for the last score."""
         return self.gathered(self.own_samples(completions))
@@ -163,11 +161,12 @@ class Scoring:
         tickets = [self._begin(i, completions[i]) for i in scorable]
         scores = dict(zip(scorable, self.scorer.finish(tickets), strict=True))
         self.drop()  # scores that were begun of completions that were drawn again since
-        for i, completion in enumerate(completions):
-            if completion.failure:
-                scores[i] = ScoredText(Score(0.0), completion.failure)
         return [
-            self._sample(self.own[i // self.each], completion, scores[i])
+            self._sample(
+                self.own[i // self.each],
+                completion,
+                scores.get(i) or ScoredText(Score(0.0), completion.failure),
+            )
             for i, completion in enumerate(completions)
         ]
 
@@ -177,14 +176,11 @@ class Scoring:
             return list(own_samples)
         # Tokens travel as bytes: pickled numbers take ten times as long.
         packed = [_packed(sample) for sample in own_samples]
-        by_prompt: dict[int, list[_PackedSample]] = {}
-        for samples in world().gather("samples of the step", packed):
-            for sample in samples:
-                by_prompt.setdefault(sample[0], []).append(sample)
+        gathered = itertools.chain(*world().gather("samples of the step", packed))
         return [
             self._sample(group, _unpacked(completion, token_ids, logprobs), score)
-            for group in sorted(by_prompt)
-            for _, completion, token_ids, logprobs, score in by_prompt[group]
+            # Sorting is stable: the samples of a prompt stay in order.
+            for group, completion, token_ids, logprobs, score in sorted(gathered, key=itemgetter(0))
         ]
 
     def _sample(self, group: int, completion: Completion, scored: ScoredText) -> Sample:
@@ -267,7 +263,7 @@ def sample_prompts(
     indices: list[int] = []  # of the completions that are drawn together, in `completions`
 
     def attend(state: Progress) -> None:
-        scoring.attend()
+        scoring.scorer.attend()
         if progress is not None:
             progress(state)
 
@@ -285,18 +281,16 @@ def sample_prompts(
             # Where the completions of this call belong among all of this rank.
             indices = [place[i] * params.n + k for i, _ in own for k in range(params.n)]
             # Turns are answered in the scoring processes.
-            environment = None
-            if max_turns > 1:
-                task_prompts = [prompts[i].prompt for i, _ in own]
-                environment = TaskEnvironment(scoring.scorer, task_prompts, params.n, max_turns)
-            drawn = engine.generate(
-                [list(prompts[i].token_ids) for i, _ in own],
-                dataclasses.replace(params, stop=stops),
-                attend,
-                options=GenerateOptions(
-                    environment=environment, keys=[key for _, key in own], finished=finished
-                ),
+            task_prompts = [prompts[i].prompt for i, _ in own]
+            environment = TaskEnvironment(scoring.scorer, task_prompts, params.n, max_turns)
+            options = GenerateOptions(
+                environment=environment if max_turns > 1 else None,
+                keys=[key for _, key in own],
+                finished=finished,
             )
+            own_tokens = [list(prompts[i].token_ids) for i, _ in own]
+            own_params = dataclasses.replace(params, stop=stops)
+            drawn = engine.generate(own_tokens, own_params, attend, options=options)
             completions |= zip(indices, drawn, strict=True)
     except BaseException:  # nobody will have the completions whose scores were begun
         scoring.drop()

@@ -119,12 +119,9 @@ class Session:
         # Pass rates: the steps draw prompts by what was solved before.
         self._prompt_order = self._order("prompts")
         checkpoints.register("prompts", self._prompt_order)
+        dynamic, turns = context.objective.dynamic_sampling, context.max_turns
         self._partial_rollouts = PartialRollouts(
-            settings,
-            context.policy,
-            context.prompts,
-            context.max_turns,
-            context.objective.dynamic_sampling,
+            settings, context.policy, context.prompts, turns, dynamic
         )
         checkpoints.register("partial rollouts", self._partial_rollouts)
         # The size of micro-batches stays: 128 tokens share a scale in WGrad, so bits depend on it.
@@ -153,8 +150,7 @@ class Session:
             self.last_step = Step(step)
             self.run.display.show_steps(num_steps, step)
             if step >= num_steps:
-                done = f"Nothing to do: all steps of loop.steps={num_steps} are done"
-                notes.append(f"{done}. To train longer, raise loop.steps")
+                notes.append(f"all steps of loop.steps={num_steps} are done: raise it to go on")
         # No step is saved yet: the warm-up continues, or the run begins anew.
         elif not (checkpoints.in_supervised_updates and self.settings.sft.steps):
             notes = checkpoints.start_over()
@@ -325,21 +321,20 @@ class Session:
             return self.score(self.sample(Step(step.number, number, prompts))).samples
 
         # Groups that teach are kept, the others replaced, until there are enough or rounds end.
-        refilled = refill(
+        samples, drawn, counts = refill(
             step.samples,
             self.settings.rollout.prompts_per_step,
             self.settings.train.updates_per_step,
             self.settings.algorithm.dynamic_sampling_rounds,
             next_round,
         )
-        counts = {"rounds": refilled.rounds, "dropped_groups": refilled.dropped}
         metrics = {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
         return replace(
             step,
-            round=refilled.rounds,
-            samples=refilled.samples,
-            drawn_samples=refilled.drawn,
-            rollout_tokens=sum(s.completion.num_sampled for s in refilled.drawn),
+            round=counts["rounds"],
+            samples=samples,
+            drawn_samples=drawn,
+            rollout_tokens=sum(s.completion.num_sampled for s in drawn),
             metrics={**step.metrics, **metrics},
         )
 

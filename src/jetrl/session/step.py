@@ -91,27 +91,13 @@ def eval_params(settings: Settings) -> SamplingParams:
     )
 
 
-@dataclass(frozen=True)
-class Refilled:
-    """The groups of a step after dynamic sampling.
-
-    Attributes:
-        samples: The samples to train on, their groups numbered from 0.
-    """
-
-    samples: list[Sample]
-    drawn: list[Sample]
-    rounds: int
-    dropped: int
-
-
 def refill(
     samples: Sequence[Sample],
     num_groups: int,
     at_least: int,
     max_rounds: int,
     draw: Callable[[int, int], Sequence[Sample]],
-) -> Refilled:
+) -> tuple[list[Sample], list[Sample], dict[str, int]]:
     """Draw prompts until enough groups have rewards that differ.
 
     Each round draws as many prompts as should bring the missing groups, by the fraction of groups
@@ -120,6 +106,9 @@ def refill(
     Args:
         at_least: The groups that a step needs; if fewer teach something, others fill up.
         draw: Maps a round (2, 3, ...) and a number of prompts to the samples of these prompts.
+
+    Returns:
+        The samples to train on and all samples, their groups numbered from 0, and counts.
     """
     # A group teaches if its rewards differ.
     drawn, rounds = _groups(samples), 1
@@ -137,7 +126,8 @@ def refill(
     if len(kept) < at_least:
         idle = [group for group in drawn if not _teaches(group)]
         kept += idle[: at_least - len(kept)]
-    return Refilled(_numbered(kept), _numbered(drawn), rounds, len(drawn) - len(kept))
+    counts = {"rounds": rounds, "dropped_groups": len(drawn) - len(kept)}
+    return _numbered(kept), _numbered(drawn), counts
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -223,17 +213,14 @@ def speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float]
         return {}
     # Counts are added first: a mean of ratios would weigh ranks wrongly.
     total = functools.reduce(SpeculationStats.plus, counts)
-    return {
+    metrics = {
         "speculation/tokens_per_forward": total.tokens_per_forward,
         "speculation/verify_share": total.verify_s / total.decode_s if total.decode_s else 0.0,
-        **{
-            f"speculation/acceptance_{source}": accepted / drafted
-            for source, drafted, accepted in zip(
-                SOURCES, total.drafted, total.accepted, strict=True
-            )
-            if drafted
-        },
     }
+    for source, drafted, accepted in zip(SOURCES, total.drafted, total.accepted, strict=True):
+        if drafted:
+            metrics[f"speculation/acceptance_{source}"] = accepted / drafted
+    return metrics
 
 
 def distributed_metrics(metrics: Mapping[str, float], waited_s: float) -> dict[str, float]:
@@ -242,13 +229,11 @@ def distributed_metrics(metrics: Mapping[str, float], waited_s: float) -> dict[s
     if size == 1:
         return {}
     waits = world().gather("times of waiting", waited_s)
+    speeds = ("rollout_tokens_per_s", "train_tokens_per_s")
     return {
         "distributed/size": float(size),
         "distributed/wait_share": sum(waits) / size / metrics["timing/step_s"],
-        **{
-            f"distributed/{name}_per_rank": metrics[f"throughput/{name}"] / size
-            for name in ("rollout_tokens_per_s", "train_tokens_per_s")
-        },
+        **{f"distributed/{name}_per_rank": metrics[f"throughput/{name}"] / size for name in speeds},
     }
 
 
@@ -291,9 +276,8 @@ class StepNotes:
         # The rules look at metrics alone, so a resumed run gives the same warnings.
         anomalies = self._anomalies.see(metrics)
         # Of all ranks, since only rank 0 has a console.
-        rollout_retries = sum(
-            world().gather("retries of the rollout", self._engine.sizes.take_retries())
-        )
+        own_retries = self._engine.sizes.take_retries()
+        rollout_retries = sum(world().gather("retries of the rollout", own_retries))
         for text in anomalies:
             logger.warning("step %d: %s", step, text)
         notes = list(anomalies)

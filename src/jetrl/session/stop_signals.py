@@ -71,8 +71,7 @@ class StopSignals:
     def decide(self) -> bool:
         """Decide, alike in all processes, whether the run stops here; `reason` says why."""
         agreed = agree(STOP, self.reason)
-        if agreed:  # else a signal may have come while the others answered
-            self.reason = agreed
+        self.reason = agreed or self.reason  # a signal may have come while the others answered
         return bool(agreed)
 
     def raise_signal(self) -> None:
@@ -121,15 +120,13 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = [
-            (signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt)),
-            (signal.SIGTERM, signal.signal(signal.SIGTERM, self._terminate)),
-        ]
+        interrupt = signal.signal(signal.SIGINT, self._interrupt)
+        terminate = signal.signal(signal.SIGTERM, self._terminate)
         try:
             yield
         finally:
-            for number, handler in before:
-                signal.signal(number, handler)
+            signal.signal(signal.SIGINT, interrupt)
+            signal.signal(signal.SIGTERM, terminate)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Ask to stop after the step; leave at once if any signal asked before."""

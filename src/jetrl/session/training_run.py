@@ -20,14 +20,7 @@ import torch
 
 from jetrl.distributed.peers import Trouble, peers
 from jetrl.distributed.world import world
-from jetrl.errors import (
-    RankLost,
-    StorageError,
-    Terminated,
-    TimeLimitReached,
-    UserError,
-    ending,
-)
+from jetrl.errors import RankLost, StorageError, Terminated, TimeLimitReached, UserError, ending
 from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.memory.fitting import shown
 from jetrl.memory.out_of_memory import explained
@@ -212,13 +205,10 @@ class MemoryPeaks(PhaseObserver):
         if self._device is None:
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             return {"memory/peak_gib": peak / GIB}
-        phases = {
-            f"memory/{name}_peak_gib": self._phases[name] / GIB
-            for name in ("rollout", "update")
-            if name in self._phases
-        }
+        peaks = {name: self._phases[name] for name in ("rollout", "update") if name in self._phases}
         self._phases.clear()
-        return {"memory/peak_gib": self._highest / GIB, **phases}
+        metrics = {f"memory/{name}_peak_gib": peak / GIB for name, peak in peaks.items()}
+        return {"memory/peak_gib": self._highest / GIB, **metrics}
 
 
 def settings_of_attempt(settings: Settings, resume: bool) -> Settings:
@@ -263,19 +253,18 @@ class TrainingRun:
             stack.push(lambda _, error, __: _report(path, error))
         # The lock of the run is held from here on, so no second process writes.
         stack.enter_context(self.directory)
-        reading = context.task.reading
-        if reading and first:
+        if (reading := context.task.reading) and first:
             self.directory.write_reading(reading)
         # attempts.jsonl gets the start now and the end when the stack closes.
         facts = {"plan": model.plan.name, "device": str(model.device)}
         self.attempt = stack.enter_context(self.directory.attempt(sys.argv, facts))
-        values = settings.model_dump(mode="json")
-        project = settings.trackers.project
-        opened: list[Trackers] = []  # by rank 0; every rank raises an error of it
-        world().from_first(
-            "the trackers", lambda: opened.append(open_trackers(trackers, project, path, values))
-        )
-        self.trackers = opened[0] if opened else Trackers({})
+        self.trackers = Trackers({})
+
+        def open_all() -> None:
+            values, project = settings.model_dump(mode="json"), settings.trackers.project
+            self.trackers = open_trackers(trackers, project, path, values)
+
+        world().from_first("the trackers", open_all)  # every rank raises an error of rank 0's
         stack.callback(lambda: self.trackers.close(lambda: summary_of(self.directory.history())))
 
         # Signals, the console, and who hears of the phases.
@@ -324,16 +313,13 @@ class TrainingRun:
     def note_micro_batches(self, tokens: int) -> None:
         """Show the tokens of a micro-batch, where they are not train.tokens_per_micro_batch."""
         setting, planned = self.settings.train.tokens_per_micro_batch, self.context.memory.tokens
-        size = f"micro-batches of up to {tokens} tokens"
+        why = ""
         if tokens != planned:
-            self.display.note(
-                f"{size}, as before the run was cut, since its bits depend on it; the memory plan "
-                f"is for {planned}"
-            )
+            why = f", as before the run was cut; the memory plan is for {planned}"
         elif tokens < setting:
-            self.display.note(
-                f"{size}: there is no room for train.tokens_per_micro_batch = {setting}"
-            )
+            why = f": there is no room for train.tokens_per_micro_batch = {setting}"
+        if why:
+            self.display.note(f"micro-batches of up to {tokens} tokens{why}")
 
     def write_line(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[Sample] = ()

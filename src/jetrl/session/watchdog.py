@@ -99,7 +99,12 @@ class Watchdog:
         if self._settings.enabled:
             with storing(self._path):
                 self._file = open(self._path, "a", encoding="utf-8")
-            self._exit = _exit_timer()
+            try:
+                self._exit = ExitTimer(EXIT_HANG)
+            except (OSError, AttributeError) as error:  # a container may allow none
+                logger.warning(
+                    "a hang that holds the interpreter's lock would end with code 1: %s", error
+                )
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
@@ -181,17 +186,6 @@ class Watchdog:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
-def _exit_timer() -> ExitTimer | None:
-    """Return a timer that ends the process, None where the system gives none."""
-    if not ExitTimer.is_there():
-        return None
-    try:
-        return ExitTimer(EXIT_HANG)
-    except OSError as error:  # a container may allow none
-        logger.warning("a hang that holds the interpreter's lock would end with code 1: %s", error)
-        return None
-
-
 def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
     """Return lines for hang.txt: the sequences that are being sampled, and the memory.
 
@@ -201,15 +195,15 @@ def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
     num_finished = sum(sequence.finished for sequence in sequences)
     lines = [f"sequences: {len(sequences)}, of these {num_finished} finished"]
     for sequence in sequences:
+        if sequence.finished:
+            continue
         state = "waits for its environment" if sequence.awaiting else "runs"
-        if not sequence.pages:
-            state = "waits for pages"
-        if not sequence.finished:
-            lines.append(
-                f"  {sequence.index}: {state}; prompt {len(sequence.prompt)} tokens, drawn "
-                f"{len(sequence.generated)} of {sequence.rules.max_tokens}, computed "
-                f"{sequence.num_computed}, {len(sequence.pages)} pages"
-            )
+        lines.append(
+            f"  {sequence.index}: {state if sequence.pages else 'waits for pages'}; prompt "
+            f"{len(sequence.prompt)} tokens, drawn {len(sequence.generated)} of "
+            f"{sequence.rules.max_tokens}, computed {sequence.num_computed}, "
+            f"{len(sequence.pages)} pages"
+        )
     if policy.device.type == "cuda":
         lines += ["", torch.cuda.memory_summary(policy.device)]
         lines.append(f"KV pages and graphs, beside it: {beside_tensors() / 2**30:.2f} GiB")
@@ -221,7 +215,8 @@ class ExitTimer:
 
     It is a POSIX timer whose thread, one of the C library, calls C's `_exit`. So it works while the
     interpreter's lock is held for good, when no thread and no signal handler of Python runs; the
-    timer of faulthandler knows only exit code 1. Raises OSError if the system gives no timer.
+    timer of faulthandler knows only exit code 1. Raises OSError or AttributeError if the system
+    gives no timer.
     """
 
     def __init__(self, exit_code: int) -> None:
@@ -231,11 +226,6 @@ class ExitTimer:
         event = struct.pack("PiiP40x", exit_code, 0, _SIGEV_THREAD, function)
         self._timer = ctypes.c_void_p()
         self._call("timer_create", time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer))
-
-    @staticmethod
-    def is_there() -> bool:
-        """Return whether this system's C library is known to have the timer."""
-        return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "timer_create")
 
     def set(self, seconds: float) -> None:
         """Let the process end so many seconds from now."""
