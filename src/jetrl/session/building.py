@@ -104,15 +104,14 @@ def build_scalar_model(
     if path is not None and (config.head == "score" or adapter is not None):
         model = ScalarModel.from_language_model(path, plan, device, adapter)
         _replace_tokenizer(model, settings.model, alphabet)
-        model.plain_text = settings.task.special_tokens_as_text
-        return model
-    # A new head on a language model: its decoder is read whole, an adapter comes after.
-    whole = settings.model_copy(update={"adapter": AdapterSettings()})
-    policy = build_policy(whole, plan, alphabet, device)
-    model = ScalarModel.with_new_head(
-        policy.config, policy.whole_masters(), plan, policy.device, policy.tokenizer, adapter
-    )
-    model.plain_text = policy.plain_text
+    else:
+        # A new head on a language model: its decoder is read whole, an adapter comes after.
+        whole = settings.model_copy(update={"adapter": AdapterSettings()})
+        policy = build_policy(whole, plan, alphabet, device)
+        model = ScalarModel.with_new_head(
+            policy.config, policy.whole_masters(), plan, policy.device, policy.tokenizer, adapter
+        )
+    model.plain_text = settings.task.special_tokens_as_text
     return model
 
 
@@ -134,9 +133,8 @@ def build_reference(
     if policy.lora is not None:
         return policy.base()
     path = run_path / "reference"
+    # Opening has checked that what a warm-up left is kept.
     if not (begun and world().from_first("whether the reference is kept", path.exists)):
-        if begun:
-            check_kept(settings, path)
         # A reference that exists all the same is of an attempt that did not reach its first step.
         policy.save_pretrained(path, dtype="float32", overwrite=True)
     return _frozen(settings, policy, path)

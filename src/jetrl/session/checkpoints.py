@@ -379,12 +379,8 @@ class RunCheckpoints:
         """Load weights, optimizer and states of the last good checkpoint; return it, with notes."""
         began = time.monotonic()
         latest = checkpoints.latest()
-        compared = time.monotonic()
         loaded = checkpoints.load(latest.path, model, optimizer)
-        logger.info(
-            "%s: checksums compared in %.1f s, read in %.1f s",
-            *(latest.path, compared - began, time.monotonic() - compared),
-        )
+        logger.info("%s: checked and read in %.1f s", latest.path, time.monotonic() - began)
         check_extra(loaded.extra, f"{latest.path}/state.json")
         for name, part in self._states.items():
             if name in loaded.extra["states"]:

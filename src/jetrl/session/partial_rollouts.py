@@ -176,25 +176,20 @@ class PartialRollouts:
             ),
         )
         # Completions that were cut off keep their tokens and continue in the next step.
-        cut_off = engine.unfinished
-        indices = iter(range(len(completions)))
+        cut_off, drawn = engine.unfinished, enumerate(completions)
 
-        def next_member(prompt: EncodedPrompt) -> Unfinished:
-            index = next(indices)
-            return cut_off.get(index) or Unfinished(prompt.token_ids, 0, completions[index])
+        def continued(member: Unfinished) -> Unfinished:
+            if _is_complete(member):
+                return member
+            index, completion = next(drawn)
+            return cut_off.get(index) or replace(member, key=0, completion=completion)
 
         # The engine's completions come in order: those that were continued, then the new ones.
-        groups = [
-            Group(
-                group.prompt,
-                tuple(m if _is_complete(m) else next_member(group.prompt) for m in group.members),
-            )
-            for group in waiting
-        ]
-        for number in own:
-            prompt = prompts[number]
-            groups.append(Group(prompt, tuple(next_member(prompt) for _ in range(params.n))))
-        return groups
+        begun = Completion((), (), "cancelled")
+        groups = [*waiting]
+        for prompt in (prompts[number] for number in own):
+            groups.append(Group(prompt, (Unfinished(prompt.token_ids, 0, begun),) * params.n))
+        return [replace(g, members=tuple(map(continued, g.members))) for g in groups]
 
     def choose(
         self, groups: Sequence[Group], version: int

@@ -48,7 +48,6 @@ class SupervisedUpdates:
     example_of: Callable[[Task, Any, EncodedPrompt], Any]
     held_out: Callable[[], float]
     before_update: Callable[[int], None] = lambda update: None
-    title: str = "sft"
     held_out_metric: str | None = None
 
     def train(self) -> float | None:
@@ -93,7 +92,8 @@ class SupervisedUpdates:
         """Load the last checkpoint, if the run has one; return the number of updates done."""
         run, trainer = self.run, self.trainer
         update, notes = run.checkpoints.load_supervised(run.context.model, trainer.optimizer)
-        run.display.show_updates(self.title, run.settings.sft.steps, update)
+        title = "reward model" if self.held_out_metric else "sft"
+        run.display.show_updates(title, run.settings.sft.steps, update)
         run.display.note(*notes)
         if update > 0:  # the size of micro-batches is the checkpoint's
             run.note_micro_batches(trainer.micro_batch_size.tokens)
@@ -186,13 +186,9 @@ def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardRe
             with run.phases.phase("eval"):
                 return accuracy(context.model, context.held_out, size.tokens)
 
+        metric = "reward_model/eval_accuracy"
         updates = SupervisedUpdates(
-            run,
-            trainer,
-            preference_pair,
-            held_out_accuracy,
-            title="reward model",
-            held_out_metric="reward_model/eval_accuracy",
+            run, trainer, preference_pair, held_out_accuracy, held_out_metric=metric
         )
         value = updates.train()
         assert value is not None, "the accuracy is looked at after the last update"

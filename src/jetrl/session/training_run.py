@@ -69,8 +69,7 @@ class Phases:
     def __init__(self) -> None:
         self.timings: dict[str, float] = {}
         self.observers: list[PhaseObserver] = []
-        self.step = 0
-        self._step_began, self._waited_before = time.monotonic(), world().waited_s
+        self.start_step(0)
 
     def start_step(self, step: int) -> None:
         """Begin a step, without the timings of the step before."""
