@@ -166,7 +166,12 @@ def weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OF_GPUS = [
     ("fp32 and 2 processes", "precision.preset=fp32", "--gpus=2"),
-    ("below the number of ranks, 4", "rollout.oversample=0.5", "rollout.prompts_per_step=2", "--gpus=4"),
+    (
+        "below the number of ranks",
+        "rollout.oversample=0.5",
+        "rollout.prompts_per_step=2",
+        "--gpus=4",
+    ),
     ("head_dim 64 or 128", "model.config.head_dim=32", "--gpus=2"),
     ("a page has 64 tokens", "rollout.page_size=16", "--gpu-memory=80"),
     ("has 2 GPUs", "distributed.same_bits_down_to=4", "--gpus=2"),

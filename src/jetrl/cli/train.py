@@ -258,14 +258,14 @@ def say_how_to_go_on(
 def _run_preflight(settings: Settings) -> int:
     from jetrl.session.preflight import preflight
 
-    result = preflight(settings)
-    for _, samples in itertools.groupby(result.samples, key=lambda sample: sample.group):
-        first, *others = samples
+    samples, warnings = preflight(settings)
+    for _, group in itertools.groupby(samples, key=lambda sample: sample.group):
+        first, *others = group
         lines = [line for sample in (first, *others) for line in _sample_lines(sample)]
         print("\n".join([*prompt_lines(first.prompt), *lines, ""]))
     if settings.sft.steps:
         print(f"this is the model before its {settings.sft.steps} supervised updates")
-    return say_warnings(result.warnings)
+    return say_warnings(warnings)
 
 
 def say_warnings(warnings: Sequence[str]) -> int:

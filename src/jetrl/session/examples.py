@@ -78,6 +78,7 @@ def _encoded(model: Model, encoded: EncodedPrompt, turns: Sequence[Turn], name: 
     """Return the tokens of a prompt's turns, checked against the model's context."""
     where = f"prompt {encoded.prompt.id!r}"
     tokenizer, limit = model.tokenizer, model.config.max_position_embeddings
+    assert tokenizer is not None, "no turns without a tokenizer"
     example = encode_turns(tokenizer, encoded.token_ids, turns, where, model.plain_text)
     if (count := len(example.prompt) + len(example.completion)) > limit:
         raise UserError(

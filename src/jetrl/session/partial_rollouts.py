@@ -241,7 +241,7 @@ class PartialRollouts:
         if prompt is None:
             raise UserError(
                 f"the checkpoint has unfinished completions of prompt {prompt_id!r}, which the "
-                "task lacks now: put its data back, or choose another run.name"
+                "task does not have now: put its data back, or choose another run.name"
             )
         unfinished = []
         for key, token_ids, logprobs, reason, text, versions in members:

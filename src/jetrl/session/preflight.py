@@ -6,7 +6,7 @@ Nothing is written and nothing is trained. The model is as it is before any upda
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jetrl.runs import problems
 from jetrl.session.open import open_context
@@ -20,20 +20,8 @@ PROMPTS = 4
 SAMPLES = 4  # of each prompt, or fewer where the recipe has fewer
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """The preflight of reinforcement learning."""
-
-    samples: tuple[Sample, ...]
-    warnings: tuple[str, ...]
-
-
-def preflight(settings: Settings) -> Preflight:
-    """Open a run without its directory; sample and score the first prompts of its first step.
-
-    Raises:
-        UserError: Settings, data or a model that cannot be used.
-    """
+def preflight(settings: Settings) -> tuple[list[Sample], list[str]]:
+    """Sample and score the first prompts of a run that has no directory; also return warnings."""
     rollout = settings.rollout
     with contextlib.ExitStack() as stack:
         context = open_context(settings, stack)
@@ -53,7 +41,6 @@ def preflight(settings: Settings) -> Preflight:
     warnings = problems([metrics], f"{len(samples)} completions", "look at them above")
     failures = [sample.failure for sample in samples if sample.failure]
     if failures:
-        warnings["failures"] = (
-            f"{len(failures)} of {len(samples)} completions could not be judged: {failures[0]}"
-        )
-    return Preflight(tuple(samples), tuple(warnings.values()))
+        count = f"{len(failures)} of {len(samples)}"
+        warnings["failures"] = f"{count} completions could not be judged: {failures[0]}"
+    return samples, list(warnings.values())

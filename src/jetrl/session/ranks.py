@@ -97,8 +97,8 @@ def problem_of(settings: Settings, count: int) -> str:
     if settings.precision.preset != "fp32" or count == 1:
         return ""
     return (
-        f"precision.preset = fp32 reads whole master weights, and {count} processes hold a part "
-        "each; take unified, jet, mixed or bf16, or one process"
+        f"precision.preset = fp32 and {count} processes: layers read whole master weights, of "
+        "which each holds a part; take unified, jet, mixed or bf16, or one process"
     )
 
 
