@@ -30,7 +30,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import OutOfMemoryStop, UserError
 from jetrl.memory.device import free_bytes, peak_bytes, reset_peak
 from jetrl.memory.out_of_memory import release
-from jetrl.memory.plan import MemoryPlan, Workload, memory_plan
+from jetrl.memory.plan import MemoryPlan, Workload
 from jetrl.models.policy import Policy
 from jetrl.precision.linear import Linear
 from jetrl.precision.quantized_weight import operand_tensors
@@ -287,7 +287,7 @@ class Flow:
         load, chosen = self.load, self.chosen
         recomputed = bool(chosen["activation_checkpointing"])
         settings = self._settings(chosen["micro_batch_tokens"], recomputed, for_plan=True)
-        return memory_plan(
+        return MemoryPlan(
             settings,
             self.policy.config,
             load=Workload(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from jetrl.memory.fitting import check_fits
 from jetrl.memory.out_of_memory import release
 from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.families import ModelConfig
+from jetrl.rollout.kv_cache import PagedCache
 from jetrl.settings.loading import load_config
 
 pytestmark = pytest.mark.gpu
@@ -68,7 +70,7 @@ def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
     assert peak == pytest.approx(planned, rel=0.25 if recomputed else 0.15, abs=2**25)
 
 
-def test_a_run_holds_what_was_planned(tmp_path: Path) -> None:
+def test_a_run_holds_what_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 5% of the measured peak, in rollout and in update."""
     recipe = tmp_path / "r.toml"
     recipe.write_text("")
@@ -89,8 +91,15 @@ def test_a_run_holds_what_was_planned(tmp_path: Path) -> None:
     release()
     before = (torch.cuda.memory_allocated() + beside_tensors()) / GIB
     plan = check_fits(settings, config, OtherModels(), load, "cuda", free_bytes("cuda")).plan
+    again: list[int] = []
+    take_again = PagedCache.take_again
+    monkeypatch.setattr(
+        PagedCache, "take_again", lambda self: (again.append(self.num_pages), take_again(self))
+    )
     result = train(settings)
-    assert "KV cache: its" in (result.run_path / "log.txt").read_text(), "the second step's pages"
+    pages = re.findall(r"KV cache: (\d+) pages", (result.run_path / "log.txt").read_text())
+    assert pages == [str(again[0])] * 2, "the second step maps the first one's pages again"
+    assert len(again) == 1
     lines = (result.run_path / "metrics.jsonl").read_text().splitlines()
     last = [json.loads(line) for line in lines if "memory/update_peak_gib" in line][-1]
     for phase, planned in (("rollout", plan.rollout), ("update", plan.update)):

@@ -13,7 +13,6 @@ import pytest
 from jetrl.memory import cpu as cpu_memory
 
 STAT = "anon 200000\nfile 300000\nshmem 100000\n"
-STAT_V1 = "cache 1\nshmem 1\ntotal_cache 300000\ntotal_shmem 100000\n"
 
 
 class Machine:
@@ -26,7 +25,7 @@ class Machine:
         (root / "self").write_text(f"9:cpuset:/elsewhere\n{group}\n")
         monkeypatch.setattr(cpu_memory, "_MACHINE", self.meminfo)
         monkeypatch.setattr(cpu_memory, "_GROUPS", root / "self")
-        monkeypatch.setattr(cpu_memory, "_HIERARCHIES", self.groups)
+        monkeypatch.setattr(cpu_memory, "_HIERARCHY", self.groups)
 
     def limit(self, group: str, **files: str) -> None:
         folder = self.groups / group
@@ -58,16 +57,6 @@ def test_a_limit_further_up_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cpu_memory.available_bytes() == 300000
     machine.limit("user.slice/job", max="450000\n")
     assert cpu_memory.available_bytes() == 250000
-
-
-@pytest.mark.parametrize("shown", ["memory", "memory/docker/1234"])
-def test_limits_of_version_1(shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container that sees its own groups only does not have its path among them."""
-    machine = Machine(tmp_path, "4:memory:/docker/1234", monkeypatch)
-    machine.limit(shown, limit_in_bytes="600000\n", usage_in_bytes="500000\n", stat=STAT_V1)
-    assert cpu_memory.available_bytes() == 600000 - 500000 + 200000
-    machine.limit(shown, limit_in_bytes="9223372036854771712\n")
-    assert cpu_memory.available_bytes() == 800 * 1024
 
 
 GROWING = """

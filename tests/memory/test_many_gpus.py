@@ -13,7 +13,7 @@ from tests.memory.test_plan import held, row
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.fitting import Fitted, check_fits
-from jetrl.memory.plan import OtherModels, Workload, memory_plan
+from jetrl.memory.plan import MemoryPlan, OtherModels, Workload
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
@@ -96,7 +96,7 @@ def test_a_rank_without_gradients_stops_nobody() -> None:
 
 def test_ranks_hold_what_is_planned() -> None:
     of_ranks = run_ranks(2, _bytes_on_this_rank)
-    plan = memory_plan(settings(), shape("tiny"), load=LOAD, cards=2, device="cpu")
+    plan = MemoryPlan(settings(), shape("tiny"), load=LOAD, cards=2, device="cpu")
     masters, quantized, gradients = (max(sizes) for sizes in zip(*of_ranks, strict=True))
     assert row(plan, "master weights") == masters
     assert row(plan, "quantized weights") == quantized

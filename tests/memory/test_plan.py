@@ -13,7 +13,7 @@ from benchmarks.shapes import SHAPES
 from jetrl.errors import UserError
 from jetrl.memory.fitting import check_fits, shown
 from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
-from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
+from jetrl.memory.plan import MemoryPlan, OtherModels, Workload
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import ModelConfig
@@ -68,7 +68,7 @@ def held(model: Model) -> int:
 def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: bool) -> None:
     config = {**CONFIG, "tie_word_embeddings": tied}
     policy = Policy.from_config(config, PrecisionPlan.preset(preset))
-    plan = memory_plan(settings(f"precision.preset={preset}"), ModelConfig.from_hf(config))
+    plan = MemoryPlan(settings(f"precision.preset={preset}"), ModelConfig.from_hf(config))
     masters = sum(4 * p.numel() for p in policy.master_weights().values())
     assert row(plan, "master weights") == masters
     assert row(plan, "quantized weights") == held(policy)
@@ -79,7 +79,7 @@ def test_a_base_in_nvfp4_is_counted_as_it_is() -> None:
     asked = settings("adapter.kind=lora", "precision.base=nvfp4", "precision.first_layers_bf16=1")
     plan = PrecisionPlan.from_settings(asked.precision)
     policy = Policy(config, plan, random_weights(config, 0), trains=lambda name: False)
-    assert row(memory_plan(asked, config), "quantized weights") == held(policy)
+    assert row(MemoryPlan(asked, config), "quantized weights") == held(policy)
 
 
 def test_prompts_are_counted_once_for_their_completions() -> None:
@@ -97,8 +97,8 @@ def test_prompts_are_counted_once_for_their_completions() -> None:
 
 def test_pages_take_what_is_left() -> None:
     load = Workload(256, 9000, 256, 8192)
-    whole = memory_plan(settings(), LARGE, load=load)
-    part = memory_plan(settings(), LARGE, load=load, free=150 * GIB)
+    whole = MemoryPlan(settings(), LARGE, load=load)
+    part = MemoryPlan(settings(), LARGE, load=load, free=150 * GIB)
     assert row(whole, "KV pages") == 256 * 141 * 64 * 76032
     kept = sum(row(part, what) for what in ("master", "optimizer", "quantized"))
     staged = 64 * 8192 * STAGED
@@ -117,7 +117,7 @@ def test_a_micro_batch_takes_the_tokens_that_there_is_room_for() -> None:
     assert 1024 <= tight.tokens < 16384
     assert tight.tokens % 1024 == 0
     assert tight.plan.peak < 170 * GIB
-    more = memory_plan(wanted, LARGE, others, load, 170 * GIB, tight.tokens + 1024)
+    more = MemoryPlan(wanted, LARGE, others, load, 170 * GIB, tight.tokens + 1024)
     assert more.peak > 168 * GIB
 
 
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
     assert "does not fit in CPU memory" in refused(40 * GIB, device="cpu")
     # A reference that can wait elsewhere is the first thing to move.
     recomputed, load = "train.activation_checkpointing=true", Workload(256, 512, 256, 8192)
-    least = memory_plan(settings(recomputed), LARGE, None, load, tokens=1024).peak + 2 * GIB
+    least = MemoryPlan(settings(recomputed), LARGE, None, load, tokens=1024).peak + 2 * GIB
     assert "it fits with reference.offload=true" in refused(least, "algorithm.kl=0.1", recomputed)
 
 
@@ -153,7 +153,7 @@ def test_the_draft_head_and_texts_of_drafts_count() -> None:
     head = DraftHead(policy, 3, 0)
     elements = sum(master.numel() for master in head.masters.values())
     kept = sum(w.nbytes for w in head.weights.values()) + head.rows.nbytes
-    plan = memory_plan(
+    plan = MemoryPlan(
         settings("rollout.speculation=head", "draft_head.most_tokens=100"),
         config,
     )
@@ -162,7 +162,7 @@ def test_the_draft_head_and_texts_of_drafts_count() -> None:
     words = ["rollout.max_batch_size=48", "rollout.speculation=text"]
     text = Speculation("text", 48, config.max_position_embeddings, policy.device).text
     kept = text.text.nbytes + text.tables.nbytes + 3 * 4 * (GPU_ARCHIVE - CPU_ARCHIVE)
-    plan = memory_plan(settings(*words), config, load=Workload(48, 64, 48, 64))
+    plan = MemoryPlan(settings(*words), config, load=Workload(48, 64, 48, 64))
     assert row(plan, "text of drafts") == pytest.approx(kept, rel=1e-3)
 
 
@@ -170,7 +170,7 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "head_dim": 64}
     path = make_tiny(tmp_path / "other", **sizes)
     one = settings("algorithm.name=ppo", f"critic.path={path}", f"reference.path={path}")
-    plan = memory_plan(
+    plan = MemoryPlan(
         one, ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True}), OtherModels.of(one)
     )
     critic = ScalarModel.from_language_model(path, PrecisionPlan.preset("unified"))
@@ -187,7 +187,7 @@ def test_a_reference_that_waits_elsewhere_is_there_when_it_is_asked() -> None:
     """A reference much larger than the policy makes the reference's forward the highest moment."""
     load, small = Workload(8, 512, 8, 512), ModelConfig.from_hf({**CONFIG, "vocab_size": 151936})
     one = settings("algorithm.kl=0.1", "reference.offload=true")
-    plan = memory_plan(one, small, OtherModels(reference=LARGE), load)
+    plan = MemoryPlan(one, small, OtherModels(reference=LARGE), load)
     assert row(plan, "reference: quantized", "optimizer") == 0
     weights = row(plan, "reference: quantized", "reference")
     assert plan.at("reference") > weights + 4 * 4096 * 151936, "and its logits"
@@ -199,7 +199,7 @@ def test_a_reward_models_training_has_a_plan_of_its_own() -> None:
     hf = {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
     model = ScalarModel.from_config(hf, PrecisionPlan.preset("unified"))
     one = settings("algorithm.kl=0.1", "sft.examples_per_step=8", "train.tokens_per_micro_batch=32")
-    plan = memory_plan(one, config, load=Workload.of_pairs(one, 100))
+    plan = MemoryPlan(one, config, load=Workload.of_pairs(one, 100))
     masters = sum(master.nbytes for master in model.master_weights().values())
     assert row(plan, "master weights", "backward") == masters
     assert row(plan, "optimizer states", "backward") == 2 * masters
@@ -218,7 +218,7 @@ def test_the_plan_is_within_5_percent_of_what_an_h200_held_at_8b() -> None:
     for case in measured["rows"]:
         chosen = case["settings"]
         states = f"train.optimizer_states={chosen['optimizer_states']}"
-        plan = memory_plan(
+        plan = MemoryPlan(
             settings(f"precision.preset={case['plan']}", states),
             LARGE,
             load=Workload(24, 2304, 24, 768),
@@ -255,7 +255,7 @@ def test_a_base_and_its_adapter_are_those_of_a_policy(preset: str) -> None:
     policy = Policy(config, plan, RandomWeights(config, 0), adapter=Adapter.new(config, lora, 0))
     words = [f"precision.preset={preset}", "adapter.kind=lora", "adapter.rank=5"]
     words += ['adapter.targets=["q_proj", "v_proj", "down_proj"]', "adapter.train_norms=true"]
-    planned = memory_plan(settings(*words), config)
+    planned = MemoryPlan(settings(*words), config)
     masters = sum(4 * p.numel() for p in policy.master_weights().values())
     assert row(planned, "master weights of the adapter") == masters
     assert row(planned, "gradients", "optimizer") == masters

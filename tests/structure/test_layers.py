@@ -117,7 +117,7 @@ def test_imports_go_down_the_layers() -> None:
         ("rollout/x.py", "import jetrl.training"),
         ("tasks/x.py", "from jetrl.models.policy import Policy"),
         ("runs/x.py", "def f():\n    from jetrl import training"),
-        ("models/x.py", "from jetrl.memory.plan import memory_plan"),
+        ("models/x.py", "from jetrl.memory.plan import MemoryPlan"),
         ("kernels/x.py", "from jetrl.precision.plan import PrecisionPlan"),
         ("precision/x.py", "from jetrl.kernels.norm import rms_norm"),
         ("settings/x.py", "from jetrl.types import Prompt"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 _MACHINE = Path("/proc/meminfo")
 _GROUPS = Path("/proc/self/cgroup")
-_HIERARCHIES = Path("/sys/fs/cgroup")
+_HIERARCHY = Path("/sys/fs/cgroup")  # of control groups, version 2
 
 # Arguments of glibc's mallopt: blocks of up to 32 MiB, its maximum, come from its heap.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -39,31 +39,15 @@ def keep_freed() -> None:
 
 def _group_rooms() -> Iterator[int]:
     """Yield the unused bytes of each limited control group of this process, outer ones too."""
-    for line in _text(_GROUPS).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
-            root, names = _HIERARCHIES, ("memory.max", "memory.current", "file", "shmem")
-        elif "memory" in controllers.split(","):
-            root = _HIERARCHIES / "memory"
-            names = (
-                *("memory.limit_in_bytes", "memory.usage_in_bytes"),
-                *("total_cache", "total_shmem"),
-            )
-        else:
-            continue
-        own = root / path.lstrip("/")
-        for group in (own, *own.parents):
-            if group.is_relative_to(root):
-                yield from _room(group, *names)
-
-
-def _room(group: Path, limit: str, used: str, files: str, shared: str) -> Iterator[int]:
-    """Yield the unused bytes of one group; cached pages of files on disk count as unused."""
-    most, now = _text(group / limit).strip(), _text(group / used).strip()
-    if most.isdigit() and now.isdigit():  # A group without a limit says "max" or nothing.
-        counts = dict(line.split() for line in _text(group / "memory.stat").splitlines())
-        cached = int(counts.get(files, 0)) - int(counts.get(shared, 0))
-        yield int(most) - int(now) + max(0, cached)
+    own = re.search(r"^0::/(.*)$", _text(_GROUPS), re.MULTILINE)
+    group = None if own is None else _HIERARCHY / own[1]
+    for folder in () if group is None else (group, *group.parents):
+        most, now = (_text(folder / f"memory.{name}").strip() for name in ("max", "current"))
+        if most.isdigit() and now.isdigit():  # A group without a limit says "max" or nothing.
+            counts = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+            # Cached pages of files on disk count as unused.
+            cached = int(counts.get("file", 0)) - int(counts.get("shmem", 0))
+            yield int(most) - int(now) + max(0, cached)
 
 
 def _text(file: Path) -> str:

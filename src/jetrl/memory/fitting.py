@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.memory.plan import GIB, MOMENTS, MemoryPlan, OtherModels, Workload, memory_plan
+from jetrl.memory.plan import GIB, MOMENTS, MemoryPlan, OtherModels, Row, Workload
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings, as_override
@@ -36,7 +36,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run whose memory is planned: the constant arguments of `memory_plan`."""
+    """A run whose memory is planned: the constant arguments of `MemoryPlan`."""
 
     settings: Settings
     config: ModelConfig
@@ -45,7 +45,7 @@ class _Run:
     cards: int
 
     def plan(self, free: int | None, tokens: int, device: str = "cuda") -> MemoryPlan:
-        return memory_plan(
+        return MemoryPlan(
             self.settings, self.config, self.others, self.load, free, tokens, device, self.cards
         )
 
@@ -182,18 +182,15 @@ def shown(plan: MemoryPlan, indent: str = "  ") -> str:
     Rows that would be 0.000 in every column are left out; the sums count them.
     """
     moments = [moment for moment in MOMENTS if plan.at(moment)]
-    rows = [(row.what, row.bytes) for row in plan.rows if max(row.bytes.values()) >= _LEAST]
-    rows.append(("held", {moment: plan.at(moment) for moment in moments}))
+    rows = [row for row in plan.rows if max(row.bytes.values()) >= _LEAST]
+    held = {moment: plan.at(moment) for moment in moments}
+    rows.append(Row("held", held))
     if plan.reserve:
-        reserve = dict.fromkeys(moments, plan.reserve)
-        rows.append(("left for kernels' code and holes", reserve))
-        rows.append(("needed", {m: plan.at(m) + plan.reserve for m in moments}))
-    lines = [("GiB", *(f"{moment:>9}" for moment in moments))]
-    for what, sizes in rows:
-        lines.append(
-            (what, *(f"{sizes[m] / GIB:9.3f}" if sizes.get(m) else " " * 9 for m in moments))
-        )
-    width = max(len(cells[0]) for cells in lines)
-    return "\n".join(
-        (indent + "  ".join((cells[0].ljust(width), *cells[1:]))).rstrip() for cells in lines
-    )
+        rows.append(Row("left for kernels' code and holes", dict.fromkeys(moments, plan.reserve)))
+        rows.append(Row("needed", {m: size + plan.reserve for m, size in held.items()}))
+    width = max(len(row.what) for row in rows)
+    lines = ["".join(("GiB".ljust(width), *(f"{moment:>11}" for moment in moments)))]
+    for row in rows:
+        sizes = (f"{row.bytes[m] / GIB:.3f}" if row.bytes.get(m) else "" for m in moments)
+        lines.append("".join((row.what.ljust(width), *(f"{size:>11}" for size in sizes))))
+    return "\n".join((indent + line).rstrip() for line in lines)

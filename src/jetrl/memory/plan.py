@@ -56,42 +56,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Everything that a run holds in memory.
-
-    Attributes:
-        reserve: Bytes of a GPU that are left for what no row counts.
-    """
-
-    rows: tuple[Row, ...]
-    micro_batch: PlannedMicroBatch
-    reserve: int = 0
-
-    def at(self, moment: Moment) -> int:
-        return sum(row.bytes.get(moment, 0) for row in self.rows)
-
-    @property
-    def rollout(self) -> int:
-        """Maximum bytes held while completions are sampled."""
-        return self.at("rollout")
-
-    @property
-    def update(self) -> int:
-        """Maximum bytes held while the model is trained."""
-        return max(self.at(moment) for moment in MOMENTS[2:])
-
-    @property
-    def peak(self) -> int:
-        """Maximum bytes held at any moment."""
-        return max(map(self.at, MOMENTS))
-
-    @property
-    def needed(self) -> int:
-        """Bytes that a device must have free for the run: the peak and the reserve."""
-        return self.peak + self.reserve
-
-
-@dataclass(frozen=True)
 class OtherModels:
     """The shapes of other models; None: no such model, or (except reward) the policy's shape."""
 
@@ -188,17 +152,8 @@ class Workload:
         return replace(self, sequences=together, prompts=-(-self.prompts // cards))
 
 
-def memory_plan(
-    settings: Settings,
-    config: ModelConfig,
-    others: OtherModels | None = None,
-    load: Workload | None = None,
-    free: int | None = None,
-    tokens: int | None = None,
-    device: str = "cuda",
-    cards: int = 1,
-) -> MemoryPlan:
-    """Plan what a run holds in memory; on several GPUs, what the rank with the most holds.
+class MemoryPlan:
+    """Everything that a run holds in memory; on several GPUs, what the rank with the most holds.
 
     Args:
         config: The shape of the trained model: the policy, or a reward model.
@@ -206,121 +161,140 @@ def memory_plan(
         free: Bytes free before anything is loaded, which bound the KV pages on a GPU; None plans as
             many pages as the load can use.
         tokens: Tokens of a micro-batch; by default train.tokens_per_micro_batch.
+
+    Attributes:
+        micro_batch: The largest micro-batch that packing makes.
+        reserve: Bytes of a GPU that are left for what no row counts.
     """
-    config = adapted_config(settings.adapter, config)
-    load = (load or Workload.of(settings, config)).of_a_rank(settings, cards)
-    tokens = settings.train.tokens_per_micro_batch if tokens is None else tokens
-    run = _Run(settings, config, others or OtherModels(), load, tokens, device, cards)
-    run.add_weights()
-    if load.sequences:
-        run.add_other_weights()
-        run.add_rollout(free)
-        run.add_forwards()
-    run.add_training("", "backward", "optimizer", config, run.plan, run.lora)
-    if device != "cpu":
-        run.add("libraries", _LIBRARIES)
-    if "critic" in run.moments:
-        run.add_training("critic: ", "critic", "critic", run.critic, run.plan.without_base, None)
-    return MemoryPlan(tuple(run.rows), run.batch, 0 if device == "cpu" else _RESERVE)
-
-
-class _Run:
-    """The rows of a plan, and what they are computed from."""
 
     def __init__(
         self,
         settings: Settings,
         config: ModelConfig,
-        others: OtherModels,
-        load: Workload,
-        tokens: int,
-        device: str,
-        cards: int,
+        others: OtherModels | None = None,
+        load: Workload | None = None,
+        free: int | None = None,
+        tokens: int | None = None,
+        device: str = "cuda",
+        cards: int = 1,
     ) -> None:
-        self.settings, self.config, self.others, self.load = settings, config, others, load
-        self.tokens, self.device, self.cards = tokens, device, cards
-        self.plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
-        self.lora = lora_of(settings.adapter, config)
-        self.critic = (others.critic or config).with_scalar_head()
         self.rows: list[Row] = []
-        # The largest micro-batch that packing makes.
+        self.reserve = 0 if device == "cpu" else _RESERVE
+        self._settings, self._others = settings, others or OtherModels()
+        self._config = config = adapted_config(settings.adapter, config)
+        load = (load or Workload.of(settings, config)).of_a_rank(settings, cards)
+        self._load, self._device, self._cards = load, device, cards
+        self._tokens = settings.train.tokens_per_micro_batch if tokens is None else tokens
+        self._plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+        self._lora = lora_of(settings.adapter, config)
+        self._critic = (self._others.critic or config).with_scalar_head()
         whole = load.trained * load.tokens
-        most = min(max(tokens, load.together * load.tokens), whole)
+        most = min(max(self._tokens, load.together * load.tokens), whole)
         shared = settings.train.share_prompts is not False
-        self.batch = PlannedMicroBatch(most, load.tokens, several=whole > most, shared=shared)
-        reference = settings.reference
-        self.has_reference = settings.algorithm.kl > 0 or reference.path is not None
+        self.micro_batch = PlannedMicroBatch(most, load.tokens, whole > most, shared)
+        reference, sampled = settings.reference, load.sequences > 0
+        self._has_reference = settings.algorithm.kl > 0 or reference.path is not None
         occurs: dict[Moment, bool] = {
             "rollout": True,
-            "reward": others.reward is not None,
-            "reference": self.has_reference and reference.offload,
+            "reward": self._others.reward is not None,
+            "reference": self._has_reference and reference.offload,
             "critic": settings.critic.path is not None,
         }
-        sampled = load.sequences > 0
-        self.moments = tuple(m for m in MOMENTS if m not in occurs or (sampled and occurs[m]))
+        self._moments = tuple(m for m in MOMENTS if m not in occurs or (sampled and occurs[m]))
+        self._add_weights()
+        if sampled:
+            self._add_other_weights()
+            self._add_rollout(free)
+            self._add_forwards()
+        self._add_training("", "backward", "optimizer", config, self._plan, self._lora)
+        if device != "cpu":
+            self._add("libraries", _LIBRARIES)
+        if "critic" in self._moments:
+            base = self._plan.without_base
+            self._add_training("critic: ", "critic", "critic", self._critic, base, None)
 
-    def add(self, what: str, size: int | Mapping[Moment, int]) -> None:
-        """Add a thing with its bytes, in all moments or by moment."""
-        by_moment = dict.fromkeys(self.moments, size) if isinstance(size, int) else size
-        if any(by_moment.values()):
-            self.rows.append(Row(what, by_moment))
+    def at(self, moment: Moment) -> int:
+        return sum(row.bytes.get(moment, 0) for row in self.rows)
 
-    def add_weights(self) -> None:
-        config, plan, lora = self.config, self.plan, self.lora
+    @property
+    def rollout(self) -> int:
+        """Maximum bytes held while completions are sampled."""
+        return self.at("rollout")
+
+    @property
+    def update(self) -> int:
+        """Maximum bytes held while the model is trained."""
+        return max(self.at(moment) for moment in MOMENTS[2:])
+
+    @property
+    def peak(self) -> int:
+        """Maximum bytes held at any moment."""
+        return max(map(self.at, MOMENTS))
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a device must have free for the run: the peak and the reserve."""
+        return self.peak + self.reserve
+
+    def _add(self, what: str, size: int | Mapping[Moment, int], only: Moment | None = None) -> None:
+        """Add a thing with its bytes by moment, or those of all moments or of only one."""
+        if isinstance(size, int):
+            size = dict.fromkeys(self._moments if only is None else (only,), size)
+        if any(size.values()):
+            self.rows.append(Row(what, size))
+
+    def _add_weights(self) -> None:
+        config, plan, lora = self._config, self._plan, self._lora
         base = quantized_bytes(config, plan)
         if lora is not None and plan.rest == "fp32":  # forwards read the frozen base in FP32
             base += 4 * num_parameters(config)
         masters = "master weights, FP32" if lora is None else "master weights of the adapter, FP32"
-        self.add(masters, 4 * trained_parameters(config, self.cards, lora))
-        states = self._optimizer_bytes(trained_shapes(config, self.cards, lora))
-        self.add(f"optimizer states, {self.settings.train.optimizer_states}", states)
-        self.add("adapter as forwards read it", adapter_bytes(config, plan, lora))
+        self._add(masters, 4 * trained_parameters(config, self._cards, lora))
+        states = self._optimizer_bytes(trained_shapes(config, self._cards, lora))
+        self._add(f"optimizer states, {self._settings.train.optimizer_states}", states)
+        self._add("adapter as forwards read it", adapter_bytes(config, plan, lora))
         sides = " for sampling and training" if config.head == "lm" else ""
-        self.add(f"quantized weights{sides}", base)
+        self._add(f"quantized weights{sides}", base)
 
-    def add_other_weights(self) -> None:
-        settings, others, plan = self.settings, self.others, self.plan
+    def _add_other_weights(self) -> None:
+        settings, others, plan = self._settings, self._others, self._plan
 
         # The reference of an adapter is its base, unless it has a path.
-        if self.has_reference and (settings.adapter.kind is None or settings.reference.path):
-            size = quantized_bytes(others.reference or self.config, plan, sides=("train",))
-            offloaded = settings.reference.offload
-            self.add(
-                "reference: quantized weights only", {"reference": size} if offloaded else size
-            )
+        if self._has_reference and (settings.adapter.kind is None or settings.reference.path):
+            size = quantized_bytes(others.reference or self._config, plan, sides=("train",))
+            only = "reference" if settings.reference.offload else None
+            self._add("reference: quantized weights only", size, only)
         if settings.critic.path is not None:
-            weights = 4 * trained_parameters(self.critic, self.cards)
-            weights += quantized_bytes(self.critic, plan.without_base)
-            states = self._optimizer_bytes(trained_shapes(self.critic, self.cards))
-            self.add("critic: weights, optimizer states", weights + states)
+            weights = 4 * trained_parameters(self._critic, self._cards)
+            weights += quantized_bytes(self._critic, plan.without_base)
+            states = self._optimizer_bytes(trained_shapes(self._critic, self._cards))
+            self._add("critic: weights, optimizer states", weights + states)
         if settings.rollout.asks_head:
-            self.add("draft head: weights, optimizer states", self._draft_head_bytes())
+            self._add("draft head: weights, optimizer states", self._draft_head_bytes())
         if others.reward is not None:
             size = quantized_bytes(others.reward, plan.without_base, sides=("train",))
-            offloaded = settings.reward.offload
-            self.add(
-                "reward model: quantized weights only", {"reward": size} if offloaded else size
-            )
+            only = "reward" if settings.reward.offload else None
+            self._add("reward model: quantized weights only", size, only)
 
     def _optimizer_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        states = self.settings.train.optimizer_states
+        states = self._settings.train.optimizer_states
         return sum(state_bytes(shape, states) for shape in shapes.values())
 
     def _draft_head_bytes(self) -> int:
-        width, size = 4 if self.plan.rest == "fp32" else 2, self.config.hidden_size
+        width, size = 4 if self._plan.rest == "fp32" else 2, self._config.hidden_size
         shapes = draft_head_shapes(size)
         weights = sum(map(math.prod, shapes.values())) * (4 + width) + self._optimizer_bytes(shapes)
-        rows = min(KNOWN_TOKENS, self.config.vocab_size) + self.settings.draft_head.most_tokens
+        rows = min(KNOWN_TOKENS, self._config.vocab_size) + self._settings.draft_head.most_tokens
         return weights + width * size * rows
 
-    def add_rollout(self, free: int | None) -> None:
+    def _add_rollout(self, free: int | None) -> None:
         """Add KV pages, decode and prefill.
 
         Args:
             free: Bytes free before anything is loaded, None: unknown.
         """
-        rollout, config, plan, load = self.settings.rollout, self.config, self.plan, self.load
-        drafts = verified_drafts(rollout.speculation, plan.exact, self.device, rollout.oversample)
+        rollout, config, plan, load = self._settings.rollout, self._config, self._plan, self._load
+        drafts = verified_drafts(rollout.speculation, plan.exact, self._device, rollout.oversample)
         contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
         sampler = plan.on("rollout")
         page = rollout.page_size * kv_bytes_per_token(config, sampler)
@@ -341,8 +315,8 @@ class _Run:
         # Decode's graphs keep what a forward of the largest batch makes; the first tokens after
         # prompts are drawn from logits outside of them, at most as many. On a GPU the captured
         # graphs stay for the whole step.
-        adapted, logit = self.settings.adapter.kind is not None, 4 * config.vocab_size
-        stays: tuple[Moment, ...] = ("rollout",) if self.device == "cpu" else self.moments
+        adapted, logit = self._settings.adapter.kind is not None, 4 * config.vocab_size
+        stays: tuple[Moment, ...] = ("rollout",) if self._device == "cpu" else self._moments
         rows = most_rows(load.sequences, drafts)
         graphs = activations.forward_bytes(config, plan, rows, 0, adapted) + rows * logit
         decode = dict.fromkeys(stays, graphs) | {"rollout": graphs + load.sequences * logit}
@@ -350,25 +324,25 @@ class _Run:
         earlier = contexts if continues else 0
         prefill = activations.forward_bytes(config, plan, prompts, earlier, adapted)
         over = f", contexts of {contexts}" if continues else ""
-        self.add(f"KV pages: {pages} of {rollout.page_size} tokens", {"rollout": pages * page})
-        self.add("decode's graphs and logits", decode)
-        self.add("text of drafts", dict.fromkeys(stays, text))
-        self.add(f"a forward of {prompts} prompt tokens{over}", {"rollout": prefill})
+        self._add(f"KV pages: {pages} of {rollout.page_size} tokens", {"rollout": pages * page})
+        self._add("decode's graphs and logits", decode)
+        self._add("text of drafts", dict.fromkeys(stays, text))
+        self._add(f"a forward of {prompts} prompt tokens{over}", {"rollout": prefill})
 
-    def add_forwards(self) -> None:
-        rollout, load, reward = self.settings.rollout, self.load, self.others.reward
+    def _add_forwards(self) -> None:
+        rollout, load, reward = self._settings.rollout, self._load, self._others.reward
         completions = rollout.prompts_per_step * rollout.samples_per_prompt
-        tokens = min(max(self.tokens, load.tokens), completions * load.tokens)
+        tokens = min(max(self._tokens, load.tokens), completions * load.tokens)
         if reward is not None:
-            size = activations.forward_bytes(reward, self.plan.without_base, tokens)
-            self.add(f"reward model: a forward of {tokens} tokens", {"reward": size})
-        if "reference" in self.moments:
-            reference = self.others.reference or self.config
-            size = activations.forward_bytes(reference, self.plan, tokens)
+            size = activations.forward_bytes(reward, self._plan.without_base, tokens)
+            self._add(f"reward model: a forward of {tokens} tokens", {"reward": size})
+        if "reference" in self._moments:
+            reference = self._others.reference or self._config
+            size = activations.forward_bytes(reference, self._plan, tokens)
             size += activations.logits_bytes(reference, tokens)
-            self.add(f"reference: a forward of {tokens} tokens", {"reference": size})
+            self._add(f"reference: a forward of {tokens} tokens", {"reference": size})
 
-    def add_training(
+    def _add_training(
         self,
         whose: str,
         moment: Moment,
@@ -382,29 +356,24 @@ class _Run:
         Args:
             end: The moment of backward's end; the same as `moment` for both in one column.
         """
-        batch, recomputed = self.batch, self.settings.train.activation_checkpointing
-        trained = trained_shapes(config, self.cards, lora)
+        batch, recomputed = self.micro_batch, self._settings.train.activation_checkpointing
+        trained = trained_shapes(config, self._cards, lora)
         gradients = 4 * sum(map(math.prod, trained.values()))
         head_name = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
         head_name = "score.weight" if config.head == "score" else head_name
         first = gradients if batch.several else 4 * math.prod(trained.get(head_name, (0,)))
         kept = activations.kept_bytes(config, plan, batch.tokens, recomputed, lora)
-        head, layer, late = activations.product_bytes(config, plan, batch, self.cards, lora)
+        head, layer, late = activations.product_bytes(config, plan, batch, self._cards, lora)
         on_top = activations.on_top_bytes(config, plan, batch, recomputed, head, layer, lora)
         last = activations.last_bytes(config, plan, batch, lora) + late
-        at_start, at_end = {moment: (first, kept, on_top)}, {end: (gradients, 0, last)}
-        if end == moment:  # One column stands for both moments: the higher of the two.
-            higher = not batch.several and gradients + last > first + kept + on_top
-            sizes = at_end if higher else at_start
-        else:
-            sizes = at_start | at_end
-        names = (
-            "gradients, FP32",
-            f"activations of {batch.tokens} tokens",
-            "while gradients are made",
-        )
+        start, finish = (first, kept, on_top), (gradients, 0, last)
+        # One column for both moments shows the higher one.
+        started = end == moment and (batch.several or sum(start) >= sum(finish))
+        columns = {moment: start} if started else {moment: start, end: finish}
+        activations_of = f"activations of {batch.tokens} tokens"
+        names = ("gradients, FP32", activations_of, "while gradients are made")
         for index, name in enumerate(names):
-            self.add(whose + name, {moment: three[index] for moment, three in sizes.items()})
+            self._add(whose + name, {at: sizes[index] for at, sizes in columns.items()})
 
 
 def trained_shapes(
