@@ -55,11 +55,7 @@ class LaunchedStep:
         """
         if self.ready is not None:
             self.ready.synchronize()
-        lengths = [
-            chunk.length if self.step.decodes else 1
-            for chunk in self.step.chunks
-            for _ in chunk.draws
-        ]
+        lengths = self.step.draw_lengths
         # Row after row, forward after forward: what is left of a row are its draws, in order.
         shape = (len(lengths), self.step.width)
         tokens, logprobs = (

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple, Protocol
 
 from jetrl.errors import UserError
 from jetrl.types import Completion, Reply, Turn, Unfinished
@@ -64,14 +64,10 @@ class SpeculationStats:
         return self.tokens / self.sequence_forwards if self.sequence_forwards else 1.0
 
     def plus(self, other: SpeculationStats) -> SpeculationStats:
-        return SpeculationStats(
-            self.sequence_forwards + other.sequence_forwards,
-            self.tokens + other.tokens,
-            tuple(a + b for a, b in zip(self.drafted, other.drafted, strict=True)),
-            tuple(a + b for a, b in zip(self.accepted, other.accepted, strict=True)),
-            self.decode_s + other.decode_s,
-            self.verify_s + other.verify_s,
-        )
+        def add(a: Any, b: Any) -> Any:
+            return tuple(map(add, a, b)) if isinstance(a, tuple) else a + b
+
+        return SpeculationStats(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass

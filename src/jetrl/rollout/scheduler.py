@@ -102,6 +102,11 @@ class ScheduledStep:
         """The sequences that draw, in the order of the tokens that `Scheduler.complete` takes."""
         return [index for chunk in self.chunks for index in chunk.draws]
 
+    @property
+    def draw_lengths(self) -> list[int]:
+        """The scheduled draws of each of `draws`: one after prompts, in decode one per forward."""
+        return [c.length if self.decodes else 1 for c in self.chunks for _ in c.draws]
+
 
 class Scheduler:
     """The scheduler of the sequences that run together.
@@ -237,13 +242,12 @@ class Scheduler:
         draws = step.draws
         assert len(draws) == len(drawn), f"{len(drawn)} draws for {len(draws)} sequences"
         self._prompts_pending -= not step.decodes and bool(draws)
-        lengths = [
-            chunk.length if step.decodes else 1 for chunk in step.chunks for _ in chunk.draws
-        ]
         # Every sequence takes its draws and decides whether it ends with one of them.
         taken = 0
         ended: list[RunningSequence] = []
-        for index, length, (token_ids, logprobs) in zip(draws, lengths, drawn, strict=True):
+        for index, length, (token_ids, logprobs) in zip(
+            draws, step.draw_lengths, drawn, strict=True
+        ):
             sequence = self.sequences[index]
             sequence.num_pending -= length
             sequence.num_extra -= length * (step.width - 1)
