@@ -258,12 +258,12 @@ class MemoryPlan:
 
     def _add_other_weights(self) -> None:
         settings, others, plan = self._settings, self._others, self._plan
-
+        moment: Moment | None  # When a model that waits elsewhere is there; None: always.
         # The reference of an adapter is its base, unless it has a path.
         if self._has_reference and (settings.adapter.kind is None or settings.reference.path):
             size = quantized_bytes(others.reference or self._config, plan, sides=("train",))
-            only = "reference" if settings.reference.offload else None
-            self._add("reference: quantized weights only", size, only)
+            moment = "reference" if settings.reference.offload else None
+            self._add("reference: quantized weights only", size, moment)
         if settings.critic.path is not None:
             weights = 4 * trained_parameters(self._critic, self._cards)
             weights += quantized_bytes(self._critic, plan.without_base)
@@ -273,8 +273,8 @@ class MemoryPlan:
             self._add("draft head: weights, optimizer states", self._draft_head_bytes())
         if others.reward is not None:
             size = quantized_bytes(others.reward, plan.without_base, sides=("train",))
-            only = "reward" if settings.reward.offload else None
-            self._add("reward model: quantized weights only", size, only)
+            moment = "reward" if settings.reward.offload else None
+            self._add("reward model: quantized weights only", size, moment)
 
     def _optimizer_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         states = self._settings.train.optimizer_states
