@@ -294,23 +294,16 @@ class AlgorithmSettings(Section):
         read = record.options
         for key in read:
             if key not in _ALGORITHM_OPTIONS:
-                yield (
-                    f"{self.name}: the options of its Algorithm name {key!r}, which is not one of "
-                    f"{', '.join(_ALGORITHM_OPTIONS)}; give the function an argument of that name "
-                    f"instead, which algorithm.options.{key} sets"
-                )
+                instead = f"give the function an argument, which algorithm.options.{key} sets"
+                yield f"{self.name}: {key!r} is not an option of an Algorithm; {instead}"
         for key in _ALGORITHM_OPTIONS:
             if getattr(self, key) is not None and key not in read:
-                yield (
-                    f"algorithm.{key} means nothing to {self.name}; it reads "
-                    f"{', '.join(sorted(read)) or 'none of these'}"
-                )
+                known = ", ".join(sorted(read)) or "none of these"
+                yield f"algorithm.{key} means nothing to {self.name}; it reads {known}"
         rounds, usual = self.dynamic_sampling_rounds, DYNAMIC_SAMPLING_ROUNDS
         if rounds != usual and not self.value("dynamic_sampling", record):
-            yield (
-                f"algorithm.dynamic_sampling_rounds = {rounds} means nothing without "
-                "algorithm.dynamic_sampling=true"
-            )
+            needs = "algorithm.dynamic_sampling=true"
+            yield f"algorithm.dynamic_sampling_rounds = {rounds} means nothing without {needs}"
         if self.calibrate_clip_every and record.loss != "clipped_ratio":
             yield f"algorithm.calibrate_clip_every: {self.name} has no token-level clips"
         if not self.kl:
@@ -318,10 +311,8 @@ class AlgorithmSettings(Section):
                 if getattr(self, key) is not None:
                     yield f"algorithm.{key} is set, but algorithm.kl = 0: give the KL a weight"
         elif self.kl_term(record) == ("k1", "loss"):
-            yield (
-                "algorithm.kl_estimator = k1 in the loss only adds noise (the expected gradient of "
-                "k1 is zero); take k2 or k3, or algorithm.kl_in=reward"
-            )
+            instead = "take k2 or k3, or algorithm.kl_in=reward"
+            yield f"algorithm.kl_estimator = k1 in the loss only adds noise; {instead}"
 
     def kl_term(self, record: Algorithm) -> tuple[KlEstimator, KlPlace]:
         """Return the estimator of the KL that has a weight, and the place where the KL counts."""

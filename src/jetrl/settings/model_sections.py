@@ -114,25 +114,16 @@ class AdapterSettings(Section):
         if precision.base == "nvfp4" and self.kind is None:
             yield "precision.base = nvfp4 is for a model that is not trained: set adapter.kind=lora"
         if precision.preset == "fp32" and self.noise_start:
-            yield (
-                "adapter.noise_start is noise on rounded weights of norms, and precision.preset = "
-                "fp32 has none"
-            )
+            yield "adapter.noise_start needs rounded weights: precision.preset = fp32 has none"
 
     def problems(self, algorithm: AlgorithmSettings, reference: ReferenceSettings) -> Iterator[str]:
         """Yield messages about settings of an RL run that an adapter excludes."""
         if self.kind is None:
             return
         if algorithm.calibrate_clip_every:
-            yield (
-                "algorithm.calibrate_clip_every compares with BF16 master weights, of which there "
-                "are none with adapter.kind = lora; set it to 0"
-            )
+            yield "algorithm.calibrate_clip_every needs master weights: set it to 0 with an adapter"
         if reference.path is None and reference.offload:
-            yield (
-                "reference.offload is set, but with adapter.kind = lora the reference is the "
-                "policy's own base; leave it out"
-            )
+            yield "reference.offload: an adapter's reference is the policy's own base; leave it out"
         if reference.path is None and algorithm.kl and self.trains_more:
             yield (
                 "algorithm.kl measures against the base, which adapter.train_embeddings, "
@@ -144,10 +135,8 @@ class AdapterSettings(Section):
         """Check that no other key is set if adapter.kind is unset."""
         if self.kind is not None:
             if 0 < self.noise_start < self.noise_end:
-                raise ValueError(
-                    f"adapter.noise_start = {self.noise_start:g} is below adapter.noise_end = "
-                    f"{self.noise_end:g}, and noise falls over a run"
-                )
+                start, end = f"{self.noise_start:g}", f"{self.noise_end:g}"
+                raise ValueError(f"adapter.noise_start = {start} is below noise_end = {end}")
             return self
         for key, field in type(self).model_fields.items():
             if getattr(self, key) != field.default:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import field_validator
+from pydantic import Field
 
 from jetrl.settings.presets import DEFAULT_PRESET, BaseFormat, KVSetting, Preset
-from jetrl.settings.section import NonNegative, NonNegativeFloat, Positive, Section
+from jetrl.settings.section import NonNegative, NonNegativeFloat, Section
 
-_KEYS_OF_A_BLOCK = 64  # The GPU's attention reads so many keys at a time.
+# The GPU's attention reads 64 keys at a time.
+WholeBlocks = Annotated[int, Field(ge=64, lt=2**63, multiple_of=64)]
 
 
 class PrecisionSettings(Section):
@@ -53,7 +54,7 @@ class SamplerDeviationSettings(Section):
     """the sampler's FP8 and INT8 scales; unset: the trainer's"""
     kv: KVSetting | None = None
     """the sampler's keys and values; unset: the trainer's"""
-    attention_split: Positive | None = None
+    attention_split: WholeBlocks | None = None
     """keys, a multiple of 64, after which the sampler's attention begins a new sum; unset: the
     preset's, else the trainer's sums"""
     lm_head: Literal["bf16", "fp8"] | None = None
@@ -61,13 +62,3 @@ class SamplerDeviationSettings(Section):
     logit_noise: NonNegativeFloat | None = None
     """standard deviation of Gaussian noise on the sampler's logits, before the temperature; unset:
     0"""
-
-    @field_validator("attention_split")
-    @classmethod
-    def whole_blocks(cls, keys: int | None) -> int | None:
-        """Check that a split is made of whole blocks of keys, on every device alike."""
-        if keys is not None and keys % _KEYS_OF_A_BLOCK:
-            raise ValueError(
-                f"sampler_deviation.attention_split = {keys}: take a multiple of {_KEYS_OF_A_BLOCK}"
-            )
-        return keys

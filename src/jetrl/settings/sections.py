@@ -267,15 +267,11 @@ class TrainSettings(Section):
         """
         if self.optimizer_states == "compact":
             if self.betas[0] ** 2 >= self.betas[1]:
-                raise ValueError(
-                    "train.optimizer_states=compact needs betas[0]**2 below betas[1], not "
-                    f"train.betas = {list(self.betas)}"
-                )
+                needs = f"betas[0]**2 below betas[1], not train.betas = {list(self.betas)}"
+                raise ValueError(f"train.optimizer_states=compact needs {needs}")
             if self.grad_clip > 2**14:
-                raise ValueError(
-                    f"train.optimizer_states=compact holds gradients up to {2**14}: lower "
-                    f"train.grad_clip = {self.grad_clip:g}"
-                )
+                needs = f"at most {2**14}, not train.grad_clip = {self.grad_clip:g}"
+                raise ValueError(f"train.optimizer_states=compact needs gradients of {needs}")
         return self
 
 
@@ -428,21 +424,13 @@ class Settings(Section):
         if self.algorithm.name in ALGORITHMS:
             yield from self.algorithm_problems(ALGORITHMS[self.algorithm.name])
         if rollout.samples_per_prompt == 1 and self.data.batch == "shuffle_r1":
-            yield (
-                "data.batch = shuffle_r1 pairs the completions of one prompt, and "
-                "rollout.samples_per_prompt = 1: take at least 2, or data.batch=all"
-            )
+            yield "data.batch = shuffle_r1 needs rollout.samples_per_prompt of at least 2"
         for section, settings in (("rollout", rollout), ("eval", self.eval)):
             if settings.temperature and not 1e-20 <= settings.temperature <= 1e20:
-                yield (
-                    f"{section}.temperature = {settings.temperature}: float32 has no room for "
-                    "logits divided by it; take 0 (greedy) or from 1e-20 to 1e20"
-                )
+                why = "float32 has no room for logits divided by it; take 0 or 1e-20 to 1e20"
+                yield f"{section}.temperature = {settings.temperature}: {why}"
         if self.rollout.temperature == 0:
-            yield (
-                "rollout.temperature = 0 draws the same completion for a whole group; take 1.0 "
-                "(evaluation has its own eval.temperature)"
-            )
+            yield "rollout.temperature = 0 draws the same completion for a whole group; take 1.0"
         if self.algorithm.calibrate_clip_every:
             yield from self._calibration_problems()
         if self.reference.offload and not self.algorithm.kl and self.reference.path is None:
@@ -453,24 +441,17 @@ class Settings(Section):
         if self.train.updates_per_step == 1:
             yield "algorithm.calibrate_clip_every needs train.updates_per_step of at least 2"
         if not is_fp8(*PRESETS[preset][:2]):
-            yield (
-                "algorithm.calibrate_clip_every is for FP8 on both sides, unlike precision.preset "
-                f"= {preset}"
-            )
+            needs = f"FP8 on both sides, unlike precision.preset = {preset}"
+            yield f"algorithm.calibrate_clip_every needs {needs}"
         if self.rollout.oversample:
-            yield (
-                "algorithm.calibrate_clip_every needs rollout.oversample = 0: it compares ratios "
-                "of tokens that one policy drew"
-            )
+            yield "algorithm.calibrate_clip_every needs rollout.oversample = 0"
 
     def algorithm_problems(self, record: Algorithm) -> Iterator[str]:
         """Yield messages about settings that do not agree with the algorithm of an RL run."""
         rollout, name = self.rollout, self.algorithm.name
         if rollout.samples_per_prompt == 1 and record.compares_group:
-            yield (
-                f"rollout.samples_per_prompt = 1: {name} compares the completions of one prompt; "
-                "take at least 2"
-            )
+            why = f"{name} compares the completions of one prompt; take at least 2"
+            yield f"rollout.samples_per_prompt = 1: {why}"
         kl_in_reward = self.algorithm.kl and self.algorithm.kl_term(record)[1] == "reward"
         if self.data.batch == "shuffle_r1" and kl_in_reward and record.compares_group:
             yield (
@@ -482,24 +463,16 @@ class Settings(Section):
             most = f"rollout.max_tokens = {rollout.max_tokens}"
             yield f"algorithm.overlong_buffer = {buffer} is more than {most}"
         if record.needs_critic and self.critic.path is None:
-            yield (
-                f"algorithm.name = {name} needs a critic, as with critic.path=policy (a copy of "
-                "the policy's decoder with a new head), or a model directory"
-            )
+            yield f"algorithm.name = {name} needs a critic, as with critic.path=policy"
         if self.critic.path is not None and not record.needs_critic:
             yield f"critic.path is set, but algorithm.name = {name} has no critic; leave it out"
 
     def _single_problems(self) -> Iterator[str]:
         if self.rollout.speculation == "head" and not self.loop.steps:
-            yield (
-                "rollout.speculation = head has drafts from a network that RL trains, and "
-                "loop.steps = 0; take text or off"
-            )
+            yield "rollout.speculation = head needs loop.steps above 0; take text or off"
         if self.eval.samples > 1 and self.eval.temperature == 0:
-            yield (
-                f"eval.samples = {self.eval.samples} with eval.temperature = 0 draws the same "
-                "completion each time; set eval.temperature, or eval.samples = 1"
-            )
+            why = "draws the same completion each time; set eval.temperature, or eval.samples = 1"
+            yield f"eval.samples = {self.eval.samples} with eval.temperature = 0 {why}"
 
     def _length_problems(self) -> Iterator[str]:
         rollout = self.rollout
