@@ -1,7 +1,7 @@
 """Reinforcement learning of language models in FP8, sampling and training as one exact flow.
 
-Public names are imported on first use, so that the settings and the command line's help need no
-torch. Modules that were public under another name are still found by that name.
+Public names are imported on first use, so that settings and the command line's help need no torch.
+Modules are still found by their earlier names.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Errors that a user causes, and ends of a run.
 
-The command line prints their message without a traceback. Bugs of jetrl stay AssertionError, with
-a traceback.
+The command line prints their message without a traceback; bugs of jetrl keep theirs.
 
-Exit codes: 0 done; 1 a run that stopped itself for another reason than these, or a check that
-failed; 2 bad input; 3 sampler and trainer differ; 4 numbers that are not finite; 5 a phase hung, or
-another rank is gone; 6 a file could not be written; 7 memory ran out and nothing can be made
-smaller; 75 run.max_hours reached (continue with --resume); 130 Ctrl-C; 143 SIGTERM.
+Exit codes: 0 done; 1 another stop, or a failed check; 2 bad input; 3 sampler and trainer differ;
+4 numbers that are not finite; 5 a hang, or a dead rank; 6 a file could not be written; 7 memory ran
+out; 75 run.max_hours reached (continue with --resume); 130 Ctrl-C; 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class RunStopped(RuntimeError):  # noqa: N818  (an outcome of a run, not only an
 
 
 class MismatchError(RunStopped):
-    """The trainer's log-probs differ from the sampler's under a plan that promises they do not."""
+    """The trainer's log-probs differ from the sampler's under an exact plan."""
 
     exit_code = 3
 
@@ -42,10 +40,7 @@ class NonFiniteError(RunStopped):
 
 
 class StorageError(RunStopped):
-    """A file of the run could not be written; what was written before is whole.
-
-    The cause is a full disk, a quota, or a file system that went away.
-    """
+    """A file could not be written (disk, quota, lost file system); earlier files are whole."""
 
     exit_code = 6
 
@@ -57,24 +52,20 @@ class TimeLimitReached(RunStopped):
 
 
 class OutOfMemoryStop(RunStopped):
-    """Memory ran out, and what was running cannot be made any smaller."""
+    """Memory ran out, and the work cannot be made smaller."""
 
     exit_code = 7
 
 
 class RanksDiffer(RunStopped):
-    """The processes of a run do not have the same values where they have to."""
+    """The ranks of a run have different values of something that must be equal."""
 
 
 EXIT_HANG = 5
 
 
 class RankLost(RunStopped):
-    """Another rank is gone, has failed, or did not answer in time.
-
-    Args:
-        exit_code: The exit code of the run: that of the failed rank, or that of a hang.
-    """
+    """Another rank is gone, has failed (the run takes its exit code), or hangs."""
 
     def __init__(self, message: str, exit_code: int = EXIT_HANG) -> None:
         super().__init__(message)
@@ -103,7 +94,7 @@ def is_of_disk(error: BaseException) -> bool:
 
 
 def ending(error: BaseException) -> tuple[str, int]:
-    """Return what the command line prints of an error that ends it, and the exit code."""
+    """Return the command line's message for an error that ends it, and the exit code."""
     if isinstance(error, UserError):
         return f"error: {error}", 2
     if isinstance(error, RunStopped):

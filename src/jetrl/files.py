@@ -1,10 +1,8 @@
 """Files that somebody else may have written: read within limits, and checked against a schema.
 
-Run directories, checkpoints and model directories are copied from machine to machine. Whatever is
-in one of their files, a reader gets the values that jetrl writes there or a `UserError` that names
-the file and the field. Each file has one schema, a pydantic model or type
-adapter next to the code that writes the file: strict (a text is no number, `true` is no 1) and with
-bounds for every number that something is sized or counted by.
+Run and model directories are copied from machine to machine. Whatever their files contain, a reader
+gets values as jetrl writes them, or a `UserError` that names the file and the field. Each file has
+one strict schema next to the code that writes it, with bounds for every size and count.
 """
 
 from __future__ import annotations
@@ -24,29 +22,22 @@ from jetrl.errors import UserError
 T = TypeVar("T")
 
 MOST_BYTES = 2**24
-"""The largest size of a file of one JSON or TOML value, in bytes, where a reader names no other."""
+"""The default limit of a file of one JSON or TOML value, in bytes."""
 MOST_TEXT = 2**25
-"""The largest size of a line of a data file in bytes, and of a text for a model in characters.
-
-A text of a million tokens takes about a fifth of it.
-"""
+"""The limit of a line of a data file in bytes, and of a text for a model in characters."""
 MOST_SHOWN = 60  # characters of a wrong value or key in a message
 MOST_STEPS = 10**12
 
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-"""A whole number that a float holds exactly."""
+Count = Annotated[int, Field(ge=0, lt=2**53)]  # A float holds it exactly.
 Step = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-"""The number of a training step or update."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-"""A seed of random draws."""
 UnixTime = Annotated[float, Field(ge=-2_208_988_800, le=253_402_300_799, allow_inf_nan=False)]
 """A time in seconds since 1970, from 1900 (a clock may be wrong) to the year 9999."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-"""A number that is neither NaN nor infinite."""
 
 
 class Stored(BaseModel):
-    """The base class of schemas: strict types, and keys beside the named ones left as they are."""
+    """The base class of schemas: strict types; unknown keys are kept."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", frozen=True, protected_namespaces=(), validate_default=False
@@ -57,7 +48,7 @@ _SUBJECT = re.compile(r"^(Value error, |Input |String |List |Dictionary |Tuple )
 
 
 class _Repr(reprlib.Repr):
-    """A representation that is short whatever the value is."""
+    """A short representation of any value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,15 +103,12 @@ def read_json(path: str | Path, most: int = MOST_BYTES) -> Any:
 
 
 def read_stored(path: str | Path, schema: TypeAdapter[T], most: int = MOST_BYTES) -> T:
-    """Return the JSON value in a file, as its schema has it.
-
-    Args:
-        most: The largest size of the file in bytes.
+    """Return the JSON value in a file of at most `most` bytes, as its schema has it.
 
     Raises:
         FileNotFoundError: There is no such file.
-        UserError: The file cannot be read, is not JSON, or has a field that is missing, of another
-            type or out of bounds; the message names file and field.
+        UserError: The file cannot be read, is not JSON, or has a wrong field; the message names
+            file and field.
     """
     return checked(schema, read_json(path, most), str(path))
 
@@ -134,10 +122,7 @@ def checked(schema: TypeAdapter[T], value: Any, where: str) -> T:
 
 
 def problem_of(error: ValidationError) -> str:
-    """Return the first problem that a schema found, in words: the field, its value, what is wrong.
-
-    The text holds no control characters, whatever the field and its value hold.
-    """
+    """Return a schema's first problem in words, without control characters."""
     first = error.errors(include_url=False, include_context=False)[0]
     places = (str(place) for place in first["loc"] if place != "[key]")
     field = ".".join(printable(place) for place in places)
@@ -154,7 +139,7 @@ def shown_value(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the beginning of a text in one line, characters that cannot be printed as escapes."""
+    """Return the beginning of a text in one line, unprintable characters as escapes."""
     short = text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "..."
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in short

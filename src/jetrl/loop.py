@@ -1,9 +1,9 @@
 """The reinforcement learning loop.
 
-Read `train` first: it is the whole loop. Each verb is a method of `Session`, which holds the models
-and data of a run; a verb takes the record of the step (session/step.py) and returns it with more
-filled in. `Session.update` is the trainer's step: packing, advantages, forward, backward, AdamW and
-requantize, with the mismatch measured before any weight changes.
+`train` is the whole loop. Each verb is a method of `Session`, which holds the models and data of a
+run; a verb takes the record of the step (session/step.py) and returns it with more filled in.
+`Session.update` is the trainer's step: packing, advantages, forward, backward, AdamW, requantize,
+with the mismatch measured before any weight changes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jetrl.settings.loading import Settings
 def train(settings: Settings, resume: bool = False) -> RunResult:
     """Run reinforcement learning to its end, `loop.steps`, or resume it from its last checkpoint.
 
-    In a script that torchrun has started as several ranks the ranks are joined, and an error ends
-    all of them with its exit code instead of being raised.
+    In a script that torchrun started as several ranks, the ranks are joined, and an error ends all
+    of them with its exit code instead of being raised.
 
     Raises:
         UserError: Settings, data or a model that cannot be used, before anything is trained.
@@ -44,7 +44,7 @@ def train(settings: Settings, resume: bool = False) -> RunResult:
 def sft(settings: Settings, out: str | Path | None = None, resume: bool = False) -> RunResult:
     """Train on the task's worked answers (`sft.steps`) and write the model.
 
-    Raises the same errors as `train`. If `out` is given, the model is written there as well.
+    Raises the errors of `train`. The model is also written to `out`, if given.
     """
     with joined_in_script(settings, resume) as resumed, Session(settings, resumed) as session:
         session.warm_up()

@@ -35,9 +35,9 @@ def draw_range(total: int, first: int, count: int, seed: int) -> list[int]:
 def shares(weights: Sequence[float], count: int, last_step: int, seed: int) -> np.ndarray:
     """Divide the items of each step among weights.
 
-    By systematic sampling, `count` marks at equal distances, moved a little further every step, are
-    laid over the weights. A step's numbers are off its exact shares by less than one each way, and
-    the errors do not add up over the steps.
+    Systematic sampling: `count` marks at equal distances, moved a little every step, are laid over
+    the weights. A step's numbers are off its exact shares by less than one, and these errors do not
+    add up over the steps.
 
     Returns:
         int64 [last_step, len(weights)], whose rows sum to `count`.
@@ -52,13 +52,10 @@ def shares(weights: Sequence[float], count: int, last_step: int, seed: int) -> n
 
 
 def weighted_draw(weights: np.ndarray, count: int, seed: int) -> list[int]:
-    """Draw different indices one after the other, with probabilities in proportion to weights.
+    """Draw different indices one after the other, with probabilities proportional to weights.
 
-    The method is that of Efraimidis and Spirakis (2006). Where `count` exceeds the number of
-    indices, each is drawn once before any is drawn again.
-
-    Args:
-        weights: float64 [N], positive.
+    The method of Efraimidis and Spirakis (2006), for positive weights float64 [N]. If `count` > N,
+    each index is drawn once before any is drawn again.
     """
     chosen: list[int] = []
     while len(chosen) < count:

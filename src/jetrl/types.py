@@ -1,11 +1,10 @@
 """The records that cross borders between the parts of jetrl.
 
-They are small frozen dataclasses without torch. Token-level fields are in token order; `T` is the
-number of tokens of a packed batch, `S` its number of sequences. Reward and advantage are different
-fields: a reward is a verdict on a completion, an advantage is what the algorithm makes of the
-rewards of a group.
+They are frozen dataclasses without torch. Token-level fields are in token order; `T` is the number
+of tokens of a packed batch, `S` its number of sequences. A reward is a task's verdict on a
+completion; the algorithm computes advantages from the rewards of a group.
 
-A literal example of the life of one answer:
+The life of one answer:
 
     prompt     = Prompt(id="train-17", text="12+7=", answer="19")
     completion = Completion(token_ids=(21, 29, 2), logprobs=(-0.1, -0.7, -0.0),
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 PlainText = Literal["replies", "all", "none"]
-"""In which texts special tokens are encoded as text: replies, all that a task gives, or none."""
+"""Texts in which special tokens are plain text: replies, all texts of a task, or none."""
 FinishReason = Literal["stop", "length", "cancelled"]
 Reply = str | Mapping[str, str]
 """An environment's reply to a turn: plain text for text prompts, a message for chat prompts."""
@@ -39,7 +38,7 @@ class Prompt:
         id: The prompt's name within its task's split.
         text: The plain text for the model; exactly one of `text` and `messages` is given.
         messages: Chat messages (role and content), which go through the tokenizer's chat template.
-        answer: The right answer, for the task's `score` alone.
+        answer: The right answer, only for the task's `score`.
         metadata: More that the task's `score` needs.
         task: The name of the prompt's task if several are mixed, otherwise "".
 
@@ -63,7 +62,7 @@ class Prompt:
 
     @property
     def asked(self) -> str:
-        """The question for people to read: the text, or the content of the last message."""
+        """The text, or the content of the last message."""
         if self.text is not None:
             return self.text
         return str((self.messages or ({},))[-1].get("content", ""))
@@ -71,23 +70,22 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The way completions are drawn.
+    """The settings of sampling.
 
-    Log-probs are those of the full distribution at `temperature`, which the trainer computes too;
-    with top_p below 1 or a top_k the policy gradient is therefore slightly biased.
+    Log-probs are those of the full distribution at `temperature`, as in the trainer, so with top_p
+    below 1 or a top_k the policy gradient is slightly biased.
 
     Attributes:
         n: Completions for each prompt.
-        max_tokens: The most tokens of a completion.
+        max_tokens: Maximum tokens per completion.
         temperature: The divisor of logits, from 1e-20 (float32 has no room for larger quotients) to
             1e20; 0 draws greedily and reports the log-probs of temperature 1.
-        top_p: The probability mass of the most probable tokens that are kept; 1.0 keeps all.
-        top_k: The number of the most probable tokens that are kept; 0 keeps all.
-        stop_token_ids: Tokens that end a completion and belong to the completion.
+        top_p: Keep the most probable tokens up to this mass; 1.0: all.
+        top_k: Keep this many most probable tokens; 0: all.
+        stop_token_ids: Tokens that end a completion and belong to it.
         stop: Strings that end a completion; the text is cut before the string, the tokens stay.
-        seed: With the prompt's tokens and the sample's number it fixes every draw, whatever else is
-            in the batch.
-        ignore_eos: Whether the model's own end-of-sequence ids are left out of stop_token_ids.
+        seed: With the prompt's tokens and the sample's number it fixes every draw, in any batch.
+        ignore_eos: Whether the model's own end-of-sequence ids end no completion.
 
     Raises:
         ValueError: A value is outside its range.
@@ -146,17 +144,16 @@ class Completion:
     """The tokens that the sampler drew for one prompt, with their log-probs.
 
     Attributes:
-        token_ids: The tokens; in a task with turns the environment's replies are among them.
+        token_ids: The tokens, those of an environment's replies included.
         logprobs: The natural-log probability of each token, a float32 value held exactly.
         finish_reason: "stop", "length", or "cancelled" if sampling was cut off.
-        text: The decoded completion without special tokens and stop string; "" when the engine has
-            no tokenizer.
+        text: The decoded completion without special tokens and stop string; "" without a tokenizer.
         environment: The spans [start, end) of token_ids that the environment wrote; their log-probs
             are 0 and they are not trained on.
         turns: The texts of the turns; () if there was no environment.
         failure: The reason why the environment could not answer, which ended the completion.
-        versions: The version of the policy that drew each token, of a completion that was cut off
-            or continued; () of any other.
+        versions: The version of the policy that drew each token, if the completion was cut off or
+            continued, else ().
         unusable_reply: Whether the failure is a reply that could not be given to the model.
         Completion(token_ids=(5, 9, 7, 7, 6), logprobs=(-0.1, -0.2, 0.0, 0.0, -0.3),
                    finish_reason="stop", text="2+3=5.", environment=((2, 4),),
@@ -175,19 +172,17 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """The number of tokens that the model drew."""
+        """The number of tokens without those of an environment."""
         return len(self.token_ids) - sum(end - start for start, end in self.environment)
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A completion that was cut off, with all that continuing it takes.
+    """A completion that was cut off, to be continued.
 
     Attributes:
-        prompt_token_ids: The prompt's tokens.
         key: The key of the completion's random numbers.
-        completion: The tokens so far, with finish_reason "cancelled"; none if sampling had not
-            begun.
+        completion: The tokens so far, perhaps none, with finish_reason "cancelled".
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -200,7 +195,6 @@ class Score:
     """A task's verdict on a completion.
 
     Attributes:
-        reward: The number that is trained on.
         parts: Named components of the reward, for the logs.
     """
 
@@ -213,15 +207,11 @@ class Sample:
     """A scored completion.
 
     Attributes:
-        prompt: The question.
         group: The number of the prompt within the step; the algorithm compares the samples of a
             group with each other.
-        prompt_token_ids: The prompt's tokens.
-        completion: The sampled answer.
-        score: The task's verdict.
-        failure: The reason why the scorer gave no verdict of its own; "" when it did.
+        failure: The reason for a missing verdict of the task, else "".
         readable: The prompt and the completion as a person would write them, to be shown next to
-            them; "" if they are written so already.
+            them; "" for nothing.
     """
 
     prompt: Prompt
@@ -238,9 +228,7 @@ class Example:
     """A worked answer to imitate, as token ids.
 
     Attributes:
-        prompt: The prompt's tokens.
-        completion: The answer's tokens.
-        environment: Spans of the answer that an environment wrote, which are not imitated.
+        environment: Spans of the completion that an environment wrote, which are not imitated.
     """
 
     prompt: Sequence[int]
@@ -252,7 +240,7 @@ STEM_BLOCK = 128  # Tokens: the kernels of attention's backward take so many key
 
 
 def stem_length(prompt_length: int) -> int:
-    """Return how many tokens of a prompt its samples can share: its whole blocks."""
+    """Return the number of tokens of a prompt that its samples can share: its whole blocks."""
     return prompt_length // STEM_BLOCK * STEM_BLOCK
 
 
@@ -263,14 +251,14 @@ class Batch:
     Attributes:
         token_ids: int64 [T].
         cu_seqlens: int64 [S+1], the starts of the sequences, and T.
-        loss_mask: bool [T], True where the token was sampled and its log-prob, given the tokens
-            before it, is trained on; never at a sequence's first token.
+        loss_mask: bool [T], True for sampled tokens whose log-prob, given the tokens before, is
+            trained on; never at a sequence's first token.
         rollout_logprobs: float32 [T], the sampler's; 0 elsewhere.
         advantages: float32 [T]; 0 elsewhere.
         sample_ids: int64 [S], the number of each sequence's sample.
         stem_ids: int64 [S]; sequences of equal number begin with the same tokens, which a forward
             may compute once (`models.packed`). None: each is computed whole.
-        stem_lengths: int64 [S], how many tokens that are, 0 for none. None with stem_ids.
+        stem_lengths: int64 [S], the number of those tokens; None with stem_ids.
         Batch(token_ids=[5, 6, 7, 8, 9], cu_seqlens=[0, 3, 5], loss_mask=[F, F, T, F, T],
               rollout_logprobs=[0, 0, -0.5, 0, -0.1], advantages=[0, 0, 1, 0, -1],
               sample_ids=[4, 0])
@@ -292,7 +280,7 @@ class Batch:
 
     @property
     def num_computed_tokens(self) -> int:
-        """The number of tokens that a forward computes: those of a stem count once."""
+        """The number of tokens that a forward computes: shared ones count once."""
         if self.stem_ids is None or self.stem_lengths is None:
             return self.num_tokens
         lengths = self.stem_lengths.tolist()
@@ -312,7 +300,6 @@ class StepStats:
     Attributes:
         step: The step's number, from 1; 0 for what comes before the first step.
         metrics: Values by the names of docs/metrics.md.
-        samples: The samples of the step.
     """
 
     step: int

@@ -1,20 +1,15 @@
 """Code that jetrl did not write: which files may be imported, and limited child processes.
 
 A recipe may name Python files: a task, a checker, an algorithm. `jetrl train` and `jetrl sft` run
-what their recipe names. Every other command may be pointed at a run or a model that came from
-elsewhere: it imports no file that was not typed on the command line or trusted with --trust-task.
-Each place that imports a user's file calls `check_trusted` first. A program that uses jetrl as a
-library trusts every file.
+them. Other commands may read a run from elsewhere: they import only files typed on the command line
+or trusted with --trust-task. Each import of a user's file calls `check_trusted` first. A program
+that uses jetrl as a library trusts every file.
 
-A score, a chat template or a regular expression from elsewhere can run for years or fill the
-memory, and Python cannot interrupt it. Such code runs in a fresh interpreter (no fork, nothing of
-the program that started it) with a session of its own, which Ctrl-C does not reach. The system's
-timer ends the process; it counts CPU time, so a busy machine changes no verdict, and the process
-does not outlive its parent. The limit on address space is the one that Linux enforces at once,
-without killing anybody else.
-
-Scoring workers (tasks/sandbox) use the start and the limits with a protocol of their own;
-`LimitedProcess` answers one request after the other.
+A score, a chat template or a regular expression can run for years or fill the memory, and Python
+cannot interrupt it. Such code runs in a fresh interpreter with its own session, which Ctrl-C does
+not reach. The system's timer of CPU time ends the process, so a busy machine changes no verdict;
+the limit on address space hurts no other process. Scoring workers (tasks/sandbox) use these limits
+with their own protocol; `LimitedProcess` answers one request after the other.
 """
 
 from __future__ import annotations
@@ -86,9 +81,7 @@ class LimitedProcess:
     def answer(self, request: bytes) -> Any:
         """Return the function's value for a request, which is one line of JSON.
 
-        Raises:
-            LimitError: The function raised an error, took too much time or memory, or returned far
-                more than the request has.
+        Raise `LimitError` for an error, too much time or memory, or a far larger value.
         """
         most = 2**16 + 8 * len(request)
         with self._lock:
@@ -138,7 +131,7 @@ def _read_reply(stream: IO[bytes], most: int) -> dict[str, Any]:
 
 
 def serve(function: Callable[[Any], Any], limit_s: float, memory_mib: int) -> None:
-    """Answer the requests on standard input until it ends: the child's side of `LimitedProcess`."""
+    """Answer requests on standard input: the child's side of `LimitedProcess`."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     limit_memory(memory_mib)
@@ -161,7 +154,7 @@ def _reply(function: Callable[[Any], Any], line: bytes) -> bytes:
 
 
 USERS_ERRORS = (Exception, SystemExit)
-"""What a user's code may raise: its `sys.exit()` would end a run without a word."""
+"""Errors of a user's code; its `sys.exit()` would end a run without a word."""
 
 _trusted: frozenset[Path] | None = None  # None: every file
 
@@ -179,7 +172,7 @@ def trust_only(files: Iterable[str | Path] = ()) -> Iterator[None]:
 
 
 def check_trusted(file: Path) -> None:
-    """Raise `UserError` for a file that a run names and the command was not told to trust."""
+    """Raise `UserError` for a file that the command was not told to trust."""
     if _trusted is not None and file.resolve() not in _trusted:
         raise UserError(
             f"{file} is a Python file that the run's settings name, and this command runs no "

@@ -1,16 +1,15 @@
 """The algorithms by name: each is a record of an advantage estimator, a loss and an aggregation.
 
-    advantages   what is built from the rewards of a step           training/advantages.py
-    loss         what a token contributes, given its advantage   training/objectives.py
-    aggregation  how the tokens of an update are weighted        training/objectives.py
+    advantages   computed from the rewards of a step       training/advantages.py
+    loss         of a token, given its advantage           training/objectives.py
+    aggregation  weights of the tokens of an update        training/objectives.py
 
-Next to them a record holds the settings of `[algorithm]` that the algorithm reads, with its own
-defaults: a setting that is not among them means nothing to it, and giving it is an error. The
-formulas are in docs/algorithms.md. No torch here: the settings are checked against this table.
+A record also holds the settings of `[algorithm]` that the algorithm reads, with its own defaults;
+any other is an error. The formulas are in docs/algorithms.md. No torch here.
 
-A user's algorithm is a loss function in a file (`algorithm.name = "file.py:function"`), which takes
-GRPO's place in `USERS`, or a whole `Algorithm` in a file. Its record is known once the file
-was run, which is not when settings are read: `training/objectives.py` checks the settings then.
+A user's algorithm is a loss function in a file (`algorithm.name = "file.py:function"`), put into
+`USERS`, or a whole `Algorithm` in a file. Reading settings runs no file, so
+`training/objectives.py` checks the settings of such an algorithm.
 """
 
 from __future__ import annotations
@@ -45,18 +44,15 @@ class Algorithm:
     """The pieces of one algorithm, and the settings that it reads.
 
     Attributes:
-        title: The name that people read.
-        paper: The source.
         advantages: group, leave_one_out, global, group_global or gae, or a function of
             (StepRewards, **options).
         loss: clipped_ratio, sequence_ratio, detached_ratio or ratio, or a function of (Tokens,
             **options).
-        aggregation: How the tokens of an update are weighted.
         options: The settings that the algorithm reads, with its defaults; None for a default that
             follows from other settings.
-        kl_estimator: The estimate of the KL if the settings name none.
-        kl_in: The place where the KL counts if the settings do not say.
-        compares_group: Whether a prompt needs two completions at least.
+        kl_estimator: Default of algorithm.kl_estimator.
+        kl_in: Default of algorithm.kl_in.
+        compares_group: Whether a prompt needs at least two completions.
         needs_critic: Whether a value model is needed.
     """
 
@@ -172,18 +168,12 @@ USERS = Algorithm(
     aggregation="token_mean",
     options={**_STD, **_GROUPS},
 )
-"""The record that a loss function in a user's file is put into."""
+"""The record of a loss function in a user's file."""
 
 
 @dataclass(frozen=True)
 class CorrectionBounds:
-    """The levels that a correction has, and its bounds if the settings give none.
-
-    Attributes:
-        levels: The levels that the settings may name; the first is the default.
-        low: The lower bound; None for a correction that has none.
-        high: The upper bound.
-    """
+    """The levels of a correction, default first, and its default bounds (low None: no such)."""
 
     levels: tuple[Level, ...]
     low: float | None
@@ -264,17 +254,17 @@ class AlgorithmSettings(Section):
 
     @property
     def from_file(self) -> bool:
-        """Return whether the algorithm is a user's, whose record is in a file."""
+        """Return whether the algorithm is in a user's file."""
         return self.name.rpartition(":")[0].endswith(".py")
 
     def value(self, key: str, record: Algorithm) -> Any:
-        """Return a setting, or the algorithm's default if the setting is not given, or None."""
+        """Return a setting, or the algorithm's default if it is unset."""
         own = getattr(self, key)
         return record.options.get(key) if own is None else own
 
     @model_validator(mode="after")
     def means_something(self) -> AlgorithmSettings:
-        """Check that the set keys mean something to the algorithm."""
+        """Check that the algorithm reads all keys that are set."""
         problems = [*self._name_problems(), *self._correction_problems()]
         if self.name in ALGORITHMS:
             problems += self.problems(ALGORITHMS[self.name])
@@ -290,7 +280,7 @@ class AlgorithmSettings(Section):
             yield "algorithm.options are for an algorithm.name of the form file.py:function"
 
     def problems(self, record: Algorithm) -> Iterator[str]:
-        """Yield messages about keys that are set and mean nothing to an algorithm."""
+        """Yield messages about keys that are set although an algorithm does not read them."""
         read = record.options
         for key in read:
             if key not in _ALGORITHM_OPTIONS:
@@ -315,7 +305,7 @@ class AlgorithmSettings(Section):
             yield f"algorithm.kl_estimator = k1 in the loss only adds noise; {instead}"
 
     def kl_term(self, record: Algorithm) -> tuple[KlEstimator, KlPlace]:
-        """Return the estimator of the KL that has a weight, and the place where the KL counts."""
+        """Return the estimator of the weighted KL, and its place."""
         kl_in = self.kl_in or record.kl_in
         own = record.kl_estimator if kl_in == record.kl_in else _KL_ESTIMATOR_IN[kl_in]
         return self.kl_estimator or own, kl_in

@@ -1,8 +1,7 @@
 """Settings read and written: TOML recipes and dotted overrides (`train.lr=2e-6`) in, TOML out.
 
-The sections and keys are in `jetrl.settings.sections`. A key that does not exist is an error that
-names the nearest one (also if the key is right and the section is wrong), and every error says
-where the value came from: the recipe and its line, or the override.
+The sections and keys are in `jetrl.settings.sections`. An unknown key is an error that names the
+nearest one, and every error names the recipe and its line, or the override.
 """
 
 from __future__ import annotations
@@ -36,22 +35,20 @@ _NO_TOML = (ValueError, RecursionError)  # also a number of 5,000 digits, or 1,0
 def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings of a TOML recipe and of `key=value` overrides, the last one winning.
 
-    `recipe` is a file or the name of a packaged recipe (`demo`); `run.name` defaults to its name.
     An override's value is read as TOML if the setting is not text (`1e-6`, `true`, `["a"]`),
-    unchanged if it is text, and `none` unsets. `task=NAME` is short for `task.name=NAME`; if
-    it names another task than the recipe, the recipe's [task] section, which was for its own task,
-    is set aside. Likewise an override of model.path takes the place of the recipe's model.config,
-    and of the tokenizer that was for it; a warning says so. Relative paths stay relative to the
+    unchanged if it is text, and `none` unsets. `task=NAME` is short for `task.name=NAME`; another
+    task than the recipe's replaces its whole [task] section. An override of model.path replaces the
+    recipe's model.config and its tokenizer; a warning says so. Relative paths stay relative to the
     working folder.
 
     Args:
-        recipe: A TOML file, or the name of a packaged recipe; None: no recipe.
+        recipe: A TOML file, or the name of a packaged recipe (`demo`), which run.name defaults to;
+            None: no recipe.
         overrides: Settings as `section.key=value`.
 
     Raises:
-        UserError: There is no such recipe, the TOML does not parse, a key is unknown (the message
-            names the nearest), or a value has the wrong type, is out of range, or is at odds with
-            another setting.
+        UserError: There is no such recipe, the TOML does not parse, a key is unknown, or a value
+            has the wrong type, is out of range, or conflicts with another setting.
     """
     tree: dict[str, Any] = {}
     origins: Origins = {}
@@ -73,12 +70,12 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
 
 
 def packaged_recipes() -> list[str]:
-    """Return the names of the recipes that `load_config` takes without a path."""
+    """Return the names of the packaged recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """Return the file of a recipe, given by its path or by the name of a packaged recipe."""
+    """Return the file of a recipe, by its path or by the name of a packaged recipe."""
     path = Path(recipe)
     if path.is_file():
         return path
@@ -94,11 +91,11 @@ def find_recipe(recipe: str | Path) -> Path:
 
 
 Origins = dict[str, str]
-"""Where each setting was read, by dotted key, for messages; "": all of them."""
+"""The origin of each setting for messages, by dotted key; "": of all of them."""
 
 
 def _origin(key: str, origins: Origins) -> str:
-    """Return where a key was read, else its section, else something inside it."""
+    """Return the origin of a key, else of its section, else of something inside it."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):  # a.b.c, a.b, a
         if (prefix := ".".join(parts[:end])) in origins:
@@ -129,7 +126,7 @@ def _read_toml(path: Path, origins: Origins) -> dict[str, Any]:
 
 
 def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Drop what a recipe has for its own task or model, if overrides name another one."""
+    """Drop a recipe's settings for its own task or model if overrides name another one."""
     words = [(key.strip(), text.strip()) for key, _, text in (o.partition("=") for o in overrides)]
     given = {"task.name" if key == "task" else key: text for key, text in words}
     task, model = tree.get("task"), tree.get("model")
@@ -171,7 +168,7 @@ def _apply_override(tree: dict[str, Any], override: str, origins: Origins) -> No
 
 
 def _annotation(key: str) -> Any:
-    """Return the type of the setting of a dotted name, or None for an unknown name."""
+    """Return the type of a setting by its dotted name; None for an unknown name."""
     section, _, name = key.partition(".")
     if section not in Settings.model_fields:
         return None
@@ -180,7 +177,7 @@ def _annotation(key: str) -> Any:
 
 
 def _parse_value(text: str, is_text: bool) -> Any:
-    """Return the value of an override: None for `none`, TOML if it parses, else the text itself."""
+    """Return an override's value: None for `none`, TOML if it parses, else the text itself."""
     text = text.strip()
     if text == "none":
         return None
@@ -210,7 +207,7 @@ def _check_tree(
 
 
 def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
-    """Return a hint for an unknown key: a like name here, or an equal or like one elsewhere."""
+    """Return a hint for an unknown key: a similar name here, or the same or similar elsewhere."""
     here = list(model.model_fields)
     everywhere: dict[str, list[str]] = {}
     for full, *_ in describe():
@@ -228,7 +225,7 @@ def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
 
 
 def _reject_unwritable(full: str, value: Any, origins: Origins) -> None:
-    """Refuse values that TOML has and the settings' JSON has not: dates, NaN and infinity."""
+    """Refuse values of TOML that JSON lacks: dates, NaN and infinity."""
     if isinstance(value, datetime.date | datetime.time):
         raise UserError(f"{_origin(full, origins)}: {full} is a date; write it as text, in quotes")
     if isinstance(value, float) and not math.isfinite(value):
@@ -263,8 +260,7 @@ def _explain(error: ValidationError, origins: Origins) -> str:
 def to_toml(settings: Settings, *, defaults: bool = True) -> str:
     """Return the settings as TOML that `load_config` reads back as equal, without unset keys.
 
-    Args:
-        defaults: Whether settings that nobody gave a value are written, with their defaults.
+    `defaults=False` leaves out settings that nobody gave a value.
     """
     lines: list[str] = []
     tree = settings.model_dump(mode="json", exclude_none=True, exclude_unset=not defaults)
@@ -283,7 +279,7 @@ def to_toml(settings: Settings, *, defaults: bool = True) -> str:
 
 
 def as_override(value: object) -> str:
-    """Return a setting's value in its form after `section.key=` on the command line."""
+    """Return a setting's value as written after `section.key=` on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -292,7 +288,7 @@ def _toml_key(key: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value of a setting as TOML writes it behind `key =`."""
+    """Return a setting's value as written after `key =` in TOML."""
     if isinstance(value, dict):
         inside = ", ".join(f"{_toml_key(str(k))} = {toml_value(v)}" for k, v in value.items())
         return f"{{ {inside} }}" if inside else "{}"
@@ -307,7 +303,7 @@ def toml_value(value: Any) -> str:
 
 
 def describe(model: type[BaseModel] = Settings) -> Iterator[tuple[str, str, str, str]]:
-    """Yield every setting as (dotted key, type, default, description), for help and documents."""
+    """Yield every setting as (dotted key, type, default, description)."""
     for name, section in model.model_fields.items():
         section_model = typing.cast(type[BaseModel], section.annotation)
         for key, setting in section_model.model_fields.items():

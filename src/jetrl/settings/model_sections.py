@@ -1,4 +1,4 @@
-"""The sections of the models beside the policy: `[reference]`, `[critic]` and `[reward]`."""
+"""The sections of other models and of the adapter: [reference], [critic], [reward], [adapter]."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jetrl.settings.section import NonNegativeFloat, Positive, PositiveFloat, Se
 
 
 class ReferenceSettings(Section):
-    """The frozen policy of the KL, which keeps its quantized weights alone."""
+    """The frozen policy of the KL, which keeps only its quantized weights."""
 
     path: str | None = None
     """a Hugging Face model directory or name; unset: the policy as RL begins, if algorithm.kl > 0,
-    or with an adapter the model without it (with a path and kl = 0 the KL is measured alone)"""
+    or with an adapter the model without it (with a path and kl = 0 the KL is only measured)"""
     offload: bool = False
     """kept in CPU memory between its uses"""
 
@@ -51,12 +51,11 @@ class RewardSettings(Section):
 
     @property
     def is_weighed(self) -> bool:
-        """Return whether a reward is anything but the task's score."""
+        """Return whether a reward differs from the task's score."""
         return self.model_path is not None or self.rule != 1
 
     @model_validator(mode="after")
     def has_a_source(self) -> RewardSettings:
-        """Check that a reward has a source with a weight."""
         if not self.rule and not self.model:
             raise ValueError("reward.rule and reward.model are both 0: every reward would be 0")
         if self.model and self.model_path is None:
@@ -97,20 +96,20 @@ class AdapterSettings(Section):
     train_head: bool = False
     """train the whole output head too"""
     noise_start: NonNegativeFloat = 0.0
-    """RL samples and trains with Gaussian noise of this deviation on the weights of norms, after a
-    first part of the run without any (QeRL: 0.01); 0: no noise"""
+    """standard deviation of Gaussian noise on the weights of norms, in sampling and training, after
+    a first part of the run without any (QeRL: 0.01); 0: no noise"""
     noise_end: PositiveFloat = 5e-4
-    """deviation of the noise in the last part of the run"""
+    """standard deviation of the noise in the last part of the run"""
     noise_stages: Positive = 10
-    """parts of the run with noise, whose deviation falls from one to the next"""
+    """number of parts of the run with noise, which falls from one to the next"""
 
     @property
     def trains_more(self) -> bool:
-        """Return whether parameters of the base are trained beside the adapter."""
+        """Return whether parameters of the base are trained in addition to the adapter."""
         return self.train_embeddings or self.train_norms or self.train_head
 
     def base_problems(self, precision: PrecisionSettings) -> Iterator[str]:
-        """Yield messages about a precision that does not agree with the section."""
+        """Yield messages about a precision that conflicts with the section."""
         if precision.base == "nvfp4" and self.kind is None:
             yield "precision.base = nvfp4 is for a model that is not trained: set adapter.kind=lora"
         if precision.preset == "fp32" and self.noise_start:

@@ -31,23 +31,23 @@ class PrecisionSettings(Section):
     lm_head: Literal["bf16", "fp8"] | None = None
     """output projection; unset: the preset's (bf16)"""
     base: BaseFormat | None = None
-    """linears of a frozen base under an adapter: nvfp4 has 4.5 bits per weight and BF16 activations
-    (docs/precision.md); unset: fp8"""
+    """linear layers of a frozen base under an adapter: nvfp4 has 4.5 bits per weight and BF16
+    activations (docs/precision.md); unset: fp8"""
     wgrad_input: Literal["128x128", "1x128"] | None = None
-    """values of X in WGrad that share a scale; 1x128: along tokens; unset: 128x128"""
+    """block of values of X in WGrad with one scale; 1x128: along tokens; unset: 128x128"""
     pinned_sums: bool | None = None
-    """sum in one order whatever the batch, so that bf16 promises equal bits too; unset: if both
+    """sum in one order for any batch, so that bf16 promises equal bits too; unset: only if both
     sides are FP8"""
 
 
 class SamplerDeviationSettings(Section):
-    """The section `[sampler_deviation]`: what the sampler computes otherwise, for comparisons."""
+    """The section `[sampler_deviation]`: differences of the sampler, for comparisons."""
 
     linears: Literal["fp8", "fp8_weights", "fp8_activations", "bf16"] | None = None
     """the sampler's linear layers; fp8_weights: BF16 activations, fp8_activations: BF16 weights;
     unset: the preset's"""
     weights_through_bf16: bool | None = None
-    """the sampler's FP8 weights are made of master weights rounded to BF16; unset: the preset's"""
+    """round master weights to BF16 before the sampler quantizes them to FP8; unset: the preset's"""
     bf16_layers: tuple[NonNegative, ...] | None = None
     """decoder layers, counted from 0, whose linears only the sampler has in BF16"""
     scales: Literal["fp32", "pow2"] | None = None
@@ -55,8 +55,8 @@ class SamplerDeviationSettings(Section):
     kv: KVSetting | None = None
     """the sampler's keys and values; unset: the trainer's"""
     attention_split: WholeBlocks | None = None
-    """keys, a multiple of 64, after which the sampler's attention begins a new sum; unset: the
-    preset's, else the trainer's sums"""
+    """keys per sum of the sampler's attention, a multiple of 64; unset: the preset's, else the
+    trainer's sums"""
     lm_head: Literal["bf16", "fp8"] | None = None
     """the sampler's output projection; unset: the trainer's"""
     logit_noise: NonNegativeFloat | None = None

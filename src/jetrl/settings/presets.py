@@ -1,7 +1,6 @@
 """The precision presets: a name, and the format of the operands of each role.
 
-A new preset is a new line of `PRESETS`, which the setting `precision.preset`, `precision.plan` and
-the command line's --plan read. No pydantic and no torch, so that a command's help is fast.
+A new preset is a new line of `PRESETS`. No pydantic and no torch, so that a command's help is fast.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ PRESETS = {
 }
 DEFAULT_PRESET = "unified"
 
-# What the sampler of a preset computes otherwise than the trainer, as `[sampler_deviation]` has it.
+# Differences of a preset's sampler from the trainer, as keys of `[sampler_deviation]`.
 PRESET_DEVIATIONS: Mapping[str, Mapping[str, Any]] = {
     "alike": {"weights_through_bf16": True, "attention_split": 256},
 }

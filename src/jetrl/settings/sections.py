@@ -3,8 +3,8 @@
 Section names are fixed (docs/settings.md). Defaults are meant for a real model on a GPU; recipes
 set other values.
 
-A section checks its own values; `Settings` checks values that must agree across sections. A message
-names the keys and says which one to change.
+A section checks its own values; `Settings` checks that sections agree. A message names the keys and
+says which one to change.
 """
 
 from __future__ import annotations
@@ -62,14 +62,13 @@ Speculation = Literal["off", "text", "head", "auto"]
 def verified_drafts(
     asked: Speculation | None, exact: bool, device: str, oversample: float
 ) -> Speculation:
-    """Return which drafts a run verifies: those of text where it is faster, where none are asked.
+    """Return which drafts a run verifies; by default those of text, if the run repeats its bits.
 
-    None are by default if the run would not repeat itself. `auto` decides by time how many rows
-    a forward has: on that depend the draws of a plan that promises no bits, and which completions
-    are cut off when more prompts are on their way than a step needs.
+    `auto` sizes forwards by measured times, which changes the draws of an inexact plan, and with
+    oversampling which completions are cut off.
 
     Args:
-        asked: The setting rollout.speculation; None: it is not set, and no draft head is trained.
+        asked: The setting rollout.speculation; None: unset.
         exact: Whether the plan promises that sampler and trainer agree.
         device: "cpu", or a GPU.
     """
@@ -138,20 +137,20 @@ class TaskSettings(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """passed to the task by name"""
     special_tokens_as_text: Literal["replies", "all", "none"] = "replies"
-    """where the name of a special token, such as <|im_end|>, becomes text and no control token:
-    replies of the environment; all: prompts and worked answers too"""
+    """texts in which the name of a special token, such as <|im_end|>, is plain text and not a
+    control token: replies of the environment; all: prompts and worked answers too"""
     max_turns: Positive | None = None
     """maximum turns per completion; unset: the task's own (1 for most)"""
     workers: NonNegative = 2
     """scoring processes; 0: score in this process"""
     timeout_s: PositiveFloat = 10.0
-    """seconds of processor time, or ten times as many by the clock; a score that takes longer is a
-    failure and counts 0"""
+    """seconds of CPU time per score, or ten times as long by the clock; a score that takes longer
+    is a failure and counts 0"""
     max_lost_s: NonNegativeFloat = 120.0
-    """seconds a worker that hanging or crashing scores may cost a step; then the rest of its
+    """seconds per worker that a step may lose to scores that hang or crash; then the rest of its
     completions get no score"""
     memory_mib: NonNegative = 1024
-    """MiB a score may take beyond what its task's imports hold; 0: no limit"""
+    """MiB that a score may take in addition to its task's imports; 0: no limit"""
 
     _options = field_validator("options", mode="before")(without_none)
 
@@ -160,17 +159,17 @@ class DataSettings(Section):
     """The section `[data]`: the order of prompts, and the choice of samples (docs/data.md)."""
 
     order: Literal["shuffle", "pass_rate"] = "shuffle"
-    """pass_rate: prompts that are solved about half of the time come more often"""
+    """pass_rate: draw prompts that are solved about half of the time more often"""
     explore: Mass = 0.1
-    """under pass_rate: least weight of a prompt, where one solved half of the time has 1"""
+    """under pass_rate: minimum weight of a prompt; one solved half of the time has 1"""
     batch: Literal["all", "shuffle_r1"] = "all"
     """shuffle_r1: updates draw the pairs of a group whose advantages differ most"""
     keep_pairs: Mass = 0.5
-    """under shuffle_r1: share of a group's pairs kept"""
+    """under shuffle_r1: fraction of a group's pairs kept"""
 
     @model_validator(mode="after")
     def read_by_something(self) -> DataSettings:
-        """Check that a set key means something to the order and the batch."""
+        """Check that the order or the batch reads each key that is set."""
         readers = {"explore": ("order", "pass_rate"), "keep_pairs": ("batch", "shuffle_r1")}
         for key, (other, reader) in readers.items():
             value, default = getattr(self, key), type(self).model_fields[key].default
@@ -206,8 +205,8 @@ class RolloutSettings(Section):
     max_prefill_tokens: Positive = 8192
     """maximum prompt tokens per forward"""
     keep_every: Positive = 1
-    """steps between files of a step's completions with their log-probs; the first and the last
-    step's are kept in any case"""
+    """steps between files of a step's completions with their log-probs; those of the first and the
+    last step are always kept"""
     oversample: NonNegativeFloat = 0.0
     """extra prompts to sample at once, as a fraction of prompts_per_step: sampling ends when
     prompts_per_step are complete; unfinished ones carry over to the next step"""
@@ -219,7 +218,7 @@ class RolloutSettings(Section):
 
     @property
     def asks_head(self) -> bool:
-        """Return whether a draft head is trained and asked."""
+        """Return whether a draft head is trained and used."""
         return self.speculation in ("head", "auto")
 
 
@@ -298,7 +297,7 @@ class SftSettings(Section):
     until: float | None = None
     """end early once the held-out mean reward reaches this; unset: never"""
     check_every: Positive = 25
-    """updates between looks at sft.until"""
+    """updates between checks of sft.until"""
 
 
 class EvalSettings(Section):
@@ -321,12 +320,12 @@ class EvalSettings(Section):
 
 
 class CheckpointSettings(Section):
-    """The section `[checkpoint]`: the times of checkpoints, and which are kept."""
+    """The section `[checkpoint]`: how often checkpoints are written, and which are kept."""
 
     every: NonNegative = 50
     """steps, or supervised updates, between checkpoints; 0: only the last"""
     keep_last: Positive = 2
-    """older checkpoints are removed"""
+    """number of last checkpoints kept; older ones are removed"""
     keep_best: NonNegative = 0
     """this many with the highest held-out mean (else reward) are kept as well"""
     background: bool = True
@@ -337,10 +336,10 @@ class DistributedSettings(Section):
     """The section `[distributed]`: a run of several processes, which torchrun starts."""
 
     timeout_s: PositiveFloat = 1800.0
-    """seconds that a rank waits for the others, which may still be sampling; then the run ends"""
+    """seconds that a rank waits for others, which may still be sampling, before the run ends"""
     same_bits_down_to: NonNegative = 0
-    """the fewest GPUs whose bits this run is to have: its micro-batches are sized for them; 0: for
-    as many as it has"""
+    """size micro-batches for this many GPUs, so that a run on that many or more has the same bits;
+    0: for the number of this run"""
 
 
 class WatchdogSettings(Section):
@@ -349,11 +348,11 @@ class WatchdogSettings(Section):
     enabled: bool = True
     """end a run that hangs, with hang.txt, exit code 5"""
     factor: Annotated[float, Field(ge=1.0)] = 10.0
-    """times the longest silence of a phase so far that is a hang"""
+    """a silence this many times the longest of its phase so far is a hang"""
     min_s: PositiveFloat = 300.0
-    """seconds of silence that are never a hang"""
+    """a shorter silence, in seconds, is never a hang"""
     first_s: PositiveFloat = 3600.0
-    """seconds that are a hang in a phase that has not ended before"""
+    """seconds of silence that are a hang in a phase that has not ended before"""
 
 
 class ReportSettings(Section):
@@ -447,7 +446,7 @@ class Settings(Section):
             yield "algorithm.calibrate_clip_every needs rollout.oversample = 0"
 
     def algorithm_problems(self, record: Algorithm) -> Iterator[str]:
-        """Yield messages about settings that do not agree with the algorithm of an RL run."""
+        """Yield messages about settings that conflict with an RL run's algorithm."""
         rollout, name = self.rollout, self.algorithm.name
         if rollout.samples_per_prompt == 1 and record.compares_group:
             why = f"{name} compares the completions of one prompt; take at least 2"

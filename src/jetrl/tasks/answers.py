@@ -1,17 +1,15 @@
 r"""Reading the answer that a text gives, and comparing it with the right one.
 
-The answer of a completion is its last marked answer, either `#### 18` or `\boxed{18}`; if nothing
-is marked (and not `strict`), it is the last number of the text. A marked answer without a value is
-wrong. `gold_answer` reads the right answer by the same rules. docs/tasks.md has the table of what
-is removed, compared and refused; the rule is that whatever is removed does not change the value: a
-unit after a number goes; a word before or between numbers, a function, a constant and a second
-value stay, and make the answer wrong.
+A completion's answer is the last one marked by `#### 18` or `\boxed{18}`, else (unless `strict`)
+its last number. A marked answer without a value is wrong. `gold_answer` reads the right answer by
+the same rules. Only what does not change the value is removed (docs/tasks.md): a unit after a
+number goes; a word before or between numbers, a function, a constant and a second value stay, and
+make the answer wrong.
 
-math-verify compares values: numbers by 6 decimals, equations by the solutions that it finds. So it
-takes any two tiny numbers for equal, and any two equations without a solution. Its "yes" is taken
-back if two numbers differ by more than RELATIVE, or two equations differ in their sides and have no
-solution to compare. Its own time limits are off: they use signals, which give wrong answers in
-threads, and the scorer's processes have limits.
+math-verify compares numbers by 6 decimals and equations by the solutions that it finds, so to it
+all tiny numbers are equal, and all equations without a solution. Its "yes" is overruled if two
+numbers differ by more than RELATIVE, or two equations without a solution differ in their sides. Its
+time limits are off: they use signals, which give wrong answers in threads.
 """
 
 from __future__ import annotations
@@ -186,7 +184,7 @@ class Answer:
 
     Attributes:
         text: A plain number such as `-1200.5` or `1/2`, or else LaTeX; "" without a value.
-        scaled: The number's value with the `million` or the like behind it; "" if there is none.
+        scaled: The number times the `million` or the like after it, else "".
     """
 
     text: str
@@ -214,9 +212,8 @@ def final_answer(text: str, strict: bool = False) -> Answer | None:
 def gold_answer(text: str) -> str:
     """Return the answer that a data set's text gives; "" if it cannot be read.
 
-    It is the marked answer, or what follows the last `answer is` or `Answer:`, or the whole text.
-    A number is given as a plain number, a percentage as one with a percent sign, anything else as
-    LaTeX.
+    It is the marked answer, or what follows the last `answer is` or `Answer:`, or the whole text:
+    a plain number, one with a percent sign, or LaTeX.
     """
     answer = final_answer(text, strict=True)
     if answer is None:
@@ -236,7 +233,7 @@ def gold_answer(text: str) -> str:
 
 
 def answer_key(completion: str, strict: bool = False) -> str | None:
-    """Return a completion's answer in one form for equal numbers; None if it gives none."""
+    """Return a completion's answer, equal for equal numbers; None if it gives none."""
     answer = final_answer(completion, strict)
     if answer is None or not answer.text:
         return None
@@ -260,7 +257,7 @@ def is_right(gold: str, answer: Answer) -> bool:
 
 
 def check_math(gold: str, completion: str, strict: bool = False) -> Score:
-    """Return the score of a completion: 1 if its answer has the value of the right one."""
+    """Score a completion: 1 if its answer has the value of the right one."""
     answer = final_answer(completion, strict=strict)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
@@ -269,21 +266,20 @@ def check_math(gold: str, completion: str, strict: bool = False) -> Score:
 
 
 def _fraction(number: str) -> Fraction | None:
-    """Return the value of a plain number; None if it divides by 0."""
+    """Return a plain number's value; None if it divides by 0."""
     above, _, below = number.partition("/")
     divisor = Decimal(below or 1)
     return Fraction(Decimal(above)) / Fraction(divisor) if divisor else None
 
 
 def _hundredth(number: str) -> str:
-    """Return the hundredth of a number, as a plain number or LaTeX."""
     if NUMBER.fullmatch(number) and "/" not in number:
         return format(Decimal(number) / 100, "f")
     return f"\\frac{{{number}}}{{100}}"
 
 
 def _of_line(line: str) -> Answer:
-    """Return the answer that a line behind `####` gives: its first number, if no more follows."""
+    """Read a line after `####`: its first number, if no more follows."""
     line = _undressed(line[: 2 * MAX_LENGTH])
     equation = _EQUATION.match(line)
     number = NUMBER.match(line, equation.end() if equation else 0)
@@ -306,7 +302,7 @@ def _of_box(content: str) -> Answer:
 def _with_what_follows(
     text: str, number: re.Match[str], marked: bool, percent: bool = False
 ) -> Answer:
-    """Return the answer that a number in a text is, with the word or percent sign behind it."""
+    """Return a number in a text as an answer, with the word or percent sign after it."""
     variable = VARIABLE_FOLLOWS.match(text, number.end())
     if variable:
         return Answer(text[number.start() : variable.end()].strip(" $"), marked)
@@ -318,7 +314,7 @@ def _with_what_follows(
 
 
 def _clean(text: str) -> str:
-    """Return a text with one form for equal characters, and without spaces in its numbers."""
+    """Return a text with one form of equal characters and no spaces in numbers."""
     text = text.translate(_CHARACTERS)
     for written, meant in _NOISE:
         text = text.replace(written, meant)
@@ -334,7 +330,7 @@ def _compatible(text: str) -> str:
 
 
 def _held(text: str, boxes: list[re.Match[str]]) -> str:
-    """Return the content of the last box, and of those that are one answer with it."""
+    """Return the content of the last box and of those joined to it."""
     held: list[str] = []
     next_start = 0
     for box in reversed(boxes):
@@ -357,7 +353,7 @@ def _braced(text: str, start: int) -> tuple[str, int]:
 
 
 def _undressed(content: str) -> str:
-    """Return an answer without colors, fonts and spaces that do not change its value."""
+    """Remove colors, fonts and spaces."""
     for pattern, meant in _DRESS:
         content = re.sub(pattern, meant, content)
     content = content.strip(" \n\t$*")
@@ -384,7 +380,7 @@ def _value(content: str) -> str:
 
 
 def _right_side(content: str) -> str:
-    """Return what an equation says that a name is; "" if its sides are different numbers."""
+    """Return the last side of an equation; "" if its sides are different numbers."""
     name, equals, rest = _EQUALS.sub("\0", content).partition("\0")
     in_no_bracket = re.sub(r"\([^()]*\)", "", name)
     if not equals or _ORDER.search(content) or re.search(_SEPARATOR, in_no_bracket):
@@ -415,7 +411,7 @@ def _latex(content: str) -> str:
 
 
 def _upright(words: re.Match[str]) -> str:
-    r"""Return what `\mathrm{...}` and the like stand for: a letter, a number, or words."""
+    r"""Return the letter, number or words of `\mathrm{...}` and the like."""
     word = words[1].strip()
     return word if len(word) == 1 or re.search("[0-9]", word) else rf"\text{{{words[1]}}}"
 
@@ -447,7 +443,7 @@ def _sympy() -> ModuleType:
 
 @functools.cache
 def _latex_config() -> Any:
-    """Return the settings with which math-verify removes no unit: a variable may look like one."""
+    """Return settings of math-verify that keep units: a variable may look like one."""
     config = load_math_verify().LatexExtractionConfig()
     normalization = dataclasses.replace(config.normalization_config, units=False)
     return dataclasses.replace(config, normalization_config=normalization)
@@ -470,10 +466,7 @@ def same_value(gold: str, answer: str) -> bool:
 
 
 def without_doubled_brackets(text: str) -> str:
-    """Return a deeply nested answer with one bracket instead of brackets right around brackets.
-
-    The time that LaTeX takes to be read grows several times over with each bracket in a bracket.
-    """
+    """Remove brackets right around brackets: each makes LaTeX several times slower to read."""
     plain = text.replace(r"\left", "").replace(r"\right", "")
     if not _DEEP.search(plain):
         return text
@@ -488,7 +481,7 @@ def _verify(golds: list[Any], answers: list[Any]) -> bool:
 
 
 def _parse(answer: str) -> list[Any]:
-    """Return what math-verify reads in an answer: [the expression, its text], or less."""
+    """Return what math-verify reads: [the expression, its text], or less."""
     math_verify = load_math_verify()
     config = math_verify.ExprExtractionConfig()
     if not NUMBER.fullmatch(answer):
@@ -509,7 +502,7 @@ def _named_functions(expression: Any) -> Any:
 
 
 def _as_numbers(expression: Any) -> Any:
-    r"""Return the set of numbers that a membership or several inequalities describe."""
+    """Return a membership or several inequalities as the set of their numbers."""
     sympy = _sympy()
     if isinstance(expression, sympy.Eq) and isinstance(expression.rhs, sympy.Set):
         return expression.rhs
@@ -528,7 +521,7 @@ def _inequalities() -> tuple[Any, ...]:
 
 
 def _same_region(gold: Any, answer: Any) -> bool:
-    """Return whether two inequalities of one variable hold for the same numbers: 2 > x, x < 2."""
+    """Return whether two inequalities of one variable agree, such as 2 > x and x < 2."""
     relation = (_sympy().And, *_inequalities())
     if not isinstance(gold, relation) or not isinstance(answer, relation):
         return False
@@ -541,7 +534,7 @@ def _same_region(gold: Any, answer: Any) -> bool:
 
 
 def _differ(gold: Any, answer: Any) -> bool:
-    """Return whether two expressions differ that math-verify takes for equal."""
+    """Return whether two expressions that math-verify calls equal differ."""
     sympy = _sympy()
     ordered = (sympy.Tuple, sympy.MatrixBase, sympy.FiniteSet)
     if isinstance(gold, ordered) and isinstance(answer, ordered):
@@ -556,7 +549,7 @@ def _differ(gold: Any, answer: Any) -> bool:
 
 
 def _parts(collection: Any) -> list[Any]:
-    """Return the members of a tuple, a matrix or a finite set; those of a set by their value."""
+    """Return the members of a tuple, a matrix or a finite set (sorted by value)."""
     sympy = _sympy()
     if isinstance(collection, sympy.MatrixBase):
         return list(collection.flat())
@@ -569,7 +562,7 @@ def _parts(collection: Any) -> list[Any]:
 
 
 def _number(expression: Any) -> Any:
-    """Return the value of an expression without variables; None if it has none."""
+    """Return an expression's value; None if it has variables or none."""
     sympy = _sympy()
     if isinstance(expression, sympy.Eq):
         expression = expression.rhs
@@ -583,7 +576,7 @@ def _number(expression: Any) -> Any:
 
 
 def _equations_differ(gold: Any, answer: Any) -> bool:
-    """Return whether two equations differ, where no solution tells them apart."""
+    """Return whether two equations without a solution differ."""
     sympy = _sympy()
     try:
         solved = sympy.solve(gold, *gold.free_symbols) if gold.free_symbols else []

@@ -1,8 +1,8 @@
 """The base class of tasks: prompts to answer, and a score for each answer.
 
 A task of your own is one class in one Python file: see docs/tasks.md and its example,
-examples/reverse_words.py. Scoring runs in worker processes that import neither torch nor the model,
-so keep torch out of a task file unless its score needs it.
+examples/reverse_words.py. Scoring runs in worker processes without torch, so keep torch out of a
+task file unless its score needs it.
 """
 
 from __future__ import annotations
@@ -26,38 +26,30 @@ from jetrl.untrusted import USERS_ERRORS
 Format = Literal["chat", "text"]
 HeldOutShare = Annotated[float, Field(gt=0, lt=1)]
 LARGEST = 1e15
-"""The largest reward or part of a score, by its absolute value.
-
-Sums and squares of such numbers are finite in float32: a mean or a spread of larger ones is not.
-"""
+"""The largest absolute value of a reward or part: float32 holds sums of such squares."""
 
 
 class ScoreError(UserError):
-    """A task's score is not a finite number.
-
-    The scorer counts the completion as a failure, with reward 0.
-    """
+    """A task's score is not a finite number: the completion counts as a failure, with reward 0."""
 
 
 class Task:
     """A source of prompts, with a score for each completion: subclass it for a task of your own.
 
-    A task must have `prompts` and `score`.
-
-    The options of `[task.options]` become keyword arguments of `__init__`, and `task.path`, where
-    it is given, the keyword argument `path`. The constructor runs once in the main process and once
-    in each scoring worker: keep it cheap, and read data in `prompts`.
+    A task must have `prompts` and `score`. The options of `[task.options]`, and `task.path` as
+    `path` if it is set, become keyword arguments of `__init__`. The constructor runs in the main
+    process and in each scoring worker: keep it cheap, and read data in `prompts`.
 
     Attributes:
         name: The task's name in logs and metrics (`eval/<name>/mean`).
         splits: The names that `prompts` accepts; the first is trained on by default.
         stop: Strings that end a completion; the text handed to `score` is cut before them.
-        alphabet: Every character of prompts and answers, for a tokenizer with one token a
-            character; None if the task is built from free text.
-        max_turns: Largest number of turns of a completion; above 1 if `step` replies.
-        weights: Share of the prompts by `Prompt.task`, for a task built from several; {} else.
-        reading: A sentence for people who see the completions, where they are not written as a
-            person would write them; shown at a run's start and in its report.
+        alphabet: Every character of prompts and answers, for a tokenizer with one token per
+            character; None for free text.
+        max_turns: Maximum turns per completion; above 1 if `step` replies.
+        weights: Fraction of the prompts by `Prompt.task`, for a task built from several, else {}.
+        reading: A sentence that explains completions in an unusual notation; shown at a run's start
+            and in its report.
     """
 
     name: str = ""
@@ -78,24 +70,21 @@ class Task:
     def score(self, prompt: Prompt, completion: str) -> float | Score:
         """Return the reward of one completion, a finite number.
 
-        It is a number from -1e15 to 1e15. A `Score(reward, parts)` has named parts for the logs as
-        well. The completion may be any text, the empty one included. The score must depend on
-        nothing but these arguments: the same completion gets the same score whichever worker sees
-        it.
+        It is a number from -1e15 to 1e15, or a `Score(reward, parts)` with named parts for the
+        logs. The completion may be any text, also an empty one. The score must depend on nothing
+        but these arguments, so that all workers give the same one.
         """
         raise NotImplementedError(f"{type(self).__name__} has no score(prompt, completion)")
 
     def step(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> Reply | None:
         """Return the environment's reply when the model has stopped, or None to end.
 
-        For tasks with `max_turns` above 1. Like `score`, the reply depends on the arguments alone,
-        is made in a process that can be killed, and must be ready for any text. The model sees the
-        reply and is not trained on it.
+        For tasks with `max_turns` above 1. As for `score`, the reply depends only on the arguments,
+        of which the completion may be any text. The model sees the reply and is not trained on it.
 
         Args:
-            prompt: The prompt that the completion answers.
             turns: The turns before this one.
-            completion: The text that the model wrote in this turn, without the stop string.
+            completion: The model's text in this turn, without the stop string.
 
         Returns:
             For a text prompt, a text that follows the turn directly; for a chat prompt, a message
@@ -114,28 +103,22 @@ class Task:
     def demonstration(self, prompt: Prompt) -> str | Sequence[Turn] | None:
         """Return a worked completion of the prompt to imitate in supervised training, if any.
 
-        The completion has no end-of-sequence token. A completion of several turns is a sequence of
-        them, each with the stop string that ends it and the environment's reply.
+        It has no end-of-sequence token. A completion of several turns is a sequence of them, each
+        with the stop string that ends it and the environment's reply.
         """
         return None
 
     def preference(self, prompt: Prompt) -> tuple[str, str] | None:
         """Return two completions of the prompt, the better one first, if the task has such pairs.
 
-        A reward model learns from them (`jetrl sft --task reward`). They have no end-of-sequence
-        token.
+        `jetrl sft --task reward` learns from them. They have no end-of-sequence token.
         """
         return None
 
     def readable(self, prompt: Prompt, completion: str) -> str:
-        """Return a prompt and its completion as a person would write them, on one line.
+        """Return a prompt and its completion (or last turn) as a person would write them.
 
-        It is shown next to both when people look at samples. The default, "", shows nothing: they
-        are written as a person would write them.
-
-        Args:
-            prompt: The prompt that the completion answers.
-            completion: The text that the model wrote; in the last turn, where it has several.
+        This line is shown next to samples; the default, "", shows nothing.
         """
         return ""
 
@@ -143,11 +126,6 @@ class Task:
         """Return what a completion answers, in one form for equal answers; None if it has none.
 
         The most frequent answer of several completions is their majority (maj@k of `jetrl eval`).
-        A task whose completions cannot be compared leaves this as it is.
-
-        Args:
-            prompt: The prompt that the completion answers.
-            completion: The text that the model wrote.
         """
         return None
 
@@ -155,7 +133,7 @@ class Task:
         """Return cases that are scored once at start, as (prompt, completion, expected reward).
 
         An expected reward of None asks only that scoring works. The default is the first prompt of
-        the first split, with its demonstration if the task has one and with an empty completion.
+        the first split, with its demonstration, if any, and with an empty completion.
         """
         prompt = next(iter(self.prompts(self.splits[0])), None)
         if prompt is None:
@@ -181,11 +159,7 @@ class Task:
 
 
 def to_stops(value: object, where: str) -> tuple[str, ...]:
-    """Return stop strings as a tuple.
-
-    Raises:
-        UserError: They are no list of texts, or one is empty; the message begins with `where`.
-    """
+    """Return stop strings as a tuple; raise `UserError` unless they are texts, none empty."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         stops = tuple(value)
         if all(isinstance(stop, str) and stop for stop in stops):
@@ -194,7 +168,7 @@ def to_stops(value: object, where: str) -> tuple[str, ...]:
 
 
 def to_reply(value: object, prompt: Prompt, task: str) -> Reply | None:
-    """Return the value that a task's `step` returned as a reply; raise `ScoreError` for others."""
+    """Return the value of a task's `step` as a reply, or raise `ScoreError`."""
     where = f"task {task}, prompt {prompt.id!r}: step returned {_show(value)}"
     if value is None:
         return None
@@ -210,12 +184,10 @@ def to_reply(value: object, prompt: Prompt, task: str) -> Reply | None:
 
 
 def to_score(value: object, task: str, prompt_id: str) -> Score:
-    """Return the value that a task's `score` returned as a `Score` of finite Python floats.
+    """Return the value of a task's `score` as a `Score` of finite Python floats.
 
-    True and False count as 1 and 0; scalars of NumPy and torch are taken.
-
-    Raises:
-        ScoreError: The value is not a number, NaN, infinite or too large.
+    Booleans and scalars of NumPy and torch count; others, NaN and numbers above LARGEST raise
+    `ScoreError`.
     """
     where = f"task {task}, prompt {prompt_id!r}"
     if isinstance(value, Score):
@@ -252,7 +224,7 @@ def option_key(option: str) -> str:
 
 
 def check_options(known: list[str], options: Mapping[str, Any], task: str) -> None:
-    """Raise `UserError` for an option that a task does not have, with the nearest one."""
+    """Raise `UserError` for an unknown option, with the nearest one."""
     for option in options:
         if option not in known:
             near = nearest(option, known)
@@ -260,7 +232,7 @@ def check_options(known: list[str], options: Mapping[str, Any], task: str) -> No
 
 
 def check_values(task_class: type[Task], options: Mapping[str, Any]) -> None:
-    """Raise `UserError` for an option that has another type or range than the class says."""
+    """Raise `UserError` for an option of a wrong type or range."""
     hints = typing.get_type_hints(task_class.__init__, include_extras=True)
     for option, value in options.items():
         try:

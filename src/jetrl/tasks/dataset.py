@@ -1,13 +1,12 @@
 r"""Prompts from your own data: JSONL, Parquet, or whatever the `datasets` package loads.
 
-A row is an object with fields. The options name the fields of the prompt and of the answer, and a
-checker scores completions:
+Options name the fields of the prompt and of the answer, and the checker of completions:
 
     math                math-verify on the answer that the completion marks, or on its last number
                         (answers.py); `strict` takes marked answers only
     exact               the whole completion, except for spaces around it
     regex               the first group of the last match of `pattern`, except for spaces around it;
-                        if the prompt has no answer, whether there is a match
+                        without an answer, any match is right
     file.py:function    function(prompt, completion) of your file: a number or a Score
 
 The first three give 1 or 0. `math` and `regex` have a part `answered`: 1 if the completion has an
@@ -45,18 +44,18 @@ class Dataset(Task):
     Args:
         path: A folder with `train.jsonl` and `test.jsonl` (or .parquet); one such file; a folder
             that `datasets` saved; or a name that `datasets` loads, such as openai/gsm8k.
-        prompt: The field with the question: a text, or a list of messages with role and content
-            (or the JSON of one).
-        answer: The field with the right answer; a number is taken as its text. "": none.
-        demonstration: The field with a worked completion for supervised training; "": none.
-        chosen: The field with the better of two completions, for a reward model; "": none.
-        rejected: The field with the worse of two completions, for a reward model; "": none.
-        id: The field that names a row; "": its split and number.
-        template: The text of the question, with `{field}` for each field to take from the row;
-            default: the prompt field alone. It cannot take the answer or a completion.
-        strict: Whether the checker math takes marked answers only.
+        prompt: Field of the question: a text, or a list of messages with role and content (or the
+            JSON of one).
+        answer: Field of the right answer, a text or a number; "": none.
+        demonstration: Field of a worked completion for supervised training; "": none.
+        chosen: Field of the better of two completions, for a reward model; "": none.
+        rejected: Field of the worse of two completions; "": none.
+        id: Field that names a row; "": its split and number.
+        template: The question, with `{field}` for fields of the row but not for the answer or a
+            completion; default: only the prompt field.
+        strict: Whether the checker math accepts only marked answers.
         format: "chat" makes a user's message of a text, "text" leaves it plain.
-        test_share: Share of the rows that is held out as `test`, where the data has no splits.
+        test_share: Fraction of the rows held out as `test`, if the data has no splits.
         seed: Seed of the choice of held-out rows.
     """
 
@@ -118,7 +117,7 @@ class Dataset(Task):
         return self._check(prompt, completion)
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
-        """Return the answer that the checker `math` would look at; None of other checkers."""
+        """Return the answer that the checker `math` reads; None for other checkers."""
         return answer_key(completion, self._strict) if self._needs_answer else None
 
     def demonstration(self, prompt: Prompt) -> str | None:
@@ -130,7 +129,6 @@ class Dataset(Task):
         return None if better is None or worse is None else (str(better), str(worse))
 
     def _check_template(self) -> None:
-        """Raise `UserError` for a template that prints the answer or a completion."""
         for field in _FIELD.findall(self.template or ""):
             for role in ("answer", "demonstration", "chosen", "rejected"):
                 if f"{self.fields[role]}.".startswith(f"{field}."):
@@ -140,7 +138,7 @@ class Dataset(Task):
                     )
 
     def _shuffled_split(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
-        """Return a split of data that has no splits: drawn by a seed, in the order of the data."""
+        """Return a split of data without splits: drawn by a seed, in the order of the data."""
         order = list(range(len(rows)))
         random.Random(self.seed).shuffle(order)
         num_test = min(max(1, round(len(rows) * self.test_share)), len(rows) - 1)
@@ -173,7 +171,7 @@ class Dataset(Task):
         return Prompt(id=prompt_id, answer=answer, metadata=dict(row), **content)
 
     def _text(self, row: Row, role: str, where: str) -> str | None:
-        """Return a text field, or a number as its text; None if no field plays the role."""
+        """Return a text field, or a number as its text; None if the role has no field."""
         if not self.fields[role]:
             return None
         value = self._field(row, role, where)
@@ -211,7 +209,7 @@ def _value(row: Row, field: str, where: str, why: str) -> Any:
 
 
 def _paths(row: Row, above: str = "") -> Iterator[str]:
-    """Yield the dotted paths of a row's fields and of their parts."""
+    """Yield the dotted paths of a row's fields and their parts."""
     for key, value in row.items():
         yield f"{above}{key}"
         if isinstance(value, Mapping) and above.count(".") < 5:  # data may nest without end
@@ -219,13 +217,13 @@ def _paths(row: Row, above: str = "") -> Iterator[str]:
 
 
 def _parts(field: str, value: Any) -> str:
-    """Return a hint at the dotted paths into a value that is an object, "" for others."""
+    """Return a hint at the dotted paths into an object, else ""."""
     parts = list(_paths(value, f"{field}."))[:4] if isinstance(value, Mapping) else []
     return f"; a part of it is named {' or '.join(parts)}" if parts else ""
 
 
 def _messages(value: Any, field: str, where: str) -> Any:
-    """Return parsed messages for a text that is the JSON of a list of messages, else the value."""
+    """Parse a text that is the JSON of a list of messages; return other values unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
@@ -258,7 +256,7 @@ Checker = Callable[[Prompt, str], float | Score]
 
 
 def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> Checker:
-    """Return the checker of a name; raise `UserError` if there is none, or for its options."""
+    """Return the checker called `name`."""
     file, colon, function = name.rpartition(":")
     if pattern is not None and name != "regex":
         raise UserError("task.options.pattern: only the checker 'regex' has one")

@@ -26,18 +26,17 @@ _ANNOTATION = re.compile(r"<<[^<>]*>>")
 class Gsm8k(Task):
     r"""Grade-school questions, answered with a number.
 
-    The reward is 1 for the right value and 0 otherwise; the part `answered` is 1 if the
-    completion names a final answer by `####` or `\boxed`.
+    The reward is 1 for the right value, else 0; the part `answered` is 1 if the completion marks an
+    answer by `####` or `\boxed`.
 
     Args:
-        path: A folder with train.jsonl and test.jsonl (or .parquet); one such file, whose rows are
-            the prompts of both splits; or the name of a data set for `datasets` (`openai/gsm8k`).
-            Default: GSM8K itself, which is part of jetrl.
+        path: A folder with train.jsonl and test.jsonl (or .parquet); one such file, for both
+            splits; or a name for `datasets`. Default: GSM8K itself, which is part of jetrl.
         format: "chat" gives messages for the chat template, "text" the plain prompt
             "Question: ...\nAnswer:\n", for base models and models without a template.
         instruction: Text after the question in a chat prompt.
         strict: Whether only `#### 18` and `\boxed{18}` are answers, and not the last number.
-        config: The data set's configuration, for `datasets` names.
+        config: The configuration of a `datasets` name.
     """
 
     name = "gsm8k"
@@ -54,7 +53,7 @@ class Gsm8k(Task):
         self.stop = ("\nQuestion:",) if self.format == "text" else ()
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Return prompts with ids `train-0`, `train-1`, ... and the right number as answer."""
+        """Return prompts with ids `train-0`, ... and the right number as answer."""
         self.check_split(split)
         rows = read_rows(self.path, split, self.config)
         prompts = [self._prompt(f"{split}-{n}", row, where) for n, (row, where) in enumerate(rows)]
@@ -115,10 +114,10 @@ class Source:
     """A held-out set of the hub.
 
     Attributes:
-        answer: The column of the right answer: a value, or of choices the letter or the right text.
+        answer: The column of the right value, or of the right choice's letter or text.
         choices: The column of a list of choices, or the columns of the wrong ones; () for a value.
         config: The data set's configuration; None for its only one.
-        max_tokens: Tokens of a completion that an evaluation leaves room for by default.
+        max_tokens: Maximum tokens per completion of an evaluation, by default.
     """
 
     path: str
@@ -149,7 +148,7 @@ _OTHER_NAMES |= {"gpqa": "gpqa_diamond", "mmlu-pro": "mmlu_pro"}
 
 
 def benchmark_name(name: str) -> str | None:
-    """Return the key of `SOURCES` that a name or a hub id means, None for another name."""
+    """Return the key of `SOURCES` for a name or a hub id; None for other names."""
     lower = name.lower()
     by_path = {source.path.lower(): key for key, source in SOURCES.items()}
     key = _OTHER_NAMES.get(lower, by_path.get(lower, lower))
@@ -160,15 +159,15 @@ def benchmark_name(name: str) -> str | None:
 class Benchmark(Task):
     """A held-out set that people report.
 
-    The reward is 1 for the right value or letter and 0 otherwise; the part `answered` is 1 if
-    the completion marks an answer.
+    The reward is 1 for the right value or letter, else 0; the part `answered` is 1 if the
+    completion marks an answer.
 
     Args:
-        set: A key of `SOURCES`, which the registry gives.
+        set: A key of `SOURCES`.
         path: A local copy: a folder with a file of the split, or `test.jsonl`; or one such file.
             Default: the set's id on the hub.
         format: "chat" gives messages for the chat template, "text" the plain question.
-        seed: The seed of the order of choices, where the data has the right one first.
+        seed: Seed of the order of choices, if the data has the right one first.
     """
 
     splits = ("test",)
@@ -187,7 +186,7 @@ class Benchmark(Task):
         self._path = self.path or self.source.path
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Return the questions of the set, with the right value or letter as answer."""
+        """Return the questions, with the right value or letter as answer."""
         self.check_split(split)
         rows = read_rows(self._path, self._stored_split(), self.source.config)
         prompts = [self._prompt(number, row, where) for number, (row, where) in enumerate(rows)]
@@ -211,7 +210,7 @@ class Benchmark(Task):
         return [(prompt, f"so \\boxed{{{answer}}}", 1.0), (prompt, wrong, 0.0), (prompt, "", 0.0)]
 
     def _stored_split(self) -> str:
-        """Return the split to read: the data set's own, or `test` of a folder that lacks that."""
+        """Return the data set's own split, or `test` for a folder that lacks it."""
         folder = Path(self._path).expanduser()
         stored = self.source.split
         if folder.is_dir() and not any((folder / f"{stored}{end}").is_file() for end in SUFFIXES):
@@ -234,7 +233,7 @@ class Benchmark(Task):
         return Prompt(id=f"{self.name}-{number}", answer=answer, **content)
 
     def _choices(self, number: int, row: Row, right: str, where: str) -> tuple[list[str], str]:
-        """Return the choices in the order of their letters, and the letter of the right one."""
+        """Return the choices in order, and the letter of the right one."""
         columns = [_column(row, name, where) for name in self.source.choices]
         if len(columns) == 1:  # a list, whose right one is named by its letter
             choices = [str(choice) for choice in columns[0]]
@@ -251,7 +250,7 @@ class Benchmark(Task):
 
 
 def chosen_letter(completion: str) -> str | None:
-    r"""Return the letter that a completion chooses: the last `\boxed{B}`, or `answer is B`."""
+    r"""Return the letter of the last `\boxed{B}`, else of the last `answer is B`."""
     for pattern in (_BOX, _SAID):
         letters = pattern.findall(completion)
         if letters:

@@ -1,9 +1,8 @@
 """Any data set of reasoning-gym as a task: `reasoning_gym:chain_sum`.
 
-reasoning-gym makes its questions up: question i of a data set with seed s is drawn from a
-generator seeded with s + i. Two data sets whose seeds are closer than their size therefore share
-questions, so the test split starts far away, at seed + TEST_OFFSET. (Where a data set has few
-possible questions, the same one may still be drawn in both.)
+Question i of a data set with seed s is drawn by a generator seeded with s + i, so the test split
+starts far away, at seed + TEST_OFFSET. (A data set with few possible questions may still draw the
+same one in both.)
 """
 
 from __future__ import annotations
@@ -91,10 +90,7 @@ class ReasoningGym(Task):
         )
 
     def score(self, prompt: Prompt, completion: str) -> Score:
-        """Return the data set's own score.
-
-        With an instruction the part `answered` is 1 if the completion has tags around an answer.
-        """
+        """Return the data set's own score; the part `answered` is 1 if there are answer tags."""
         answer: str | None = completion.strip()
         score_parts = {}
         if self.instruction:
@@ -105,7 +101,7 @@ class ReasoningGym(Task):
         return Score(reward, score_parts)
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """Return the bare answer, in tags with an instruction: there are no worked solutions."""
+        """Return only the answer, in tags with an instruction."""
         if prompt.answer is None:
             return None
         return f"<answer>{prompt.answer}</answer>" if self.instruction else prompt.answer

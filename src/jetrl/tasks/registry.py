@@ -1,4 +1,4 @@
-"""From a task's name in the settings to the task itself.
+"""Tasks by the name in the settings.
 
 get_task("arithmetic", digits=2)              a built-in
 get_task("mix", tasks=[...])                  several tasks, mixed by weight
@@ -39,11 +39,7 @@ OWN = (*_TASKS, Benchmark, ReasoningGym)  # a user's class may have any annotati
 
 
 def build(task_class: type[Task], name: str, options: dict[str, Any]) -> Task:
-    """Return a task of a class, after a check that the class takes these options.
-
-    Raises:
-        UserError: An option is unknown, missing or has a wrong value, or the class raised an error.
-    """
+    """Return a task of a class; raise `UserError` for an unknown, missing or wrong option."""
     parameters = inspect.signature(task_class).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -60,7 +56,7 @@ def build(task_class: type[Task], name: str, options: dict[str, Any]) -> Task:
 
 
 def read_prompts(task: Task, split: str) -> list[Prompt]:
-    """Return all prompts of a split; raise `UserError` for a task that fails to give them."""
+    """Return all prompts of a split; raise `UserError` if the task fails to give them."""
     with naming_errors(f"task {task.label}: prompts({split!r}) raised"):
         items = task.prompts(split)
         prompts = None if items is None else list(items)
@@ -97,14 +93,13 @@ def _asking_own(method: Callable[..., Any]) -> Any:
 class Mix(Task):
     """Several tasks, mixed by weight.
 
-    A step's prompts are shared out by weight, to within one prompt; over the steps the shares are
-    exact. Held-out prompts are taken from the start of each task's split, as many of each.
+    A step's prompts are divided by weight, to within one prompt; over the steps the shares are
+    exact. Held-out prompts come from the start of each task's split, equally many from each.
 
     Args:
-        tasks: A table for each task, with `name` and, where needed, `path` and `options` as in
-            [task]; `weight` (default 1), the task's share of the prompts of a step; `label`, the
-            task's name in metrics (default: the task's own); `system_prompt`, put before the task's
-            chat prompts.
+        tasks: A table per task, with `name`, and `path` and `options` as in [task]; `weight`
+            (default 1), its share of a step's prompts; `label`, its name in metrics (default: the
+            task's own); `system_prompt`, put before its chat prompts.
     """
 
     name = "mix"
@@ -227,7 +222,7 @@ def with_path(options: Mapping[str, Any], path: str | Path | None) -> dict[str, 
 
 
 def build_task(settings: TaskSettings) -> Task:
-    """Return the task that the settings of a run describe; raises `UserError` as `get_task`."""
+    """Return a run's task; raises `UserError` as `get_task` does."""
     return get_task(settings.name, **with_path(settings.options, settings.path))
 
 

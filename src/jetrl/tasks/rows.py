@@ -35,11 +35,7 @@ def check_path(path: str) -> None:
 
 
 def splits_of(path: str) -> list[str] | None:
-    """Return the splits that a folder holds.
-
-    A single file or saved set of rows has no splits: None. The splits of a data set's name are not
-    known without loading it: [].
-    """
+    """Return a folder's splits; None for one file or saved set, [] for a name to be loaded."""
     location = Path(path).expanduser()
     if location.is_file() or (location / "state.json").is_file():
         return None
@@ -52,14 +48,7 @@ def splits_of(path: str) -> list[str] | None:
 
 
 def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tuple[Row, str]]:
-    """Return the rows of a split, each with its position (`data/train.jsonl, line 7`).
-
-    Args:
-        split: The split of a folder or of a name; a single file has none.
-
-    Raises:
-        UserError: A row cannot be read (with file and line), or a package is not installed.
-    """
+    """Return the rows of a split, or of a single file, with their `data/train.jsonl, line 7`."""
     location = Path(path).expanduser()
     if location.is_dir() and any((location / name).is_file() for name in _SAVED):
         return _saved_rows(location, split)
@@ -106,7 +95,7 @@ def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a file; of one that is too long, the beginning."""
+    """Yield the lines of a file, cut at MOST_TEXT + 1 bytes."""
     try:
         with file.open("rb") as lines:
             yield from iter(lambda: lines.readline(MOST_TEXT + 1), b"")
@@ -144,7 +133,7 @@ def _named_rows(name: str, split: str, config: str | None) -> Iterator[tuple[Row
 
 @contextlib.contextmanager
 def _foreign_errors(problem: str) -> Iterator[None]:
-    """Make a `UserError` of any error: those of pyarrow and datasets have no common base."""
+    """Make a `UserError` of any error of pyarrow or datasets."""
     try:
         yield
     except Exception as error:
@@ -152,7 +141,7 @@ def _foreign_errors(problem: str) -> Iterator[None]:
 
 
 def value_at(row: Row, path: str) -> Any:
-    """Return a field of a row, or a part of one by a dotted path; None if the row has none."""
+    """Return a field of a row, or a part of one by a dotted path; None if it is missing."""
     if path in row:
         return row[path]
     value: Any = row

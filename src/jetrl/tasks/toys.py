@@ -28,7 +28,7 @@ NumPrompts = Annotated[int, Field(ge=1, le=10**7)]
 
 
 def only_these(prompts: Sequence[Prompt], file: Path, label: str) -> list[Prompt]:
-    """Return the prompts that a file of JSON lines names by `id`, in their own order."""
+    """Return the prompts whose `id` is in a file of JSON lines, in their own order."""
     chosen: set[str] = set()
     for row, where in read_jsonl(file):
         if not isinstance(row.get("id"), str):
@@ -49,9 +49,8 @@ class MadeUp(Task):
 
     Args:
         mistakes: Fraction of worked answers (`demonstration`) with one wrong digit, drawn again for
-            each call: a careless teacher, whose errors reinforcement then mends.
-        only: A file of JSON lines with an `id` each: train on these prompts only, in their usual
-            order. Unset: all.
+            each call, for reinforcement learning to correct.
+        only: A file of JSON lines with an `id` each: train on only these prompts. Unset: all.
     """
 
     stop = ("\n",)
@@ -81,8 +80,8 @@ class Arithmetic(MadeUp):
     A prompt is `07+25=` and its answer `230`: operands padded with zeros to `digits`, and the
     result to `digits + 1`, lowest digit first, the order in which carries are known. A tiny model
     learns that in minutes; `padded=False` and `reverse=False` give `7+25=` and `32`. Each problem
-    exists exactly once: a seeded shuffle orders them, and the first `test_share` are held out. The
-    reward is 1 for exactly the right digits (spaces around them are ignored) and 0 otherwise.
+    exists once, in a seeded order of which the first `test_share` are held out. The reward is 1 for
+    exactly the right digits, apart from spaces around them, else 0.
 
     Args:
         digits: Digits of an operand; 3 makes a million sums.
@@ -115,7 +114,7 @@ class Arithmetic(MadeUp):
             )
 
     def made_up(self, split: str) -> list[Prompt]:
-        """Return `Prompt(id="7+25", text="07+25=", answer="230")` for each problem of the split."""
+        """Return prompts such as `Prompt(id="7+25", text="07+25=", answer="230")`."""
         problems = [
             (left, sign, right)
             for sign in self.operators
@@ -142,7 +141,7 @@ class Arithmetic(MadeUp):
         return float(completion.strip(" ") == prompt.answer)
 
     def readable(self, prompt: Prompt, completion: str) -> str:
-        """Return a sum with its reversed answer as `20 + 5 = 25`, for `20+05=` and `520`."""
+        """Return `20 + 5 = 25` for `20+05=` and `520`."""
         asked = re.fullmatch(r"(\d+)([-+])(\d+)=", prompt.text or "")
         if not self.reverse or asked is None:
             return ""
@@ -156,7 +155,7 @@ class Arithmetic(MadeUp):
         return answer if teacher.random() >= self.mistakes else self._wrong(answer)
 
     def preference(self, prompt: Prompt) -> tuple[str, str]:
-        """Return the answer, and one with a wrong digit that is drawn again for every call."""
+        """Return the answer, and one with a wrong digit, drawn again for each call."""
         answer = prompt.answer or ""
         return answer, self._wrong(answer)
 
@@ -172,10 +171,10 @@ class Arithmetic(MadeUp):
 
 @dataclass(frozen=True)
 class Slip:
-    """A wrong digit of a careless teacher, from which all later digits are computed.
+    """A careless teacher's wrong digit, from which all later digits are computed.
 
     Attributes:
-        choice: In [0, 1): says what in the step is wrong.
+        choice: In [0, 1): picks the wrong digit of the step.
         shift: 1 to 9, added to the right digit modulo 10.
     """
 
@@ -188,12 +187,11 @@ class Slip:
 class WrittenOut(MadeUp):
     """A task that asks for every step of the work and then the answer, `STEP;STEP;ANSWER`.
 
-    A subclass has `draw`, which makes a prompt, and `solve`, which writes its steps. A step needs
-    only what is near, so a small model learns it from nothing in minutes; a completion is right
-    only if all of hundreds of steps are. The reward is 1 for the right answer, whatever the steps,
-    or with `reward="steps"` the fraction of right steps, the answer being the last. Both are parts
-    of the score. Problem i of a split follows from the seed, the split and i; the test split is
-    drawn first and problems drawn before are left out, so no training problem is held out.
+    A step needs only what is near, so a small model learns it from nothing in minutes; a completion
+    is right only if all of hundreds of steps are. The reward is 1 for the right answer, or with
+    `reward="steps"` the fraction of right steps, the answer being the last. Both are parts of the
+    score. Problem i of a split follows from the seed, the split and i; the test split is drawn
+    first, and training leaves its problems out.
     """
 
     size: NumPrompts = 10_000
@@ -201,7 +199,7 @@ class WrittenOut(MadeUp):
     reward: Literal["answer", "steps"] = "answer"
 
     def check_size(self, num_problems: int) -> None:
-        """Raise `UserError` if the prompts are more than half of all problems of their kind."""
+        """Raise `UserError` for more prompts than half of all problems of their kind."""
         if 2 * (self.size + self.test_size) > num_problems:
             raise UserError(
                 f"task.options.size = {self.size} and test_size = {self.test_size} are more than "
@@ -211,15 +209,14 @@ class WrittenOut(MadeUp):
     num_steps = 0  # of a worked answer
 
     def draw(self, source: random.Random) -> str:
-        """Return the text of a prompt, drawn from a generator."""
+        """Draw the text of a prompt."""
         raise NotImplementedError(f"{type(self).__name__} has no draw(source)")
 
     def solve(self, text: str, slip: Slip | None = None) -> list[str]:
-        """Return the steps of a prompt without their semicolons, and last the answer."""
+        """Return the steps of a prompt, the answer last."""
         raise NotImplementedError(f"{type(self).__name__} has no solve(text)")
 
     def made_up(self, split: str) -> list[Prompt]:
-        """Return the prompts of a split, whose ids are their texts."""
         drawn: set[str] = set()
         test = self._draw("test", self.test_size, drawn)
         texts = test if split == "test" else self._draw("train", self.size, drawn)
@@ -255,7 +252,6 @@ class WrittenOut(MadeUp):
         return ";".join(self.solve(prompt.text or "", slip))
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
-        """Return the answer of a completion, for the majority of several."""
         return completion.strip(" ").rsplit(";", 1)[-1] or None
 
     def self_test(self) -> list[tuple[Prompt, str, float | None]]:
@@ -279,11 +275,11 @@ class Multiplication(WrittenOut):
 
     A step has a register, a colon, and six digits for each digit of the first factor. The register
     holds the digits of the second factor still to come, a comma, and the known digits of the
-    product; each step takes one off its front and puts one on its end. The six digits: that digit
-    of the first factor; the digit of the earlier sum that is added; low and high digit of the
-    product with the register's first digit; low digit and carry of all together. The answer is the
-    last register and the digits of the last sum above it: `,8040`, 408. With n digits a worked
-    answer has n(7n + 3) + 2n + 1 characters: 79 with 3, 489 with 8, 2,109 with 17.
+    product; each step takes one off its front and adds one to its end. The six digits: that digit
+    of the first factor; the digit of the earlier sum to add; low and high digit of the product with
+    the register's first digit; low digit and carry of the total. The answer is the last register
+    and the digits of the last sum above it: `,8040`, 408. With n digits a worked answer has
+    n(7n + 3) + 2n + 1 characters: 79 with 3, 489 with 8, 2,109 with 17.
     """
 
     name = "multiplication"
@@ -337,9 +333,9 @@ class Program(WrittenOut):
 
         02)a+b:3+7=0;b-c:7-1=6;c+5:1+5=6;01)a+b:0+6=6;b-c:6-6=0;c+5:6+5=1;601
 
-    The answer is the last value of each variable. Each assignment can be undone, so one wrong value
-    always makes the answer wrong. With three variables a worked answer has 33 characters per round
-    and 3 more: 69 with 2 rounds, 498 with 15, 2,049 with 62.
+    The answer is the last value of each variable. Assignments can be undone, so one wrong value
+    makes the answer wrong. With three variables a worked answer has 33 characters per round and 3
+    more: 69 with 2 rounds, 498 with 15, 2,049 with 62.
     """
 
     name = "program"
@@ -367,7 +363,7 @@ class Program(WrittenOut):
         return f"{self.rounds:02d}*{first}:{body}="
 
     def _operands(self, letter: str) -> str:
-        """Return what an assignment to a variable may add or take: never itself, never 0."""
+        """Return what an assignment may add or subtract: never the variable itself, never 0."""
         return self.letters.replace(letter, "") + "123456789"
 
     def solve(self, text: str, slip: Slip | None = None) -> list[str]:

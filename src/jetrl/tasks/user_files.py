@@ -1,7 +1,6 @@
 """Classes and functions of a user's Python file, as `my_task.py:MyTask` names them.
 
-A file is run as a module with a name of its own. What it read is kept: a scoring worker that is
-started in the middle of a run runs the same source, whatever has become of the file.
+Sources are kept, so that a scoring worker started later in a run runs the same source.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _fixed: dict[str, bytes] = {}  # sources that are not read from the disk
 
 
 def load_task_class(file: Path, class_name: str) -> type[Task]:
-    """Return a task class of a user's file; raise `UserError` if the file has none of the name."""
+    """Return a task class of a user's file."""
     module = _load_module(file, f"task file {file}")
     cls = getattr(module, class_name, None)
     if cls is None:
@@ -43,7 +42,7 @@ def load_task_class(file: Path, class_name: str) -> type[Task]:
 
 
 def load_function(file: Path, name: str) -> Callable[..., Any]:
-    """Return a function of a user's file; raise `UserError` if the file has none of the name."""
+    """Return a function of a user's file."""
     module = _load_module(file, str(file))
     function = getattr(module, name, None)
     if not callable(function):
@@ -58,12 +57,12 @@ def loaded_sources() -> dict[str, bytes]:
 
 
 def use_sources(sources: Mapping[str, bytes]) -> None:
-    """Read these files from `sources` (bytes by path) from now on, and no more from the disk."""
+    """Read these files from `sources` (bytes by path) from now on, not from the disk."""
     _fixed.update(sources)
 
 
 class _Source(importlib.abc.ExecutionLoader):
-    """A module loader that runs a source which was read before."""
+    """A module loader of a source in memory."""
 
     def __init__(self, file: str, source: bytes) -> None:
         self._file, self._source = file, source
@@ -76,7 +75,7 @@ class _Source(importlib.abc.ExecutionLoader):
 
 
 def _load_module(file: Path, label: str) -> ModuleType:
-    """Run a file as a module of its own, its folder importable as for `python FILE`."""
+    """Run a file as a module, its folder importable as for `python FILE`."""
     check_trusted(file)
     file = file.resolve()
     try:

@@ -1,11 +1,9 @@
-"""A scoring process, from the side that starts it.
+"""A scoring process, from the side that starts it: hands out items, reads replies, explains deaths.
 
-This side hands out items, reads replies, and finds out the cause when the process dies.
-
-The process is a fresh interpreter with a session of its own, so that Ctrl-C does not reach it and
-whatever its task started ends with it. What it prints comes over a pipe, and the last of it is kept
-until the next chunk: when it dies, faulthandler's last traceback is in there. Nothing that it sends
-or prints can block this side, fill its memory or run code here (wire.py).
+The process is a fresh interpreter with its own session, so that Ctrl-C does not reach it and
+whatever its task started ends with it. The end of its output is kept until the next chunk, since
+faulthandler's last traceback is in it. Nothing that it sends or prints can block this side, fill
+its memory or run code here (wire.py).
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ class WorkerProcess:
         return self._process is not None
 
     def start(self) -> None:
-        """Start the process and hand it the task's name; it answers when the task is built."""
+        """Start the process, which answers when its task is built."""
         self.connection, theirs = socket.socketpair()
         self._begun_line, self._chunk = b"", ""
         self._printed = b""
@@ -97,7 +95,7 @@ class WorkerProcess:
         self._send(self.setup)
 
     def assign(self, tickets: list[int], payloads: list[bytes]) -> None:
-        """Give an idle worker its next chunk: the tickets of the items, and the pickled items."""
+        """Give an idle worker its next chunk: tickets and pickled items."""
         self._read_output()
         self._printed = b""
         self.jobs.extend(tickets)
@@ -110,14 +108,11 @@ class WorkerProcess:
 
     @property
     def channels(self) -> list[socket.socket | int]:
-        """The socket of the answers, and the pipe of the output: wait for either."""
+        """The channels of answers and of output."""
         return [self.connection] if self.output is None else [self.connection, self.output]
 
     def receive(self) -> list[tuple[int, WorkerReply]]:
-        """Return the answers that have come in, as (ticket, reply).
-
-        The last reply may be the failure of an item that the process died of or was killed for.
-        """
+        """Return the answers so far as (ticket, reply); the last may be that of a fatal item."""
         replies: list[tuple[int, WorkerReply]] = []
         died = False
         if not self.running:

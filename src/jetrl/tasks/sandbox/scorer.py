@@ -2,12 +2,9 @@
 
 A task's score is other people's code on a model's text: a symbolic comparison that never ends, a
 regular expression that explodes, a segmentation fault in a parser. None of it may stop a run. So
-each worker is a fresh interpreter (no fork, no torch, no re-import of the main program); an item
-that hangs or kills its worker scores 0 with a text that says why, its worker is replaced, and the
-other items continue. Items go out in chunks and replies come back one by one, so the parent knows
-which item a dead worker was at.
-
-Results come in the order of the items and depend on the task alone, not on the number of workers.
+each worker is a fresh interpreter; an item that hangs or kills its worker scores 0 with a text that
+says why, its worker is replaced, and the other items continue. Replies come one by one, so the item
+of a dead worker is known. Results depend only on the task, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -47,8 +44,8 @@ class ScoredText:
     """A completion's score.
 
     Attributes:
-        score: The score that the task gave; a reward of 0 if it gave none.
-        failure: The reason why the task gave no score; "" if it gave one.
+        score: The task's score; a reward of 0 after a failure.
+        failure: The reason for a missing score, else "".
         readable: The prompt and the completion as a person would write them; "" for nothing.
     """
 
@@ -64,7 +61,7 @@ class StepAnswer:
     Attributes:
         ticket: The ticket that `ask` returned.
         reply: The environment's reply; None ends the completion.
-        failure: The reason why the task gave no answer; "" if it gave one.
+        failure: The reason for a missing answer, else "".
     """
 
     ticket: int
@@ -75,22 +72,17 @@ class StepAnswer:
 class Scorer:
     """A task's score and turns, computed in processes that can be killed.
 
-    On start the task's `self_test` cases are scored, so that a checker that does not work is an
-    error then and not a run without reward. A scorer is used from one thread, and as a context
-    manager or with `close()`.
+    On start the task's `self_test` cases are scored, so that a broken checker is an error then, and
+    not a run without reward. Use a scorer from one thread, as a context manager or with `close()`.
 
     Args:
         name: The task's name, as for `get_task`.
         workers: Number of processes; 0 scores in this process, without any protection from a score
-            that hangs or crashes (a way to debug a task: prints and breakpoints work).
-        timeout_s: Seconds of processor time that one score may take. By the clock, waiting
-            included, it may take ten times as long.
-        memory_mib: MiB that one score may take beyond those that a worker has when its task is
-            built; 0: no limit.
-        max_lost_s: Seconds a worker that the scores of one step, with the turns of its rollout, may
-            lose to hangs, crashes and starting workers again. After that, completions without a
-            score get none until the next `begin_step`: a batch of nothing but hanging scores cannot
-            hold a step up for hours.
+            that hangs or crashes (to debug a task: prints and breakpoints work).
+        timeout_s: Seconds of CPU time per score; by the clock, ten times as long.
+        memory_mib: MiB that one score may take beyond those of a worker with its task; 0: no limit.
+        max_lost_s: Seconds per worker that one step may lose to scores and turns that hang or
+            crash. After that, completions without a score get none until the next `begin_step`.
 
     Raises:
         UserError: The task cannot be built, or fails its self-test.
@@ -125,10 +117,7 @@ class Scorer:
 
     @classmethod
     def from_settings(cls, task: TaskSettings) -> Self:
-        """Return the scorer that the settings of a run describe.
-
-        The processes are those of a machine: its ranks divide them, with at least one each.
-        """
+        """Return a run's scorer; a machine's ranks divide its workers, with at least one each."""
         share = world().share_of_machine(task.workers)
         limits = (share, task.timeout_s, task.memory_mib, task.max_lost_s)
         return cls(task.name, task.path, task.options, *limits)
@@ -148,10 +137,7 @@ class Scorer:
             worker.stop(deadline)
 
     def score(self, items: Sequence[tuple[Prompt, str | tuple[Turn, ...]]]) -> list[ScoredText]:
-        """Return the scores of (prompt, completion) pairs, in their order.
-
-        A completion is its text, or its turns if it has some. No completion blocks the others,
-        and at most about `max_lost_s` is lost to scores that hang or crash.
+        """Return the scores of (prompt, completion text or turns) pairs, in their order.
 
         Raises:
             UserError: A prompt cannot be pickled.
@@ -166,17 +152,13 @@ class Scorer:
         return bool(self._workers)
 
     def begin_step(self) -> None:
-        """Begin a step: set the time lost to scores that hang or crash back to zero."""
+        """Reset the time lost to scores that hang or crash."""
         self._given_up = ""
         for worker in self._workers:
             worker.lost_s = 0.0
 
     def begin(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> int:
-        """Begin to score a completion, and return a ticket for `finish`.
-
-        Raises:
-            UserError: The prompt cannot be pickled.
-        """
+        """Begin to score a completion, and return a ticket for `finish`."""
         with self._dropping_on_error():
             return self._submit(Item(prompt, completion))
 
@@ -187,11 +169,7 @@ class Scorer:
                 self._pump(wait_for_one=False)
 
     def finish(self, tickets: Sequence[int]) -> list[ScoredText]:
-        """Wait for the scores of completions that were begun, in the order of their tickets.
-
-        Raises:
-            RunStopped: A worker cannot be started again.
-        """
+        """Wait for the scores of tickets, and return them in order."""
         with self._dropping_on_error():
             while not self._payloads.keys().isdisjoint(tickets):
                 self._pump(wait_for_one=True)
@@ -202,20 +180,13 @@ class Scorer:
         ]
 
     def ask(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> int:
-        """Ask the task for its reply to a turn (`Task.step`), and return a ticket.
-
-        Raises:
-            UserError: The prompt cannot be pickled.
-        """
+        """Ask the task for its reply to a turn (`Task.step`), and return a ticket."""
         ticket = self._submit(Item(prompt, (*turns, Turn(completion)), step=True))
         self._turns.add(ticket)
         return ticket
 
     def answers(self, wait_for_one: bool) -> list[StepAnswer]:
-        """Return the answers that have come; with `wait_for_one`, at least one if any is due.
-
-        A step that hangs or crashes is an answer with a failure, as for a score.
-        """
+        """Return the answers so far; with `wait_for_one`, at least one if any is due."""
         with self._dropping_on_error():
             if self._payloads:
                 self._pump(wait_for_one=False)
@@ -235,7 +206,7 @@ class Scorer:
 
     @contextlib.contextmanager
     def _dropping_on_error(self) -> Iterator[None]:
-        """On Ctrl-C or an error, drop everything: no worker may be left with half a chunk."""
+        """Drop everything on an error or Ctrl-C: no worker may be left with half a chunk."""
         try:
             yield
         except BaseException:
@@ -243,10 +214,7 @@ class Scorer:
             raise
 
     def drop_turns(self) -> None:
-        """Forget the turns without an answer; end the workers that are at one.
-
-        The scores that such a worker had go to another.
-        """
+        """Forget the turns without an answer; end the workers that are at one."""
         self._forget(set(self._turns))
 
     def _forget(self, tickets: set[int]) -> None:
@@ -275,7 +243,7 @@ class Scorer:
         return ticket
 
     def _pump(self, wait_for_one: bool) -> None:
-        """Hand out pending items and take in replies; with `wait_for_one`, wait for one first."""
+        """Hand out pending items and read replies; with `wait_for_one`, wait for one first."""
         pending = self._pending
         # Give each idle worker a chunk.
         for worker in self._workers:

@@ -1,9 +1,7 @@
 """The messages between the scorer and its workers, over their socket.
 
-Down to the worker go pickles: the worker believes who started it. Up come
-lines of JSON and nothing else: a worker runs checkers on text that a model wrote, so what it sends
-is checked like any other input. A line has a largest length and a fixed form; anything else is a
-`WireError`, and the worker that sent it is ended.
+The scorer sends pickles. A worker, which runs checkers on text that a model wrote, sends lines of
+JSON of a limited length and a fixed form; anything else is a `WireError` and ends the worker.
 """
 
 from __future__ import annotations
@@ -34,14 +32,12 @@ class WorkerReply(BaseModel):
     """A worker's answer to one item; its first says by `failure` why it could not start.
 
     Attributes:
-        reward: The completion's reward; 0 for a failure, and for a turn.
-        failure: The reason why there is no score; "" if there is one.
+        reward: 0 for a failure, and for a turn.
+        failure: The reason for a missing score, else "".
         last: Whether the worker ends because memory, files, threads or processes ran out. A fresh
             worker tries the item again, unless this worker was fresh.
-        chunk: The random number that came with the items: a chunk cannot be answered before it was
-            handed out.
+        chunk: The random text that came with the items, so that no chunk is answered in advance.
         step_reply: The environment's reply to a turn; None ends the completion.
-        readable: The prompt and the completion as a person would write them; "" for nothing.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -61,7 +57,7 @@ def reply_line(reply: WorkerReply) -> bytes:
 
 
 def parse_reply(line: bytes) -> WorkerReply:
-    """Return a worker's line as a reply with finite numbers; raise `WireError` for any other."""
+    """Return a worker's line as a reply; raise `WireError` if it is none."""
     try:
         return WorkerReply.model_validate(json.loads(line))
     except ValidationError as error:

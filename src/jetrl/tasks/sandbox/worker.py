@@ -1,19 +1,14 @@
 """The process that scores: builds the task, then scores one completion after the other.
 
-Started by scorer.py with `python -c`, so it inherits nothing and imports neither torch nor the
-program that started it. It speaks over one socket (wire.py): the set-up comes in, and a line says
-whether the task could be built; then lists of (prompt, completion) come in and one line goes out
-for each item, in order. What the task prints goes to a pipe of which the parent keeps the end, to
-read when the process dies.
+It imports neither torch nor the program that started it. Over one socket (wire.py) it receives its
+setup and says whether the task could be built; then it receives lists of items and sends a line per
+item. It ends with its parent, and takes along all that its task has started.
 
-It ends when the parent does, with all that its task has started: a thread waits for the other end
-of the socket to close. A score has a limit of processor time, so that what else the machine does
-changes no verdict; the system's own timer ends the process. A score that waits for something uses
-no processor time: it has CLOCK_FACTOR times as long by the clock, and faulthandler's timer ends it.
-Neither needs the interpreter's lock, so that a hanging C function is stopped as well, and both
-leave behind where the score was. A score that takes too much memory gets a MemoryError from the
-system's limit on the address space. A process in which memory, files, threads or processes ran out
-is not used any more: scores before may have left them behind.
+A score has a limit of CPU time, so a busy machine changes no verdict, and CLOCK_FACTOR times as
+long by the clock, for scores that wait. The system's and faulthandler's timers end the process;
+neither needs the interpreter's lock, so they stop a hanging C function too, and print its place. A
+limit on the address space makes a MemoryError of too much memory. A process in which memory, files,
+threads or processes ran out is not used again: earlier scores may hold them.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ from jetrl.types import Prompt, Turn
 from jetrl.untrusted import USERS_ERRORS, limit_cpu, limit_memory
 
 STDERR = 2
-CLOCK_FACTOR = 10  # seconds by the clock, for each second of processor time that a score may take
+CLOCK_FACTOR = 10  # seconds by the clock per second of CPU time that a score may take
 _NO_MEMORY = ("failed to map segment", "Cannot allocate", "can't allocate memory", "bad_alloc")
 _RAN_OUT = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
@@ -55,10 +50,9 @@ class WorkerSetup:
     """The task that a worker builds, and the limits of each score.
 
     Attributes:
-        name: The task's name, as for `get_task`.
-        timeout_s: Seconds of processor time that a score may take.
-        memory_mib: MiB that a score may take beyond those that the process has when the task is
-            built; 0: no limit.
+        timeout_s: Seconds of CPU time per score.
+        memory_mib: MiB that a score may add to those of the process with its task; 0: no limit.
+        sources: Contents of users' files by path.
     """
 
     name: str
@@ -69,7 +63,7 @@ class WorkerSetup:
 
     @property
     def clock_s(self) -> float:
-        """Return the seconds by the clock that a score may take, waiting included."""
+        """Seconds by the clock per score, waiting included."""
         return CLOCK_FACTOR * self.timeout_s
 
 
@@ -91,7 +85,7 @@ def main(descriptor: int) -> None:
     """Serve the socket `descriptor` until its other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.enable(file=STDERR)
-    # At the end of its processor time the process writes where it is, and dies of the signal.
+    # At the end of its CPU time the process writes where it is, and dies of the signal.
     faulthandler.register(signal.SIGPROF, file=STDERR, chain=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection, process = socket.socket(fileno=descriptor), os.getpid()
@@ -145,14 +139,7 @@ def _score_pickled(task: Task, pickled: bytes, memory_mib: int) -> WorkerReply:
 
 
 def score_safely(task: Task, item: Item, memory_mib: int = 0) -> WorkerReply:
-    """Return the task's score of a completion or reply to a turn; an error becomes a failure.
-
-    If memory, files, threads or processes ran out, the reply is the last one of the process: they
-    may still be held.
-
-    Args:
-        memory_mib: The limit on memory, for the message; 0: none.
-    """
+    """Return the task's score or reply to a turn, or a failure (which names `memory_mib`)."""
     try:
         return _answer(task, item)
     except ScoreError as error:
@@ -213,7 +200,7 @@ def _answer(task: Task, item: Item) -> WorkerReply:
 
 
 def _end_with_parent(descriptor: int) -> None:
-    """Wait until the parent has closed its end of the socket, then kill this process's session."""
+    """Wait until the parent closes its end of the socket, then kill this process's session."""
     poll = select.poll()
     poll.register(descriptor, 0)  # hang-up is reported without being asked for
     poll.poll()
