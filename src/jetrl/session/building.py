@@ -79,8 +79,7 @@ def policy_of_masters(
     """Return the policy of a run's settings with master weights of that run.
 
     Args:
-        alphabet: The alphabet stored with the weights; None: the task is asked if the tokenizer is
-            one of characters, which takes --trust-task for a user's task.
+        alphabet: Stored with the weights; None: a tokenizer of characters asks the task for it.
     """
     if settings.model.tokenizer == CHARACTERS and alphabet is None:
         alphabet = build_task(settings.task).alphabet
@@ -118,12 +117,10 @@ def build_scalar_model(
 def build_reference(
     settings: Settings, policy: Policy, run_path: Path, begun: bool = False
 ) -> Policy | None:
-    """Return the frozen reference of the KL term; None without one.
+    """Return the frozen reference of the KL term; None without one. Every rank calls this function.
 
     It is the model at reference.path, or the policy at the start of RL: for an adapter its base,
-    which shares the policy's weights, else a copy kept in the run directory in FP32, so that a
-    resumed run measures against the same one. It has only quantized weights. Every rank calls this
-    function.
+    which shares the policy's weights, else an FP32 copy in the run directory.
     """
     if settings.reference.path is not None:
         return read_reference(settings, policy)
@@ -141,7 +138,7 @@ def build_reference(
 
 
 def check_kept(settings: Settings, path: Path) -> None:
-    """Raise a UserError where RL has begun and the reference it measured against was not kept."""
+    """Raise a UserError if RL has begun and the reference it measured against was not kept."""
     needed = settings.algorithm.kl and settings.adapter.kind is None and settings.sft.steps
     if needed and settings.reference.path is None and not path.exists():
         raise UserError(
@@ -151,11 +148,7 @@ def check_kept(settings: Settings, path: Path) -> None:
 
 
 def read_reference(settings: Settings, policy: Policy) -> Policy | None:
-    """Return the reference at reference.path, None without one.
-
-    Raises:
-        UserError: It cannot be used, or means other tokens.
-    """
+    """Return the reference at reference.path, None without one."""
     path = settings.reference.path
     if path is None:
         return None
@@ -175,12 +168,8 @@ class Reward:
     """The reward that `[reward]` makes of a task's score and a reward model's.
 
     Args:
-        plan: The policy's plan: under an FP8 plan the reward model scores in FP8.
+        plan: Under an FP8 plan the reward model scores in FP8.
         tokens_at_once: Tokens of one packed forward of the reward model.
-
-    Raises:
-        UserError: The reward model is missing, or has another head, another tokenizer or too short
-            a context.
     """
 
     def __init__(
@@ -209,7 +198,7 @@ class Reward:
 
     @property
     def has_model(self) -> bool:
-        """True where a reward model runs; otherwise only the task's score is weighted."""
+        """True if a reward model runs; otherwise only the task's score is weighted."""
         return self._model is not None
 
     def __call__(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -231,11 +220,7 @@ class Reward:
 
 
 def build_reward(settings: Settings, policy: Policy, tokens_at_once: int) -> Reward | None:
-    """Return the maker of the rewards of [reward]; None if the reward is the task's own score.
-
-    Args:
-        tokens_at_once: The tokens of a reward model's forward.
-    """
+    """Return the maker of the rewards of [reward]; None if the reward is the task's own score."""
     if not settings.reward.is_weighed:
         return None
     plan = policy.plan.without_base
@@ -243,11 +228,7 @@ def build_reward(settings: Settings, policy: Policy, tokens_at_once: int) -> Rew
 
 
 def value_model(settings: Settings, policy: Policy) -> ScalarModel | None:
-    """Return the value model that critic.path names, on the policy's device; None without one.
-
-    Raises:
-        UserError: The value model cannot be used, or means other tokens.
-    """
+    """Return the value model that critic.path names, on the policy's device; None without one."""
     path, plan, device = settings.critic.path, policy.plan.without_base, policy.device
     if path is None:
         return None
@@ -279,9 +260,9 @@ def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
 
 
 def choose_device(name: str) -> str:
-    """Return the device that the setting run.device names: `auto` is a Hopper GPU, else the CPU.
+    """Return the device that run.device names: `auto` is a Hopper GPU, else the CPU.
 
-    The GPU of a rank of several is the one that has the rank's number on its machine.
+    The GPU of a rank of several is the one with the rank's number on its machine.
     """
     if name == "auto":
         hopper_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -292,8 +273,7 @@ def choose_device(name: str) -> str:
 def limit_threads(config: ModelConfig) -> None:
     """Let a small model use one CPU thread, unless OMP_NUM_THREADS is set.
 
-    Its tensors are too small to share, and threads that wait for each other lose most where other
-    programs run too (up to 30 times slower was seen).
+    Threads wait for each other longer than they work, up to 30 times if other programs run too.
     """
     if "OMP_NUM_THREADS" not in os.environ and num_parameters(config) < _SMALL_MODEL:
         torch.set_num_threads(1)

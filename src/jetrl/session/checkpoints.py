@@ -1,21 +1,17 @@
-"""The checkpoints of a run: what they contain, and how a run is resumed from one.
+"""The checkpoints of a run: their contents, and how a run is resumed from one.
 
-Whatever is not a function of (seed, step) and must outlive a crash is registered here by name: its
-`state()` goes into every checkpoint, and comes back through `load_state` when the run is resumed.
-The schema of each state is `States`.
-Tensors go through `register_tensors` in the same way.
+A part of a run whose state must outlive a crash is registered by name: its `state()`, with a schema
+in `States`, goes into every checkpoint and comes back through `load_state`. Tensors go through
+`register_tensors`.
 
-A checkpoint is copied to CPU memory and written by another thread while training continues; at most
-one is being written. A run that is cut before its checkpoint is complete is resumed from the one
-before, and writes the lines since then again with the same bits, so nothing waits for the disk.
-
-In a run of several processes each rank copies and writes the rows that it owns. Every rank calls
-the methods of this module at the same points; what is on the disk is looked at by rank 0, and so is
-what parts keep except for their tensors, which is alike on all ranks.
+A checkpoint is copied to CPU memory and written by another thread while training continues, at most
+one at a time. A run that is cut before its checkpoint is complete resumes from the one before, and
+makes the same bits again. Every rank calls these methods at the same points and writes the rows
+that it owns; rank 0 looks at the disk.
 
     checkpoints/step_000050     after 50 RL steps; step_000000 is the end of the warm-up
-    checkpoints/sft/step_000050 after 50 updates of the warm-up; removed when it has ended
-                                (of a reward model: they stay)
+    checkpoints/sft/step_000050 after 50 updates of the warm-up (removed when it has ended), or of a
+                                reward model
 """
 
 from __future__ import annotations
@@ -64,11 +60,7 @@ class GuardState(Stored):
 
 
 class ClipState(Stored):
-    """The state of the calibration of clip bounds (`training.extras.calibration`).
-
-    Attributes:
-        high: The upper bound of a ratio.
-    """
+    """The state of the calibration of clip bounds (`training.extras.calibration`)."""
 
     steps: Count
     low: Ratio
@@ -97,7 +89,6 @@ class States(Stored):
     """The states of a run's parts, by the name that each part registers.
 
     Attributes:
-        data: The digest of the prompts; none of a version that kept no such digest.
         prompts: The pass rates of prompts, [solved, tried] by prompt id.
     """
 
@@ -113,11 +104,7 @@ class States(Stored):
 
 
 class Extra(Stored):
-    """The contents of `extra` in state.json.
-
-    Attributes:
-        metrics: The metrics of the step; none of a supervised update.
-    """
+    """The contents of `extra` in state.json; a supervised update has no metrics."""
 
     states: States
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -162,10 +149,9 @@ class RunCheckpoints:
     """The checkpoints of a run.
 
     Attributes:
-        good_step: The step of the newest checkpoint that this attempt has loaded or written, if
-            any. A newer one may exist, damaged.
-        ending_s: The seconds that the last checkpoint and the export may take: twice the longest
-            time that writing a checkpoint took; 0 before the first one.
+        good_step: The newest step that this attempt has loaded or written, if any.
+        ending_s: Seconds that the last checkpoint and the export may take: twice the longest time
+            that writing a checkpoint took; 0 before the first one.
     """
 
     def __init__(self, run: RunDirectory, settings: Settings) -> None:
@@ -184,7 +170,7 @@ class RunCheckpoints:
         self._tensors: dict[str, Learner] = {}
 
     def register(self, name: str, part: Stateful) -> None:
-        """Put the state of a part into every checkpoint, under a name of its own."""
+        """Put the state of a part into every checkpoint, under its name."""
         assert name not in self._states, name
         assert name in NAMES, f"{name}: its schema belongs into session/checkpoints.py"
         self._states[name] = part
@@ -217,7 +203,7 @@ class RunCheckpoints:
         """Return the number that `keep_best` compares; None for a step without one."""
         if not self._evaluates:
             return metrics.get("reward/mean")
-        # A run that evaluates compares held-out rewards alone, the mean over tasks.
+        # A run that evaluates compares only held-out rewards, the mean over tasks.
         means = [metrics[n] for n in metrics if n.startswith("eval/") and n.endswith("/mean")]
         return sum(means) / len(means) if means else None
 
@@ -270,27 +256,20 @@ class RunCheckpoints:
                 sync(path)
 
     def check(self) -> None:
-        """Raise the error of the checkpoint that is being written, without waiting for its end.
-
-        Where one rank has met the error already, the others wait for theirs, which is the same.
-        """
+        """Raise the error of the checkpoint in the background; without one, do not wait."""
         # A rank that fails alone would leave the others waiting.
         if agree(_FAILED, self._background.has_failed):
             self._background.wait()
 
     def wait(self) -> None:
-        """Return when the checkpoint that is being written is complete.
-
-        Raises:
-            StorageError: It could not be written.
-        """
+        """Return when the checkpoint that is being written is complete."""
         self._background.wait()
 
     def settle(self, limit_s: float | None = None) -> None:
-        """Wait as `wait` does, where an error has ended the run: a second error is only logged.
+        """Wait as `wait` does after an error has ended the run: a second error is only logged.
 
         Args:
-            limit_s: The most seconds to wait; None: until the checkpoint is complete.
+            limit_s: Seconds to wait at most; None: until the checkpoint is complete.
         """
         try:
             self._background.wait(limit_s)
@@ -299,13 +278,13 @@ class RunCheckpoints:
 
     @property
     def last_step(self) -> int | None:
-        """The step of the newest checkpoint, good or damaged; None if there is none."""
+        """The newest checkpoint's step, be it good or damaged; None without a checkpoint."""
         steps = world().from_first("the checkpoints", self._steps.steps)
         return steps[-1] if steps else None
 
     @property
     def last_path(self) -> Path | None:
-        """The folder of the newest checkpoint, good or damaged; None if there is none."""
+        """The newest checkpoint's folder, be it good or damaged; None without a checkpoint."""
         step = self.last_step
         return None if step is None else self._steps.path(step)
 
@@ -316,11 +295,7 @@ class RunCheckpoints:
         return self.last_step is None and bool(steps)
 
     def start_over(self) -> list[str]:
-        """Forget the lines of a run without a checkpoint, which is begun from its start.
-
-        Raises:
-            UserError: The run has had a checkpoint: its steps are not forgotten with that.
-        """
+        """Forget the lines of a run without a checkpoint, which is begun from its start."""
         changed = self._run.changed_settings
         every, _ = changed.get("checkpoint.every", (self._settings.every, None))
 
@@ -336,14 +311,7 @@ class RunCheckpoints:
         return ["no checkpoint yet: the run begins anew"]
 
     def load(self, trainer: Trainer) -> tuple[int, list[str]]:
-        """Resume from the last good checkpoint, and forget all lines after it.
-
-        Returns:
-            The number of steps done, and notes for the user.
-
-        Raises:
-            UserError: Every checkpoint is damaged, or the checkpoint does not fit the settings.
-        """
+        """Resume from the last good checkpoint, drop later lines; return steps done and notes."""
         path, loaded, notes = self._load(self._steps, trainer.policy, trainer.optimizer, "step")
         for name, owner in self._tensors.items():
             if name in loaded.tensors:

@@ -1,14 +1,12 @@
 """Kernels compiled by child processes while a model's weights are read.
 
-Triton and DeepGEMM compile a kernel when it is first launched, one after the other. When a model is
-opened on a GPU, `compiled_ahead` starts child processes that launch there what a run launches: each
-a part of it, with a policy of the same widths, few layers, a short vocabulary and random weights.
-What they compile goes into the libraries' own caches on disk, and the run finds it there. A kernel
-that is missing is compiled at its launch, so no child's failure matters to the run.
+Triton and DeepGEMM compile a kernel when it is first launched, one after the other. Each child
+process that `compiled_ahead` starts launches a part of a run's kernels, with a policy of the same
+widths, few layers, a short vocabulary and random weights. The run finds the results in the
+libraries' caches on disk, and compiles what is missing itself, so no child need succeed.
 
-A file in Triton's cache, named by a digest of all that decides which kernels there are, says that
-this was done before. It is also the lock: of all ranks and runs on a machine, one starts children
-and the others wait for it.
+A file in Triton's cache, named by a digest of all that decides which kernels exist, says that this
+was done. It is also the lock: one process of a machine starts children, the others wait for it.
 """
 
 from __future__ import annotations

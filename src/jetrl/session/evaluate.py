@@ -27,7 +27,7 @@ class Evaluation:
             by the unbiased estimator of Chen et al. (arXiv 2107.03374).
         response_length: The mean number of tokens of a completion.
         clip_ratio: The share of completions cut off at max_tokens.
-        by_task: The results of each task where several are mixed, by `Prompt.task`; otherwise {}.
+        by_task: The results of each task if several are mixed, by `Prompt.task`; otherwise {}.
         maj_at_k: The share of groups of k completions of a prompt whose most frequent answer (the
             first of several) solves the prompt; {} of a task whose answers cannot be compared.
     """
@@ -125,8 +125,8 @@ def evaluate_model(
     """Evaluate a policy on the prompts of a task's split.
 
     Args:
-        num_prompts: The number of prompts to take from the start of the split; 0 takes all.
-        max_turns: The most turns of a completion; by default the task's own.
+        num_prompts: Prompts to take from the start of the split; 0 takes all.
+        max_turns: Turns per completion at most; None: the task's own.
     """
     encoded = encode_prompts(policy, task, split, num_prompts, system_prompt)
     turns = turns_of(task, max_turns)

@@ -17,12 +17,7 @@ AnyExample = TypeVar("AnyExample", Example, Pair)
 
 
 def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
-    """Return a prompt's worked answer, with its end.
-
-    Raises:
-        UserError: The task has no worked answers, or the model no tokenizer to write them in; the
-            answer is longer than the model's context.
-    """
+    """Return a prompt's worked answer, with its end."""
     answer = task.demonstration(encoded.prompt)
     if answer is None or model.tokenizer is None:
         raise UserError(
@@ -35,12 +30,7 @@ def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
 
 
 def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
-    """Return the task's two completions of a prompt as whole sequences, each with its end.
-
-    Raises:
-        UserError: The task has no pairs, or the model no tokenizer to write them in; a sequence is
-            longer than the model's context.
-    """
+    """Return the task's two completions of a prompt as whole sequences, each with its end."""
     texts = task.preference(encoded.prompt)
     if texts is None or model.tokenizer is None:
         raise UserError(
@@ -64,10 +54,10 @@ def trained_examples(
     model: Model,
     prompts: Sequence[EncodedPrompt],
 ) -> Iterator[AnyExample]:
-    """Make the example of every prompt that is trained on, and raise where one cannot be made.
+    """Make the example of every prompt that is trained on, and raise if one cannot be made.
 
     Args:
-        task: A task like the run's, but not the same object: it may give another example each time.
+        task: Not the run's own object: it may give another example each time.
     """
     for encoded in prompts:
         if task.weights.get(encoded.prompt.task, 1.0) > 0:

@@ -1,8 +1,7 @@
 """The reports of updates and samples that are not finite.
 
-An update or a sample that is not finite is repeated once under observation, which names the first
-operation. The rollouts of its step are kept: with the last checkpoint they are the reproduction,
-which `jetrl replay` runs again. Whether the run continues, its guards decide (training/guard.py).
+They are repeated once under observation, which names the first operation. The rollouts of the step
+are kept for `jetrl replay`. Guards decide whether the run continues (training/guard.py).
 """
 
 from __future__ import annotations
@@ -54,11 +53,7 @@ class NonFiniteReports:
 
     @contextlib.contextmanager
     def sampling(self, step: int) -> Iterator[None]:
-        """Draw completions of a step in the body of the `with`.
-
-        Raises:
-            NonFiniteError: Logits were not finite; the message says where that began.
-        """
+        """Draw completions of a step in the body of the `with`."""
         try:
             yield
         except NonFiniteLogits as error:

@@ -1,7 +1,4 @@
-"""Opening a run: everything it is built from, before anything is written.
-
-A mistake in settings, data or models is found here, while no run directory exists yet.
-"""
+"""Opening a run: mistakes are found here, before a run directory exists."""
 
 from __future__ import annotations
 
@@ -81,12 +78,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """The model and data of a training of any kind.
+    """The model and data of a training of any kind; `loading` says in words how long it took.
 
     Attributes:
         model: Without weights until they are loaded.
         prompts: In the order of their split.
-        loading: How long loading and the exactness proof took, in words.
     """
 
     model: Model
@@ -118,12 +114,7 @@ class CheckedRun(TrainingContext):
 
 @dataclass(frozen=True)
 class RunContext(CheckedRun):
-    """The models and data of a run of reinforcement learning.
-
-    Attributes:
-        reward: None if the reward is the task's own score.
-        draft_head: None without one.
-    """
+    """The models and data of a run of reinforcement learning."""
 
     engine: RolloutEngine
     reward: Reward | None
@@ -148,8 +139,7 @@ def check_run(
 ) -> CheckedRun:
     """Refuse whatever a run can be refused for without its weights.
 
-    A start, `--preflight` and `--dry-run` all call this function first, so that they say the same.
-    Models are made without memory, by the constructors that the run uses.
+    A start, `--preflight` and `--dry-run` call this function first, so that they say the same.
 
     Args:
         resume: None: the run has no run directory.
@@ -189,7 +179,7 @@ def check_run(
     if settings.eval.every or settings.sft.until is not None:
         split, limit = task_settings.eval_split, settings.eval.prompts
         eval_prompts = encode_prompts(policy, task, split, limit, system_prompt)
-    # Evaluation prompts are read by the policy alone; other models read the training prompts.
+    # Evaluation prompts are read by only the policy; other models read the training prompts.
     _check_contexts(settings, config, others, max(len(prompt.token_ids) for prompt in prompts))
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
     load = Workload.of(settings, config, longest, max_turns)
@@ -225,11 +215,7 @@ def check_run(
 def check_pairs(
     settings: Settings, resume: bool | None = None, machine: Machine | None = None
 ) -> RewardContext:
-    """Refuse whatever the training of a reward model can be refused for without its weights.
-
-    Raises:
-        UserError: Settings, data or a model that cannot be used; a task without pairs.
-    """
+    """Refuse whatever the training of a reward model can be refused for without its weights."""
     machine = machine or Machine.here(settings)
     plan, task_settings = PrecisionPlan.from_settings(settings.precision), settings.task
     _check_place(settings, plan, resume, machine.cards)
@@ -259,7 +245,7 @@ def check_pairs(
 def _check_place(
     settings: Settings, plan: PrecisionPlan, resume: bool | None, cards: int | None
 ) -> None:
-    """Check the run directory, unless there is none, and the number of processes."""
+    """Check the number of processes, and the run directory unless `resume` is None."""
     problem = problem_of(settings, cards or world().size)
     if problem:
         raise UserError(problem)
@@ -279,11 +265,7 @@ def _check_place(
 def open_context(
     settings: Settings, stack: contextlib.ExitStack, resume: bool | None = None
 ) -> RunContext:
-    """Check a run, then load its models; the stack closes the scoring processes.
-
-    Raises:
-        UserError: As `check_run`; weights that cannot be used.
-    """
+    """Check a run, then load its models; the stack closes the scoring processes."""
     checked = check_run(settings, stack, resume)
     plan, rollout = checked.model.plan, settings.rollout
     began = time.monotonic()
@@ -319,11 +301,7 @@ def open_context(
 
 
 def open_reward_context(settings: Settings, resume: bool | None = None) -> RewardContext:
-    """Check the training of a reward model, then load its model.
-
-    Raises:
-        UserError: As `check_pairs`; weights that cannot be used.
-    """
+    """Check the training of a reward model, then load its model."""
     checked = check_pairs(settings, resume)
     began = time.monotonic()
     with explained("loading the model", "`jetrl sft --task reward --dry-run` prints what it holds"):

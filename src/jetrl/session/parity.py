@@ -1,9 +1,7 @@
 """The comparison of the policy that samples with the policy that trains, bit by bit.
 
-`measure` samples and compares the sampler's log-probs with the trainer's, token by token.
-`locate` runs one sequence both ways, operation by operation, and names the first that differs.
-`self_check` tests each property that the agreement rests on, on this machine. `check_policy` tests
-the promise for a run's own shapes, and `require_exact` makes it a condition of the run.
+`measure` compares log-probs token by token; `locate` names the first operation that differs.
+`self_check` tests the properties that agreement rests on, `check_policy` a run's own shapes.
 """
 
 from __future__ import annotations
@@ -55,8 +53,7 @@ class ParityResult:
     Attributes:
         different: The number of tokens whose float32 log-probs differ in any bit.
         k3_kl: The K3 estimate of the KL divergence, in nats.
-        first_different: The first sequence with a token that differs, as (prompt ids, completion
-            ids); None if there is none.
+        first_different: The first sequence that differs, as (prompt ids, completion ids).
     """
 
     tokens: int
@@ -84,9 +81,8 @@ def measure(
 
     Args:
         prompts: Token ids of each prompt; None: random ones of mixed lengths.
-        max_tokens: Tokens a completion: the end of sequence is ignored.
-        gradients: True: the trainer's forward keeps what a backward needs; on a GPU other kernels
-            run then.
+        max_tokens: Tokens per completion: the end of sequence is ignored.
+        gradients: True: the trainer runs the kernels of a training step.
     """
     if prompts is None:
         prompts = random_prompts(policy, num_prompts, max_tokens, seed)
@@ -140,7 +136,7 @@ def random_prompts(policy: Policy, count: int, max_tokens: int, seed: int) -> li
     """Return prompts of random tokens, from 1 token to half of the room in the context.
 
     Args:
-        max_tokens: The tokens of a completion, which the context has to hold as well.
+        max_tokens: Tokens per completion, which the context has to hold as well.
     """
     generator = np.random.Generator(np.random.Philox(derive_seed("parity", seed)))
     room = max(2, (policy.config.max_position_embeddings - max_tokens) // 2)
@@ -172,11 +168,7 @@ _PAGE_SIZE = 64  # tokens
 
 @dataclass(frozen=True)
 class Location:
-    """The first operation whose output differs between sampler and trainer.
-
-    Attributes:
-        operation: The name of the operation, such as `layers.3.attention`.
-    """
+    """The first operation, such as `layers.3.attention`, whose output differs."""
 
     operation: str
     position: int
@@ -197,9 +189,8 @@ def locate(
 ) -> Location | None:
     """Run one sequence as sampler and as trainer; return the first operation that differs.
 
-    The sampler's way is prefill of the prompt, then token by token over a paged cache, by the
-    engine's own classes. Outputs are compared in order, the log-probs last. None: no operation
-    differs, so the difference depended on the batch.
+    The sampler's way is prefill, then decode token by token, by the engine's own classes. None: no
+    operation differs, so the difference depended on the batch.
 
     Args:
         temperature: Of the log-probs; 0 is greedy, with the log-probs of 1.
@@ -234,11 +225,7 @@ def locate(
 def located(
     policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
 ) -> str:
-    """Return in words which operation differs first.
-
-    Args:
-        completion: Token ids, at least one.
-    """
+    """Return in words which operation differs first; the completion has at least one token."""
     location = locate(policy, prompt, completion, temperature)
     return str(
         location or "no operation differs when the sequence runs by itself: it depends on the batch"
@@ -299,11 +286,7 @@ _COMPILING = (
 
 @dataclass(frozen=True)
 class Check:
-    """The result of testing one property that exactness rests on.
-
-    Attributes:
-        ok: True if the property holds.
-    """
+    """The result of testing one property that exactness rests on."""
 
     operation: str
     ok: bool
@@ -319,11 +302,7 @@ def require_exact(policy: Policy) -> float | None:
     """Prove an exact plan's promise on this GPU before a run relies on it, by `check_policy`.
 
     Returns:
-        The seconds that the proof took; None on the CPU, whose references are exact by
-        construction, and if the plan promises nothing.
-
-    Raises:
-        MismatchError: The promise is broken; the message names the operations.
+        The seconds that the proof took; None on the CPU, and if the plan promises nothing.
     """
     if not policy.plan.exact or policy.device.type != "cuda":
         return None
@@ -356,9 +335,8 @@ def said_when_slow(what: str = _COMPILING) -> Iterator[None]:
 def check_policy(policy: Policy) -> list[Check]:
     """Test an exact plan's promise on the first two layers of a policy, with its own weights.
 
-    Every linear has to give a row the same bits at any number of rows, and the log-probs of sampled
-    tokens (short and long contexts, large and small batches) have to be those of the training
-    forward, with gradients as in a step.
+    Every linear has to give a row the same bits at any number of rows, and sampled tokens (short
+    and long contexts, large and small batches) the log-probs of a training step's forward.
     """
     small = policy.first_layers(min(2, policy.config.num_layers))
     linears = [m for m in small.decoder.layers[0].modules() if isinstance(m, Linear)]
@@ -399,11 +377,7 @@ def _flow_result(name: str, policy: Policy, result: ParityResult) -> Check:
 
 
 def self_check(device: str | torch.device = "cpu") -> list[Check]:
-    """Test each property that exactness rests on by itself.
-
-    A row's bits do not depend on the batch, and the sampler of a tiny model gives the log-probs of
-    its trainer.
-    """
+    """Test that a row's bits do not depend on the batch, and that sampler and trainer agree."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

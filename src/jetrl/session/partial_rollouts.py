@@ -1,19 +1,15 @@
 """Partial rollouts (rollout.oversample): completions that take more than one step.
 
-More prompts are sampled than a step trains on, sampling ends when enough of them are complete, and
-the others are continued in the next step.
+A step samples more prompts than it trains on, until enough are complete, and trains on the oldest
+complete ones; the others continue in the next step. Their number stays what the first step made it.
+If a resumed run has another rollout.oversample, its first step draws more to fill up, or fewer.
 
-Every step draws prompts_per_step prompts and trains on as many complete ones, the oldest first, so
-the number of waiting prompts stays what the first step made it. Where a resumed run has another
-rollout.oversample, its first step draws more to fill up, or fewer. A completion that took several
-steps was drawn by several policies: `Completion.versions` says which policy drew which token. The
-tokens of the current policy are exactly the trainer's, and checked; the others keep the log-probs
-that they were drawn with, and are off-policy by as many steps.
+`Completion.versions` says which policy drew which token. The tokens of the current policy are
+exactly the trainer's, and checked; the others keep the log-probs that they were drawn with.
 
-In a run of several ranks each rank samples until its own part of prompts_per_step is complete, and
-continues what waited with it. So which completions are cut off does not depend on the speed of a
-rank, and a run is repeated with the same bits on as many ranks, though not on another number. Every
-rank knows the waiting groups of all; a resumed run deals them out to the ranks that it has.
+Each rank samples until its own part is complete, and continues what waited with it. So cut-offs do
+not depend on speed, and a run has the same bits on the same number of ranks. Every rank knows all
+waiting groups; a resumed run deals them out to its ranks.
 """
 
 from __future__ import annotations
@@ -71,8 +67,7 @@ class PartialRollouts:
     """The groups that wait between two steps to be continued; the policy's plan must be exact.
 
     Attributes:
-        on: Whether `sample` samples the step: rollout.oversample is set, or groups still wait from
-            a time when it was set.
+        on: Whether rollout.oversample is set, or groups still wait from a time when it was set.
     """
 
     def __init__(
@@ -110,8 +105,7 @@ class PartialRollouts:
     def start_step(self) -> int:
         """Return how many prompts the step draws next to its own, so that enough groups wait.
 
-        In the first step these are all of the groups that are to wait. Where more groups wait than
-        should, the number is negative: the step begins so many prompts fewer.
+        If more groups wait than should, the number is negative.
         """
         self.on = self._share > 0 or any(self._waiting)
         return sum(self._lacking()) - self._prompts_per_step
@@ -197,7 +191,7 @@ class PartialRollouts:
         """Take the oldest complete groups to train on, and let the others wait.
 
         Returns:
-            The step's prompts of all ranks, and the completions of this rank's share of them.
+            The step's prompts of all ranks, and the completions of this rank's share.
         """
         ranks = world()
         quota = len(ranks.share(range(self._prompts_per_step)))
@@ -218,12 +212,7 @@ class PartialRollouts:
         return [group.state() for group in _in_turn(self._waiting)]
 
     def load_state(self, state: Any) -> None:
-        """Take over the waiting groups of a checkpoint.
-
-        Raises:
-            UserError: The task no longer has one of their prompts, or settings that do not go with
-                partial rollouts.
-        """
+        """Take over the waiting groups of a checkpoint."""
         if state and self._problem:
             raise UserError(
                 "the checkpoint has unfinished completions, of a time when rollout.oversample was "

@@ -1,7 +1,4 @@
-"""A look at a run before it begins: a few prompts with the model's answers, and warnings.
-
-Nothing is written and nothing is trained. The model is as it is before any update.
-"""
+"""A look at a run before it begins: a few prompts with the model's answers, and warnings."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from jetrl.settings.loading import Settings
 from jetrl.types import Sample
 
 PROMPTS = 4
-SAMPLES = 4  # of each prompt, or fewer where the recipe has fewer
+SAMPLES = 4  # of each prompt, or fewer if the recipe has fewer
 
 
 def preflight(settings: Settings) -> tuple[list[Sample], list[str]]:

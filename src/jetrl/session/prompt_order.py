@@ -1,11 +1,9 @@
 """The order in which prompts are drawn: shuffled, mixed by weight, and by measured difficulty.
 
-`shuffle` is a function of (seed, step). `pass_rate` depends on what the policy has solved so far as
-well: a prompt that is always solved, or never, teaches a group comparison nothing, so prompts are
-drawn with a weight of 4 p (1 - p), where p is the prompt's own measured pass rate, and never with
-less than `explore` (they may have become easier or harder since). A prompt that was not tried yet
-has the weight of one solved half of the time. The record of pass rates goes into checkpoints; the
-draws themselves are counted.
+`shuffle` is a function of (seed, step). Under `pass_rate` a prompt is drawn with the weight
+4 p (1 - p), where p is its measured pass rate, and at least `explore`: a prompt that is always
+solved, or never, teaches a group comparison nothing. A prompt that was not tried yet has p = 1/2.
+The record of pass rates goes into checkpoints.
 """
 
 from __future__ import annotations
@@ -54,13 +52,11 @@ class PromptDigest:
 class PromptOrder:
     """The prompts of a split, drawn step by step in the order that `data.order` names.
 
-    The state is {prompt id: [solved, tried]}, older completions counting less; the floats survive
-    JSON bit for bit.
+    The state is {prompt id: [solved, tried]}, older completions counting less.
 
     Args:
         weights: The weights of mixed tasks; a task without one has 1.
-        use: What the prompts are for: `prompts` are those of the loop's steps. Each use has an
-            order of its own, and only the steps draw by pass rate.
+        use: Each use has an order of its own; only `prompts`, those of the steps, go by pass rate.
     """
 
     def __init__(
@@ -111,7 +107,7 @@ class PromptOrder:
         return (solved + PRIOR) / (tried + 2 * PRIOR)
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        """Take in how often the prompts of a step were solved, by the task's own score."""
+        """Count how often the prompts of a step were solved, by the task's own score."""
         if not self._by_pass_rate:
             return
         weighed, threshold = self._settings.reward.is_weighed, self._settings.eval.threshold

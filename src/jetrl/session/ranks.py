@@ -1,12 +1,8 @@
 """The ranks of a run on several GPUs: how they are joined, compared and ended.
 
-The command line joins them around its commands. `jetrl.train`, called in a user's own script, joins
-them itself, and ends the script's processes as the command would. An error that all ranks end with
-is printed once, by rank 0; a rank that fails alone is named.
-
-Each step compares digests of prompts, samples and weights over the ranks. A rank that differs, by a
-fault of a GPU or by a task that gives other prompts each time, ends the run by name. A run of one
-process computes no digest.
+The command line joins them around its commands, `jetrl.train` in a user's script. An error of all
+ranks is printed once, by rank 0; a rank that fails alone is named. Each step compares digests of
+prompts, samples and weights over the ranks, and a rank that differs ends the run.
 """
 
 from __future__ import annotations
@@ -59,9 +55,8 @@ from jetrl.types import Sample
 def joined_in_script(settings: Settings, resume: bool) -> Iterator[bool]:
     """Join the ranks of a run that a script has begun; yield whether the run is resumed.
 
-    Nothing is done if a command has joined them already, or if torchrun started no ranks. No rank
-    of several gets past an error: all end, with its exit code and one message, since the process
-    group is broken by then. A run that torchrun starts again is resumed in any case.
+    Does nothing if a command has joined them, or if torchrun started no ranks. After an error all
+    ranks end, with its exit code and one message. A run that torchrun starts again is resumed.
     """
     if not started_by_torchrun() or world() is not ONE_PROCESS:
         yield resume
@@ -129,11 +124,7 @@ def joined_on(
 
 
 def goes_on(settings: Settings) -> bool:
-    """Return whether torchrun starts the ranks again of a run that it has begun (--max-restarts).
-
-    Raises:
-        Terminated, TimeLimitReached: The run was not lost, but asked to stop: it does not continue.
-    """
+    """Return whether torchrun restarts the ranks of a run that it began (--max-restarts)."""
     # Not by the number of restarts, which machines may count differently.
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
         return False
@@ -227,11 +218,7 @@ _FACTOR = -0x61C8864680B583EB  # odd, as an int64: 2**64 over the golden ratio
 
 
 def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
-    """Check that all ranks have drawn the same prompts for a step.
-
-    Raises:
-        RanksDiffer: They have not.
-    """
+    """Check that all ranks have drawn the same prompts for a step."""
     if world().size == 1:
         return
     what = f"the prompts of step {step}, which a task has to give alike on every rank"
@@ -240,11 +227,7 @@ def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
 
 
 def compare_samples(step: int, samples: Sequence[Sample]) -> None:
-    """Check that all ranks are about to train on the same samples.
-
-    Raises:
-        RanksDiffer: They are not.
-    """
+    """Check that all ranks are about to train on the same samples."""
     if world().size > 1:
         world().same(f"the samples of step {step}", samples_digest(samples))
 
@@ -262,11 +245,7 @@ def samples_digest(samples: Sequence[Sample]) -> str:
 
 
 def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | None = None) -> None:
-    """Check that all ranks read the same quantized weights, and the same undivided master weights.
-
-    Raises:
-        RanksDiffer: They do not; the message names a weight.
-    """
+    """Check that all ranks read the same quantized weights and undivided master weights."""
     if world().size == 1:
         return
     tensors: dict[str, Tensor] = {}

@@ -1,9 +1,8 @@
 """The steps after a run's last checkpoint, run again: `jetrl replay`.
 
-A NaN is reproduced by the run's last checkpoint: every draw is counted, so the steps after it have
-the same bits. They run in a copy of the run (hard links to its checkpoints), which is removed at
-the end. The first value that is not finite ends the replay with the name of the operation that made
-it (session/nonfinite.py). Under another precision preset or device other tokens are drawn.
+They have the same bits, and run in a copy of the run (hard links to its checkpoints) that is
+removed at the end. The first value that is not finite ends the replay with the name of its
+operation. Under another precision preset or device other tokens are drawn.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
     Args:
         path: A run directory, or a folder in its `nonfinite`, which earlier versions wrote.
         preset: A precision preset instead of the run's plan.
-        device: A device instead of the run's.
 
     Returns:
         The last step that was begun, and in words what was not finite, "" if everything is.
@@ -109,7 +107,7 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
 
 
 def _set_plan(checkpoint: Path, plan: Mapping[str, Any]) -> None:
-    """Put another precision plan into a copied checkpoint, which is read under that plan alone."""
+    """Put another precision plan into a copied checkpoint, which is read under only that plan."""
     if problem_of(checkpoint):
         return  # a resume says how it is damaged
     # The manifest has to agree with the changed file.

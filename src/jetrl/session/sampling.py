@@ -1,12 +1,10 @@
 """Sampling and scoring of prompts, for training and for evaluation.
 
-The prompts of a task become token ids (`encode_prompts`), these become completions
-(`sample_prompts`), and each completion is handed to the scoring processes as soon as it is finished
-(`Scoring`), so that scores are computed while other completions are still drawn.
+Prompts become token ids (`encode_prompts`), then completions (`sample_prompts`), each of which is
+scored as soon as it is finished, while others are drawn (`Scoring`).
 
-In a run of several ranks each rank samples and scores its share of the prompts, whole groups, and
-the samples are gathered: what follows sees all of them on every rank. The random keys of sequences
-are made for the whole list of prompts, so no token depends on the number of ranks.
+Each rank samples and scores whole groups; then every rank has all samples. The random keys of
+sequences are made for the whole list of prompts, so no token depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,11 +30,7 @@ from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score, Turn
 
 
 class TaskEnvironment:
-    """The environment that answers turns with a task's `step`, in the scorer's processes.
-
-    Args:
-        prompts: The prompts of one call of `generate`.
-    """
+    """The environment that answers turns of one `generate` with a task's `step`."""
 
     def __init__(self, scorer: Scorer, prompts: Sequence[Prompt], n: int, max_turns: int) -> None:
         self.max_turns = max_turns
@@ -59,11 +53,7 @@ class TaskEnvironment:
 
 
 def turns_of(task: Task, setting: int | None) -> int:
-    """Return the most turns of a completion: the setting `task.max_turns`, or else the task's own.
-
-    Raises:
-        UserError: The setting asks for several turns of a task that has none.
-    """
+    """Return the limit of a completion's turns: task.max_turns, or else the task's own."""
     if setting is not None and setting > 1 and task.max_turns == 1:
         raise UserError(
             f"task.max_turns = {setting}, but task {task.label} has no turns: unset it, or give "
@@ -88,10 +78,6 @@ def encode_prompts(
 
     Args:
         limit: Prompts to take from the start of each mixed task; 0 takes all.
-
-    Raises:
-        UserError: No prompts, bad stop strings, or prompts without room for an answer in the
-            context.
     """
     where = f"task {task.label}, split {split}"
     # A mixture gives each of its tasks the same limit.
@@ -153,8 +139,7 @@ class Scoring:
     def own_samples(self, completions: Sequence[Completion]) -> list[Sample]:
         """Return this rank's completions as scored samples, once the last score has come.
 
-        A completion that its environment broke down at is not scored: the sample has the
-        environment's failure and reward 0.
+        If the environment broke down, the sample has its failure and reward 0.
         """
         # Most were begun while others were drawn; the rest begin now.
         scorable = [i for i, completion in enumerate(completions) if not completion.failure]
@@ -249,11 +234,9 @@ def sample_prompts(
 ) -> list[Completion]:
     """Return `params.n` completions of each prompt that this rank samples, in order.
 
-    A completion ends at `params.stop` and at its prompt's own stop strings; prompts with the same
-    stop strings are sampled together.
+    A completion ends at `params.stop` and at its prompt's own stop strings, and `scoring` is told.
 
     Args:
-        scoring: The prompts, and which this rank samples; is told of each finished completion.
         max_turns: Above 1 the task's `step` answers each turn.
     """
     assert params.n == scoring.each, f"{params.n} completions a prompt, {scoring.each} to be scored"

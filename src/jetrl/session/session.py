@@ -1,12 +1,10 @@
 """The verbs of the loop.
 
-A session opens everything that a run needs (open.py, training_run.py), resumes from the last good
-checkpoint if asked to, and closes it all in any case, with a report. All randomness is counted: the
-prompts of a step and the draws of a completion depend on the seed, the step and the prompt alone,
-so a resumed run continues with the bits of an uncut one.
+A session opens everything that a run needs, resumes from the last good checkpoint if asked to, and
+closes it all with a report. Randomness depends on only the seed, the step and the prompt, so a
+resumed run continues with the bits of an uncut one.
 
-Each verb of a step takes the step's record and returns one in which more is filled in (step.py);
-between steps a session keeps that of the last whole step, which a stopped run saves.
+Each verb of a step takes the step's record and returns one in which more is filled in (step.py).
 """
 
 from __future__ import annotations
@@ -63,11 +61,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run.
+    """The end of a run; a path is None if nothing was written there.
 
     Attributes:
-        report_path: The report, None if reports are off.
-        checkpoint_path: The last checkpoint, None if none was written.
         stopped: Why the run ended before its last step, "" if it did not.
     """
 
@@ -182,10 +178,7 @@ class Session:
             checkpoints.register("clip", self._trainer.calibration)
 
     def warm_up(self) -> None:
-        """Train on the task's worked answers, if the settings ask for it, and make the RL trainer.
-
-        A resumed run continues in the middle of the updates, or has them behind it.
-        """
+        """Train on the task's worked answers if sft.steps asks for it, and make the RL trainer."""
         if self._trainer is not None:
             return
         settings, context = self.settings, self.context
@@ -240,9 +233,7 @@ class Session:
     def sample(self, step: Step) -> Step:
         """Draw samples_per_prompt completions of each prompt, with their log-probs.
 
-        Each completion begins to be scored when it is finished, while others are drawn. With
-        partial rollouts the completions are those that are complete, of this step's prompts and of
-        earlier ones, and they are scored later.
+        With partial rollouts they are the complete ones, of this step and of earlier ones.
         """
         context, partial_rollouts, number = self.context, self._partial_rollouts, step.number
         prompts, params = step.prompts, rollout_params(self.settings, number, step.round)
@@ -307,10 +298,7 @@ class Session:
         return replace(step, samples=samples, drawn_samples=samples)
 
     def sample_dynamically(self, step: Step) -> Step:
-        """Replace groups whose rewards are all equal, if the algorithm uses dynamic sampling.
-
-        More prompts are drawn, sampled and scored in further rounds.
-        """
+        """Replace groups of equal rewards, in further rounds, under dynamic sampling."""
         if not self.context.objective.dynamic_sampling:
             return step
 

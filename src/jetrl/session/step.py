@@ -1,10 +1,9 @@
 """A training step: its record, its sampling parameters, dynamic sampling, and its metrics.
 
 Dynamic sampling draws more prompts instead of groups that teach nothing: a group whose completions
-all have the same reward has no advantage and no gradient (Yu et al. 2025, "DAPO", eq. 11).
+all have the same reward has no gradient (Yu et al. 2025, "DAPO", eq. 11).
 
-The metrics are those of a step that do not come from the trainer, with notes on unusual ones. Their
-names and meanings are in docs/metrics.md.
+The metrics are those that do not come from the trainer; docs/metrics.md lists all.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class Step:
         number: From 1; 0 stands for the model before the first step.
         round: The round of sampling, from 1; after dynamic sampling, the number of rounds.
         completions: Of the round, `rollout.samples_per_prompt` per prompt.
-        scoring: The scores, begun while other completions are sampled; None before sampling.
         rollout_tokens: Tokens sampled in all rounds.
     """
 
@@ -60,11 +58,7 @@ class Step:
 
 
 def rollout_params(settings: Settings, step: int, round: int = 1) -> SamplingParams:
-    """Return how the completions of a step are drawn.
-
-    Args:
-        round: The round of dynamic sampling, 1 for the step's own prompts.
-    """
+    """Return how a step's completions are drawn; rounds of dynamic sampling count from 1."""
     rollout = settings.rollout
     # Each round of dynamic sampling has draws of its own.
     later_round = [round] if round > 1 else []
@@ -100,8 +94,8 @@ def refill(
 ) -> tuple[list[Sample], list[Sample], dict[str, int]]:
     """Draw prompts until enough groups have rewards that differ.
 
-    Each round draws as many prompts as should bring the missing groups, by the fraction of groups
-    so far that taught something, and at most `num_groups`.
+    Each round draws as many prompts as should bring the missing groups, by the share of groups that
+    taught something so far, and at most `num_groups`.
 
     Args:
         at_least: The groups that a step needs; if fewer teach something, others fill up.
@@ -150,8 +144,7 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     """Return the rewards and lengths of a step's samples.
 
     Args:
-        compares_group: Whether the algorithm compares a prompt's completions; else groups of equal
-            rewards are not counted.
+        compares_group: Whether groups of equal rewards are counted: they teach nothing.
     """
     completions = [sample.completion for sample in samples]
     rewards = np.array([sample.score.reward for sample in samples])
@@ -188,11 +181,7 @@ def _mean(values: Iterable[float]) -> float:
 def throughput_metrics(
     timings: Mapping[str, float], samples: Sequence[Sample], rollout_tokens: int
 ) -> dict[str, float]:
-    """Return the times and speeds of a step whose rollout, reward and update are done.
-
-    Args:
-        rollout_tokens: The number of tokens that were drawn.
-    """
+    """Return the times and speeds of a step whose rollout, reward and update are done."""
     # Prompt tokens pass through the trainer as well.
     num_trained = sum(len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples)
     return {
@@ -203,10 +192,10 @@ def throughput_metrics(
 
 
 def speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float]:
-    """Return the worth of the drafts that this rank and the others verified, {} without drafts.
+    """Return the worth of the drafts that all ranks verified, {} without drafts.
 
     Args:
-        speculated: The counts of this rank's sampling; None where it verified no drafts.
+        speculated: The counts of this rank's sampling; None without drafts.
     """
     counts = [c for c in world().gather("counts of drafts", speculated) if c is not None]
     if not counts:
@@ -271,7 +260,7 @@ class StepNotes:
         """Note what was unusual about a step's sampling and updates; return counts as metrics.
 
         Args:
-            metrics: The metrics of its samples and updates, without times.
+            metrics: Those of its samples and updates, without times.
         """
         # The rules look at metrics alone, so a resumed run gives the same warnings.
         anomalies = self._anomalies.see(metrics)

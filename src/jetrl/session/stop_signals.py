@@ -1,7 +1,5 @@
 """Requests to stop a run: Ctrl-C, SIGTERM and the time limit.
 
-The run decides after every step.
-
 | | during sampling and scoring of a step | else |
 | --- | --- | --- |
 | Ctrl-C | the step is finished | the step is finished |
@@ -10,11 +8,8 @@ The run decides after every step.
 
 [1] With partial rollouts (rollout.oversample) something has: the step is finished.
 
-In a run of several ranks all stop after the same step, whichever rank the signal came to. A rank
-that gives a step up waits for the others, which have had the signal as well or finish their part.
-
-Then the checkpoint and the report are written. A run that is left at once leaves the last
-checkpoint as it was: that is complete, or has another name.
+All ranks stop after the same step, whichever rank the signal came to. Then the checkpoint and the
+report are written. A run that is left at once leaves the last checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -82,8 +77,6 @@ class StopSignals:
     def check_time(self, step_s: float, ending_s: float) -> None:
         """Ask to stop if another step, and the last checkpoint and export, would not end in time.
 
-        The next step is assumed to take as long as the longest of the last ones.
-
         Args:
             ending_s: Seconds of the last checkpoint and the export; 0: unknown.
         """
@@ -105,7 +98,7 @@ class StopSignals:
         """Let SIGTERM cut the body of the `with`, by StepGivenUp.
 
         Args:
-            possible: False if the work must be finished: partial rollouts stay for the next step.
+            possible: False if the work must be finished.
         """
         # The handler raises only here, where nothing has changed yet.
         self._may_give_up = possible

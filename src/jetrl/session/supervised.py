@@ -1,11 +1,8 @@
 """Supervised updates: the warm-up before the first step, and the training of a reward model.
 
-Both draw examples, make an update of them, write its line and its checkpoint, and look at held-out
-data now and then. What differs is the trainer, its examples and the held-out value.
-
-A reward model (`jetrl sft --task reward`) learns from the task's pairs (`Task.preference`). It is
-[model]'s decoder with a new or its own head, and is written as a Hugging Face
-...ForSequenceClassification directory.
+They differ in trainer, examples and held-out value. A reward model (`jetrl sft --task reward`) is
+the decoder of [model] with a new or its own head, learns from the pairs of `Task.preference`, and
+is written as a Hugging Face ...ForSequenceClassification directory.
 """
 
 from __future__ import annotations
@@ -38,9 +35,8 @@ class SupervisedUpdates:
 
     Attributes:
         held_out: Returns the held-out value that `sft.until` is compared with.
-        held_out_metric: The metric of the held-out value. With a metric the updates are the whole
-            run: the value is in their lines and known at the end, and the last update is saved.
-            None: the updates come before the steps of a run, which saves itself.
+        held_out_metric: The metric of that value, if the updates are the whole run, whose last
+            update is saved. None: a warm-up, after which the run saves itself.
     """
 
     run: TrainingRun
@@ -51,11 +47,7 @@ class SupervisedUpdates:
     held_out_metric: str | None = None
 
     def train(self) -> float | None:
-        """Make the updates, from the last checkpoint on; return the last held-out value, if any.
-
-        Raises:
-            KeyboardInterrupt, Terminated, TimeLimitReached: The update was finished and saved.
-        """
+        """Make the updates, from the last checkpoint on; return the last held-out value, if any."""
         run, is_whole_run = self.run, self.held_out_metric is not None
         prompts, weights = run.context.prompts, run.context.task.weights
         # An order of its own: the steps of RL draw as if there had been no warm-up.
@@ -155,8 +147,7 @@ def train_reward_model(
     """Train a reward model, and write it into the run directory and into `out` if given.
 
     It makes `sft.steps` updates of `sft.examples_per_step` pairs, or fewer if the accuracy on
-    held-out pairs reaches `sft.until`, measured every `sft.check_every` updates. A resumed training
-    has the bits of an uncut one.
+    held-out pairs reaches `sft.until`. A resumed training has the bits of an uncut one.
 
     Raises:
         UserError: Settings, data or a model that cannot be used; a task without pairs.

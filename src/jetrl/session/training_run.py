@@ -1,8 +1,7 @@
 """An attempt at a run while it is open: run directory, console, phases and checkpoints.
 
-Every kind of training has one: reinforcement learning with its supervised warm-up, supervised
-training alone, and the training of a reward model. Whatever may take long runs inside
-`with phases.phase(NAME)`. Console, watchdog, memory peaks and status file observe the phases.
+Whatever may take long runs inside `with phases.phase(NAME)`, which console, watchdog, memory peaks
+and status file observe.
 """
 
 from __future__ import annotations
@@ -89,11 +88,7 @@ class Phases:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the body of the `with` as a phase, and tell the observers.
-
-        Raises:
-            OutOfMemoryStop: Memory ran out where no part of the phase could do with less.
-        """
+        """Measure the body of the `with` as a phase, and tell the observers."""
         for observer in self.observers:
             observer.begin(name, self.step)
         began = time.monotonic()
@@ -110,10 +105,7 @@ class Phases:
 
 
 class Display(PhaseObserver):
-    """The console of the current stretch of a run, opened with the stretch's first line.
-
-    Ranks other than the first show nothing.
-    """
+    """The console of a stretch of a run, opened by rank 0 with the stretch's first line."""
 
     def __init__(self, total_steps: int, elapsed_s: Callable[[], float]) -> None:
         self._elapsed_s = elapsed_s
@@ -140,7 +132,7 @@ class Display(PhaseObserver):
             self._console = None
 
     def note(self, *notes: str) -> None:
-        """Show each note on a line of its own."""
+        """Show notes, a line each."""
 
         def show(console: Console) -> None:
             for text in notes:
@@ -169,11 +161,7 @@ class Display(PhaseObserver):
 
 
 class MemoryPeaks(PhaseObserver):
-    """The peak memory per phase of a run.
-
-    On a GPU it counts tensors, KV pages and the memory that CUDA graphs work in; on the CPU only
-    the peak of the process is known.
-    """
+    """The peak memory per phase: tensors, KV pages and CUDA graphs; on the CPU the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -220,11 +208,7 @@ def settings_of_attempt(settings: Settings, resume: bool) -> Settings:
 
 
 class TrainingRun:
-    """An attempt at a run, begun when this object is made and ended when its stack is closed.
-
-    Raises:
-        UserError: The run directory cannot be used.
-    """
+    """An attempt at a run, begun when this object is made and ended when its stack is closed."""
 
     def __init__(
         self,

@@ -1,21 +1,16 @@
-"""The watchdog: a run that shows no sign of life is ended, and what it was doing is written down.
+"""The watchdog: a run that shows no sign of life is ended, with its stacks in hang.txt.
 
-Every phase begins, may show signs of life (each forward of the sampler is one), and ends. A phase
-is measured against its longest silence so far, of the times when it came to its end:
-`watchdog.factor` times that, and at least `watchdog.min_s`, is a hang. Before a phase has ended
-once (kernels are compiled then), and always where a phase waits for a disk, the limit is
-`watchdog.first_s`.
+A hang is a silence longer than `watchdog.factor` times the longest one of the phase so far, and at
+least `watchdog.min_s`. Before a phase has ended once (kernels are compiled then), and if it waits
+for a disk, the limit is `watchdog.first_s`.
 
-On a hang, hang.txt of the run directory gets the phase and step, the stack of every Python thread,
-the sequences being sampled and the memory of the GPU; the attempt is noted as failed, and the
-process ends with exit code 5. The main thread is not needed for any of this: it may be inside C
-code that never returns. Should the main thread hold the interpreter's lock as well, so that no
-other thread of Python runs, a timer of faulthandler, which needs no lock, writes the stacks, and a
-timer of the system ends the process with the same exit code (where the system has none,
-faulthandler's timer ends it with 1).
+On a hang, hang.txt gets the phase and step, the stack of every Python thread, the sequences being
+sampled and the GPU's memory; the process ends with exit code 5. The main thread is not needed for
+this: it may be inside C code that never returns. If it holds the interpreter's lock as well, timers
+that need no lock write the stacks and end the process.
 
-Of several ranks each has a watchdog. A rank that waits for others which are behind it does not
-hang; when one of those does, the others write their stacks as well and end with it.
+A rank that waits for others which are behind it does not hang. When one of those hangs, the others
+write their stacks and end with it.
 """
 
 from __future__ import annotations
@@ -54,11 +49,7 @@ _SIGEV_THREAD = 2
 
 
 class Watchdog:
-    """An observer that watches the phases of a run, while it is open as a context.
-
-    Args:
-        settings: The section [watchdog].
-    """
+    """An observer that watches the phases of a run, while it is open as a context."""
 
     def __init__(
         self,
@@ -187,10 +178,7 @@ class Watchdog:
 
 
 def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
-    """Return lines for hang.txt: the sequences that are being sampled, and the memory.
-
-    The GPU, which may be what hangs, is asked nothing.
-    """
+    """Return lines for hang.txt on sequences and memory; the GPU, which may hang, is not asked."""
     sequences = list(engine.sequences)
     num_finished = sum(sequence.finished for sequence in sequences)
     lines = [f"sequences: {len(sequences)}, of these {num_finished} finished"]
@@ -213,10 +201,9 @@ def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
 class ExitTimer:
     """A timer that ends the process with an exit code, unless set again or deleted before.
 
-    It is a POSIX timer whose thread, one of the C library, calls C's `_exit`. So it works while the
-    interpreter's lock is held for good, when no thread and no signal handler of Python runs; the
-    timer of faulthandler knows only exit code 1. Raises OSError or AttributeError if the system
-    gives no timer.
+    It is a POSIX timer whose thread, one of the C library, calls C's `_exit`: it works while the
+    interpreter's lock is held for good. The timer of faulthandler knows only exit code 1. Raises
+    OSError or AttributeError if the system gives no timer.
     """
 
     def __init__(self, exit_code: int) -> None:
