@@ -3,8 +3,6 @@
 Counted from the tensors of models/layer_hopper and kernels/logprob_hopper, and compared with a GPU
 by tests/gpu/test_memory.py.
 
-Shapes: T tokens, D hidden size, H query heads, G key-value heads, d head size, V vocabulary.
-
 Products of a micro-batch are held next to the sums of gradients. On one GPU only lm_head's is. On
 several GPUs every rank makes a linear's product whole and sends its rows to their owners
 (`precision.gradients`). A product in flight takes its own bytes, and as many to receive.
@@ -41,11 +39,10 @@ _AT_ONCE, _TOGETHER = 2**29, 4
 
 @dataclass(frozen=True)
 class PlannedMicroBatch:
-    """The largest micro-batch of an update.
+    """The largest micro-batch of an update, with sequences of up to `longest` tokens.
 
     Attributes:
-        longest: Tokens of the longest sequence.
-        several: Whether the update has more than one.
+        several: Whether the update has several micro-batches.
         shared: Whether sequences may share their first tokens, which count once.
     """
 
@@ -62,12 +59,10 @@ def product_bytes(
     cards: int,
     lora: LoRA | None,
 ) -> tuple[int, int, int]:
-    """Return the bytes of products next to the sums, at the highest moments of a backward.
+    """Return the bytes of products next to the sums at the highest moments of a backward.
 
-    Returns:
-        In lm_head; while the last layer's MLP makes the product of its first linear, which itself
-        is counted with the layer; and while the embedding's rows are added, on several GPUs next to
-        the products of the first layer.
+    They are: in lm_head; in the last layer's MLP, whose first product counts with the layer; and
+    while the embedding's rows are added, on several GPUs next to the first layer's products.
     """
     tied = config.tie_word_embeddings
     trained = lora is None or (lora.train_embeddings if tied else lora.train_head)
@@ -106,10 +101,8 @@ def kept_bytes(
 ) -> int:
     """Return the bytes of saved activations, lm_head's input included.
 
-    Args:
-        recomputed: Whether layers save only their two inputs, so that all activations of one layer
-            are held while backward computes it again.
-        lora: The adapter that is trained: each of its linears saves its product with A.
+    With `recomputed` layers save only their two inputs, and backward holds all activations of one
+    layer. Each linear of a trained adapter saves its product with A.
     """
     wide, hidden = _wide(plan), config.hidden_size
     heads, groups = config.num_heads, config.num_kv_heads
@@ -145,9 +138,7 @@ def on_top_bytes(
 ) -> int:
     """Return the maximum bytes on top of saved activations: in lm_head or in a layer.
 
-    Args:
-        in_head: Bytes of products held in lm_head, as of `product_bytes`.
-        in_layer: Bytes of products held in a layer.
+    Products take `in_head` and `in_layer` bytes of these (`product_bytes`).
     """
     in_layer += layer_backward_bytes(config, plan, batch, lora is not None)
     if config.head == "score":
@@ -160,7 +151,7 @@ def on_top_bytes(
 
 
 def logits_bytes(config: ModelConfig, tokens: int) -> int:
-    """Return the bytes of the float32 logits held at once: one chunk of rows."""
+    """Return the bytes of one chunk of float32 logits."""
     return 4 * min(tokens, rows_at_once(config.vocab_size)) * config.vocab_size
 
 
@@ -189,8 +180,7 @@ def last_bytes(
 ) -> int:
     """Return the bytes on top at the end of backward.
 
-    The embedding's gradient needs the incoming gradients sorted by token; an FP8 lm_head that is
-    tied to it has its own gradient until the two are added.
+    The incoming gradients are sorted by token. A tied FP8 lm_head has its own gradient until then.
     """
     if lora is not None and not lora.train_embeddings:
         return 4 * batch.tokens * config.hidden_size
@@ -202,14 +192,10 @@ def last_bytes(
 def forward_bytes(
     config: ModelConfig, plan: PrecisionPlan, tokens: int, contexts: int = 0, adapted: bool = False
 ) -> int:
-    """Return the maximum bytes of a forward without gradients, its logits left out.
+    """Return the maximum bytes of a forward without gradients or logits: of MLP or attention.
 
-    The MLP and attention are compared; attention stages keys and values in 16 bits and keeps the
-    state of finished splits.
-
-    Args:
-        contexts: Tokens whose keys the forward reads, its own included; 0 for its own only.
-        adapted: Whether linears have adapters, which read BF16 values in addition to codes.
+    Attention stages keys and values of `contexts` tokens in 16 bits (0: only the forward's own) and
+    keeps the state of finished splits. Adapters read BF16 values in addition to codes.
     """
     wide, hidden = _wide(plan), config.hidden_size
     heads, groups = config.num_heads, config.num_kv_heads
@@ -228,9 +214,9 @@ def _wide(plan: PrecisionPlan) -> int:
 def nvfp4_product_bytes(
     config: ModelConfig, plan: PrecisionPlan, tokens: int, backward: bool = False
 ) -> int:
-    """Return the maximum bytes of one NVFP4 product of a layer: the BF16 weight and float32 sums.
+    """Return the maximum bytes of a layer's NVFP4 product: BF16 weight and float32 sums.
 
-    FProp of few tokens reads the codes directly. 0 without a base in NVFP4.
+    FProp of few tokens reads the codes directly.
     """
     if plan.base != "nvfp4" or (tokens <= FEW_ROWS and not backward):
         return 0

@@ -19,7 +19,7 @@ _CHOICES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"
 
 
 def available_bytes() -> int | None:
-    """Return the CPU memory available without swapping, in a container too; None if unknown."""
+    """Return the CPU memory available without swapping, also in a container; None if unknown."""
     line = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MACHINE), re.MULTILINE)
     machine = () if line is None else (1024 * int(line[1]),)
     return min((*machine, *_group_rooms()), default=None)

@@ -1,9 +1,7 @@
-"""The memory of a device: how much is free, and what a GPU holds in and next to torch's tensors.
+"""The free and held memory of a device.
 
-torch counts the tensors of its own allocator. It does not count mapped pages
-(`rollout.mapped_memory`), nor the memory that a CUDA graph's forward works in: those tensors count
-as freed once the graph is captured, though their memory serves nothing else. The owner of such
-memory records its size in a `DeviceBytes`. A process has one GPU.
+torch counts neither mapped pages (`rollout.mapped_memory`) nor the memory that a captured CUDA
+graph works in. Their owners record it in a `DeviceBytes`. A process has one GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from jetrl.memory.cpu import available_bytes
 
 
 def free_bytes(device: str | torch.device) -> int | None:
-    """Return the bytes that a run could take on a device, cached ones included; None if unknown."""
+    """Return a device's free bytes, torch's cache included; None if unknown."""
     where = torch.device(device)
     if where.type == "cpu":
         return available_bytes()
@@ -66,7 +64,7 @@ def _hold(key: int, count: int, device: torch.device) -> None:
 
 
 def beside_tensors() -> int:
-    """Return the bytes that are held now outside torch's allocator."""
+    """Return the bytes now held outside torch's allocator."""
     return sum(_COUNTS.held.values())
 
 
@@ -76,9 +74,9 @@ def reset_peak(device: torch.device | None = None) -> None:
 
 
 def peak_bytes(device: torch.device | None = None) -> int:
-    """Return the largest number of bytes held at once since the last reset.
+    """Return the maximum bytes held since the last reset.
 
-    Bytes outside torch's allocator that were added after its own peak make the result too high.
+    The result is too high if bytes outside torch's allocator were added after its own peak.
     """
     now = int(torch.cuda.max_memory_allocated(device)) + beside_tensors()
     return max(now, _COUNTS.peak)

@@ -25,8 +25,8 @@ class Fitted:
     """A memory plan that fits its device.
 
     Attributes:
-        tokens: The micro-batch limit: train.tokens_per_micro_batch, or fewer if they do not fit.
-        free: Bytes that the device had free before anything was loaded; None if unknown.
+        tokens: The micro-batch limit: train.tokens_per_micro_batch, or what fits of it.
+        free: Bytes free before anything is loaded; None if unknown.
     """
 
     plan: MemoryPlan
@@ -50,7 +50,7 @@ class _Run:
         )
 
     def largest(self, free: int) -> Fitted | None:
-        """Return the plan with the largest micro-batches that fit, None if no size does."""
+        """Return the plan with the largest micro-batches that fit; None if no size does."""
         most = self.settings.train.tokens_per_micro_batch
         fewest = self.settings.distributed.same_bits_down_to or self.cards
         for tokens in (most, *range((most - 1) // STEP * STEP, 0, -STEP)):
@@ -89,18 +89,16 @@ def check_fits(
     free: int | None,
     cards: int | None = None,
 ) -> Fitted:
-    """Return the memory plan of a run that fits its device.
+    """Return the memory plan of a run, with the largest micro-batches that fit on a GPU.
 
-    On a GPU a micro-batch gets as many tokens as there is room for, up to
-    train.tokens_per_micro_batch. Every rank calls this function, and gets the same plan, made for
-    the rank with the least free memory.
+    All ranks call it together. The plan is for the rank with the least free memory.
 
     Args:
         free: Bytes free before anything is loaded; None plans without a limit.
         cards: The number of GPUs; None: one per process.
 
     Raises:
-        UserError: The run does not fit; the message has the plan and settings that would fit.
+        UserError: The run does not fit; the message names settings that would.
     """
     tokens = settings.train.tokens_per_micro_batch
     run = _Run(settings, config, others, load, world().size if cards is None else cards)
@@ -177,10 +175,7 @@ _LEAST = GIB / 2000  # bytes: less is 0.000 in the table
 
 
 def shown(plan: MemoryPlan, indent: str = "  ") -> str:
-    """Return a plan's table: a head, the rows, and what the run needs.
-
-    Rows that would be 0.000 in every column are left out; the sums count them.
-    """
+    """Return a plan's table, without rows that would be 0.000 in every column."""
     moments = [moment for moment in MOMENTS if plan.at(moment)]
     rows = [row for row in plan.rows if max(row.bytes.values()) >= _LEAST]
     held = {moment: plan.at(moment) for moment in moments}

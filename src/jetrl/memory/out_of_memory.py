@@ -29,10 +29,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 class Attempt:
     """The context of work that may run out of memory; any other error passes.
 
-    What the work has made is freed only after the context: inside, the traceback holds it.
-
-    Attributes:
-        problem: One line of the allocator's message; empty if the work was done.
+    Memory of the work is freed only after the context, since the traceback holds it. `problem` is
+    one line of the allocator's message, "" if the work was done.
     """
 
     def __init__(self, catches: bool = True) -> None:
@@ -49,10 +47,7 @@ class Attempt:
 
 
 def on_all_ranks(work: Callable[[], Result]) -> Result:
-    """Return what `work` returns, and raise a MemoryError on all ranks if memory runs out on one.
-
-    `work` has no collective.
-    """
+    """Run work without collectives; raise a MemoryError on all ranks if memory runs out on one."""
     with Attempt(catches=world().size > 1) as attempt:
         result = work()
     raise_on_all_ranks(attempt.problem)
@@ -69,12 +64,12 @@ def raise_on_all_ranks(problem: str) -> None:
 def within_memory(
     work: Callable[[], Result], shrink: Callable[[str], None], together: bool = True
 ) -> Result:
-    """Return what `work` returns, trying again with less whenever memory runs out.
+    """Return the result of `work`, and repeat it with less whenever memory runs out.
 
     Args:
         shrink: Makes the next attempt smaller, or raises; called with the allocator's message.
-        together: Whether all ranks try again when memory runs out on one; if not, `work` has no
-            collective, and may be called on some ranks only.
+        together: Whether all ranks repeat when memory runs out on one. Without it `work` has no
+            collective and may run on only some ranks.
     """
     while True:
         with Attempt() as attempt:
@@ -103,6 +98,6 @@ def release() -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the start of torch's long message: how much was requested, how much is free."""
+    """Return the start of torch's long message, with the requested and the free bytes."""
     text = str(error).strip() or type(error).__name__
     return ". ".join(text.splitlines()[0].split(". ")[:3])

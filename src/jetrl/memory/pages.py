@@ -10,10 +10,7 @@ _GPU_LEFT, _GPU_LEFT_SHARE = 4 * 2**30, 0.2
 
 
 def most_contexts(max_prefill_tokens: int, sequences: int, longest: int) -> int:
-    """Return the maximum number of tokens whose keys one forward over prompts reads.
-
-    Replies to long conversations and completions that continue read the keys of earlier tokens.
-    """
+    """Return the maximum tokens whose keys a forward over prompts reads, earlier ones included."""
     return min(max(CONTEXT_TOKENS * max_prefill_tokens, longest), sequences * longest)
 
 
@@ -24,9 +21,8 @@ def gpu_pages_room(free: int, staged: int, again: bool = False) -> int:
 
     Args:
         staged: Bytes that attention over prompts takes to stage contexts.
-        again: Whether the pages were given back before: their graphs exist already, and their
-            number should not change with small differences in free memory, so half of the 4 GiB
-            stays free.
+        again: Whether pages with captured graphs come back. Then only half of the 4 GiB stays free,
+            so that small differences in free memory do not change the number of pages.
     """
     left = min(_GPU_LEFT, int(_GPU_LEFT_SHARE * free))
     return max(0, free - (left // 2 if again else left) - staged)
@@ -42,7 +38,7 @@ _MOST_QUERIES = 8  # Tokens of a sequence in a forward.
 
 
 def text_bytes(sequences: int, longest: int, mode: str) -> int:
-    """Return the bytes of the text that drafts are taken from on a GPU."""
+    """Return the bytes of the text of drafts on a GPU."""
     if mode not in ("text", "auto"):
         return 0
     return 4 * ((sequences + 1) * (longest + 1) + 3 * GPU_ARCHIVE)

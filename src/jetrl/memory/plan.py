@@ -7,11 +7,9 @@
     optimizer  the end of backward and the optimizer's step: all gradients
     critic     the critic's own backward, if there is a critic
 
-The update's peak is the highest of the last four. Gradients live from an update's first backward to
-its optimizer step, KV pages from the step's first rollout to what follows it; decode's graphs stay.
-
-On several GPUs the plan is that of the rank with the most: master weights, optimizer states and
-gradients of matrices are divided by rows, prompts are divided, what forwards read is whole.
+Gradients live from an update's first backward to its optimizer step, KV pages during a rollout;
+decode's graphs stay. On several GPUs master weights, optimizer states and gradients of matrices are
+divided by rows, prompts are divided, and what forwards read is whole.
 """
 
 from __future__ import annotations
@@ -65,11 +63,7 @@ class OtherModels:
 
     @staticmethod
     def of(settings: Settings) -> OtherModels:
-        """Read the shapes from the config.json of the directories that the settings name.
-
-        Raises:
-            UserError: A directory cannot be read, or holds a model of another kind.
-        """
+        """Read the shapes from config.json in the settings' directories."""
 
         def read(path: str | None) -> ModelConfig | None:
             own = path is None or path == "policy"
@@ -84,15 +78,14 @@ class Workload:
     """The largest work of one training step.
 
     Attributes:
-        sequences: Completions of one call on all GPUs; 0 if nothing is sampled, as in the training
-            of a reward model.
+        sequences: Completions of one call on all GPUs; 0 if nothing is sampled.
         tokens: Tokens of the longest sequence, prompt included.
         trained: Sequences of one update.
         prompts: Tokens of all prompts of one call, each counted once for all its completions.
         together: Sequences that no micro-batch divides: 2 for the pairs of a reward model.
-        continues: Whether forwards over prompts read keys and values of earlier tokens, as for an
-            environment's replies and for completions that the step before cut off.
-        most_held: Tokens that all sequences hold at once at most; None: each may be the longest.
+        continues: Whether forwards over prompts read keys of earlier tokens (replies of an
+            environment, continued completions).
+        most_held: Maximum tokens of all sequences at once; None: each may be the longest.
     """
 
     sequences: int
@@ -112,10 +105,8 @@ class Workload:
     ) -> Workload:
         """Return the largest work of a reinforcement learning step.
 
-        Args:
-            config: The policy's shape, whose context bounds a sequence.
-            longest_prompt: Its tokens; None takes a prompt to be as long as an answer.
-            max_turns: Turns of a completion; None takes the settings' number.
+        Without `longest_prompt` (tokens) a prompt counts like an answer; `max_turns` is by default
+        the settings'.
         """
         rollout, held_out = settings.rollout, settings.eval
         most = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -135,14 +126,13 @@ class Workload:
 
     @staticmethod
     def of_pairs(settings: Settings, longest: int) -> Workload:
-        """Return the work of training a reward model on pairs of at most `longest` tokens each."""
+        """Return the work of training a reward model; a completion has at most `longest` tokens."""
         return Workload(0, longest, 2 * settings.sft.examples_per_step, 0, together=2)
 
     def of_a_rank(self, settings: Settings, cards: int) -> Workload:
-        """Return the work of one GPU: its share of sequences sampled at once, and of prompts.
+        """Return the work of one GPU, which samples all completions of a prompt.
 
-        The completions of a prompt stay on one GPU. An update's sequences remain those of all GPUs:
-        its micro-batches are packed from all of them, and then divided.
+        An update's sequences remain those of all GPUs: micro-batches are packed, then divided.
         """
         each = settings.rollout.samples_per_prompt
         sequences = self.sequences
@@ -158,8 +148,7 @@ class MemoryPlan:
     Args:
         config: The shape of the trained model: the policy, or a reward model.
         others: The shapes of the other models; by default the policy's.
-        free: Bytes free before anything is loaded, which bound the KV pages on a GPU; None plans as
-            many pages as the load can use.
+        free: Bytes free before anything is loaded, which bound the KV pages; None: no bound.
         tokens: Tokens of a micro-batch; by default train.tokens_per_micro_batch.
 
     Attributes:
@@ -288,11 +277,7 @@ class MemoryPlan:
         return weights + width * size * rows
 
     def _add_rollout(self, free: int | None) -> None:
-        """Add KV pages, decode and prefill.
-
-        Args:
-            free: Bytes free before anything is loaded, None: unknown.
-        """
+        """Add KV pages, decode and prefill."""
         rollout, config, plan, load = self._settings.rollout, self._config, self._plan, self._load
         drafts = verified_drafts(rollout.speculation, plan.exact, self._device, rollout.oversample)
         contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
@@ -351,11 +336,7 @@ class MemoryPlan:
         plan: PrecisionPlan,
         lora: LoRA | None,
     ) -> None:
-        """Add gradients and activations of one model's update.
-
-        Args:
-            end: The moment of backward's end; the same as `moment` for both in one column.
-        """
+        """Add gradients and activations of an update, which ends in the column `end`."""
         batch, recomputed = self.micro_batch, self._settings.train.activation_checkpointing
         trained = trained_shapes(config, self._cards, lora)
         gradients = 4 * sum(map(math.prod, trained.values()))
@@ -379,10 +360,7 @@ class MemoryPlan:
 def trained_shapes(
     config: ModelConfig, cards: int, lora: LoRA | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each trained weight's rows on the rank that owns the most.
-
-    Every rank has an adapter's whole.
-    """
+    """Return the shapes of trained weights on the rank with the most rows; adapters are whole."""
 
     def owned(shape: tuple[int, ...]) -> tuple[int, ...]:
         shard = shard_of(shape[0], 0, cards) if len(shape) > 1 else None
@@ -416,10 +394,9 @@ def quantized_bytes(
     plan: PrecisionPlan,
     sides: tuple[Literal["rollout", "train"], ...] = ("rollout", "train"),
 ) -> int:
-    """Return the bytes of the weights as forwards read them, and of the rotary table.
+    """Return the bytes of the rotary table and the weights as forwards read them.
 
-    The embedding has the dtype of activations. Files in NVFP4 may leave linear layers in 16 bits. A
-    tied head of the same format is the same tensor.
+    NVFP4 files may leave linear layers in 16 bits. A tied head of the same format is one tensor.
     """
 
     def weight_bytes(format: str, rows: int, columns: int) -> int:

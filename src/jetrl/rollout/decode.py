@@ -1,14 +1,11 @@
 """Decode on the device: several forwards in a row, whose tokens Python sees only afterwards.
 
 `DecodeBatch` keeps the last tokens, positions and page tables of running sequences on the device
-(`kernels.decode`), a slot for each. A step writes what changed (new sequences, added pages), runs
-the forwards, and copies their draws to the host without waiting. A sequence that ends in between
-does nothing more on the device, and the scheduler drops draws past its end.
+(`kernels.decode`), a slot for each. A step writes changes, runs the forwards, and copies draws to
+the host without waiting. The scheduler drops draws past a sequence's end.
 
-`EagerForwards.forward` is written once, for one token per sequence and for drafts. Two runners call
-it: `EagerForwards` from Python over gathered pages; `GraphForwards`, on a Hopper GPU, as CUDA
-graphs that read pages in place, one per batch and context size. A row computes the same bits in
-both.
+`EagerForwards` runs forwards from Python over gathered pages; `GraphForwards`, on a Hopper GPU, as
+CUDA graphs that read pages in place, one per batch and context size. The bits are the same.
 """
 
 from __future__ import annotations
@@ -49,15 +46,10 @@ from jetrl.types import SamplingParams
 
 
 class GraphPool:
-    """The CUDA graphs of one owner and their memory pool, freed in the right order.
+    """The CUDA graphs of one owner and their one memory pool, freed in the right order.
 
-    Torch counts the users of a pool and aborts the process if they outlive it. Python promises no
-    order when it collects a cycle, and a traceback may keep a half-captured graph. So the pool
-    belongs to a finalizer, which resets every graph first.
-
-    Attributes:
-        pools: The one memory pool; a traceback that kept it would keep its memory.
-        close: Waits for the device, resets all graphs, then frees the pool; once.
+    Torch aborts the process if graphs outlive their pool, and Python collects cycles in any order.
+    So the pool belongs to a finalizer, `close`, which waits and resets the graphs first.
     """
 
     def __init__(self) -> None:
@@ -86,7 +78,6 @@ class DecodeBuffers:
         rows: int64 [R], the slot of each row.
         tables: int32 [R, W], the page table of each row.
         sampler: The parameters of R rows; of 8 R if drafts are verified.
-        out: The draws of the forwards of one step.
         idle_slot: A slot that never holds a sequence, for rows that pad a size.
     """
 
@@ -123,12 +114,7 @@ class DecodeBuffers:
 
 @dataclass(frozen=True)
 class ForwardSize:
-    """The size of a forward.
-
-    Attributes:
-        longest: Tokens of the longest context at the end of the step.
-        verify: What the forward verifies; None without drafts.
-    """
+    """The size of a forward; `longest` is the tokens of the longest context after the step."""
 
     rows: int
     longest: int
@@ -138,10 +124,9 @@ class ForwardSize:
 
 @dataclass(eq=False)
 class EagerForwards:
-    """Decode forwards called from Python over gathered pages, for the active rows only.
+    """Decode forwards called from Python over gathered pages, only for the active rows.
 
-    Attributes:
-        num_graphs: Graphs captured in this call, and `capture_s` their seconds.
+    `num_graphs` counts the graphs captured in this call, in `capture_s` seconds.
     """
 
     policy: Policy
@@ -158,7 +143,7 @@ class EagerForwards:
         self.forward(size)
 
     def close(self) -> None:
-        """Free what was prepared; no forward runs afterwards."""
+        """Free all graphs; no forward runs afterwards."""
 
     def forward(self, size: ForwardSize) -> None:
         """Run one forward, with or without drafts: inputs, model, draws, new last tokens."""
@@ -209,6 +194,7 @@ class EagerForwards:
 
     def _spans(self, inputs: DecodeInputs | VerifyInputs, size: ForwardSize) -> list[Span]:
         """Return the spans of the active rows, one after the other."""
+        # Each span is a sequence's newest tokens: one, or those that verify its draft.
         queries = inputs.queries if isinstance(inputs, VerifyInputs) else (inputs.slots >= 0).int()
         spans: list[Span] = []
         columns = (inputs.lengths, queries, self.buffers.tables[: size.rows])
@@ -224,8 +210,7 @@ class EagerForwards:
 class GraphForwards(EagerForwards):
     """The same forwards as CUDA graphs, each captured when its size first comes up.
 
-    A graph stays valid when weights change, which they do in place, and while the memory of the
-    cache's pages is given back.
+    Graphs stay valid when weights change in place and while the pages' memory is given back.
     """
 
     def __post_init__(self) -> None:
@@ -239,6 +224,7 @@ class GraphForwards(EagerForwards):
         self._held.bytes = 0
 
     def prepare(self, size: ForwardSize) -> None:
+        # A graph serves all batches and contexts that pad to its size.
         size = self._padded(size)
         if size not in self._graphs:
             self._graphs[size] = self._capture(size)
@@ -313,12 +299,7 @@ MAX_REPEATS = 16  # The most forwards of one decode step.
 
 @dataclass
 class _Resident:
-    """A sequence that the device knows.
-
-    Attributes:
-        position: The position of the next token, unless the sequence ends before; a lower bound if
-            forwards verify drafts.
-    """
+    """A sequence on the device; `position` is its next token's, with drafts a lower bound."""
 
     slot: int
     position: int
@@ -372,11 +353,7 @@ class DecodeBatch:
         sequences: Sequence[RunningSequence],
         verify: Width | None = None,
     ) -> LaunchedStep:
-        """Start a decode step, after its page copies, without waiting for the device.
-
-        Args:
-            verify: The chosen size of the forwards; None without drafts.
-        """
+        """Start a decode step, after its page copies, without waiting for the device."""
         running = [sequences[chunk.sequence] for chunk in step.chunks]
         # The size decides which graph runs.
         longest = max(chunk.reach for chunk in step.chunks)
@@ -455,10 +432,7 @@ class DecodeBatch:
         self._rows = rows
 
     def _take_rules(self, running: Sequence[RunningSequence]) -> None:
-        """Write the sampling parameters of the rows, and the stop ids that all rows share.
-
-        The host alone checks the other stop ids, and those beyond the first MAX_STOP_IDS.
-        """
+        """Write the rows' sampling parameters, and up to MAX_STOP_IDS stop ids that all share."""
         # Usually one object for all: then one value per tensor is written, once per call.
         params = list({id(sequence.params): sequence.params for sequence in running}.values())
         if len(params) > 1:

@@ -1,17 +1,13 @@
 """The choice of how many tokens a forward of decode verifies, per batch; without torch.
 
-A forward over R rows takes longer than one over a row per sequence: a few sequences hardly notice,
-hundreds pay for every row. Its gain depends on the drafts (`DraftWorth`). The choice is the one
-with the most expected tokens per second.
+The choice maximizes expected tokens per second: a few sequences hardly notice more rows, hundreds
+pay for every row, and the gain depends on the drafts (`DraftWorth`). It changes no token.
 
-The plain time is that of the last steps without drafts. The extra time of a choice is measured
-next to such steps, so a choice that may pay is tried. Contexts grow meanwhile, for all choices
-alike: so for a while a forward that verifies says how long a plain one would take.
+The extra time of a choice is measured next to steps without drafts, so a choice that may pay is
+tried. Contexts grow meanwhile: for a while a forward that verifies tells the time of a plain one.
 
 When nothing is verified, text is looked up every few steps so that its worth stays known. The
-draft head only guesses when its guesses are verified, so it is tried once in a while.
-
-Nothing here changes a token.
+draft head only guesses when its guesses are verified, so it is tried at times.
 """
 
 from __future__ import annotations
@@ -48,12 +44,10 @@ class Seen:
 
 @dataclass
 class _Source:
-    """The drafts of one source, as running means.
+    """Running means of one source's drafts.
 
-    Attributes:
-        offered: Share of forwards with a draft of this source.
-        hit: Share of forwards in which the first token of one was right.
-        chain: Chance that the next token of a draft is right, after one that was.
+    `offered` and `hit` are shares of forwards: with a draft, and with a right first token. `chain`
+    is the chance that the next token is right after one that was.
     """
 
     offered: float = 0.0
@@ -85,16 +79,14 @@ class _Source:
 
 @dataclass
 class DraftWorth:
-    """The tokens that drafts are expected to bring, from what the last steps of decode saw.
+    """The tokens that drafts are expected to bring, from the last steps of decode.
 
-    A share o of the sequences has a draft of a source. Its first token is right with a chance p,
-    each next one, after one that was, with a chance a. A forward of B sequences and R rows spends
-    R - B rows on the draft tokens that are most likely right: of each source on all first tokens,
-    on all second ones, and so on.
+    A forward of B sequences and R rows spends R - B rows on the draft tokens that are most likely
+    right: of each source on all first tokens, on all second ones, and so on.
 
     Attributes:
         head_tokens: Maximum tokens of a draft of the draft head; 0 without a trained head.
-        brought: Tokens that drafts brought next to those that were expected.
+        brought: Ratio of the tokens that drafts brought to the expected ones.
     """
 
     head_tokens: int = 0
@@ -144,12 +136,10 @@ _PROBE_EVERY = 64  # Steps that verify drafts, from one that does not to the nex
 
 @dataclass(frozen=True)
 class Width:
-    """The size of the forwards of a decode step.
+    """The size of a decode step's forwards; `rows` includes padded sequences.
 
-    Attributes:
-        most: Maximum tokens per sequence: the last one drawn, and drafts; 1 to verify none.
-        rows: The rows of a forward, padded sequences included.
-        drafts: Whether drafts are looked up.
+    A sequence has at most `most` tokens: the last one drawn, and drafts. `drafts` says whether they
+    are looked up.
     """
 
     most: int
@@ -160,9 +150,7 @@ class Width:
 class DraftWidths:
     """The choice of a step's `Width` by the worth of drafts and the seconds of forwards.
 
-    Args:
-        always: Whether each forward verifies drafts, faster or not.
-        most: Maximum tokens per sequence that a forward can use.
+    With `always` each forward verifies drafts; a sequence has at most `most` tokens in it.
     """
 
     def __init__(self, always: bool, most: int = WIDTHS[-1]) -> None:
@@ -234,8 +222,8 @@ class _Times:
     Attributes:
         plain: By size, the seconds of a forward without drafts.
         since: By size, steps since one without drafts.
-        extra: By (size, width, rows), how many seconds longer a forward took than a plain one.
-        last: The choice and the seconds of the step before, if it verified drafts.
+        extra: By (size, width, rows), the seconds on top of a plain forward's.
+        last: Choice and seconds of the previous step, if it verified drafts.
     """
 
     plain: dict[int, float] = field(default_factory=dict)

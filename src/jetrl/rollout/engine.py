@@ -1,8 +1,7 @@
 """The rollout engine: prompts in, completions with their log-probs out.
 
-`RolloutEngine.generate` checks its arguments, makes sequences of the prompts, and steps a
-`Generation` until they have ended. `add`, `step`, `cancel` and `finish` are the same for callers
-whose prompts come one by one. The KV cache lives from call to call.
+`RolloutEngine.generate` steps a `Generation` until all sequences have ended. `add`, `step`,
+`cancel` and `finish` serve callers whose prompts come one by one.
 
     schedule ─▶ prefill: forward, draw ─▶ ... the next steps ... ─▶ read
              └▶ decode: forwards       ─▶
@@ -71,8 +70,6 @@ class Generation:
         started: The value of `time.perf_counter` when the call began.
         repeats: Forwards of one decode step.
         ahead: Steps that are launched before the draws of earlier ones are known.
-        multi_turn: The conversations with an environment; None without one.
-        counts: Those that are added up step by step; `stats` has all of them.
     """
 
     scheduler: Scheduler

@@ -23,11 +23,7 @@ def encode_prompts(
     max_model_len: int,
     system_prompt: str | None,
 ) -> list[list[int]]:
-    """Return the token ids of each prompt, with room for at least one more token.
-
-    Raises:
-        UserError: A prompt cannot be used; the message names it by its number in the call.
-    """
+    """Return the token ids of each prompt, with room for at least one more token."""
     if isinstance(prompts, str | Prompt):
         raise UserError("generate takes a list of prompts; put the one prompt into a list")
     encoded = []
@@ -65,15 +61,9 @@ def make_groups(
     options: GenerateOptions | None = None,
     first: int = 0,
 ) -> list[list[RunningSequence]]:
-    """Return the sequences of a call, a group of n per prompt.
+    """Return the sequences of a call, a group of n per prompt, with indices from `first` on.
 
-    Args:
-        max_model_len: Tokens of prompt and completion; max_tokens is limited to what is left.
-        first: The index of the first sequence.
-
-    Raises:
-        UserError: max_tokens are not one limit of at least 1 per sequence, a stop id is outside the
-            vocabulary, or stop strings or turns have no tokenizer.
+    A prompt and its max_tokens have at most `max_model_len` tokens.
     """
     options = options or GenerateOptions()
     rules = _stop_rules(policy, params, options.max_turns)
@@ -102,11 +92,7 @@ def resumed_groups(
     params: SamplingParams,
     max_model_len: int,
 ) -> list[list[RunningSequence]]:
-    """Return sequences that continue the completions of an earlier call, in their groups.
-
-    Raises:
-        UserError: A completion has no room for another token.
-    """
+    """Return sequences that continue the completions of an earlier call, in their groups."""
     rules, index = _stop_rules(policy, params), itertools.count()
     groups = []
     for members in resume:

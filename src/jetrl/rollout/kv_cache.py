@@ -5,13 +5,11 @@
 
 A forward runs a flat list of T tokens of many sequences. In each layer their keys and values are
 quantized and written to their slots; then the tokens attend. On a GPU kernels read the pages in
-place. Elsewhere tokens attend in parts: queries of sequences of similar length, whose pages are
-gathered into one dense batch. Parts bound time and memory and change no bit of a result.
+place. Elsewhere queries of sequences of similar length attend as a part, whose pages are gathered
+into one dense batch. Parts bound time and memory and change no bit.
 
-The output of a prompt is only read at its last token, so the last layer attends for that token.
-
-Keys and values of all layers lie in one range of memory. On a GPU, where decode's graphs read the
-range, its memory can be freed and mapped again at the same addresses (`mapped_memory`).
+The last layer attends only for a prompt's last token. All layers lie in one range of memory; a GPU
+can free it and map it again at the same addresses (`mapped_memory`).
 
 Dimensions: T tokens of the forward, B items of a part, Q queries per item, P pages per item, L keys
 (at most P * page_size), H query heads, G key-value heads, D head size.
@@ -51,9 +49,7 @@ if TYPE_CHECKING:
 class KVStore:
     """The keys, or the values, of all layers.
 
-    Args:
-        codes: [layers, P, page_size, G, D], in the stored format.
-        scales: float32 [layers, P, page_size, G]; None if the format has none.
+    Codes are [layers, P, page_size, G, D], scales float32 [layers, P, page_size, G] or None.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor | None) -> None:
@@ -62,13 +58,7 @@ class KVStore:
         self._raw = codes if scales is None else codes.view(torch.uint8)
 
     def write(self, layer: int, slots: Tensor, codes: Tensor, scales: Tensor | None) -> None:
-        """Write the keys or values of T tokens.
-
-        Args:
-            slots: int64 [T], page * page_size + offset.
-            codes: [T, G, D], in the stored format.
-            scales: float32 [T, G]; None if the format has none.
-        """
+        """Write codes [T, G, D] and scales [T, G] to slots int64 [T], page * page_size + offset."""
         assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
         raw = codes.view(torch.uint8) if scales is not None else codes
         self._raw[layer].flatten(0, 1)[slots] = raw
@@ -100,12 +90,7 @@ class KVStore:
 
 
 def stores(memory: Tensor, shape: tuple[int, ...], plan: PrecisionPlan) -> tuple[KVStore, KVStore]:
-    """Return the stores of keys and values in a range of bytes: all scales, then all codes.
-
-    Args:
-        memory: uint8, of exactly the size of both stores.
-        shape: The shape of the codes of one store.
-    """
+    """Return stores with codes of `shape` in uint8 memory of their size: scales, then codes."""
     formats = key_and_value_formats(plan.kv)
     keys, values = (stored_dtype(format) for format in formats)
     if formats[0] not in CODES:
@@ -134,13 +119,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Part:
-    """Queries that attend in one dense batch.
+    """Queries that attend in one dense batch; padding repeats an item's first row or page.
 
     Attributes:
-        rows: int64 [B, Q]; padding repeats an item's first.
-        positions: int64 [B, Q], in their sequences.
+        rows, positions: int64 [B, Q].
         valid: bool [B, Q], False for padding.
-        pages: int64 [B, P]; padding repeats an item's first page.
+        pages: int64 [B, P].
         num_keys: L; the rest of the last page is left out.
     """
 
@@ -153,12 +137,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The tokens for which the last layer attends.
-
-    Attributes:
-        rows: int64 [R], their rows among the T tokens.
-        work: Their attention, in rows 0 to R.
-    """
+    """The tokens for which the last layer attends: rows int64 [R] of T, and work in rows 0 to R."""
 
     rows: Tensor
     work: AttentionWork
@@ -168,13 +147,13 @@ class LastLayer:
 class DecodeWork:
     """Attention of one new token, or of a few that verify a draft, for each of B sequences.
 
-    The tensors are read in place, so that a captured forward follows their values.
+    A captured forward follows the tensors' values.
 
     Attributes:
         tables: int32 [B, P], the pages of each sequence in order, then anything.
         lengths: int32 [B], the keys of each sequence, new ones included.
         longest: An upper bound of the lengths, which sizes the launch.
-        queries: Several new tokens per sequence; None if each has one, a row.
+        queries: Several new tokens per sequence; None if each has one.
     """
 
     tables: Tensor
@@ -221,15 +200,9 @@ class PagedKeyValues(_OverPages):
     def attend_heads(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, last: bool = False
     ) -> Tensor:
-        """Store keys and values and attend to each sequence so far.
+        """Store rotated keys and values [T, G, D] and attend to each sequence so far.
 
-        Args:
-            q: Rotated queries [T, H, D].
-            k: Rotated keys [T, G, D].
-            v: Values [T, G, D].
-
-        Returns:
-            [T, H, D], or [R, H, D] of the last layer.
+        Return [T, H, D], or [R, H, D] of the last layer, for rotated queries [T, H, D].
         """
         # Write first, since a token attends to itself too.
         keys, values = quantize_keys_and_values(k, v, self.plan.kv, self.plan.scales)
@@ -252,9 +225,8 @@ class PagedKeyValues(_OverPages):
 class HopperKeyValues(_OverPages):
     """The `KeyValues` of one forward on a GPU, by kernels that read pages in place.
 
-    One kernel norms, rotates and writes keys and values into the pages, and another attends. Decode
-    and prefill chunks have their own kernels, with the same bits per token. With decode's work
-    nothing touches the host, so the forward can be captured in a CUDA graph.
+    Decode and prefill chunks have their own kernels, with the same bits per token. With decode's
+    work nothing touches the host, so a CUDA graph can capture the forward.
     """
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
@@ -338,8 +310,7 @@ def gpu_work(spans: Sequence[Span], device: torch.device) -> DecodeWork | QueryT
 def group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:
     """Cut spans into items of at most 256 queries, and group similar items as a batch.
 
-    The queries and keys of a group are within a factor of two, and its keys at most `max_keys`
-    together, or the group is a single item.
+    Queries and keys of a group are within a factor of two, and its keys at most `max_keys`.
     """
     items = [
         Span(span.row + at, span.start + at, min(_MAX_QUERIES, span.length - at), span.pages)
@@ -369,14 +340,7 @@ def group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:
 
 
 class PagedCache:
-    """The pages of keys and values of all layers; the scheduler knows the owners of pages.
-
-    Attributes:
-        reads_pages_in_place: Whether attention does, by kernels; otherwise it gathers them.
-
-    Raises:
-        torch.OutOfMemoryError: There is no memory for the pages.
-    """
+    """The pages of keys and values of all layers, which attention reads in place or gathers."""
 
     def __init__(
         self,
@@ -424,11 +388,7 @@ class PagedCache:
         return self._memory is not None
 
     def take_again(self) -> None:
-        """Map memory again for pages that were freed; they are empty.
-
-        Raises:
-            torch.OutOfMemoryError: The device does not have so much memory.
-        """
+        """Map memory again for pages that were freed; they are empty."""
         assert self._memory is not None, "this cache keeps its memory"
         self._memory.map()
         self._bytes.zero_()
@@ -443,11 +403,9 @@ class PagedCache:
     def key_values(
         self, spans: Sequence[Span], ends: bool = False
     ) -> PagedKeyValues | HopperKeyValues:
-        """Return the `KeyValues` of one forward.
+        """Return the `KeyValues` of a forward over spans, which fill rows 0 to T in order.
 
-        Args:
-            spans: The tokens of the forward, which fill rows 0 to T in order.
-            ends: Whether the output is only needed for the last token of each span, [spans, H * D].
+        With `ends` the output is only that of each span's last token, [spans, H * D].
         """
         assert self.ready, "the pages' memory has been given back"
         device = self._keys.codes.device
@@ -481,9 +439,5 @@ class PagedCache:
         return np.concatenate(slots)
 
     def decode_key_values(self, slots: Tensor, work: DecodeWork) -> HopperKeyValues:
-        """Return the `KeyValues` of a forward of decode, from tensors on the device.
-
-        Args:
-            slots: int64 [B], the slot of each token; negative for rows of padding.
-        """
+        """Return the `KeyValues` of decode for slots int64 [B] of tokens, negative for padding."""
         return HopperKeyValues(self._keys, self._values, self._plan, slots, work)

@@ -1,8 +1,4 @@
-"""The paged KV cache from one call of `generate` to the next.
-
-The pool decides how many pages the cache has, when their memory is freed, and when a new cache is
-made. The decode batch, with the graphs captured over the cache, lives as long as the cache.
-"""
+"""The number and life of KV pages across calls of `generate`, with the graphs over them."""
 
 from __future__ import annotations
 
@@ -35,13 +31,10 @@ class KVPool:
     """The owner of an engine's KV cache, and of the decode graphs captured over it.
 
     Attributes:
-        num_pages: None for as many as the largest batch of a call can use and memory has room for.
+        num_pages: None for what the largest batch of a call can use and memory has room for.
         speculation: The drafts that decode verifies from the next call on; None without.
         pages: Pages of the last requested cache; None before the first request.
         needed: Pages of the longest sequence of that request.
-
-    Raises:
-        UserError: There is no memory for so many pages.
     """
 
     policy: Policy
@@ -63,11 +56,9 @@ class KVPool:
             check_room(self.num_pages, self.page_size, self._page_bytes, self._free_bytes())
 
     def cache_for(self, groups: Sequence[Sequence[RunningSequence]]) -> PagedCache:
-        """Return the cache for a call: the current one if it is large enough, otherwise a new one.
+        """Return the cache for a call: the current one if it is large enough, else a new one.
 
-        Raises:
-            UserError: The cache cannot hold the longest sequence, or its pages do not fit.
-            torch.OutOfMemoryError: The device has no memory for the pages.
+        Raises a UserError if the longest sequence or the requested pages do not fit.
         """
         # What the call could use at most: its longest sequence, for all that run together.
         now = self.sizes.now
@@ -109,7 +100,7 @@ class KVPool:
         return self._cache
 
     def decode_batch(self) -> DecodeBatch:
-        """Return the decode batch over the current cache, whose graphs serve all later calls."""
+        """Return the decode batch over the current cache, with its graphs."""
         assert self._cache is not None, "no cache to decode over"
         if self._decode is None:
             batch = self.sizes.now.max_batch_size

@@ -22,14 +22,12 @@ class LaunchedStep:
     """A launched step, with its draws as they arrive on the host.
 
     Attributes:
-        tokens: Integers [forwards, draws * width] on the host, `step.width` columns per draw; not
-            to be read before `ready`.
+        tokens: Integers [forwards, draws * width], not to be read before `ready`.
         logprobs: float32, of the same shape.
-        offers: int32 [forwards, draws] on the host, `Verified.offers`; None without drafts.
-        verify: What the forwards verified; None without drafts.
-        host_s: Seconds of the host's call, for a CPU.
         began, ready: Events at the start of the step on the device and after its last value
             arrived; None on a CPU.
+        offers: int32 [forwards, draws], `Verified.offers`; None without drafts.
+        host_s: Seconds of the host's call, for a CPU.
     """
 
     step: ScheduledStep
@@ -43,16 +41,13 @@ class LaunchedStep:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step, by the clock of the device if it has one; after the step ended."""
+        """Seconds of an ended step, by the device's clock if it has one."""
         if self.began is None or self.ready is None:
             return self.host_s
         return self.began.elapsed_time(self.ready) / 1e3
 
     def drawn(self) -> list[tuple[list[int], list[float]]]:
-        """Wait for the step and return (token ids, log-probs) of each draw.
-
-        A last id of BROKEN stands for logits without a finite softmax.
-        """
+        """Wait for (token ids, log-probs) of each draw; a last id BROKEN: no finite softmax."""
         if self.ready is not None:
             self.ready.synchronize()
         lengths = self.step.draw_lengths
@@ -90,6 +85,6 @@ def to_host(x: Tensor) -> Tensor:
 def to_device(
     values: np.ndarray | Sequence[int] | Sequence[tuple[int, ...]], device: torch.device
 ) -> Tensor:
-    """Return values as a tensor on the device; Python integers become int64."""
+    """Return a tensor on the device; Python integers become int64."""
     host = torch.from_numpy(np.asarray(values))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

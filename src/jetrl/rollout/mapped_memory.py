@@ -1,8 +1,7 @@
 """GPU memory that can be freed while its addresses stay.
 
-A CUDA graph reads and writes the addresses of its capture, and torch's allocator would put freed
-KV pages elsewhere. This module reserves addresses once, and maps and unmaps memory by CUDA's
-virtual memory management: graphs stay valid, and must not run in between.
+A CUDA graph uses the addresses of its capture. This module reserves addresses once, and maps and
+unmaps memory by CUDA's virtual memory management: graphs stay valid, and must not run in between.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ class _Range:
 
 
 class MappedMemory:
-    """Reserved addresses of a GPU, without memory until `map`.
-
-    Raises:
-        RuntimeError: The driver refused.
-    """
+    """Reserved addresses of a GPU, without memory until `map`."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -76,11 +71,7 @@ class MappedMemory:
         return self._range.mapped
 
     def map(self) -> None:
-        """Map memory, whose contents are undefined, to the addresses.
-
-        Raises:
-            torch.OutOfMemoryError: So much memory is not free.
-        """
+        """Map memory with undefined contents, or raise a torch.OutOfMemoryError."""
         where = self._range
         handle = self._memory()
         try:

@@ -1,11 +1,8 @@
 """Completions of several turns: a sequence stops, an environment replies, the sequence continues.
 
-The environment belongs to the caller (a task, in worker processes) and may take its time: it is
-asked when a turn ends, and its replies are read between two steps while other sequences run. Draws
-do not depend on when a reply comes.
-
-A reply to a text prompt is appended as plain text; a message goes through the chat template, from
-the end of the model's own text (models/chat.py).
+The caller's environment is asked when a turn ends, and its replies are read between two steps while
+other sequences run. Draws do not depend on when a reply comes. A message goes through the chat
+template, from the end of the model's own text (models/chat.py); other replies are plain text.
 """
 
 from __future__ import annotations
@@ -45,11 +42,7 @@ class MultiTurn:
                 self._environment.ask(index, tuple(self._turns[index]), self._text(sequence))
 
     def take_in(self, wait: bool) -> None:
-        """Give the scheduler the replies that are ready.
-
-        Args:
-            wait: Wait for at least one reply; only while no draws are pending.
-        """
+        """Give the scheduler ready replies; wait for one with `wait`, if no draws are pending."""
         replies, self._early = self._early, []
         if self._asked and not (replies and wait):
             replies += self._environment.answers(wait)

@@ -1,9 +1,8 @@
 """Arguments and results of `RolloutEngine.generate`; without torch.
 
-Partial rollouts: the tail of a rollout is a few long sequences on an idle GPU. A call with more
-prompts than it needs ends when enough are complete. The next call continues the others under its
-own weights: their old tokens are prefilled again, so new tokens are exactly the current policy's.
-Old tokens keep the log-probs of the policy that drew them, and `versions` names that policy.
+Partial rollouts: a call with more prompts than it needs ends when enough are complete. The next
+call continues the others under its own weights: old tokens are prefilled again and keep the
+log-probs of the policy that drew them (`versions`); new tokens are exactly the current policy's.
 
     first = GenerateOptions(partial=Partial(enough=32, version=step))
     out = engine.generate(prompts, params, options=first)
@@ -25,11 +24,7 @@ from jetrl.types import Completion, Reply, Turn, Unfinished
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a call, given to its callback after every step.
-
-    Attributes:
-        eta_s: Estimated seconds left; None while unknown.
-    """
+    """The progress of a call after a step; `eta_s` is the estimated seconds left."""
 
     sequences_done: int
     sequences_total: int
@@ -112,11 +107,9 @@ class Partial:
 
 
 class EnvironmentReply(NamedTuple):
-    """A reply to the turn of a sequence.
+    """A reply to the turn of a sequence; None ends it.
 
-    Attributes:
-        reply: None ends the sequence.
-        failure: Why there is no reply, if the environment broke down; otherwise "".
+    `failure` says why a broken environment has no reply; otherwise it is "".
     """
 
     sequence: int
@@ -125,11 +118,7 @@ class EnvironmentReply(NamedTuple):
 
 
 class Environment(Protocol):
-    """The interface of an environment; sample s of prompt p is sequence p * n + s.
-
-    Attributes:
-        max_turns: Per completion, at least 1.
-    """
+    """The interface of an environment; sample s of prompt p is sequence p * n + s."""
 
     max_turns: int
 
@@ -153,8 +142,7 @@ class GenerateOptions:
         engine.generate(prompts, params, options=GenerateOptions(max_tokens=[3, 1, 9, 2]))
 
     Attributes:
-        environment: Replies when a sequence stops; replies are part of the completion and count
-            toward max_tokens.
+        environment: Replies when a sequence stops; replies count toward max_tokens.
         max_tokens: A limit per completion, in their order, instead of params.max_tokens.
         partial: Completions to continue, and the complete prompts that end the call. Completions
             that are cut off have finish_reason "cancelled" and stand in `engine.unfinished`.

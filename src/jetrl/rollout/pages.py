@@ -1,8 +1,8 @@
 """Reference counts of KV cache pages; without torch.
 
 A page is `page_size` slots for the keys and values of consecutive tokens, in every layer. The
-samples of one prompt share the prompt's pages. A shared page is never written: the writer gets a
-page of its own first, and (source, destination) says what the cache copies before the write.
+samples of one prompt share its pages. Before a write to a shared page the writer gets its own, and
+the cache copies (source, destination).
 
     pages = allocator.allocate(2)          # [4, 0], a prompt of 3 tokens at page_size 2
     other = allocator.fork(pages, 3)       # [4, 0], both pages now with two users
@@ -62,10 +62,7 @@ class PageAllocator:
     ) -> tuple[int, int] | None:
         """Give a page table, in place, its own pages for the positions that are written next.
 
-        Only the first page can have other users, since tables share their beginnings.
-
-        Returns:
-            (source, destination) pages to copy before the write, or None.
+        Return (source, destination) pages to copy before the write: only the first can be shared.
         """
         cost = self.write_cost(pages, position, count)
         if not cost:

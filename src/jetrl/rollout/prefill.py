@@ -38,11 +38,7 @@ class Prefill:
         return LaunchedStep(step, tokens, logprobs, began, mark(device), host_s=host_s)
 
     def forward(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> Tensor:
-        """Run the prompt tokens of a step and fill the cache.
-
-        Returns:
-            float32 logits [R, V], a row per chunk that draws, in the order of the chunks.
-        """
+        """Fill the cache and return float32 logits [R, V], a row per chunk that draws, in order."""
         # The tokens of all chunks, one after the other.
         token_ids: list[int] = []
         positions: list[np.ndarray] = []
@@ -67,14 +63,10 @@ class Prefill:
     def draw(
         self, logits: Tensor, step: ScheduledStep, sequences: Sequence[RunningSequence]
     ) -> tuple[Tensor, Tensor]:
-        """Draw a token for each of `step.draws`, without waiting for the device.
+        """Return token ids (int64) and log-probs (float32) of `step.draws`, without waiting.
 
-        Args:
-            logits: float32 [R, V] of `forward`; all draws of a chunk share its row.
-
-        Returns:
-            Token ids, int64 [draws], and their log-probs, float32 [draws], under the full
-            distribution at the temperature. BROKEN stands for logits without a finite softmax.
+        All draws of a chunk share its row of logits [R, V]. Log-probs are under the full
+        distribution at the temperature. An id BROKEN stands for logits without a finite softmax.
         """
         draws_of_rows = [chunk.draws for chunk in step.chunks if chunk.draws]
         device = logits.device

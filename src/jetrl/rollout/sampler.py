@@ -1,11 +1,8 @@
 """The draw of tokens from logits, for prompts and for decode.
 
-Which tokens may be drawn (top_p, top_k) is decided by `kernels.sampling.sample` for every path: its
-reference sorts, its Hopper form searches a threshold, and a test compares the two. A new rule needs
-a field of `SamplingParams`, a tensor of `Sampler` and a place in that function.
-
-The random bits of a draw are a function of (seed, the sequence's key, the position of the drawn
-token) only. So a sequence is the same in any batch, after a pre-emption, and next to any others.
+`kernels.sampling.sample` applies top_p and top_k for every path. The random bits of a draw are a
+function of only (seed, the sequence's key, the position of the drawn token), so a sequence is the
+same in any batch, after a pre-emption, and next to any others.
 """
 
 from __future__ import annotations
@@ -25,13 +22,7 @@ _LOGITS_AT_ONCE = 2**23  # Sampling makes several arrays of the logits that it h
 
 @dataclass(frozen=True)
 class Sampler:
-    """The sampling parameters of the rows of a forward, on the device.
-
-    Attributes:
-        temperature: float32 [R].
-        top_p: float32 [R].
-        top_k: int64 [R].
-    """
+    """The sampling parameters of R rows on the device: float32, and int64 for top_k."""
 
     temperature: Tensor
     top_p: Tensor
@@ -56,10 +47,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return token ids, log-probs and lse of `rows`, as `kernels.sampling.sample`.
 
-        Args:
-            logits: float32, one line per row; may be written over.
-            filtered: Whether some tokens of some row may not be drawn (`filters`).
-            noise: The scale of the noise on logits, 0 for none.
+        The float32 logits may be written over; `filtered`: a row uses top_p or top_k (`filters`).
         """
         params = (self.temperature[rows], self.top_p[rows], self.top_k[rows])
         return sample(with_noise(logits, bits, noise), bits, *params, filtered)

@@ -1,37 +1,28 @@
 """The choice of the tokens that run in each forward, by continuous batching and pre-emption.
 
-The module needs no torch. Sequences have one order, their index: the older (lower) one goes first,
-always. The running sequences are the oldest unfinished ones, as many as the batch and the pages
-allow:
+Sequences have one order, their index: the older (lower) one goes first. The running sequences are
+the oldest unfinished ones that batch and pages have room for:
 
     running  [0 1 2 3 | 8 9 10]   waiting [11 12 .. ]
 
-- A scheduled step is a forward over chunks of prompts that are not in the cache yet, at most
-  max_prefill_tokens together. The contexts that the forward reads are at most 64 times as many,
-  since attention widens all keys and values that it reads (short replies to long conversations).
-  When no prompt is left to prefill, the step is decode: the next token of each running sequence,
-  up to `repeats` forwards in a row. Prompts go first, because a forward of few sequences takes
-  nearly as long as one of many.
-- The samples of a prompt are a group. Its first sequence, the leader, prefills the prompt while the
-  others wait; all of them draw their first token from the logits of the prompt's last token, and
-  then share the prompt's pages. Members that do not fit in the batch keep these pages while they
-  wait: they are parked.
-- A sequence that waits for its environment keeps its place and its pages, and does not run. The
-  environment's reply is prefilled like a prompt.
-- When a page is needed and none is free, the youngest sequence that holds pages loses them: parked
-  sequences first, then running ones, which return to the waiting ones. The drawn tokens stay. When
-  such a sequence runs again, prompt and drawn tokens are prefilled, or only the latter if a member
-  of the group still holds the prompt. The draws do not change: a token's draw depends on its
-  sequence only.
+- A step is a forward over chunks of prompts, at most max_prefill_tokens together. It reads at most
+  64 times as many keys, since attention widens all of them. When no prompt is left to prefill, the
+  step is decode: the next token of each running sequence, up to `repeats` forwards in a row.
+  Prompts go first, because a forward of few sequences takes nearly as long as one of many.
+- The samples of a prompt are a group. Its first sequence, the leader, prefills the prompt; all draw
+  their first token from the logits of its last token, and then share its pages. Members that do not
+  fit in the batch keep these pages while they wait: they are parked.
+- A sequence that waits for its environment keeps its pages. The reply is prefilled like a prompt.
+- When no page is free, the youngest sequence that holds pages loses them: parked sequences first,
+  then running ones. When it runs again, its prompt (unless a member of the group still holds it)
+  and its drawn tokens are prefilled. Draws do not change, since each depends only on its sequence.
 
-Steps may be scheduled before the draws of earlier ones are known (`complete`). Lengths are known
-without the draws, and a sequence that turns out to have ended drops the rest of its draws. Only two
-cases need the tokens themselves: pre-emption, and decode after prompts, which continues from their
-draws. `schedule` then returns None until these draws arrive.
+Steps may be scheduled before earlier draws are known (`complete`); a sequence that turns out to
+have ended drops the rest. Only pre-emption, and decode after prompts, need the tokens themselves:
+`schedule` then returns None until the draws arrive.
 
-The scheduler cannot livelock: nothing takes pages from the oldest unfinished sequence, which can
-take those of all others, and one sequence always fits (the engine refuses it otherwise), so each
-step advances at least that sequence.
+The scheduler cannot livelock: the oldest unfinished sequence can take the pages of all others, and
+the engine refuses a sequence that does not fit, so each step advances at least that one.
 """
 
 from __future__ import annotations
@@ -51,8 +42,8 @@ class Chunk:
 
     Attributes:
         length: In decode one token per forward, a lower bound.
-        draws: The sequences that draw their next token from the logits of the chunk's last token,
-            or in decode of each token; empty if the chunk ends before the last known token.
+        draws: The sequences that draw from the logits of the last token (in decode of each token);
+            empty if the chunk ends before the last known token.
         extra: Further tokens that forwards with drafts may write.
     """
 
@@ -78,8 +69,7 @@ class ScheduledStep:
                       num_prefill_tokens=0, preempted=(), repeats=8)
 
     Attributes:
-        copies: (source, destination) pages that the cache copies before the forward; all sources
-            are read before any destination is written.
+        copies: (source, destination) pages that the cache copies before the forward, all at once.
         num_prefill_tokens: 0 in decode.
         preempted: Running sequences that lost computed tokens to make room for this step.
         repeats: The number of forwards, 1 except in decode.
@@ -109,11 +99,9 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """The scheduler of the sequences that run together.
+    """The scheduler of the sequences that run together, given as the samples of each prompt.
 
-    Args:
-        groups: The samples of each prompt; indices count up through all groups. Every sequence fits
-            into the allocator's pages when it is alone.
+    Indices count up through all groups; each sequence fits into the allocator's pages by itself.
     """
 
     def __init__(
@@ -170,13 +158,11 @@ class Scheduler:
     ) -> ScheduledStep | None:
         """Choose the next step and take the pages that it needs; not to be called when `done`.
 
-        Args:
-            width: Returns the maximum tokens per sequence in each forward, given the number of
-                sequences that decode.
+        Returns None while the step depends on draws of earlier ones (`complete`); without pending
+        draws, every sequence waits for its environment (`reply`).
 
-        Returns:
-            The step, or None while the next step depends on draws of earlier ones (`complete`). If
-            no draws are pending either, every sequence waits for its environment (`reply`).
+        Args:
+            width: Maps the number of decoding sequences to the maximum tokens of each per forward.
         """
         assert not self.done, "every sequence is finished"
         # Fill the batch, then plan who runs: prompts if any wait for prefill, otherwise decode.
@@ -229,15 +215,11 @@ class Scheduler:
     ) -> int:
         """Give the draws of a step to its sequences, in the order in which steps were scheduled.
 
+        Returns the number of tokens taken: draws past the end of a sequence or a turn are dropped.
+
         Args:
             drawn: (token ids, log-probs) for each of `step.draws`: one per forward, up to
                 `step.width` with drafts, or fewer for a sequence that ends.
-
-        Returns:
-            The number of tokens taken; draws past the end of a sequence or a turn are dropped.
-
-        Raises:
-            NonFiniteLogits: A sequence's logits had no finite softmax before its end.
         """
         draws = step.draws
         assert len(draws) == len(drawn), f"{len(drawn)} draws for {len(draws)} sequences"

@@ -1,8 +1,7 @@
 """The state of one sequence while it is sampled; without torch.
 
-The cache holds the keys and values of the first `num_computed` tokens, in `pages`. The forward of
-the token at position p gives the logits that the token at p + 1 is drawn from, so the last token
-is never cached: a finished sequence of T tokens used T - 1 slots.
+The cache holds the keys and values of the first `num_computed` tokens, in `pages`. A token's
+forward gives the logits of the next one, so a finished sequence of T tokens used T - 1 slots.
 
     prompt [5, 6, 7], page_size 2                         pages      num_computed  generated
     after the prefill of the prompt                       [4, 0]     3             []
@@ -24,11 +23,7 @@ from jetrl.types import FinishReason, SamplingParams
 
 
 class NonFiniteLogits(NonFiniteError):  # noqa: N818  (an end of a run, as its base)
-    """The logits of a sequence have no finite softmax.
-
-    Attributes:
-        token_ids: The tokens of the sequence so far; () until they are known.
-    """
+    """The logits of a sequence, with `token_ids` so far, have no finite softmax."""
 
     def __init__(self, sequence: int) -> None:
         self.sequence = sequence
@@ -52,15 +47,13 @@ class RunningSequence:
         generated: The tokens after the prompt: drawn ones, and the environment's.
         logprobs: Of each generated token; 0 for the environment's.
         pages: Page ids in order of position.
-        num_computed: Tokens whose keys and values are in the pages once the forwards scheduled so
-            far have run; a lower bound if these verify drafts.
+        num_computed: Tokens cached once scheduled forwards have run; a lower bound with drafts.
         num_pending: Scheduled draws that have not arrived, one per forward: a lower bound.
         num_extra: Upper bound of the further draws of pending forwards that verify drafts.
         text: The text of the turn before a stop string; None without a stop string.
         environment: The spans of `generated` that the environment wrote.
         turn_start: The start of the current turn in `generated`.
         versions: The policy versions of tokens that earlier calls drew.
-        params: The sampling parameters; `rules` holds the limits.
     """
 
     index: int
@@ -129,11 +122,7 @@ class RunningSequence:
         ]
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> int:
-        """Add drawn tokens up to the one that ends the sequence or its turn; return how many.
-
-        Raises:
-            NonFiniteLogits: An id below 0 (logits that are not finite) comes before the end.
-        """
+        """Add drawn tokens up to one that ends the sequence or its turn; return their number."""
         if self.rules.none_ends(token_ids, len(self.generated)) and (
             self._watch is None or self._watch.pass_over(self.generated, token_ids)
         ):
@@ -170,7 +159,7 @@ class RunningSequence:
     def reply(self, token_ids: Sequence[int] | None) -> None:
         """Add the environment's reply to the turn that ended; None ends the sequence.
 
-        A reply after which no token could be drawn is left out, and the sequence is cut off there.
+        A reply that leaves no room for another token is dropped, and the sequence is cut off.
         """
         assert self.awaiting, f"sequence {self.index} asked for no reply"
         assert not self.num_pending, f"sequence {self.index} has {self.num_pending} draws pending"
@@ -195,8 +184,8 @@ class RunningSequence:
 def sequence_keys(prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
     """Return the random keys of n samples per prompt, 63-bit integers.
 
-    A key hashes the prompt's tokens, the number of equal prompts before it in this call, and the
-    sample's number, so draws do not depend on other prompts or on their order.
+    A key hashes the prompt's tokens, the number of equal prompts before it, and the sample's
+    number, so draws do not depend on other prompts or on their order.
     """
     occurrences: Counter[bytes] = Counter()
     keys = []

@@ -38,11 +38,7 @@ _LEAST_PREFILL = 16  # Prompt tokens of a forward: fewer save no memory worth ha
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that bound the memory of a rollout.
-
-    Attributes:
-        max_pages: KV pages; None for as many as memory has room for.
-    """
+    """The sizes that bound the memory of a rollout; max_pages None: what memory has room for."""
 
     max_batch_size: int
     max_prefill_tokens: int
@@ -58,14 +54,7 @@ class RolloutSizes:
         self._retries = 0
 
     def halve(self, pages: int | None, needed: int, problem: str) -> None:
-        """Halve the sizes after memory ran out.
-
-        Args:
-            pages: Pages of the cache that existed; None if there was none yet.
-
-        Raises:
-            OutOfMemoryStop: Only a single sequence runs already.
-        """
+        """Halve the sizes after memory ran out with a cache of `pages`, None without a cache."""
         before = self.now
         limit = before.max_pages if pages is None else pages
         # Half of everything, but never fewer pages than one sequence needs.
@@ -91,8 +80,7 @@ class RolloutSizes:
     def max_pages(self, needed: int) -> int | None:
         """Return the maximum pages of a cache whose longest sequence takes `needed`.
 
-        The number may have been halved when sequences were shorter: the longest one gets enough if
-        as many were requested.
+        A number that was halved for shorter sequences grows to `needed` if that was requested.
         """
         most, requested = self.now.max_pages, self._requested.max_pages
         return None if most is None else max(most, min(needed, requested or needed))
@@ -107,5 +95,6 @@ class RolloutSizes:
 
     def load_state(self, state: Any) -> None:
         """Restore the sizes of a resumed run, unless its settings were changed."""
+        # Other settings start with their own sizes.
         if state["asked"] == list(astuple(self._requested)):
             self.now = Sizes(*state["now"])

@@ -1,15 +1,13 @@
 """Speculation: drafts of a sequence's next tokens, from earlier text or from a draft head.
 
-`Speculation` owns the text that drafts are taken from (`kernels.draft`) for the life of an engine,
-so that a step's completions serve as drafts for the same prompts later. It is not part of a
-checkpoint: a run draws the same tokens whatever the drafts are. With both sources, a sequence takes
-the text's draft if its last three tokens lead to one, and else the head's.
+`Speculation` owns the text of drafts (`kernels.draft`) for the life of an engine, so that a step's
+completions serve as drafts for the same prompts later. Checkpoints leave it out: drafts change no
+token. With both sources, a sequence takes the text's draft if its last three tokens lead to one,
+and else the head's.
 
-The host adds what the device does not know: a sequence's tokens when it gets a slot, and a
-completion when it has ended. In between the device adds what it draws by itself.
-
-The number of tokens that a forward verifies is one choice for the batch (`draft_widths`); a
-sequence's share follows from how many of its drafts were right (`DraftText.quality`).
+The host adds a sequence's tokens when it gets a slot and a completion when it has ended; in between
+the device adds its own draws. The number of verified tokens is one choice for the batch
+(`draft_widths`); a sequence's share follows from its right drafts (`DraftText.quality`).
 """
 
 from __future__ import annotations
@@ -50,9 +48,8 @@ from jetrl.rollout.sizes import padded_batch
 class HeadDrafts:
     """Drafts from a draft head (`models.draft_head`), all on the device.
 
-    The head guesses from the hidden state that a sequence's last token was drawn from, which every
-    forward of decode keeps per slot. A sequence that has just got its slot has none: its first
-    forward goes without the head.
+    The head guesses from the hidden state of a sequence's last draw, which every forward of decode
+    keeps per slot. A sequence's first forward goes without the head.
     """
 
     def __init__(self, head: DraftHead, slots: int) -> None:
@@ -75,12 +72,7 @@ class HeadDrafts:
         self._ready[slots] = 0
 
     def propose(self, state: DecodeState, rows: Tensor, count: int, text: Drafts | None) -> Drafts:
-        """Return a draft for each row: the text's if it has one, else the head's.
-
-        Args:
-            rows: int64 [B], the slot of each row.
-            count: Tokens that the head guesses, at least 1.
-        """
+        """Return a draft for each row of slots, int64 [B]: the text's, else `count` head tokens."""
         # A sequence that has ended may have ended without a token.
         last = state.token[rows].long().clamp(0, self.head.policy.config.vocab_size - 1)
         tokens = self.head.draft(self._hidden[rows], last, count)
@@ -96,12 +88,7 @@ class HeadDrafts:
         )
 
     def keep(self, hidden: Tensor, inputs: VerifyInputs, state: DecodeState, rows: Tensor) -> None:
-        """Keep the hidden states from which a forward drew the sequences' last tokens.
-
-        Args:
-            hidden: [R, D], of all rows of the forward.
-            rows: int64 [B], the slot of each row.
-        """
+        """Keep the hidden states, of [R, D], that slots `rows`, int64 [B], drew from last."""
         # The query of the last token that counted; any row of a sequence that is not active.
         drawn = state.position[rows] - (inputs.lengths - inputs.queries)
         last = (inputs.first + drawn - 1).clamp(0, len(hidden) - 1).long()
@@ -116,15 +103,11 @@ _Piece = tuple[int, list[int], RunningSequence]  # A place in the text, tokens, 
 
 
 class Speculation:
-    """The drafts of one engine.
+    """The drafts of one engine, and the counts of the current call in `stats`.
 
     Args:
         mode: "text" or "head" verifies drafts of this source in every forward of decode, "auto"
             those of all sources if that is faster.
-
-    Attributes:
-        head: None without a draft head.
-        stats: The counts of the current call.
     """
 
     def __init__(
@@ -201,11 +184,9 @@ class Speculation:
         return Drafts(no.tokens[:count], no.counts[:count], no.sources[:count])
 
     def propose(self, state: DecodeState, rows: Tensor, width: int) -> Drafts:
-        """Return a draft for each row of a forward, without waiting for the device.
+        """Return a draft for each row of slots, int64 [B], without waiting for the device.
 
-        Args:
-            rows: int64 [B], the slot of each row.
-            width: Maximum tokens of a sequence in the forward; at 1 only the text is looked up.
+        A sequence has at most `width` tokens in the forward; at 1 only the text is looked up.
         """
         # Next to a head only long matches of the text count.
         head = self.head
@@ -221,10 +202,7 @@ class Speculation:
             self._ended.append(sequence)
 
     def put_by(self) -> None:
-        """Write the completions that have ended to the archive, over the oldest ones.
-
-        The text of a whole step takes the host a while: best while the device is at work.
-        """
+        """Write ended completions to the archive, over the oldest; best while the device works."""
         room = len(self.text.text) - self.text.archive_start
         pieces: list[_Piece] = []
         for sequence in self._ended:

@@ -1,15 +1,13 @@
 """The rule by which a completion ends: stop ids, stop strings, length; without torch.
 
-The rule stands here. `StopRules` applies it on the host, token by token, and has the last word.
-`kernels.decode` is its device form, without text: the stop ids that all running sequences share and
-a last position per sequence (`DecodeBatch` writes both). It only lets a step of several forwards
-stop early; the host drops draws past an end that only the host sees.
+`StopRules` applies the rule on the host, token by token, and has the last word. `kernels.decode` is
+its device form, without text: it only lets a step of several forwards stop early, by the shared
+stop ids and a last position per sequence.
 
-A stop string is looked for in the decoded text, since it may start and end inside a token and span
-several. Decoding everything after each token would cost the square of the length, and decoding each
-token alone is wrong (a character may take several byte tokens). So the text grows through a small
-window of tokens, decoded together and committed once it ends in whole characters. The draws of a
-step are searched together, and one by one if a stop string is among them.
+A stop string is looked for in the decoded text, since it may span several tokens. Decoding all text
+after each token would cost the square of the length, and a character may take several byte tokens.
+So the text grows through a small window of tokens, committed once it ends in whole
+characters. The draws of a step are searched together, and one by one if they have a stop string.
 """
 
 from __future__ import annotations
@@ -86,13 +84,7 @@ class TextWatch:
         self._at_once = not any(UNFINISHED_CHARACTER in string for string in strings)
 
     def pass_over(self, tokens: list[int], added: Sequence[int]) -> bool:
-        """Add several tokens at once, unless a stop string may have appeared in them.
-
-        Decoding per token costs the host more than all else that it does for the token.
-
-        Returns:
-            False, with nothing added, if `update` has to look at each token.
-        """
+        """Add several tokens at once; return False, adding none, if `update` has to see each."""
         if not self._at_once or len(added) >= MAX_WINDOW:
             return False
         text, window = self._decoded([*tokens[self._first :], *added])
