@@ -22,7 +22,7 @@ class UserError(ValueError):
 
 
 class RunStopped(RuntimeError):  # noqa: N818  (an outcome of a run, not only an error)
-    """A run that ended itself; its message says why, and its last checkpoint is good."""
+    """A run that ended itself; the message says why, and the last checkpoint is good."""
 
     exit_code = 1
 

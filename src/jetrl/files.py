@@ -56,9 +56,9 @@ class _Repr(reprlib.Repr):
 
 
 def open_regular(path: str | Path) -> IO[bytes]:
-    """Return a regular file opened for reading; raise FileNotFoundError if there is none.
+    """Open a regular file for reading; raise FileNotFoundError if there is none.
 
-    A pipe, a device or a folder is a UserError: opening a pipe would wait for a writer.
+    A pipe (which would wait for a writer), a device or a folder is a UserError.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -24,11 +24,11 @@ def train(settings: Settings, resume: bool = False) -> RunResult:
     Raises:
         UserError: Settings, data or a model that cannot be used, before anything is trained.
         RunStopped: The run ended itself; its report says why. MismatchError is one of these.
-        KeyboardInterrupt, Terminated: Ctrl-C, SIGTERM (session/stop_signals.py). The checkpoint and
-            the report are written; a second signal leaves at once, with the last checkpoint good.
+        KeyboardInterrupt, Terminated: Ctrl-C, SIGTERM; checkpoint and report are written. A second
+            signal ends the run at once, with the last checkpoint good.
     """
     with joined_in_script(settings, resume) as resumed, Session(settings, resumed) as session:
-        session.warm_up()  # supervised, where sft.steps asks for it
+        session.warm_up()  # supervised, if sft.steps > 0
         session.evaluate_start()
         for number in session.steps():
             step = session.draw_prompts(number)

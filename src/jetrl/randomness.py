@@ -33,14 +33,11 @@ def draw_range(total: int, first: int, count: int, seed: int) -> list[int]:
 
 
 def shares(weights: Sequence[float], count: int, last_step: int, seed: int) -> np.ndarray:
-    """Divide the items of each step among weights.
+    """Divide each step's `count` items among weights: int64 [last_step, len(weights)].
 
     Systematic sampling: `count` marks at equal distances, moved a little every step, are laid over
     the weights. A step's numbers are off its exact shares by less than one, and these errors do not
     add up over the steps.
-
-    Returns:
-        int64 [last_step, len(weights)], whose rows sum to `count`.
     """
     edges = np.concatenate([[0.0], np.cumsum(weights) / np.sum(weights)])
     edges[-1] = 1.0

@@ -36,14 +36,14 @@ class Prompt:
 
     Attributes:
         id: The prompt's name within its task's split.
-        text: The plain text for the model; exactly one of `text` and `messages` is given.
+        text: The plain text for the model; give exactly one of `text` and `messages`.
         messages: Chat messages (role and content), which go through the tokenizer's chat template.
         answer: The right answer, only for the task's `score`.
         metadata: More that the task's `score` needs.
         task: The name of the prompt's task if several are mixed, otherwise "".
 
     Raises:
-        ValueError: Both or neither of `text` and `messages` are given, or `id` is no text.
+        ValueError: Both or neither of `text` and `messages` are given, or `id` is not a text.
     """
 
     id: str
@@ -78,8 +78,8 @@ class SamplingParams:
     Attributes:
         n: Completions for each prompt.
         max_tokens: Maximum tokens per completion.
-        temperature: The divisor of logits, from 1e-20 (float32 has no room for larger quotients) to
-            1e20; 0 draws greedily and reports the log-probs of temperature 1.
+        temperature: The divisor of logits, from 1e-20 to 1e20; 0 draws greedily and reports the
+            log-probs of temperature 1.
         top_p: Keep the most probable tokens up to this mass; 1.0: all.
         top_k: Keep this many most probable tokens; 0: all.
         stop_token_ids: Tokens that end a completion and belong to it.
@@ -131,7 +131,7 @@ class Turn:
     """A turn of a completion in a task with turns.
 
     Attributes:
-        completion: The text that the model wrote, without special tokens and stop string.
+        completion: The model's text, without special tokens and stop string.
         reply: The environment's reply; None after the last turn.
     """
 

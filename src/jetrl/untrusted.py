@@ -49,7 +49,7 @@ def start(program: str, *arguments: str, **options: Any) -> subprocess.Popen[byt
 
 
 def limit_memory(mib: int) -> None:
-    """Let this process take so many MiB of address space beyond its current size."""
+    """Limit this process to its current address space and `mib` MiB more."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + mib * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -59,16 +59,14 @@ def limit_memory(mib: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """End this process by SIGPROF after so much CPU time from now; 0: no limit."""
+    """End this process by SIGPROF after this CPU time from now; 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 class LimitedProcess:
-    """A process that answers requests by a function, started again after a request ended it.
+    """A process that answers requests in `limit_s` s of CPU time each, restarted after its end.
 
-    Args:
-        function: `module:name` of a function of a JSON value that returns one.
-        limit_s: Seconds of CPU time per request.
+    `function` is the `module:name` of a function from a JSON value to another.
     """
 
     def __init__(self, function: str, limit_s: float, memory_mib: int) -> None:
@@ -161,7 +159,7 @@ _trusted: frozenset[Path] | None = None  # None: every file
 
 @contextlib.contextmanager
 def trust_only(files: Iterable[str | Path] = ()) -> Iterator[None]:
-    """Let the commands inside the context import no users' files but these."""
+    """Let the commands inside the context import only these users' files."""
     global _trusted
     before = _trusted
     _trusted = (before or frozenset()) | {Path(file).resolve() for file in files}

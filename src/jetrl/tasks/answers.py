@@ -91,7 +91,7 @@ def read_number(text: str) -> str | None:
 
 
 def plain_number(number: str) -> str:
-    """Return a number that `NUMBER` matched as digits alone: `-1200.5`, `7/3`, `0.0025`."""
+    """Return a number that `NUMBER` matched as digits only: `-1200.5`, `7/3`, `0.0025`."""
     mixed = re.fullmatch(rf"(-?)({_MIXED})", number.replace("$", "").strip())
     if mixed:
         whole, above, below = re.split("[ /]", mixed[2])

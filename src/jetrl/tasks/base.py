@@ -260,7 +260,7 @@ def naming_errors(what: str) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception and where it was raised: `ValueError: text (a.py, line 3, in score)`."""
+    """Return an exception and its origin: `ValueError: text (a.py, line 3, in score)`."""
     text = f"{type(error).__name__}: {error}"[:500]
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:

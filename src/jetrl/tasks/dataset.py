@@ -182,7 +182,7 @@ class Dataset(Task):
                 f"{where}: field {self.fields[role]!r} (the {role}) is {value!r:.60}, not a text "
                 f"or a number{_parts(self.fields[role], value)}"
             )
-        # written out, where str says 1e-05
+        # written out; str says 1e-05
         return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
 
     def _field(self, row: Row, role: str, where: str) -> Any:

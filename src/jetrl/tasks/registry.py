@@ -192,9 +192,8 @@ def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) ->
         options: Keyword arguments of the task (`[task.options]` in a recipe).
 
     Raises:
-        UserError: There is no such task (the nearest name is offered), the task does not have an
-            option, a file does not import or holds no such class (with file and line), a package is
-            not installed, or data is missing.
+        UserError: The task or an option is unknown (the nearest name is offered), a file does not
+            import or lacks the class (with file and line), or a package or data is missing.
     """
     options = with_path(options, path)
     if name.startswith("reasoning_gym:"):

@@ -259,7 +259,7 @@ class Scorer:
             patience = min(worker.deadline for worker in watched) - time.monotonic()
             channels = [channel for worker in watched for channel in worker.channels]
             wait(channels, timeout=max(0.0, patience))
-        # Take in the replies, and the items of workers that ended.
+        # Read the replies, and the items of workers that ended.
         for worker in watched:
             for ticket, reply in worker.receive():
                 self._replies[ticket] = reply

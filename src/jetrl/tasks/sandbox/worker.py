@@ -85,7 +85,7 @@ def main(descriptor: int) -> None:
     """Serve the socket `descriptor` until its other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.enable(file=STDERR)
-    # At the end of its CPU time the process writes where it is, and dies of the signal.
+    # At the end of its CPU time the process prints its place and dies of the signal.
     faulthandler.register(signal.SIGPROF, file=STDERR, chain=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection, process = socket.socket(fileno=descriptor), os.getpid()
