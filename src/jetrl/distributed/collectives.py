@@ -95,7 +95,6 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 def gather_equal(tensor: Tensor) -> Tensor:
     """Return the tensors of all ranks, all of shape [...], as [size, ...]."""
     gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
-    flat = as_bytes(tensor.reshape(1, -1)).flatten()
     with _together("sums"):
-        _all_gather(as_bytes(gathered.reshape(len(gathered), -1)).flatten(), flat)
+        _all_gather(_flat_bytes(gathered), _flat_bytes(tensor.contiguous()))
     return gathered

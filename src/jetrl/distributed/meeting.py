@@ -42,11 +42,12 @@ class Meeting:
 
     def again(self) -> Meeting:
         """Return this meeting on another connection, for another thread."""
-        return Meeting(_connected_again(self.store), self.rank, self.size)
+        store: Any = self.store  # whose types lack this method
+        return Meeting(store.clone(), self.rank, self.size)
 
     def own_store(self, name: str) -> Store:
         """Return a part of the store on another connection, on which nobody else waits."""
-        return PrefixStore(f"jetrl {name} {self._joined}", _connected_again(self.store))
+        return PrefixStore(f"jetrl {name} {self._joined}", self.again().store)
 
     def group_store(self) -> Store:
         """Return the store for the process group of the current run."""
@@ -98,17 +99,14 @@ class Meeting:
             start = f"start {self._joined}"
             met = [rank for rank in range(self.size) if self._words.check([f"{start} {rank}"])]
             self._came([ends[rank] for rank in met])
-        return _common([self._read(key) for key in ends], own=words)
+        said = [self._words.get(key).decode() if self._words.check([key]) else "" for key in ends]
+        return _common(said, own=words)
 
     def told(self) -> None:
         """Tell the ranks that are ending that rank 0 has printed their words."""
         self._words.set(_TOLD, "yes")
         ending = [rank for rank in range(1, self.size) if self._words.check([f"end {rank}"])]
         self._came([f"heard {rank}" for rank in ending])  # the store may be this process's own
-
-    def _read(self, key: str) -> str:
-        """Return what a rank has written, without waiting; "" for nothing."""
-        return self._words.get(key).decode() if self._words.check([key]) else ""
 
     def _came(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are in the store, at once or within seconds."""
@@ -187,12 +185,6 @@ def meet(init_method: str = "env://") -> Meeting:
         ) from None
     _meetings.append(Meeting(_of_this_attempt(store), rank, size))
     return _meetings[0]
-
-
-def _connected_again(store: Any) -> Store:
-    """Return a store on another connection; torch's types do not have this method."""
-    again: Store = store.clone()
-    return again
 
 
 def has_agent_store() -> bool:

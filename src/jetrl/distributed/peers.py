@@ -304,9 +304,7 @@ class OtherRanks(Peers):
 
     def _lines(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
         """Return the lines of those ranks that have written one."""
-        there = list(ranks)
-        if not self._store.check([f"status {rank}" for rank in there]):  # not all: ask for each
-            there = [rank for rank in there if self._store.check([f"status {rank}"])]
+        there = [rank for rank in ranks if self._store.check([f"status {rank}"])]
         lines = self._store.multi_get([f"status {rank}" for rank in there]) if there else []
         return {r: RankStatus(**json.loads(line)) for r, line in zip(there, lines, strict=True)}
 

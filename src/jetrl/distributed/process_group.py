@@ -149,10 +149,8 @@ def open_world(
             f"{socket.gethostname()}: start at most one process per GPU (--nproc-per-node)"
         )
     if dist.is_initialized():
-        problem = problem or (
-            "this program has opened a process group itself (torch.distributed."
-            "init_process_group): leave that to jetrl, or end it before (destroy_process_group)"
-        )
+        own = "this program has opened a process group itself (torch.distributed): "
+        problem = problem or own + "leave that to jetrl, or end it before (destroy_process_group)"
     meeting = meet(init_method)
     watch = _watched(meeting, local_rank, local_size, leave)
     meeting.compare({"the device": device, **(facts or {})}, problem)

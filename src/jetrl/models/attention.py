@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.layout import CODES, QueryTiles, stored_dtype
-from jetrl.kernels.attention.reference import (
-    attend_packed,
-    quantize_keys_and_values,
-    stored_values,
-)
+from jetrl.kernels.attention.reference import attend_packed, quantize_keys_and_values, stored_values
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import Rotary, tell
 from jetrl.models.packed import Stems

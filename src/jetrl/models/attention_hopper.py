@@ -22,11 +22,7 @@ from jetrl.kernels.attention.hopper import (
     stored_values,
 )
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
-from jetrl.kernels.rotary_hopper import (
-    dense_cache,
-    qk_norm_rotary_backward,
-    qk_norm_rotary_cache,
-)
+from jetrl.kernels.rotary_hopper import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
 from jetrl.models.layer import Rotary, tell
 from jetrl.precision.plan import PrecisionPlan
 

@@ -44,13 +44,6 @@ class Rope(Stored):
     truncate: bool | None = None
 
 
-class Quantization(Stored):
-    """The contents of `quantization_config`."""
-
-    quant_method: Name | None = None
-    weight_block_size: list[int] | None = None
-
-
 class Named(Stored):
     """The keys of config.json that name a model's family."""
 
@@ -84,14 +77,13 @@ class HfConfig(Named):
     use_sliding_window: Off = None
     sliding_window: int | None = None
     no_rope_layers: Annotated[list[Literal[0, 1]], Field(max_length=1024)] | None = None
-    no_rope_layer_interval: Positions | None = None
+    no_rope_layer_interval: Positions = 4
     attention_bias: Off = None
     mlp_bias: Off = None
     hidden_act: Literal["silu", "swish"]  # two names of one function
     layer_types: Annotated[list[Literal["full_attention"]], Field(max_length=1024)] | None = None
     num_labels: int | None = None
     id2label: dict[Any, Any] | None = None
-    quantization_config: Quantization | None = None
 
 
 NAMED, HF_CONFIG = TypeAdapter(Named), TypeAdapter(HfConfig)

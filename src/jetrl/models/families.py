@@ -13,8 +13,8 @@ differences are read from a Hugging Face config.json:
 
 Rotary frequencies may be stretched by the llama3 or YaRN rule (rope.py). A config.json that asks
 for something this decoder does not compute (another architecture, a sliding window, an attention
-bias, another activation) is refused at start, by name, with the nearest family: if a model loads,
-its numbers are right. Keys of dropout, caching or initialization are ignored; missing keys have
+bias, another activation) is refused at start, by name: if a model loads, its numbers are right.
+Keys of dropout, caching or initialization are ignored; missing keys have
 transformers' defaults. No torch in this file.
 
 A checkpoint keeps Q, K and V (and gate and up) apart. Here they are one matrix and one GEMM: a
@@ -29,7 +29,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -70,14 +69,6 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family("SmolLM3ForCausalLM"),
     "phi3": Family("Phi3ForCausalLM", fused=True, window_in_use=True, rope_types=("default",)),
 }
-# Patterns of a refused model_type, and the nearest family.
-_NEAREST = (
-    ("qwen3", "qwen3"),
-    ("qwen2|seed_oss", "qwen2"),
-    ("mistral|mixtral", "mistral"),
-    ("phi", "phi3"),
-    ("llama|granite|olmo|gemma|deepseek|gpt_oss|glm4", "llama"),
-)
 Head = Literal["lm", "score"]
 """What the decoder ends in: logits of tokens (ForCausalLM), or one number
 (ForSequenceClassification with one label)."""
@@ -255,8 +246,7 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
         supported = ", ".join(f"{name} ({entry.architecture})" for name, entry in FAMILIES.items())
         raise UserError(
             f"config.json: {printable(architecture) or 'no architecture'} (model_type "
-            f"{printable(str(model_type))}) is not supported{_nearest(model_type)}; supported: "
-            f"{supported}"
+            f"{printable(str(model_type))}) is not supported; supported: {supported}"
         )
     if scores:
         labels = config.get("id2label")
@@ -266,13 +256,6 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
                 f"config.json: {count} labels; a reward model or critic has one (num_labels = 1)"
             )
     return family, "score" if scores else "lm"
-
-
-def _nearest(model_type: str | None) -> str:
-    """Return words that name the family nearest to a refused one, or an empty text."""
-    found = (family for like, family in _NEAREST if re.search(like, str(model_type)))
-    family = next(found, None)
-    return f"; the nearest family is {family}" if family else ""
 
 
 def _head_dim(config: HfConfig) -> int:
@@ -296,8 +279,6 @@ def _layers_without_rope(config: HfConfig, family: str) -> tuple[int, ...]:
     rotated, num_layers = config.no_rope_layers, config.num_hidden_layers
     if rotated is None:
         every = config.no_rope_layer_interval
-        if every is None:
-            raise UserError("config.json: no_rope_layer_interval is missing")
         return tuple(range(every - 1, num_layers, every))
     if len(rotated) < num_layers:
         raise UserError(f"config.json: no_rope_layers has fewer than {num_layers} numbers")
@@ -349,11 +330,6 @@ class StoredTensor:
     def module(self) -> str:
         """The module's name in the checkpoint."""
         return self.name.rpartition(".")[0]
-
-    @property
-    def rows(self) -> slice:
-        """The tensor's rows in our parameter."""
-        return slice(self.first_row, self.first_row + self.shape[0])
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:

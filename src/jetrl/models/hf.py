@@ -12,7 +12,7 @@ weights (`nvfp4_files`) are read unchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -171,10 +171,9 @@ def open_weights(
         yield _outline(config, layout)
         return
     directory = model_directory(path, "weights")
-    with ExitStack() as stack:
-        weights = _StoredWeights(directory, stack, device, config, layout)
-        weights.check_complete()
-        yield _outline(config, layout) if outline else weights
+    weights = _StoredWeights(directory, device, config, layout)
+    weights.check_complete()
+    yield _outline(config, layout) if outline else weights
 
 
 def _outline(config: ModelConfig, layout: NVFP4Layout | None) -> CodedWeights:
@@ -197,12 +196,11 @@ def _outline(config: ModelConfig, layout: NVFP4Layout | None) -> CodedWeights:
 
 
 class _StoredWeights(CodedWeights):
-    """The parameters of a checkpoint by our names, each read from open files on access."""
+    """The parameters of a checkpoint by our names, each read from its file on access."""
 
     def __init__(
         self,
         directory: Path,
-        stack: ExitStack,
         device: str | torch.device,
         config: ModelConfig,
         layout: NVFP4Layout | None,
@@ -212,8 +210,6 @@ class _StoredWeights(CodedWeights):
         super().__init__(self._parts, self._weight, codes)
         self._directory, self._device, self._layout = directory, device, layout
         self._files = tensor_files(directory)
-        opened = set(self._files.values())
-        self._handles = {file: stack.enter_context(open_tensors(file)) for file in opened}
 
     def _weight(self, name: str) -> Tensor:
         coded = self._codes(name)
@@ -252,8 +248,8 @@ class _StoredWeights(CodedWeights):
         names = {name for name in self._layout.names(part.name) if name in self._files}
         if names != {part.name}:
             return bool(names)
-        stored = self._handles[self._files[part.name]].get_slice(part.name)
-        return bool(stored.get_dtype() == "U8")  # without its scales
+        with open_tensors(self._files[part.name]) as handle:
+            return bool(handle.get_slice(part.name).get_dtype() == "U8")  # without its scales
 
     def check_complete(self) -> None:
         """Raise for a tensor that is missing, and for tensors that no parameter needs."""
@@ -269,12 +265,12 @@ class _StoredWeights(CodedWeights):
                 used.add(part.name + SCALE_SUFFIX)
             missing = [name for name in names if name not in self._files]
             if missing:
-                file = next((self._files[name] for name in names if name in self._files), None)
-                file = file or (self._directory / INDEX if len(self._handles) > 1 else None)
+                files = {*self._files.values()}
+                file = self._directory / INDEX if len(files) > 1 else min(files)
+                file = next((self._files[name] for name in names if name in self._files), file)
                 tie = "; is tie_word_embeddings true?" if part.name == "lm_head.weight" else ""
                 raise UserError(
-                    f"{file or next(iter(self._handles))}: tensor {missing[0]} {list(part.shape)} "
-                    f"is missing; {asks}{tie}"
+                    f"{file}: tensor {missing[0]} {list(part.shape)} is missing; {asks}{tie}"
                 )
             used |= {*names}
         unread = () if self._layout is None else self._layout.unread
@@ -292,14 +288,10 @@ class _StoredWeights(CodedWeights):
         file, scales_name = self._files[part.name], part.name + SCALE_SUFFIX
         tensor, scaled = self._tensor(part.name, part.shape), scales_name in self._files
         fp8 = tensor.dtype == torch.float8_e4m3fn
-        if tensor.dtype not in _DTYPES and not fp8:
+        if not fp8 and (scaled or tensor.dtype not in _DTYPES):
             raise UserError(
                 f"{file}: tensor {part.name} is {tensor.dtype}; supported: float32, bfloat16, "
-                "float16, float64, and float8_e4m3fn with scales"
-            )
-        if scaled and not fp8:
-            raise UserError(
-                f"{file}: tensor {part.name} is {tensor.dtype}, and {scales_name} is for FP8"
+                f"float16 and float64 without {scales_name}, and float8_e4m3fn with it"
             )
         if not fp8:
             return tensor
@@ -315,16 +307,14 @@ class _StoredWeights(CodedWeights):
         """Return a tensor of the files on the device, checked to have one of the shapes."""
         file = self._files[name]
         try:
-            stored = tuple(self._handles[file].get_slice(name).get_shape())
-            if stored not in shapes:
-                expected = " or ".join(str(list(shape)) for shape in shapes)
-                raise UserError(
-                    f"{file}: tensor {name} has shape {list(stored)}, config.json expects "
-                    f"{expected}"
-                )
             # Opened for only this tensor: a mapping keeps every page that was read through it, and
             # one for the whole load would end with the directory's size in this process's memory.
             with open_tensors(file) as handle:
+                stored = tuple(handle.get_slice(name).get_shape())
+                if stored not in shapes:
+                    expected = " or ".join(str(list(shape)) for shape in shapes)
+                    has = f"has shape {list(stored)}, config.json expects {expected}"
+                    raise UserError(f"{file}: tensor {name} {has}")
                 tensor: Tensor = handle.get_tensor(name)
             return tensor.to(self._device)
         except (SafetensorError, OSError) as error:

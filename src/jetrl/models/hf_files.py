@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import json
 import logging
 import os
 import re
@@ -98,12 +97,9 @@ def _is_whole(folder: Path, part: Part) -> bool:
     if part == "small":
         tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
         return (folder / "config.json").is_file() and tokenizer
-    if (folder / "model.safetensors").is_file():
-        return True
     try:
-        shards = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        return all((folder / str(shard)).is_file() for shard in set(shards))
-    except (OSError, ValueError, KeyError, AttributeError):
+        return bool(tensor_files(folder))
+    except UserError:
         return False
 
 

@@ -195,7 +195,7 @@ def _write_shards(
             if parameter != name:  # whose parts may be in two files
                 whole = rows = torch.empty(0)  # one at a time is in memory
                 name, whole = parameter, weights[parameter].detach()
-            rows = whole[part.rows]
+            rows = whole.narrow(0, part.first_row, part.shape[0])
             assert tuple(rows.shape) == part.shape, f"{name} is {list(whole.shape)}"
             if world().is_first:
                 tensors |= encoding.encode(part, rows)

@@ -225,22 +225,18 @@ class Model:
     def used(self) -> Iterator[None]:
         """Put an offloaded model on its device within the block, and back in CPU memory after."""
         if self._offloaded:
-            self.move(self.device)
+            self.decoder.move(self.device)
         try:
             yield
         finally:
             if self._offloaded:
-                self.move("cpu")
+                self.decoder.move(torch.device("cpu"))
 
     def offload(self) -> None:
         """Keep a frozen model in CPU memory from now on, except while it is `used`."""
         self._offloaded = self.device.type == "cuda"
         if self._offloaded:
-            self.move("cpu")
-
-    def move(self, device: str | torch.device) -> None:
-        """Put the weights of a frozen model on another device, with the same bits."""
-        self.decoder.move(torch.device(device))
+            self.decoder.move(torch.device("cpu"))
 
     def check_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
         """Raise a UserError that names the first sequence that this model cannot process."""

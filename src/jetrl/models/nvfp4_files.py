@@ -205,10 +205,7 @@ def check_base(config: ModelConfig, plan: PrecisionPlan, path: str | Path) -> No
 
 
 def read_nvfp4(
-    layout: NVFP4Layout,
-    part: StoredTensor,
-    files: Mapping[str, Path],
-    read: Callable[..., Tensor],
+    layout: NVFP4Layout, part: StoredTensor, files: Mapping[str, Path], read: Callable[..., Tensor]
 ) -> NVFP4Tensor:
     """Return a stored weight with its codes and group scales unchanged.
 

@@ -9,6 +9,7 @@ import functools
 import json
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from jetrl.errors import UserError
@@ -38,11 +39,8 @@ def matching(
 def _found(patterns: tuple[str, ...], names: tuple[str, ...], how: str) -> tuple[str, ...]:
     if sum(map(len, patterns)) > _MOST_CHARACTERS:
         raise LimitError(f"more than {_MOST_CHARACTERS} characters")
-    process = LimitedProcess("jetrl.models.patterns:match", LIMIT_S, _MEMORY_MIB)
-    try:
+    with closing(LimitedProcess("jetrl.models.patterns:match", LIMIT_S, _MEMORY_MIB)) as process:
         return tuple(process.answer(json.dumps([how, patterns, names]).encode()))
-    finally:
-        process.close()
 
 
 def match(request: Any) -> list[str]:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,10 +35,7 @@ class RopeScaling:
     high_freq_factor: float
     original_max_position_embeddings: int
 
-    @property
-    def attention_factor(self) -> float:
-        """The factor of cosines and sines."""
-        return 1.0
+    attention_factor: ClassVar[float] = 1.0  # of cosines and sines
 
     def scaled(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Return stretched frequencies, float64 [head_dim / 2], in radians per position."""

@@ -123,9 +123,6 @@ def check_same_tokenizer(
         raise UserError(f"{lacks} has no tokenizer, so nothing says that {where} reads its tokens")
     ours, theirs = policy.get_vocab(), other.get_vocab()
     if ours != theirs:
-        different = dict(ours.items() ^ theirs.items())
-        odd = min(different, key=lambda token: (ours.get(token, theirs.get(token, 0)), token))
-        raise UserError(
-            f"{where}: its tokenizer is not the policy's: token {odd!r} is "
-            f"{ours.get(odd, 'not there')} in the policy's and {theirs.get(odd, 'not there')} here"
-        )
+        number, token = min((number, token) for token, number in ours.items() ^ theirs.items())
+        shown = f"{token!r} = {number} is a token of only one of them"
+        raise UserError(f"{where}: its tokenizer is not the policy's: {shown}")
