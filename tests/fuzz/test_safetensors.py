@@ -105,5 +105,5 @@ def test_an_index_stays_in_its_directory(tmp_path, name):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(UserError, match=r"index\.json: .* is not the name of a file beside it"):
+    with pytest.raises(UserError, match=r"index\.json: .* is not the name of a file next to it"):
         load(folder)

@@ -44,19 +44,6 @@ def attend_packed_hopper(
     return out
 
 
-def _heads(qkv: Tensor, rope: Rotary, plan: PrecisionPlan) -> tuple[Tensor, KeyValueCodes]:
-    """Return rotated queries [T, H, D], and keys and values as a cache stores them, [T, G, D]."""
-    codes = dense_cache(len(qkv), rope.num_kv_heads, rope.head_dim, plan.kv, qkv.device)
-    q = qk_norm_rotary_cache(
-        qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, codes, None,
-        plan.scales,
-    )  # fmt: skip
-    if rope.trace is not None:
-        tell(rope.trace, "rotary", q)
-        tell(rope.trace, "keys and values", stored_values(codes))
-    return q, codes
-
-
 class _PackedAttention(torch.autograd.Function):
     """Attention from qkv on, by the exact kernels or, if `length` is given, by cuDNN."""
 
@@ -71,7 +58,15 @@ class _PackedAttention(torch.autograd.Function):
         plan: PrecisionPlan,
         length: int | None,
     ) -> Tensor:
-        q, codes = _heads(qkv, rope, plan)
+        # Rotated queries [T, H, D], and keys and values as a cache stores them, [T, G, D].
+        codes = dense_cache(len(qkv), rope.num_kv_heads, rope.head_dim, plan.kv, qkv.device)
+        q = qk_norm_rotary_cache(
+            qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, codes,
+            None, plan.scales,
+        )  # fmt: skip
+        if rope.trace is not None:
+            tell(rope.trace, "rotary", q)
+            tell(rope.trace, "keys and values", stored_values(codes))
         if length is None:
             o, *kept = attend_tiles(q, stage_keys(codes, tiles), tiles)
         else:

@@ -285,9 +285,11 @@ def publish_directory(scratch: Path, target: Path) -> None:
 
     Files get the permissions of new files: safetensors makes its own readable by only their owner.
     """
-    scratch.chmod(0o777 & ~_umask())
+    mask = os.umask(0)  # which can only be read by setting it
+    os.umask(mask)
+    scratch.chmod(0o777 & ~mask)
     for file in scratch.rglob("*"):  # several chat templates are in a folder
-        file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())
+        file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)
         sync(file)
     sync(scratch)
     if not target.exists() or not any(target.iterdir()):
@@ -302,13 +304,6 @@ def publish_directory(scratch: Path, target: Path) -> None:
             raise
         shutil.rmtree(before)
     sync(target.parent)
-
-
-def _umask() -> int:
-    """Return the process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def write_json(file: Path, contents: Mapping[str, Any]) -> None:
