@@ -186,6 +186,7 @@ class Reward:
             return
         where = f"reward.model_path = {settings.model_path}"
         model = ScalarModel.from_pretrained(settings.model_path, plan, policy.device, frozen=True)
+        # It reads the policy's token ids, prompt and completion in one sequence.
         check_same_tokenizer(policy.tokenizer, model.tokenizer, where)
         if model.config.max_position_embeddings <= max_tokens:
             raise UserError(

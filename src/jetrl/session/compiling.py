@@ -90,6 +90,7 @@ def compiled_ahead(
     lora = None
     if adapter is not None:
         config, lora = adapter.shape(config), adapter.lora
+    # Children share the GPU with the weights that are being read.
     work = Work(config, plan, lora, max_batch_size, speculation)
     index = torch.cuda.current_device() if device.index is None else device.index
     free, _ = torch.cuda.mem_get_info(index)
@@ -156,6 +157,7 @@ def _record(work: Work) -> IO[str]:
     import triton
 
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith(("TRITON_", "DG_")))
+    # Another source file, version or setting may give other kernels.
     digest = hashlib.sha256(repr((work, triton.__version__, torch.__version__, settings)).encode())
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
@@ -203,6 +205,7 @@ def _child() -> None:
     torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(device)
+        # A child that needs more fails, instead of the run.
         share = child_bytes(work) / torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     policy = small_policy(work, device)

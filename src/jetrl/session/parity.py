@@ -202,6 +202,7 @@ def locate(
     with _recorded(policy) as made, torch.enable_grad():
         policy.train_logprobs(tokens, ends, targets)
     trainer = {name: torch.cat(values) for name, values in made.items()}
+    # The sampler draws tokens of its own: the trainer's log-probs of these are compared.
     with _recorded(policy) as made:
         drawn, logprobs = _replay(policy, prompt, completion, temperature)
     rollout = {name: torch.cat(values) for name, values in made.items()}
@@ -247,6 +248,7 @@ def _replay(
     policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Run the sampler's forwards of a sequence whose tokens are given."""
+    # The cache has the pages of only this sequence, and the scheduler runs nothing else.
     params = SamplingParams(max_tokens=len(completion), temperature=temperature)
     rules = StopRules(len(completion))
     sequence = RunningSequence(0, tuple(prompt), 0, rules, params=params)
@@ -341,6 +343,7 @@ def check_policy(policy: Policy) -> list[Check]:
     small = policy.first_layers(min(2, policy.config.num_layers))
     linears = [m for m in small.decoder.layers[0].modules() if isinstance(m, Linear)]
     checks = [_rows_check(linear, policy.device) for linear in [*linears, small.decoder.lm_head]]
+    # Lengths at both sides of a page's end, and batches that are full and nearly empty.
     generator = np.random.Generator(np.random.Philox(derive_seed("check", 0)))
     room = policy.config.max_position_embeddings - 24
     lengths = [n for n in (1, 5, 63, 64, 65, 130, 300, 2100) if n < room]

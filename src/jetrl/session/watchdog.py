@@ -181,6 +181,7 @@ def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
     """Return lines for hang.txt on sequences and memory; the GPU, which may hang, is not asked."""
     sequences = list(engine.sequences)
     num_finished = sum(sequence.finished for sequence in sequences)
+    # A sequence waits for its environment, for KV pages, or for its next forward.
     lines = [f"sequences: {len(sequences)}, of these {num_finished} finished"]
     for sequence in sequences:
         if sequence.finished:
