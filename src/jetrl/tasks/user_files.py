@@ -84,7 +84,7 @@ def _load_module(file: Path, label: str) -> ModuleType:
         hint = "paths start at the working folder"
         raise UserError(f"{label}: {error.strerror} ({hint})") from error
     module_name = f"jetrl_user_task_{file.stem}_{zlib.crc32(str(file).encode()):x}"
-    if _loaded.get(str(file)) == source:
+    if module_name in sys.modules and _loaded.get(str(file)) == source:
         return sys.modules[module_name]
     loader = _Source(str(file), source)
     spec = importlib.util.spec_from_file_location(module_name, file, loader=loader)
