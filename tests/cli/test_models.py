@@ -319,7 +319,7 @@ def test_the_checks_pass_here_and_see_a_wrong_rounding(monkeypatch: pytest.Monke
 def test_low_disk_and_missing_packages_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = doctor._check_core("no-such-package")
+    missing = doctor._check_package("no-such-package")
     assert (missing.status, missing.next_step) == ("FAIL", "pip install no-such-package")
     monkeypatch.setattr(doctor, "LOW_DISK_GIB", 1e9)
     assert doctor._check_disk(tmp_path).status == "WARN"

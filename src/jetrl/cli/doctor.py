@@ -41,9 +41,7 @@ OPTIONAL = {
     "reasoning-gym": "tasks of reasoning-gym: pip install 'jetrl[reasoning-gym]'",
     "sgl-deep-gemm": "faster decode on a GPU: pip install 'jetrl[deep-gemm]'",
     "cuda-bindings": "KV pages on a GPU; it comes with a CUDA build of torch",
-    "wandb": "tracking: pip install wandb",
-    "trackio": "tracking: pip install trackio",
-    "tensorboard": "tracking: pip install tensorboard",
+    **dict.fromkeys(("wandb", "trackio", "tensorboard"), "tracking: install it with pip"),
 }
 # The kernels compile with these and those between (tests/kernels/test_triton.py).
 FIRST_TRITON, LAST_TRITON = "3.6", "3.9"
@@ -59,6 +57,13 @@ class Finding(NamedTuple):
     name: str
     detail: str
     next_step: str = ""
+
+    @classmethod
+    def of(
+        cls, good: bool, name: str, detail: str, next_step: str, otherwise: Severity = "FAIL"
+    ) -> Finding:
+        """Return OK, or the other severity with the next step."""
+        return cls("OK", name, detail) if good else cls(otherwise, name, detail, next_step)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,9 +96,9 @@ def _all_checks() -> list[Finding]:
         self_checks["math-verify"] = _check_answers
     return [
         *(_check_python(), _check_torch(), _check_device()),
-        *(_check_core(name) for name in CORE),
+        *(_check_package(name) for name in CORE),
         _check_triton(),
-        *(_check_optional(name, use) for name, use in OPTIONAL.items()),
+        *(_check_package(name, use) for name, use in OPTIONAL.items()),
         _check_disk(Path.cwd()),
         *(finding for name, check in self_checks.items() for finding in _guarded(name, check)),
     ]
@@ -110,19 +115,18 @@ def _guarded(name: str, self_check: Callable[[], list[Finding]]) -> list[Finding
 
 
 def _check_python() -> Finding:
-    version = platform.python_version()
-    if (3, 11) <= sys.version_info[:2] <= (3, 13):
-        return Finding("OK", "python", f"{version}, {platform.platform()}")
-    return Finding("WARN", "python", version, "use Python 3.11 to 3.13: jetrl is tested on these")
+    good, detail = (3, 11) <= sys.version_info[:2] <= (3, 13), platform.python_version()
+    step = "use Python 3.11 to 3.13: jetrl is tested on these"
+    return Finding.of(good, "python", f"{detail}, {platform.platform()}", step, "WARN")
 
 
 def _check_torch() -> Finding:
     import torch
 
-    version = torch.__version__
-    if _minor(version) >= (2, 11):
-        return Finding("OK", "torch", f"{version}, {torch.get_num_threads()} threads")
-    return Finding("FAIL", "torch", version, "pip install 'torch>=2.11'")
+    detail = f"{torch.__version__}, {torch.get_num_threads()} threads"
+    return Finding.of(
+        _minor(torch.__version__) >= (2, 11), "torch", detail, "pip install 'torch>=2.11'"
+    )
 
 
 def _check_device() -> Finding:
@@ -133,28 +137,23 @@ def _check_device() -> Finding:
         return Finding("OK", "device", detail)
     major, minor = torch.cuda.get_device_capability()
     detail = f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}"
-    if (major, minor) != (9, 0):
-        step = "jetrl supports Hopper GPUs (H100, H200: sm_90); on others set run.device=cpu"
-        return Finding("WARN", "device", detail, step)
     gemm = "DeepGEMM and cuBLAS" if importlib.util.find_spec("deep_gemm") else "cuBLAS"
-    return Finding("OK", "device", f"{detail}; FP8 GEMM: {gemm}, and Triton for few rows")
+    detail += f"; FP8 GEMM: {gemm}, and Triton for few rows"
+    step = "jetrl supports Hopper GPUs (H100, H200: sm_90); on others set run.device=cpu"
+    return Finding.of((major, minor) == (9, 0), "device", detail, step, "WARN")
 
 
-def _check_core(name: str) -> Finding:
+def _check_package(name: str, use: str = "") -> Finding:
+    """Return whether a package is installed; it is optional if a use is given."""
+    absent = f"not installed (optional; for {use})" if use else "not installed"
     version = installed(name)
-    if version is None:
-        return Finding("FAIL", name, "not installed", f"pip install {name}")
-    return Finding("OK", name, version)
-
-
-def _check_optional(name: str, use: str) -> Finding:
-    return Finding("OK", name, installed(name) or f"not installed (optional; for {use})")
+    return Finding.of(bool(version or use), name, version or absent, f"pip install {name}")
 
 
 def _check_triton() -> Finding:
     version = installed("triton")
     if version is None or _minor(FIRST_TRITON) <= _minor(version) <= _minor(LAST_TRITON):
-        return _check_optional("triton", "GPU kernels; it comes with a CUDA build of torch")
+        return _check_package("triton", "GPU kernels; it comes with a CUDA build of torch")
     step = f"install a torch with Triton {FIRST_TRITON} (torch 2.11) to {LAST_TRITON} (torch 2.15)"
     return Finding("WARN", "triton", version, step)
 
@@ -175,9 +174,8 @@ def _check_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free / 2**30
     detail = f"{free:.1f} GiB free in {folder}"
     step = "a checkpoint takes up to 12 bytes per parameter: free some space, or set run.dir"
-    if free < LOW_DISK_GIB:
-        return Finding("FAIL" if free < NO_DISK_GIB else "WARN", "disk", detail, step)
-    return Finding("OK", "disk", detail)
+    level: Severity = "FAIL" if free < NO_DISK_GIB else "WARN"
+    return Finding.of(free >= LOW_DISK_GIB, "disk", detail, step, level)
 
 
 def _check_fp8_cast() -> list[Finding]:
@@ -192,15 +190,13 @@ def _check_fp8_cast() -> list[Finding]:
     values = [2.0 ** (max(e, 1) - 7) * ((e > 0) + mantissa / 8) for e, mantissa in codes]
     halfway = [(low + high) / 2 for low, high in itertools.pairwise(values)]
     even = [values[code + code % 2] for code in range(len(halfway))]
-    wrong = 0
+    ends, wrong = [values[-1], -values[-1]], 0
     for given, expected in ((values, values), (halfway, even)):
-        ends = [values[-1], -values[-1]]
         found = dequantize(quantize(torch.tensor([[*given, *ends]])))
         wrong += int((found != torch.tensor([[*expected, *ends]])).sum())
-    if wrong:
-        step = "this torch rounds E4M3 differently, so results are not exact: use another version"
-        return [Finding("FAIL", "FP8 cast", f"{wrong} of 256 values wrong", step)]
-    return [Finding("OK", "FP8 cast", "256 values: exact, ties to even")]
+    detail = f"{wrong} of 256 values wrong" if wrong else "256 values: exact, ties to even"
+    step = "this torch rounds E4M3 differently, so results are not exact: use another version"
+    return [Finding.of(not wrong, "FP8 cast", detail, step)]
 
 
 def _check_exactness() -> list[Finding]:
@@ -227,11 +223,9 @@ def _check_exactness() -> list[Finding]:
             policy = Policy.from_config(shape, PrecisionPlan.preset("unified"), 0, "cuda")
             shapes = "exact at qwen3-0.6b's shapes"
             properties += [(shapes, checked) for checked in check_policy(policy)]
+    step = f"runs with an exact plan will stop: {REPORT}"
     return [
-        Finding(
-            *("OK" if checked.ok else "FAIL", f"{where}: {checked.operation}", checked.detail),
-            "" if checked.ok else f"runs with an exact plan will stop: {REPORT}",
-        )
+        Finding.of(checked.ok, f"{where}: {checked.operation}", checked.detail, step)
         for where, checked in properties
     ]
 
@@ -289,13 +283,10 @@ def _check_end(run: RunDirectory) -> list[Finding]:
     if state == "finished":
         return [Finding("OK", "end", f"finished {_date(last.ended)}; {count}")]
     if last.ended is None:
-        step = (
-            "the process could not say why: look for a closed terminal (nohup and tmux keep a run "
-            "alive), SIGKILL from outside, the out-of-memory killer (dmesg), a power cut"
-        )
+        step = "look for a closed terminal (use nohup or tmux), SIGKILL, the out-of-memory killer"
         return [Finding("FAIL", "end", f"killed {where}; {count}", step)]
-    took, failed = duration(last.ended - last.started), state == "failed"
-    detail = f"{state} after {took}, {where}: {last.reason}; {count}"
+    failed = state == "failed"
+    detail = f"{state} after {duration(last.ended - last.started)}, {where}: {last.reason}; {count}"
     step = "log.txt has the traceback" if failed and "hang" not in last.reason else ""
     return [Finding("FAIL" if failed else "WARN", "end", detail, step)]
 
@@ -330,12 +321,12 @@ def _check_checkpoints(run: RunDirectory) -> list[Finding]:
                 damaged.append(Finding("FAIL", f"checkpoint {name}{step}", str(error), advice))
             else:
                 whole.append(f"{name}{step}")
+    if not whole and damaged:
+        return [*damaged, Finding("FAIL", "checkpoints", "all are damaged")]
+    if not whole and run.had_checkpoint(int(run.config().get("checkpoint", {}).get("every", 0))):
+        gone = "none left, although some were written"
+        return [Finding("FAIL", "checkpoints", gone, "restore one from a copy")]
     if not whole:
-        if damaged:
-            return [*damaged, Finding("FAIL", "checkpoints", "all are damaged")]
-        if run.had_checkpoint(int(run.config().get("checkpoint", {}).get("every", 0))):
-            gone = "none left, although some were written"
-            return [Finding("FAIL", "checkpoints", gone, "restore one from a copy")]
         return [Finding("WARN", "checkpoints", "none yet", "a resume starts from the beginning")]
     last = whole[-1]
     steps = run.metrics("rl")
@@ -358,9 +349,7 @@ def _check_hang(run: RunDirectory) -> list[Finding]:
     last = [last, *re.findall(r"(?m)^==== (.*)$", text)][-1]
     stack = text.rpartition("most recent")[2]
     frame = re.search(r'(?m)^  File "(.+)", line (\d+) in (.+)$', stack)
-    where = ""
-    if frame:
-        where = f"; the main thread was in {frame[3]} ({frame[1]}, line {frame[2]})"
+    where = f"; the main thread was in {frame[3]} ({frame[1]}, line {frame[2]})" if frame else ""
     step = "hang.txt has the stacks, the sequences and the memory; watchdog.* sets the limits"
     return [Finding("WARN", "hang", f"{last}{where}", step)]
 
@@ -410,16 +399,16 @@ def _check_numbers(run: RunDirectory) -> list[Finding]:
         name: sum(float(line.get(name, 0)) for line in lines)
         for name in ("mismatch/num_different", *warnings)
     }
-    findings = [
+    findings = []
+    different = totals["mismatch/num_different"]
+    if different and PrecisionPlan.from_dict(run.plan(), str(run.path / "plan.json")).exact:
+        detail = f"{different:g} tokens differ between sampler and trainer"
+        findings = [Finding("FAIL", "mismatch/num_different", detail)]
+    return findings + [
         Finding("WARN", name, f"{totals[name]:g} {words}", step)
         for name, (words, step) in warnings.items()
         if totals[name]
     ]
-    different = totals["mismatch/num_different"]
-    if different and PrecisionPlan.from_dict(run.plan(), str(run.path / "plan.json")).exact:
-        detail = f"{different:g} tokens differ between sampler and trainer"
-        findings.insert(0, Finding("FAIL", "mismatch/num_different", detail))
-    return findings
 
 
 def _how_to_continue(run: RunDirectory) -> list[Finding]:
@@ -445,8 +434,9 @@ def _where(status: Status | None, attempt: Attempt) -> str:
     if status is None or status.time < attempt.started:  # no phase has been written
         return "while the run was opened"
     step = f"step {status.step}" if status.step else "the time before step 1"
-    phase = f"in {status.phase} of {step}" if status.phase else f"between phases of {step}"
-    return f"{phase}, which began {_date(status.time)}" if status.phase else phase
+    if not status.phase:
+        return f"between phases of {step}"
+    return f"in {status.phase} of {step}, which began {_date(status.time)}"
 
 
 def _date(seconds: float | None) -> str:

@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -78,8 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not several and not is_of_disk(error):
             raise
         cause = error
+    from jetrl.runs.format import visible
+
     words, code = ending(cause)
-    words = shown(words)
+    words = visible(words, newlines=True)  # a quoted file may contain control characters
     if several:
         _end_rank(words, code, cause)
     tell(words)
@@ -119,7 +121,9 @@ def _command(arguments: Sequence[str]) -> int:
         print(usage())
         return 0
     if arguments[0] in ("-V", "--version"):
-        print(version())
+        from jetrl import __version__
+
+        print(f"jetrl {__version__}")
         return 0
     command, words = parse(arguments[0], arguments[1:])
     if launched_size() > 1 and not getattr(command, "RUNS_ON_RANKS", False):
@@ -127,7 +131,8 @@ def _command(arguments: Sequence[str]) -> int:
             f"jetrl {arguments[0]} runs as one process, but torchrun started {launched_size()}: "
             "start it without torchrun"
         )
-    with _users_files(arguments[0], words):
+    trusted = arguments[0] in RUN_USERS_FILES or getattr(words, "trust_task", False)
+    with nullcontext() if trusted else trust_only():
         try:
             code: int = command.run(words)
         except SystemExit as end:
@@ -137,13 +142,6 @@ def _command(arguments: Sequence[str]) -> int:
 
             raise UserError(f"sys.exit() ended the command: {describe_error(end)}") from end
     return code
-
-
-def _users_files(command: str, words: argparse.Namespace) -> AbstractContextManager[None]:
-    """Return a context that restricts which of the users' Python files a command may import."""
-    if command in RUN_USERS_FILES or getattr(words, "trust_task", False):
-        return nullcontext()
-    return trust_only()
 
 
 def _set_allocators() -> None:
@@ -192,13 +190,6 @@ def _from_checkout(command: str) -> ModuleType:
     return importlib.import_module(IN_CHECKOUT[command])
 
 
-def shown(text: str) -> str:
-    """Return a message with its control characters, which a quoted file may contain, escaped."""
-    from jetrl.runs.format import visible
-
-    return visible(text, newlines=True)
-
-
 def usage() -> str:
     lines = [
         "usage: jetrl COMMAND ...",
@@ -210,12 +201,6 @@ def usage() -> str:
         "`jetrl COMMAND --help` lists the arguments of a command. To start: jetrl train",
     ]
     return "\n".join(lines)
-
-
-def version() -> str:
-    from jetrl import __version__
-
-    return f"jetrl {__version__}"
 
 
 if __name__ == "__main__":

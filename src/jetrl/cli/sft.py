@@ -16,20 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table
-from jetrl.cli.train import (
-    add_recipe_arguments,
-    closing_lines,
-    dry_run,
-    exit_code,
-    goes_on,
-    joined,
-    planned_gpus,
-    recipe_settings,
-    say_how_to_go_on,
-    settings_help,
-)
-from jetrl.distributed.world import launched_rank
-from jetrl.errors import Terminated, UserError
+from jetrl.cli.train import add_recipe_arguments, opened, say_result, settings_help, started
+from jetrl.errors import UserError
 
 if TYPE_CHECKING:
     from jetrl.session.supervised import RewardResult
@@ -56,35 +44,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    resume = args.resume or goes_on(recipe_settings(args.words))
-    settings, gpus = recipe_settings(args.words, resume), planned_gpus(args)
+    settings, resume = opened(args)
     if settings.sft.steps == 0:
         raise UserError("sft.steps = 0: set the number of updates, as in sft.steps=100")
     out = Path(args.out or "")
     if args.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {args.out}: in use; name another directory")
-    if args.dry_run and launched_rank() > 0:
-        return 0  # rank 0 prints it
-    if args.dry_run:
-        for part in dry_run(settings, args.task == "reward", gpus, resume):
-            print(part)
-        return 0
-    from jetrl import loop
-    from jetrl.session.supervised import train_reward_model
 
-    try:
-        with joined(settings, resume):
-            if args.task == "reward":
-                judge = train_reward_model(settings, args.out, resume)
-            else:
-                result = loop.sft(settings, out=args.out, resume=resume)
-    except (KeyboardInterrupt, Terminated) as end:
-        return say_how_to_go_on(end, "sft", args, settings)
-    if args.task == "reward":
-        print(_of_judge(args, settings, judge))
+    def train() -> int:
+        from jetrl import loop
+        from jetrl.session.supervised import train_reward_model
+
+        if args.task == "answers":
+            return say_result(loop.sft(settings, out=args.out, resume=resume), settings)
+        print(_of_judge(args, settings, train_reward_model(settings, args.out, resume)))
         return 0
-    print(closing_lines(result, settings))
-    return exit_code(result)
+
+    return started(args, settings, resume, train)
 
 
 def _of_judge(args: argparse.Namespace, settings: Settings, judge: RewardResult) -> str:

@@ -17,12 +17,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import os
 import shlex
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,36 +75,20 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=float, metavar="GIB", help=memory)
 
 
-def planned_gpus(args: argparse.Namespace) -> PlannedGPUs:
-    """Return the GPUs to plan for, from --gpus and --gpu-memory."""
-    for name, value in (("--gpus", args.gpus), ("--gpu-memory", args.gpu_memory)):
-        if value is not None and not args.dry_run:
-            raise UserError(f"{name} goes with --dry-run: a run uses the GPUs that torchrun starts")
-        if value is not None and not value > 0:
-            raise UserError(f"{name} {value:g}: should be above 0")
-    return PlannedGPUs(args.gpus or launched_size(), args.gpu_memory, args.gpus is not None)
+def _planned_machine(args: argparse.Namespace, settings: Settings) -> Machine:
+    """Return the GPUs that a dry run plans for: from --gpus and --gpu-memory, or this machine's."""
+    import torch
 
+    from jetrl.memory.plan import GIB
+    from jetrl.session.open import Machine
 
-@dataclass(frozen=True)
-class PlannedGPUs:
-    """The GPUs that a dry run plans for; gib None: with the memory of this machine's GPU."""
-
-    count: int = 1
-    gib: float | None = None
-    named: bool = False
-
-    def machine(self, settings: Settings) -> Machine:
-        import torch
-
-        from jetrl.memory.plan import GIB
-        from jetrl.session.open import Machine
-
-        here, absent = Machine.here(settings), not torch.cuda.is_available()
-        if self.gib is not None:
-            return Machine("cuda", int((self.gib - _GIB_OF_CUDA) * GIB), self.count, True)
-        if self.count > 1 and here.device == "cpu" and not started_by_torchrun():
-            return Machine("cuda", None, self.count, True)  # of GPUs that are somewhere else
-        return replace(here, cards=self.count, elsewhere=self.named and absent)
+    here, count = Machine.here(settings), args.gpus or launched_size()
+    if args.gpu_memory is not None:
+        return Machine("cuda", int((args.gpu_memory - _GIB_OF_CUDA) * GIB), count, True)
+    if count > 1 and here.device == "cpu" and not started_by_torchrun():
+        return Machine("cuda", None, count, True)  # of GPUs that are somewhere else
+    absent = args.gpus is not None and not torch.cuda.is_available()
+    return replace(here, cards=count, elsewhere=absent)
 
 
 def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
@@ -155,27 +138,56 @@ def settings_help() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    resume = args.resume or goes_on(recipe_settings(args.words))
-    settings, gpus = recipe_settings(args.words, resume), planned_gpus(args)
-    if (args.dry_run or args.preflight) and launched_rank() > 0:
-        return 0  # rank 0 prints it
+    settings, resume = opened(args)
+    if args.preflight and not args.dry_run:
+        return _run_preflight(settings) if launched_rank() == 0 else 0
+
+    def train() -> int:
+        from jetrl import loop
+
+        if not resume:
+            _say_time(args.words)
+        return say_result(loop.train(settings, resume=resume), settings)
+
+    return started(args, settings, resume, train)
+
+
+def opened(args: argparse.Namespace) -> tuple[Settings, bool]:
+    """Return the settings of `train` and `sft`, and whether the run is resumed.
+
+    Raises:
+        Terminated, TimeLimitReached: torchrun restarts ranks that were asked to stop.
+    """
+    for name, value in (("--gpus", args.gpus), ("--gpu-memory", args.gpu_memory)):
+        if value is not None and not args.dry_run:
+            raise UserError(f"{name} goes with --dry-run: a run uses the GPUs that torchrun starts")
+        if value is not None and not value > 0:
+            raise UserError(f"{name} {value:g}: should be above 0")
+    resume = args.resume
+    if not resume and started_by_torchrun():
+        from jetrl.session import ranks
+
+        resume = ranks.goes_on(recipe_settings(args.words))
+    return recipe_settings(args.words, resume), resume
+
+
+def started(
+    args: argparse.Namespace, settings: Settings, resume: bool, work: Callable[[], int]
+) -> int:
+    """Print the dry run, or do the work on all ranks; return the exit code."""
     if args.dry_run:
-        for part in dry_run(settings, gpus=gpus, resume=resume):
+        for part in dry_run(args, settings, resume) if launched_rank() == 0 else ():
             print(part)
         return 0
-    if args.preflight:
-        return _run_preflight(settings)
-    from jetrl import loop
-
     try:
-        with joined(settings, resume):
-            if not resume:
-                _say_time(args.words)
-            result = loop.train(settings, resume=resume)
+        if not started_by_torchrun():
+            return work()
+        from jetrl.session import ranks
+
+        with ranks.joined(settings, resume):
+            return work()
     except (KeyboardInterrupt, Terminated) as end:
-        return say_how_to_go_on(end, "train", args, settings)
-    print(closing_lines(result, settings))
-    return exit_code(result)
+        return _say_how_to_go_on(end, args, settings)
 
 
 def _say_time(words: Sequence[str]) -> None:
@@ -187,28 +199,6 @@ def _say_time(words: Sequence[str]) -> None:
     takes = description(name).get("takes") if name in packaged_recipes() else None
     if takes:
         print(f"{name}, unchanged, takes {takes}", flush=True)
-
-
-def joined(settings: Settings, resume: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Return a context that joins the processes that torchrun started for a run."""
-    if not started_by_torchrun():
-        return contextlib.nullcontext()
-    from jetrl.session import ranks
-
-    return ranks.joined(settings, resume)
-
-
-def goes_on(settings: Settings) -> bool:
-    """Return whether torchrun restarts the ranks of a run that it began (--max-restarts).
-
-    Raises:
-        Terminated, TimeLimitReached: The run was not lost, but asked to stop.
-    """
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
-        return False
-    from jetrl.session import ranks
-
-    return ranks.goes_on(settings)
 
 
 def _unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path) -> str:
@@ -235,17 +225,28 @@ def _unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path)
     )
 
 
-def exit_code(result: RunResult) -> int:
-    """Return the exit code of the time limit if it ended the run, otherwise 0."""
+def say_result(result: RunResult, settings: Settings) -> int:
+    """Print what the run left; return 0, or the exit code of the time limit if it ended the run."""
+    from jetrl.runs import RunDirectory
+
+    model = result.model_path
+    paths = {label: getattr(result, f"{label}_path") for label in _LEFT}
+    print(table([(label, str(path)) for label, path in paths.items() if path is not None]))
+    if model is not None:
+        prompt = "12+07=" if settings.task.name == "arithmetic" else "PROMPT"
+        chat = " --chat" if (model / "chat_template.jinja").is_file() else ""
+        print(f"sample from it: jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'")
+        if reading := RunDirectory(result.run_path).reading():
+            print(f"in this task {reading}")
     return TimeLimitReached.exit_code if result.stopped else 0
 
 
-def say_how_to_go_on(
-    end: BaseException, command: str, args: argparse.Namespace, settings: Settings
-) -> int:
+def _say_how_to_go_on(end: BaseException, args: argparse.Namespace, settings: Settings) -> int:
     """Print the report's path and the command that resumes the run; return the exit code."""
-    options = ["--task", "reward"] if getattr(args, "task", None) == "reward" else []
-    options += ["--out", args.out] if getattr(args, "out", None) else []
+    task = getattr(args, "task", None)  # None: of `train`
+    options = ["--task", "reward"] if task == "reward" else []
+    options += ["--out", args.out] if task and args.out else []
+    command = "sft" if task else "train"
     again = shlex.join(["jetrl", command, *args.words, *options, "--resume"])
     report = Path(settings.run.dir) / str(settings.run.name) / "report.html"
     if report.is_file():
@@ -301,28 +302,8 @@ def prompt_lines(prompt: Prompt) -> list[str]:
     return [head, textwrap.indent(visible(text, newlines=True).rstrip(), "    ")]
 
 
-def closing_lines(result: RunResult, settings: Settings) -> str:
-    from jetrl.runs import RunDirectory
-
-    model = result.model_path
-    paths = {label: getattr(result, f"{label}_path") for label in _LEFT}
-    lines = [table([(label, str(path)) for label, path in paths.items() if path is not None])]
-    if model is not None:
-        prompt = "12+07=" if settings.task.name == "arithmetic" else "PROMPT"
-        chat = " --chat" if (model / "chat_template.jinja").is_file() else ""
-        lines.append(f"sample from it: jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'")
-        if reading := RunDirectory(result.run_path).reading():
-            lines.append(f"in this task {reading}")
-    return "\n".join(lines)
-
-
-def dry_run(
-    settings: Settings, pairs: bool = False, gpus: PlannedGPUs = PlannedGPUs(), resume: bool = False
-) -> Iterator[str]:
+def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Iterator[str]:
     """Yield settings (TOML) and precision plan, check the run, and yield its memory plan.
-
-    Args:
-        pairs: Plan the training of a reward model.
 
     Raises:
         UserError: The run would be refused; the message is the one at its start.
@@ -344,12 +325,12 @@ def dry_run(
     with contextlib.ExitStack() as stack:
         if resume:
             stack.enter_context(trust_only())
-        machine = gpus.machine(settings)
-        if pairs:
+        machine = _planned_machine(args, settings)
+        if getattr(args, "task", None) == "reward":
             checked: TrainingContext = check_pairs(settings, resume, machine)
         else:
             checked = check_run(settings, stack, resume, machine)
-    each = f" of each of {gpus.count} GPUs" if gpus.count > 1 else ""
+    each = f" of each of {machine.cards} GPUs" if (machine.cards or 1) > 1 else ""
     yield f"# memory plan{each}"
     yield shown(checked.memory.plan, indent="#   ")
     yield from (f"# {note}" for note in checked.notes)
