@@ -23,9 +23,8 @@ import contextlib
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jetrl.cli.arguments import (
     add_model_arguments,
@@ -82,21 +81,28 @@ def run(args: argparse.Namespace) -> int:
         _build_scored(args, own)[1].close()
     results: dict[str, Evaluation] = {}
     policy: Policy | None = None
+    from jetrl.session.evaluate import evaluate_model
+
     for own in sets:
         task, scorer = _build_scored(args, own)
         with scorer:
             policy = policy or _opened(args)
             policy.plain_text = own.task.special_tokens_as_text
-            results[own.task.name] = _evaluated(own, policy, task, scorer)
+            results[own.task.name] = evaluate_model(
+                *(policy, task, scorer, own.params),
+                split=own.task.eval_split,
+                num_prompts=own.eval.prompts,
+                threshold=own.eval.threshold,
+                system_prompt=own.task.system_prompt,
+                max_turns=own.task.max_turns,
+            )
     samples = sets[0].params.n
     if args.json:
         objects = {name: _as_object(result) for name, result in results.items()}
         one, *others = objects.values()
         print_json({"sets": objects} if others else one, indent=None)
-    elif len(results) == 1:
-        print(_as_text(next(iter(results.values())), samples))
     else:
-        print(_as_table(results, samples))
+        print(_as_text(results, samples))
     return 0
 
 
@@ -115,8 +121,7 @@ def _opened(args: argparse.Namespace) -> Policy:
     return policy
 
 
-@dataclass(frozen=True)
-class OneSet:
+class OneSet(NamedTuple):
     """A set of prompts, with the settings of its evaluation."""
 
     task: TaskSettings
@@ -140,6 +145,7 @@ def _task_names(args: argparse.Namespace) -> list[str | None]:
 def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
     """Return the set of a name (None: the run's own task), with the options applied."""
     from jetrl.settings.sections import EvalSettings, TaskSettings
+    from jetrl.tasks.questions import SOURCES, benchmark_name
 
     if name is None:
         settings = _own_settings(args)
@@ -147,7 +153,8 @@ def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
         stop, max_tokens = settings.rollout.stop, own.max_tokens or settings.rollout.max_tokens
     else:
         task, own, seed = TaskSettings(name=name), EvalSettings(prompts=0), 0
-        stop, max_tokens = (), _usual_tokens(name)
+        known = benchmark_name(name)
+        stop, max_tokens = (), SOURCES[known].max_tokens if known else 1024
 
     def given(**options: str) -> dict[str, Any]:
         values = {key: getattr(args, option) for key, option in options.items()}
@@ -188,19 +195,6 @@ def _build_scored(args: argparse.Namespace, one: OneSet) -> tuple[Task, Scorer]:
         return build_task(one.task), Scorer.from_settings(one.task)
 
 
-def _evaluated(one: OneSet, policy: Policy, task: Task, scorer: Scorer) -> Evaluation:
-    from jetrl.session.evaluate import evaluate_model
-
-    return evaluate_model(
-        *(policy, task, scorer, one.params),
-        split=one.task.eval_split,
-        num_prompts=one.eval.prompts,
-        threshold=one.eval.threshold,
-        system_prompt=one.task.system_prompt,
-        max_turns=one.task.max_turns,
-    )
-
-
 def _own_settings(args: argparse.Namespace) -> Settings:
     """Return the settings of the run that MODEL is or lies in, whose own task is evaluated."""
     from jetrl.settings.loading import load_config
@@ -212,14 +206,6 @@ def _own_settings(args: argparse.Namespace) -> Settings:
             f"{args.model} is not a run directory, so there is no task to evaluate: add --task NAME"
         )
     return load_config(config)
-
-
-def _usual_tokens(task: str) -> int:
-    """Return the default of --max-tokens for a task."""
-    from jetrl.tasks.questions import SOURCES, benchmark_name
-
-    known = benchmark_name(task)
-    return SOURCES[known].max_tokens if known else 1024
 
 
 def task_options(options: Sequence[str]) -> dict[str, Any]:
@@ -236,46 +222,35 @@ def task_options(options: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _as_text(result: Evaluation, samples: int) -> str:
-    """Return the results as a table; print the first scoring failure on stderr."""
+def _as_text(results: Mapping[str, Evaluation], samples: int) -> str:
+    """Return the results as a table of a column per set; print first scoring failures on stderr."""
     from jetrl.runs.format import visible
 
-    rows = [
-        ("prompts", str(len(result.samples) // samples)),
-        (f"mean@{samples}", f"{result.mean:.4f}"),
-        *((f"pass@{k}", f"{share:.4f}") for k, share in result.pass_at_k.items()),
-        *((f"maj@{k}", f"{share:.4f}") for k, share in result.maj_at_k.items() if k > 1),
-        ("response length", f"{result.response_length:.1f} tokens"),
-        ("cut off", f"{100 * result.clip_ratio:.1f}%"),
-    ]
-    for name, own in result.by_task.items():
-        task = visible(name)
-        rows.append((f"{task}: mean@{samples}", f"{own.mean:.4f}"))
-        if samples > 1:
-            rows.append((f"{task}: pass@{samples}", f"{own.pass_at_k[samples]:.4f}"))
-    if result.failures:
-        rows.append(("not judged", f"{result.failures} (counted as 0)"))
-        reason = next(sample.failure for sample in result.samples if sample.failure)
-        print(f"first failure: {visible(reason, newlines=True)}", file=sys.stderr)
-    return table(rows)
-
-
-def _as_table(results: Mapping[str, Evaluation], samples: int) -> str:
-    """Return the results of several sets as a table, with their mean in the last line."""
-    from jetrl.runs.format import visible
-
-    n, several = samples, samples > 1
-    head = ["", "prompts", f"mean@{n}", *([f"pass@{n}", f"maj@{n}"] if several else [])]
-    rows = [[*head, "tokens", "cut off", "not judged"]]
+    columns: dict[str, dict[str, str]] = {}
     for name, result in results.items():
-        row = [visible(name), str(len(result.samples) // n), f"{result.mean:.4f}"]
-        if several:
-            majority = result.maj_at_k.get(n)
-            row += [f"{result.pass_at_k[n]:.4f}", "-" if majority is None else f"{majority:.4f}"]
-        cut, failures = f"{100 * result.clip_ratio:.1f}%", str(result.failures)
-        rows.append([*row, f"{result.response_length:.1f}", cut, failures])
-    mean = sum(result.mean for result in results.values()) / len(results)
-    return table([*rows, ["mean", "", f"{mean:.4f}"]])
+        column = columns[visible(name)] = {
+            "prompts": str(len(result.samples) // samples),
+            f"mean@{samples}": f"{result.mean:.4f}",
+            **{f"pass@{k}": f"{share:.4f}" for k, share in result.pass_at_k.items()},
+            **{f"maj@{k}": f"{share:.4f}" for k, share in result.maj_at_k.items() if k > 1},
+            "response length": f"{result.response_length:.1f} tokens",
+            "cut off": f"{100 * result.clip_ratio:.1f}%",
+        }
+        for task, own in result.by_task.items():
+            column[f"{visible(task)}: mean@{samples}"] = f"{own.mean:.4f}"
+            if samples > 1:
+                column[f"{visible(task)}: pass@{samples}"] = f"{own.pass_at_k[samples]:.4f}"
+        if result.failures:
+            column["not judged"] = f"{result.failures} (counted as 0)"
+            reason = next(sample.failure for sample in result.samples if sample.failure)
+            print(f"first failure: {visible(reason, newlines=True)}", file=sys.stderr)
+    several = len(columns) > 1
+    if several:
+        mean = sum(result.mean for result in results.values()) / len(results)
+        columns["mean"] = {f"mean@{samples}": f"{mean:.4f}"}
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
+    return table([["", *columns], *rows] if several else rows)
 
 
 def _as_object(result: Evaluation) -> dict[str, Any]:

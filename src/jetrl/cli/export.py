@@ -114,12 +114,7 @@ def _widen(args: argparse.Namespace, path: Path) -> None:
 
 
 class _Parts(NamedTuple):
-    """The parts of a merged model.
-
-    Attributes:
-        base: The directory of the base; None: random weights.
-        adapter: An adapter directory's, to check its base by digest; None: of a checkpoint.
-    """
+    """The parts of a merged model; base None: random weights; adapter None: of a checkpoint."""
 
     config: ModelConfig
     base_config: ModelConfig

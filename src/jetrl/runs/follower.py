@@ -18,7 +18,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +61,13 @@ class FollowedDirectory(RunDirectory):
         self.hang_file = path / FOLDER / f"rank_{own.rank}_hang.txt"
         self._own = own
 
+    @contextlib.contextmanager
     def attempt(
         self, command: Sequence[str], notes: Mapping[str, str] | None = None
-    ) -> AbstractContextManager[Attempt]:
+    ) -> Iterator[Attempt]:
         """Return a context that sends logging and the process's output to this rank's log."""
         where = {"rank": f"{self._own.rank} of {self._own.size}, on {self._own.node}"}
         attempt = Attempt(time.time(), " ".join(command), versions(), {**where, **(notes or {})})
-        return self._logged(attempt)
-
-    @contextlib.contextmanager
-    def _logged(self, attempt: Attempt) -> Iterator[Attempt]:
         log = self.log_file
         with logging_to(log, attempt), _printing_to(log), end_of_attempt(attempt):
             yield attempt

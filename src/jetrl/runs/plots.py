@@ -25,7 +25,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.format import clip, count, labels, number, percent, visible
-from jetrl.runs.history import in_phase
+from jetrl.runs.history import in_phase, values_of
 from jetrl.runs.metrics import find_metric, is_eval_mean
 from jetrl.runs.storage import Record
 
@@ -173,12 +173,15 @@ def finish(axes: Axes, unit: str, num_lines: int = 1) -> None:
 
 
 def thin(
-    steps: np.ndarray, values: np.ndarray, how: Callable[..., Any] = np.nanmean
+    steps: np.ndarray,
+    values: np.ndarray,
+    how: Callable[..., Any] = np.nanmean,
+    most: int = MAX_POINTS,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most MAX_POINTS points, by joining neighbors."""
-    if len(steps) <= MAX_POINTS:
+    """Return at most `most` points, by joining neighbors."""
+    if len(steps) <= most:
         return steps, values
-    groups = np.array_split(np.arange(len(steps)), MAX_POINTS)
+    groups = np.array_split(np.arange(len(steps)), most)
     joined = [how(values[g]) if np.isfinite(values[g]).any() else math.nan for g in groups]
     return np.array([steps[g].mean() for g in groups]), np.array(joined)
 
@@ -213,9 +216,9 @@ PHASES = {
 
 def _lines(key: str, title: str, unit: str, names: Mapping[str, str]) -> ChartOf:
     """Return what makes a chart of lines; `names` has the label of each metric's line."""
-    supervised = next(iter(names)).startswith(("sft/", "reward_model/"))
 
     def chart_of(records: Records) -> Chart | None:
+        supervised = any(name.startswith(("sft/", "reward_model/")) for name in names)
         records = in_phase(records, "sft" if supervised else "rl")
         present = {label: name for name, label in names.items() if any(name in r for r in records)}
         curves = {label: series(records, name) for label, name in present.items()}
@@ -223,7 +226,7 @@ def _lines(key: str, title: str, unit: str, names: Mapping[str, str]) -> ChartOf
             return None
 
         def draw(axes: Axes) -> None:
-            for (label, curve), color in zip(curves.items(), LINES, strict=False):
+            for (label, curve), color in zip(curves.items(), itertools.cycle(LINES), strict=False):
                 line(axes, *curve, label, COLORS[color])
             # Start at zero, unless a value is negative; a flat line is not cut by the edge.
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes.dataLim.y0 < 0 else 0.0)
@@ -232,7 +235,7 @@ def _lines(key: str, title: str, unit: str, names: Mapping[str, str]) -> ChartOf
 
         form = percent if unit == "share" else number
         ends = [f"{label} {_ends(values, form)}" for label, (_, values) in curves.items()]
-        unit_text = "" if unit in ("share", "norm") else f" {unit}"
+        unit_text = "" if unit in ("share", "norm", "reward") else f" {unit}"
         return Chart(key, title, "; ".join(ends) + unit_text, draw)
 
     return chart_of
@@ -243,58 +246,18 @@ def _ends(values: np.ndarray, form: Callable[[float], str]) -> str:
     return f"{first} to {last}" if len(values) > 1 else first
 
 
-def _reward(records: Records) -> Chart | None:
-    having = [r for r in in_phase(records, "rl") if "reward/mean" in r]
-    if not having:
-        return None
-    steps, values = series(having, "reward/mean")
-    spread = drawable([r.get("reward/std", math.nan) for r in having])
-
-    def draw(axes: Axes) -> None:
-        if np.isfinite(spread).any():
-            x, low = thin(steps, values - spread)
-            _, high = thin(steps, values + spread)
-            axes.fill_between(x, low, high, color=COLORS["blue"], alpha=0.1, linewidth=0)
-        line(axes, steps, values, "mean", COLORS["blue"])
-        finish(axes, "reward")
-
-    caption = f"mean {_ends(values, number)}; the band is one standard deviation"
-    return Chart("reward", "Reward", caption, draw)
-
-
 def _evaluation(records: Records) -> Chart | None:
     records = in_phase(records, "rl")
     names = sorted({n for r in records for n in r if re.fullmatch(r"eval/.*/(mean|pass_at_k)", n)})
-    curves = {name: series(records, name) for name in names}
-    # With one greedy completion per prompt, mean and pass@k are the same line.
+    values = {name: values_of(records, name) for name in names}
+    shares = all(0 <= value <= 1 for measured in values.values() for value in measured)
     drawn = {
-        name: (steps, values)
-        for name, (steps, values) in curves.items()
-        if name.endswith("/mean")
-        or not np.array_equal(values, curves.get(name[:-9] + "mean", (steps, values * np.nan))[1])
+        name: clip(visible(name.removeprefix("eval/").replace("pass_at_k", "pass@k")), 60)
+        for name in names  # with one greedy completion per prompt, mean and pass@k are the same
+        if name.endswith("/mean") or values[name] != values.get(name[:-9] + "mean")
     }
-    if not drawn:
-        return None
-    shares = all(
-        np.nanmin(v, initial=0) >= 0 and np.nanmax(v, initial=0) <= 1 for _, v in drawn.values()
-    )
-
-    def draw(axes: Axes) -> None:
-        for (name, curve), color in zip(drawn.items(), itertools.cycle(LINES), strict=False):
-            label = name.removeprefix("eval/").replace("/", " ").replace("pass_at_k", "pass@k")
-            shown: dict[str, Any] = {"label": clip(visible(label), 60), "color": COLORS[color]}
-            style = "-" if name.endswith("/mean") else "--"
-            marker = "o" if len(curve[0]) <= MAX_BARS else ""
-            axes.plot(*curve, **shown, linestyle=style, marker=marker, markersize=4)
-        if shares:
-            axes.set_ylim(-0.02, 1.04)
-        finish(axes, "share" if shares else "reward", len(drawn))
-
-    form = percent if shares else number
-    ends = [
-        f"{name.removeprefix('eval/')} {_ends(values, form)}" for name, (_, values) in drawn.items()
-    ]
-    return Chart("eval", "Held-out evaluation", "; ".join(ends), draw)
+    chart_of = _lines("eval", "Held-out evaluation", "share" if shares else "reward", drawn)
+    return chart_of(records)
 
 
 def _mismatch(records: Records) -> Chart | None:
@@ -356,14 +319,10 @@ def _time(records: Records) -> Chart | None:
     def draw(axes: Axes) -> None:
         low: Any = 0.0
         for phase, values in phases.items():
-            x, y = thin(steps, values)
+            x, y = thin(steps, values, most=MAX_BARS)
+            width = 0.82 * (x[1] - x[0] if len(x) > 1 else 1.0)
             label = phase if phase in named else "_"
-            color = COLORS[PHASES[phase]]
-            if len(x) <= MAX_BARS:
-                width = 0.82 * (x[1] - x[0] if len(x) > 1 else 1.0)
-                axes.bar(x, y, bottom=low, width=width, color=color, label=label)
-            else:
-                axes.fill_between(x, low, low + y, color=color, linewidth=0, label=label)
+            axes.bar(x, y, bottom=low, width=width, color=COLORS[PHASES[phase]], label=label)
             low = low + y
         finish(axes, "seconds", len(named))
 
@@ -373,7 +332,11 @@ def _time(records: Records) -> Chart | None:
 
 
 CHARTS: tuple[ChartOf, ...] = (
-    *(_reward, _evaluation, _mismatch, _mismatch_size),
+    _lines(
+        *("reward", "Reward", "reward"),
+        {"reward/mean": "mean", "reward/std": "standard deviation"},
+    ),
+    *(_evaluation, _mismatch, _mismatch_size),
     _lines("length", "Response length", "tokens", {"response_length/mean": "mean"}),
     _lines("entropy", "Policy entropy", "nats", {"policy/entropy": "entropy"}),
     _time,

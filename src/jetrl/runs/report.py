@@ -107,33 +107,6 @@ def folded(title: str, content: object) -> Html:
 
 MAX_PROMPT, MAX_COMPLETION = 1200, 2400
 DEFAULT_SAMPLES = 8
-PLAN_ROLES = {
-    "name": "preset",
-    "rollout_linear": "linear layers, rollout",
-    "train_linear": "linear layers, training",
-    "kv": "keys and values, both sides",
-    "rest": "embeddings, norms, residual",
-    "lm_head": "lm_head, both sides",
-    "grad_output": "output gradients in DGrad and WGrad",
-    "scales": "scales",
-    "first_layers_bf16": "first layers kept in BF16",
-    "last_layers_bf16": "last layers kept in BF16",
-    "wgrad_input": "X into WGrad, groups",
-    "pinned_sums": "sums in a fixed order",
-    "sampler_deviation": "only the sampler, instead",
-    "base": "FP8 linears of a frozen base",
-}
-FORMATS = {
-    "e4m3": "FP8 (e4m3)",
-    "e5m2": "FP8 (e5m2)",
-    "fp8": "FP8 (e4m3)",
-    "nvfp4": "NVFP4",
-    "int8": "INT8",
-    "int8+fp8": "keys INT8, values FP8 (e4m3)",
-    "fp8+int8": "keys FP8 (e4m3), values INT8",
-    "bf16": "BF16",
-    "fp32": "FP32",
-}
 STATE_TONES = {"finished": "good", "running": "good", "failed": "bad", "stopped": "bad"}
 
 
@@ -157,7 +130,7 @@ def write_report(run_path: str | Path) -> Path:
         section("Curves", figures(charts) if charts else no_step),
         _samples(run, config),
         _settings(run, config),
-        section("Precision plan", table(_plan_rows(plan), ("operand", "format"))),
+        section("Precision plan", table(_plan_rows(plan), ("of plan.json", "format"))),
         _attempts(attempts),
         Html(
             f"<footer>Written by jetrl on {text(date(time.time()))} from {text(run.name)}"
@@ -342,13 +315,9 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     def shown(value: Any) -> str:
         if isinstance(value, Mapping):
             return ", ".join(f"{key} = {field}" for key, field in value.items())
-        return FORMATS.get(str(value), str(value))
+        return str(value)
 
-    return [
-        (PLAN_ROLES.get(key, key), shown(value))
-        for key, value in plan.items()
-        if not (key.endswith("_layers_bf16") and value == 0)
-    ]
+    return [(key, shown(value)) for key, value in plan.items()]
 
 
 def _attempts(attempts: list[Attempt]) -> Html:

@@ -59,7 +59,10 @@ def read_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list
                 incomplete = f"line {number}: not a JSON object ({error})"
                 continue
             if schema is not None:
-                _check(schema, record, where)
+                try:
+                    checked(schema, record, where)
+                except UserError as error:
+                    raise UserError(f"{error}: jetrl does not write that; {_DAMAGED}") from None
             records.append(record)
     if incomplete:
         return records, f"{path}: line {number} is incomplete and was dropped"
@@ -71,13 +74,6 @@ def _line_of(file: IO[bytes], path: Path) -> bytes:
         return file.readline(MOST_LINE + 1)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
-
-
-def _check(schema: TypeAdapter[Any], record: Record, where: str) -> None:
-    try:
-        checked(schema, record, where)
-    except UserError as error:
-        raise UserError(f"{error}: jetrl does not write that; {_DAMAGED}") from None
 
 
 def repair_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list[Record], str]:
