@@ -230,7 +230,7 @@ def test_a_supervised_run_keeps_what_it_trained_in_model_out_and_checkpoint(tmp_
 def test_a_run_directory_stands_for_its_exported_model(tiny_model: Path, tmp_path: Path) -> None:
     for place, message in (
         (tmp_path / "nothing", "no such model"),
-        (tmp_path, "neither a Hugging Face directory"),
+        (tmp_path, "neither model, adapter, run nor"),
         (fake_run(tmp_path / "run", None, "jet"), "no model and no checkpoint yet"),
     ):
         with pytest.raises(UserError, match=message):
@@ -356,7 +356,7 @@ def test_eval_on_several_sets_is_one_table(
     done = jetrl(*words)
     assert done.code == 0, done.err
     head, *lines = done.out.splitlines()
-    assert head.split()[:5] == ["prompts", "mean@2", "pass@2", "maj@2", "tokens"]
-    assert [line.split()[0] for line in lines] == ["math500", "aime24", "mean"]
+    assert head.split() == ["math500", "aime24", "mean"]
+    assert [line.split()[0] for line in lines[:4]] == ["prompts", "mean@2", "pass@1", "pass@2"]
     sets = json.loads(jetrl(*words, "--json").out)["sets"]
     assert [len(sets[name]["samples"]) for name in ("math500", "aime24")] == [6, 6]

@@ -109,10 +109,12 @@ def run(args: argparse.Namespace) -> int:
 def _opened(args: argparse.Namespace) -> Policy:
     """Return the policy to evaluate; warn on stderr if its weights are rounded to BF16."""
     from jetrl.cli.opening import find_model, open_policy
+    from jetrl.training.checkpoint import Checkpoints
 
     location = find_model(Path(args.model))
     policy = open_policy(args.model, args.plan, args.device)
-    if location.run is not None and not location.is_checkpoint and policy.plan.rest != "fp32":
+    rounded = location.run is not None and Checkpoints.masters(location.path) is None
+    if rounded and policy.plan.rest != "fp32":
         print(
             f"{location.path} is rounded to BF16, and the run has no checkpoint of its last step: "
             "results may differ slightly from the run's own evaluations, which used FP32 weights",
@@ -197,15 +199,15 @@ def _build_scored(args: argparse.Namespace, one: OneSet) -> tuple[Task, Scorer]:
 
 def _own_settings(args: argparse.Namespace) -> Settings:
     """Return the settings of the run that MODEL is or lies in, whose own task is evaluated."""
+    from jetrl.cli.opening import find_model
     from jetrl.settings.loading import load_config
 
-    folders = (Path(args.model), *Path(args.model).absolute().parents[:2])
-    config = next((f / "config.toml" for f in folders if (f / "config.toml").is_file()), None)
-    if config is None:
+    run = find_model(Path(args.model)).run
+    if run is None:
         raise UserError(
             f"{args.model} is not a run directory, so there is no task to evaluate: add --task NAME"
         )
-    return load_config(config)
+    return load_config(run / "config.toml")
 
 
 def task_options(options: Sequence[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
 from jetrl.session.building import build_policy, choose_device, limit_threads, policy_of_masters
 from jetrl.session.compiling import compiled_ahead
-from jetrl.settings.loading import load_config
+from jetrl.settings.loading import Settings, load_config
 from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.training.checkpoint import Checkpoints
 
@@ -27,11 +27,6 @@ class ModelLocation(NamedTuple):
 
     path: Path
     run: Path | None
-
-    @property
-    def is_checkpoint(self) -> bool:
-        """True for a checkpoint, which has FP32 master weights."""
-        return Checkpoints.masters(self.path) is not None
 
 
 def open_policy(
@@ -51,18 +46,13 @@ def open_policy(
         plan = PrecisionPlan.from_dict(stored, str(location.run / "plan.json"))
     else:
         plan = PrecisionPlan.preset(preset or fallback_plan)
-    chosen = choose_device(device)
-    if location.is_checkpoint:
-        assert location.run is not None  # by find_model
+    chosen, masters = choose_device(device), Checkpoints.masters(location.path)
+    if masters is not None:
         world().from_first(
             "whether the checkpoint is good", lambda: Checkpoints.check(location.path)
         )
-        settings = load_config(
-            location.run / "config.toml", [f"run.device={chosen.partition(':')[0]}"]
-        )
+        settings = _settings_on(location.run, chosen)
         alphabet = Checkpoints.state(location.path).get("alphabet")
-        masters = Checkpoints.masters(location.path)
-        assert masters is not None  # by find_model
         plan = _plan_over(settings.model.path, plan, preset)
         policy = policy_of_masters(settings, plan, masters, alphabet)
         _check_base(location.path, policy, settings.model.path)
@@ -73,10 +63,15 @@ def open_policy(
     else:
         plan = _plan_over(location.path, plan, preset)
         with compiled_ahead(hf.model_config(location.path), plan, chosen):
-            trains = _nothing if plan.base == "nvfp4" else None
+            trains = (lambda _: False) if plan.base == "nvfp4" else None
             policy = Policy.from_pretrained(location.path, plan, chosen, trains=trains)
     limit_threads(policy.config)
     return policy
+
+
+def _settings_on(run: Path | None, device: str) -> Settings:
+    assert run is not None  # by find_model
+    return load_config(run / "config.toml", [f"run.device={device.partition(':')[0]}"])
 
 
 def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:
@@ -90,11 +85,6 @@ def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:
         here = f"the random weights that the run's seed makes on {policy.device}"
         remedy = "a GPU and a CPU make different ones, so select the run's with --device"
     raise UserError(f"{checkpoint}: its adapter was trained on another base than {here}; {remedy}")
-
-
-def _nothing(_: str) -> bool:
-    """Select no parameter for training."""
-    return False
 
 
 def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None) -> PrecisionPlan:
@@ -111,9 +101,7 @@ def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> 
     path = location.path
     base = base_of(path)
     if base is None and location.run is not None:  # a random base, from the run's seed
-        settings = load_config(
-            location.run / "config.toml", [f"run.device={device.partition(':')[0]}"]
-        )
+        settings = _settings_on(location.run, device)
         changed = {
             "adapter": settings.adapter.model_copy(update={"path": str(path), "targets": None}),
             "model": settings.model.model_copy(update={"tokenizer": None}),  # it was exported
@@ -157,14 +145,9 @@ def find_model(path: Path) -> ModelLocation:
         return ModelLocation(_newest(path), path)
     if is_hub_name(path):
         return ModelLocation(path, None)
-    if not path.exists():
-        raise UserError(
-            f"{path}: no such model; give a Hugging Face directory or hub name, or a run directory"
-        )
-    raise UserError(
-        f"{path}: neither a Hugging Face directory (config.json), nor an adapter "
-        "(adapter_config.json), nor a run directory (config.toml), nor a checkpoint"
-    )
+    what = "neither model, adapter, run nor checkpoint" if path.exists() else "no such model"
+    known = "give a Hugging Face directory or hub name, or a run directory"
+    raise UserError(f"{path}: {what}; {known}")
 
 
 def _newest(run: Path) -> Path:

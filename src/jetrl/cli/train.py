@@ -122,18 +122,17 @@ def settings_help() -> str:
 
     width = max(shutil.get_terminal_size((120, 24)).columns, 100)
     lines = ["settings (type, default, meaning; lengths in tokens, times in seconds):"]
-    section = ""
+    section, blanks = "", " " * _MEANING
     for key, kind, default, words in describe():
-        if key.split(".")[0] != section:
+        if not key.startswith(f"{section}."):
             section = key.split(".")[0]
             lines.append("")
         head = f"  {key:32}  {kind} [{default}]"
         if len(head) > _MEANING - 2:
             lines.append(head)
             head = ""
-        lines += textwrap.wrap(
-            words, width, initial_indent=head.ljust(_MEANING), subsequent_indent=" " * _MEANING
-        )
+        first = head.ljust(_MEANING)
+        lines += textwrap.wrap(words, width, initial_indent=first, subsequent_indent=blanks)
     return "\n".join(lines)
 
 
@@ -212,10 +211,8 @@ def _unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path)
 
     recipes, runs = (settings.model_dump(mode="json") for settings in (given, own))
     differing = settings_that_differ(recipes, runs)
-    unused = [
-        f"{key} = {word(differing[key][0])} (the run: {word(differing[key][1])})"
-        for key in sorted(differing.keys() - _PLACE, key=lambda key: (key not in _FIRST, key))
-    ]
+    keys = sorted(differing.keys() - _PLACE, key=lambda key: (key not in _FIRST, key))
+    unused = [f"{k} = {word(differing[k][0])} (the run: {word(differing[k][1])})" for k in keys]
     if not unused:
         return ""
     shown = visible(clip(", ".join(unused), _MOST_CHARACTERS))
@@ -263,13 +260,9 @@ def _run_preflight(settings: Settings) -> int:
     for _, group in itertools.groupby(samples, key=lambda sample: sample.group):
         first, *others = group
         lines = [line for sample in (first, *others) for line in _sample_lines(sample)]
-        print("\n".join([*prompt_lines(first.prompt), *lines, ""]))
+        print("\n".join([*_prompt_lines(first.prompt), *lines, ""]))
     if settings.sft.steps:
         print(f"this is the model before its {settings.sft.steps} supervised updates")
-    return say_warnings(warnings)
-
-
-def say_warnings(warnings: Sequence[str]) -> int:
     print("\n".join(f"warning: {warning}" for warning in warnings) or "no warnings")
     return 1 if warnings else 0
 
@@ -291,7 +284,7 @@ def _sample_lines(sample: Sample) -> list[str]:
     return ["  " + visible(", ".join(facts)), textwrap.indent(text or "(nothing)", "    ")]
 
 
-def prompt_lines(prompt: Prompt) -> list[str]:
+def _prompt_lines(prompt: Prompt) -> list[str]:
     from jetrl.runs.format import clip, visible
 
     text = prompt.text or ""

@@ -69,7 +69,7 @@ def runs_table(rows: Sequence[RunRow]) -> Table:
             count(history.num_steps),
             number(history.reward.last) if history.reward else "",
             metric_value(history.evals[0].name, history.evals[0].last) if history.evals else "",
-            count(history.num_different) if history.num_different is not None else "",
+            _mismatch_text(history).partition(" ")[0],
             duration(history.elapsed_s),
             date(history.started)[5:],
         )

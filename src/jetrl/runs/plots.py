@@ -91,7 +91,6 @@ class Chart:
     title: str
     caption: str
     draw: Callable[[Axes], None]
-    height: float = SIZE_INCHES[1]
 
 
 ChartOf = Callable[[Records], Chart | None]
@@ -100,7 +99,7 @@ ChartOf = Callable[[Records], Chart | None]
 def to_png(chart: Chart, path: Path) -> None:
     """Draw a chart, with its title, as a PNG on white."""
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(chart)
+        figure, axes = _figure()
         figure.suptitle(chart.title, x=0.02, ha="left", fontsize=11, fontweight="bold")
         chart.draw(axes)
         figure.savefig(path, format="png", dpi=PNG_DPI, facecolor="white")
@@ -109,7 +108,7 @@ def to_png(chart: Chart, path: Path) -> None:
 def to_svg(chart: Chart) -> str:
     """Return a chart as an SVG element for an HTML page, which defines `--plot-NAME` colors."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"jetrl {chart.key}"}):
-        figure, axes = _figure(chart)
+        figure, axes = _figure()
         chart.draw(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -123,8 +122,8 @@ def to_svg(chart: Chart) -> str:
     return svg.strip()
 
 
-def _figure(chart: Chart) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(SIZE_INCHES[0], chart.height), layout="constrained")
+def _figure() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     return figure, figure.add_subplot()
 
 
@@ -270,16 +269,13 @@ def _mismatch(records: Records) -> Chart | None:
 
     def draw(axes: Axes) -> None:
         # An exact run is a flat line with a text, any other a stem per step with differing tokens.
-        color = COLORS["green" if exact else "red"]
+        color, width = (COLORS["green"], 3) if exact else (COLORS["red"], 0)
+        axes.plot(steps, shown, color=color, lw=width, marker="o", markersize=4, clip_on=False)
         if exact:
-            axes.plot(steps, shown, color=color, lw=3, marker="o", markersize=4, clip_on=False)
-            text: dict[str, Any] = {"color": color, "fontsize": 12, "fontweight": "bold"}
-            place: dict[str, Any] = {"ha": "center", "va": "center", "transform": axes.transAxes}
-            axes.text(0.5, 0.5, "0 different tokens at every step", **text, **place)
+            text: dict[str, Any] = {"ha": "center", "va": "center", "transform": axes.transAxes}
+            axes.text(0.5, 0.5, "0 different tokens at every step", color=color, **text)
         else:
-            axes.axhline(0, color=COLORS["green"], linewidth=1.4)
             axes.vlines(steps, 0, shown, color=color, linewidth=2.2)
-            axes.plot(steps, shown, color=color, linewidth=0, marker="o", markersize=3)
         finish(axes, "tokens")
         if exact:
             axes.set_yticks([0, 1])

@@ -17,7 +17,7 @@ from jetrl.errors import UserError
 from jetrl.runs.anomalies import Anomalies, Learning
 from jetrl.runs.attempts import Attempt
 from jetrl.runs.directory import RunDirectory
-from jetrl.runs.format import clip, count, date, duration, number, percent, spread, visible
+from jetrl.runs.format import clip, count, date, duration, metric_value, number, spread, visible
 from jetrl.runs.history import Change, RunHistory, change_of, in_phase
 from jetrl.runs.plots import PALETTE, Chart, charts_of, to_png, to_svg
 from jetrl.runs.schemas import prompt_text
@@ -63,10 +63,6 @@ def tile(label: str, value: Html, note: str, tone: str = "") -> Html:
         f'<div class="card tile {tone}"><p class="kicker">{text(label)}</p>'
         f'<p class="value">{value}</p><p class="note">{text(note)}</p></div>'
     )
-
-
-def _from_to(first: str, last: str) -> Html:
-    return Html(f'<span class="from">{text(first)} &rarr;</span> {text(last)}')
 
 
 def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> Html:
@@ -195,14 +191,12 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
 
 
 def _change_tile(label: str, change: Change) -> Html:
-    share = change.name.startswith("eval/") and all(
-        0 <= v <= 1 for v in (change.first, change.last)
-    )
-    form = percent if share else number
+    first, last = (metric_value(change.name, value) for value in (change.first, change.last))
     if change.first_step == change.last_step:
-        return tile(label, text(form(change.last)), f"step {change.last_step}")
+        return tile(label, text(last), f"step {change.last_step}")
     steps = f"step {change.first_step} to {change.last_step}"
-    return tile(label, _from_to(form(change.first), form(change.last)), steps)
+    span = f'<span class="from">{text(first)} &rarr;</span> {text(last)}'
+    return tile(label, Html(span), steps)
 
 
 def _warnings(records: list[Record]) -> Html:
@@ -270,16 +264,13 @@ def _sample(record: Record) -> Html:
 
 def _completion(record: Record) -> Html:
     """Return the completion's text, or its turns and the environment's replies."""
-    turns = record.get("turns")
-    if not isinstance(turns, list) or not turns:
-        turns = [record]
+    turns = record.get("turns") or [record]
     pieces = []
     for turn in turns:
         written, reply = str(turn.get("completion", "")), turn.get("reply")
         pieces.append(Html(f"<pre>{text(_shortened(written, MAX_COMPLETION))}</pre>"))
         if reply is not None:
-            if not isinstance(reply, dict):
-                reply = {"content": reply}
+            reply = reply if isinstance(reply, dict) else {"content": reply}
             content = _shortened(str(reply.get("content", "")), MAX_COMPLETION)
             shown = f"{reply.get('role', 'reply')}: {content}"
             pieces.append(Html(f'<pre class="reply">{text(shown)}</pre>'))
