@@ -91,6 +91,7 @@ class Chart:
     title: str
     caption: str
     draw: Callable[[Axes], None]
+    height: float = SIZE_INCHES[1]
 
 
 ChartOf = Callable[[Records], Chart | None]
@@ -99,7 +100,7 @@ ChartOf = Callable[[Records], Chart | None]
 def to_png(chart: Chart, path: Path) -> None:
     """Draw a chart, with its title, as a PNG on white."""
     with mpl.rc_context(STYLE):
-        figure, axes = _figure()
+        figure, axes = _figure(chart)
         figure.suptitle(chart.title, x=0.02, ha="left", fontsize=11, fontweight="bold")
         chart.draw(axes)
         figure.savefig(path, format="png", dpi=PNG_DPI, facecolor="white")
@@ -108,7 +109,7 @@ def to_png(chart: Chart, path: Path) -> None:
 def to_svg(chart: Chart) -> str:
     """Return a chart as an SVG element for an HTML page, which defines `--plot-NAME` colors."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"jetrl {chart.key}"}):
-        figure, axes = _figure()
+        figure, axes = _figure(chart)
         chart.draw(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -122,8 +123,8 @@ def to_svg(chart: Chart) -> str:
     return svg.strip()
 
 
-def _figure() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+def _figure(chart: Chart) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(SIZE_INCHES[0], chart.height), layout="constrained")
     return figure, figure.add_subplot()
 
 
