@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -179,20 +180,16 @@ def open_weights(
 def _outline(config: ModelConfig, layout: NVFP4Layout | None) -> CodedWeights:
     """Return the parameters that a config.json describes, without memory."""
     shapes, wide = parameter_shapes(config), left_in_16_bits(config)
-    parts = stored_tensors(config)
+    parts, meta = stored_tensors(config), partial(torch.empty, device="meta")
 
     def codes(name: str) -> NVFP4Tensor | None:
         if not parts[name][0].linear_weight or name in wide:
             return None
         rows, columns = shapes[name]
-        packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta")
-        scales = torch.empty(rows, columns // NVFP4_GROUP, device="meta")
-        return NVFP4Tensor(packed, scales, torch.empty((), device="meta"))
+        packed = meta((rows, columns // 2), dtype=torch.uint8)
+        return NVFP4Tensor(packed, meta((rows, columns // NVFP4_GROUP)), meta(()))
 
-    def value(name: str) -> Tensor:
-        return torch.empty(shapes[name], device="meta")
-
-    return CodedWeights(shapes, value, None if layout is None else codes)
+    return CodedWeights(shapes, lambda name: meta(shapes[name]), codes if layout else None)
 
 
 class _StoredWeights(CodedWeights):

@@ -98,14 +98,11 @@ class ScalarModel(Model):
         `tokens_at_once` tokens, or of one longer sequence. Ranks divide the forwards.
         """
         self.check_sequences(sequences)
-        packs, start = [], 0
-        while start < len(sequences):
-            end, total = start + 1, len(sequences[start])
-            while end < len(sequences) and total + len(sequences[end]) <= tokens_at_once:
-                total += len(sequences[end])
-                end += 1
-            packs.append(sequences[start:end])
-            start = end
+        packs: list[list[Sequence[int]]] = []
+        for sequence in sequences:
+            if not packs or sum(map(len, [*packs[-1], sequence])) > tokens_at_once:
+                packs.append([])
+            packs[-1].append(sequence)
         own = []
         for sequences_at_once in world().share(packs):
             token_ids, cu_seqlens = pack(sequences_at_once, self.device)
