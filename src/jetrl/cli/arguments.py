@@ -39,7 +39,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """Print a value as JSON for --json, with control characters escaped."""
     from jetrl.runs.format import json_text
 
     print(json_text(value, indent))
@@ -89,7 +88,6 @@ def sampling_params(**values: Any) -> SamplingParams:
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "") -> str:
-    """Return rows of text as aligned columns."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
     padded = [map(str.ljust, row, widths) for row in cells]

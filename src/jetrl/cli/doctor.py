@@ -90,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _all_checks() -> list[Finding]:
-    """Return the findings about this machine, in the order of the output."""
     self_checks = {"FP8 cast": _check_fp8_cast, "exactness": _check_exactness}
     if installed("math-verify"):
         self_checks["math-verify"] = _check_answers
@@ -239,11 +238,7 @@ def _check_answers() -> list[Finding]:
 
 
 def run_checks(path: Path) -> list[Finding]:
-    """Return the findings about a run directory, in the order of the output.
-
-    Raises:
-        UserError: The path is not a run directory.
-    """
+    """Return the findings about a run directory, in the order of the output."""
     from jetrl.runs import RunDirectory
 
     run = RunDirectory.open(path)
@@ -267,7 +262,6 @@ def run_checks(path: Path) -> list[Finding]:
 
 
 def _check_end(run: RunDirectory) -> list[Finding]:
-    """Return how the last attempt ended, and in which phase."""
     from jetrl.runs.attempts import read_status
     from jetrl.runs.format import duration
 
@@ -336,7 +330,6 @@ def _check_checkpoints(run: RunDirectory) -> list[Finding]:
 
 
 def _check_hang(run: RunDirectory) -> list[Finding]:
-    """Return the last hang that hang.txt reports, if any."""
     from jetrl.files import read_bytes
 
     try:
@@ -412,7 +405,6 @@ def _check_numbers(run: RunDirectory) -> list[Finding]:
 
 
 def _how_to_continue(run: RunDirectory) -> list[Finding]:
-    """Return the command that resumes the run, unless it is running or finished."""
     if run.state() in ("running", "finished"):
         return []
     command, *options = _command(run).split()

@@ -132,7 +132,6 @@ class OneSet(NamedTuple):
 
 
 def _task_names(args: argparse.Namespace) -> list[str | None]:
-    """Return the comma-separated names of --task; without it None, for the run's own task."""
     if args.task is None:
         return [None]
     names = [name.strip() for name in args.task.split(",")]
@@ -185,11 +184,7 @@ def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
 
 
 def _build_scored(args: argparse.Namespace, one: OneSet) -> tuple[Task, Scorer]:
-    """Return the task and its scorer.
-
-    The Python files in --task and --option may be imported; those that the settings of the run
-    MODEL name need --trust-task.
-    """
+    """Return task and scorer; files that the run MODEL names need --trust-task to be imported."""
     from jetrl.tasks import Scorer, build_task
 
     typed = files_named([(args.task and one.task.name) or "", task_options(args.option)])
@@ -256,7 +251,6 @@ def _as_text(results: Mapping[str, Evaluation], samples: int) -> str:
 
 
 def _as_object(result: Evaluation) -> dict[str, Any]:
-    """Return the results, also by task of a mixture, with every completion, for --json."""
 
     def numbers(own: Evaluation) -> dict[str, Any]:
         names = ("mean", "pass_at_k", "maj_at_k", "response_length", "clip_ratio", "failures")

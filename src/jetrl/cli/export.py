@@ -157,7 +157,6 @@ def _merged_parts(args: argparse.Namespace) -> _Parts:
 
 
 def _merge(args: argparse.Namespace) -> None:
-    """Write the base with the adapter merged into its weights."""
     import torch
 
     from jetrl.models import hf
@@ -191,7 +190,6 @@ def _merge(args: argparse.Namespace) -> None:
 def _random_weights(
     args: argparse.Namespace, config: ModelConfig, device: torch.device
 ) -> Mapping[str, Tensor]:
-    """Return the random base that a run's seed makes."""
     from jetrl.cli.opening import find_model
     from jetrl.models.tiny import RandomWeights
     from jetrl.settings.loading import load_config

@@ -1,8 +1,6 @@
 """`jetrl COMMAND`: find the command's module, parse its arguments, run it, report how it ended.
 
-Errors become messages and the exit codes of jetrl.errors. Each command is a module that is imported
-only when called, with heavy imports (torch, transformers) inside its `run`, so that `jetrl --help`
-answers at once.
+Heavy imports (torch, transformers) stand inside a command's `run`, so that --help answers at once.
 """
 
 from __future__ import annotations
@@ -116,7 +114,6 @@ def _drop_output() -> None:
 
 
 def _command(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code; errors are raised."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -155,7 +152,6 @@ def _set_allocators() -> None:
 
 
 def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """Return the module of a command, and its parsed arguments."""
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"

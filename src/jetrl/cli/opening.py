@@ -35,10 +35,8 @@ def open_policy(
     """Return the policy at a path.
 
     Args:
-        path: A Hugging Face directory or hub name, an adapter directory, a run directory, or a
-            checkpoint.
-        preset: The precision preset; None: the run's own plan.
-        fallback_plan: The preset if `preset` is None and the model belongs to no run.
+        path: A model directory or hub name, an adapter directory, a run directory, or a checkpoint.
+        preset: None: the run's own plan, or `fallback_plan` if the model belongs to no run.
     """
     location = find_model(Path(path))
     if preset is None and location.run is not None:
@@ -88,7 +86,6 @@ def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:
 
 
 def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None) -> PrecisionPlan:
-    """Return the plan, with an NVFP4 base if the model is stored in NVFP4."""
     if base is None or plan.base == "nvfp4" or not is_nvfp4(hf.model_config(base)):
         return plan
     if preset is None:
@@ -117,7 +114,6 @@ def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> 
 
 
 def _with_tokenizer(policy: Policy, path: Path) -> Policy:
-    """Return the policy with the tokenizer of an adapter directory, if the directory has one."""
     if hf.has_tokenizer(path):
         policy.tokenizer = hf.load_tokenizer(path)
         end = policy.tokenizer.eos_token_id
@@ -127,11 +123,7 @@ def _with_tokenizer(policy: Policy, path: Path) -> Policy:
 
 
 def find_model(path: Path) -> ModelLocation:
-    """Return where the model of a path is; for a run directory see `_newest`.
-
-    Raises:
-        UserError: There is no model at the path, or none yet in the run.
-    """
+    """Return where the model of a path is; of a run it is the newest one (`_newest`)."""
     if (path / "config.json").is_file() or is_adapter(path):
         return ModelLocation(path, path.parent if (path.parent / "config.toml").is_file() else None)
     if Checkpoints.masters(path) is not None:

@@ -61,11 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_prompts(arguments: Sequence[str], chat: bool) -> Iterator[Prompt]:
-    """Yield prompts from the arguments, or from the lines of standard input with text.
-
-    Raises:
-        UserError: There is no prompt.
-    """
+    """Yield prompts from the arguments, or from the lines of standard input with text."""
     from jetrl.types import Prompt
 
     texts = list(arguments)
@@ -94,7 +90,6 @@ def _as_text(prompt: Prompt, completion: Completion) -> str:
 
 
 def _as_object(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    """Return one completion with its tokens and their log-probs, for --json."""
     return {
         "prompt": prompt.asked,
         "completion": completion.text,

@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `train` and `sft` share."""
     add = parser.add_argument
     words = "a TOML file or the name of a packaged recipe, then settings as section.key=value"
     add("words", nargs="*", metavar="RECIPE | KEY=VALUE", help=words)
@@ -94,9 +93,7 @@ def _planned_machine(args: argparse.Namespace, settings: Settings) -> Machine:
 def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
     """Return the settings of `[RECIPE] [KEY=VALUE ...]`; the default recipe is the demo.
 
-    Args:
-        resume: Read the run's own config.toml; the recipe then only names the run, and its other
-            settings that differ are printed.
+    A resume reads the run's own config.toml, and prints which settings of the recipe differ.
     """
     from jetrl.runs.directory import RunDirectory
     from jetrl.settings.loading import load_config
@@ -152,11 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def opened(args: argparse.Namespace) -> tuple[Settings, bool]:
-    """Return the settings of `train` and `sft`, and whether the run is resumed.
-
-    Raises:
-        Terminated, TimeLimitReached: torchrun restarts ranks that were asked to stop.
-    """
+    """Return the settings of `train` and `sft`, and whether the run is resumed."""
     for name, value in (("--gpus", args.gpus), ("--gpu-memory", args.gpu_memory)):
         if value is not None and not args.dry_run:
             raise UserError(f"{name} goes with --dry-run: a run uses the GPUs that torchrun starts")
@@ -190,7 +183,6 @@ def started(
 
 
 def _say_time(words: Sequence[str]) -> None:
-    """Print how long the packaged recipe takes, if its opening comment says so."""
     from jetrl.cli.recipes import description
     from jetrl.settings.loading import packaged_recipes
 
@@ -296,11 +288,7 @@ def _prompt_lines(prompt: Prompt) -> list[str]:
 
 
 def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Iterator[str]:
-    """Yield settings (TOML) and precision plan, check the run, and yield its memory plan.
-
-    Raises:
-        UserError: The run would be refused; the message is the one at its start.
-    """
+    """Yield settings and plans; raise the `UserError` of a run that would be refused."""
     from jetrl.memory.fitting import shown
     from jetrl.precision import PrecisionPlan
     from jetrl.session.open import TrainingContext, check_pairs, check_run

@@ -25,10 +25,9 @@ from jetrl.runs.metrics import part_metric
 
 
 class Watch:
-    """Watches the metrics of a run's RL steps and reports each warning once, when it begins.
+    """Reports each warning of a run's RL steps once, when it begins.
 
-    Warnings depend only on metrics, so a resumed run and the report have the same ones. Subclasses
-    define `window`, the number of steps to remember, and `warnings`.
+    Warnings depend only on metrics, so a resumed run and the report have the same ones.
     """
 
     window: int
@@ -62,8 +61,6 @@ ANSWERED = part_metric("answered")  # a score part of tasks: the text has an ans
 
 
 class Learning(Watch):
-    """Watches for problems that keep a run from learning."""
-
     window = STEPS
 
     def warnings(self, metrics: Mapping[str, float]) -> dict[str, str] | None:
@@ -76,7 +73,6 @@ class Learning(Watch):
 
 
 def problems(steps: Collection[Mapping[str, float]], when: str, look: str) -> dict[str, str]:
-    """Return the reasons why these steps teach nothing, by kind."""
 
     def mean_of(name: str) -> float | None:
         values = [step[name] for step in steps if name in step]
@@ -127,8 +123,6 @@ SURPRISE = 5.0  # of sampling/surprise_z
 
 
 class Anomalies(Watch):
-    """Watches for numbers that go out of bounds."""
-
     window = WINDOW
 
     def warnings(self, metrics: Mapping[str, float]) -> dict[str, str]:

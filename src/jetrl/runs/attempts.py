@@ -1,10 +1,8 @@
 """The attempts of a run: each start of the program on a run directory, its phase and its end.
 
-`attempts.jsonl` has a line when an attempt begins and one when it ends, so that the state of a run
-can be read from outside: an attempt without an end, while nobody holds the lock, was killed. The
-lock is an flock on `.lock`, which the system releases however the process ends. `status.json` has
-the current phase in one line of fixed length, overwritten in place: it needs no room on a full
-disk, and nothing waits for the disk.
+An attempt without an end, while nobody holds the lock, was killed. The lock is an flock on `.lock`,
+which the system releases however the process ends. `status.json` has the current phase in one line
+of fixed length, overwritten in place: it needs no room on a full disk.
 """
 
 from __future__ import annotations
@@ -155,11 +153,7 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process is writing this run directory.
-
-    Calls at the same moment do not disturb each other. Without file locks the answer is no, since
-    `RunLock` refuses to write.
-    """
+    """Return whether a process is writing this run directory; no if there are no file locks."""
     try:
         file = open_regular(path / ".lock")
     except FileNotFoundError:
@@ -262,7 +256,6 @@ def attempt_logged(
 
 @contextmanager
 def end_of_attempt(attempt: Attempt) -> Iterator[None]:
-    """Record how the block ends, in the attempt and in the log."""
     log = logging.getLogger("jetrl")
     try:
         yield

@@ -1,9 +1,8 @@
 """The display of a run: a progress bar, one line per step, and sample completions.
 
-In a terminal the bar is live (rich). In a file, a pipe or CI the same lines are plain text, and a
-long phase reports its progress every half minute. Control characters in a model's text are escaped.
-A run outlives its reader: if the reader of a pipe exits (`| head`), the terminal closes, or the
-disk of the output is full, the console goes silent, log.txt says so, and the run continues.
+In a file, a pipe or CI the same lines are plain text, and a long phase reports its progress every
+half minute. If the reader of a pipe exits, the terminal closes, or the disk is full, the console
+goes silent, and the run continues.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class Console:
     Args:
         elapsed_s: Wall time of earlier attempts.
         samples_every: Steps between tables of completions; 0: none.
-        file: Default: stdout.
     """
 
     def __init__(
@@ -122,7 +120,6 @@ class Console:
             self.samples(stats.step, stats.samples)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Print a table of a few completions, from lowest to highest reward."""
         shown = spread(sorted(samples, key=lambda s: s.score.reward), SAMPLE_ROWS)
         if self._bar is None:
             for s in shown:
@@ -187,8 +184,6 @@ class Console:
 
 
 class _Remaining(ProgressColumn):
-    """Shows the time elapsed and the time left, predicted from this attempt's steps."""
-
     def __init__(self, text: Callable[[], str]) -> None:
         super().__init__()
         self._text = text
@@ -198,7 +193,6 @@ class _Remaining(ProgressColumn):
 
 
 def _step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -> list[Piece]:
-    """Return a step's line in styled pieces, its metrics in a fixed order."""
     pieces: list[Piece] = [(f"{title} {step:>{len(str(total))}}/{total}", "bold")]
 
     def add(label: str, name: str, form: Callable[[float], str], style: str = "") -> None:

@@ -87,14 +87,13 @@ class RunDirectory:
     ) -> RunDirectory:
         """Make the directory settings.run.dir / settings.run.name, or resume the run in it.
 
-        Resuming drops an incomplete last line of metrics.jsonl and notes the settings that changed.
-        They are written by `truncate_after`, which the caller calls with its checkpoint's step:
-        until the checkpoint has proved to fit them, the file keeps the old ones.
+        A resume notes the settings that changed. They are written by `truncate_after`, which the
+        caller calls with its checkpoint's step: until the checkpoint has proved to fit them, the
+        file keeps the old ones.
 
         Raises:
-            UserError: The name is no folder name, is in use (unless all attempts ended before their
-                first step), or another process writes it; there is nothing to resume; the precision
-                plan has changed; permission is missing.
+            UserError: The name is unfit or in use, another process writes the run, there is nothing
+                to resume, the precision plan has changed, or permission is missing.
             StorageError: The disk is full.
         """
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
@@ -141,7 +140,6 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
-        """Open a run directory for reading."""
         path = Path(path)
         if not path.is_dir():
             raise UserError(f"{path}: no such run directory")
@@ -154,8 +152,7 @@ class RunDirectory:
     ) -> AbstractContextManager[Attempt]:
         """Return a context that records this attempt, with all Python logging in log.txt.
 
-        The end is recorded as finished, interrupted (KeyboardInterrupt), stopped (RunStopped) or
-        failed; `Attempt.end` sets another one.
+        `Attempt.end` sets another end than the one that the exception says.
         """
         self._check_writable()
         return attempt_logged(self.path, self._write_attempt, command, notes or {}, self.notes)
@@ -169,7 +166,6 @@ class RunDirectory:
         """Append a step's metrics; a process killed after this call does not lose them.
 
         Raises:
-            StorageError: The disk is full.
             ValueError: A metric is not registered, or the step is not after the last one.
         """
         self._check_writable()
@@ -189,14 +185,12 @@ class RunDirectory:
     def metrics(self, phase: Phase | None = None) -> list[Record]:
         """Return the lines of metrics.jsonl in order, of one phase or all.
 
-        A line has `step`, `time`, `phase` (only in supervised steps) and metrics. A damaged line is
-        a `UserError`; an incomplete last one is dropped.
+        A damaged line is a `UserError`; an incomplete last one is dropped.
         """
         records, _ = read_jsonl(self.metrics_file, METRICS_LINE)
         return records if phase is None else in_phase(records, phase)
 
     def write_rollouts(self, step: int, samples: Iterable[Sample]) -> Path:
-        """Write the samples of a step, atomically, and return the file."""
         self._check_writable()
         path = self._rollouts_file(step)
         with storing(path):
@@ -209,16 +203,12 @@ class RunDirectory:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def rollouts(self, step: int) -> list[Record]:
-        """Return the samples of a step as dicts (`schemas.record_of`)."""
         return read_jsonl(self._rollouts_file(step), ROLLOUT_LINE)[0]
 
     def truncate_after(self, step: int, phase: Phase = "rl") -> None:
         """Drop the metrics and rollouts after a step, and write the settings of the resumed run.
 
         All RL steps come after the steps of the phase "sft".
-
-        Raises:
-            StorageError: The disk is full; no metrics are lost.
         """
         self._check_writable()
         if self._new_config:
@@ -261,7 +251,6 @@ class RunDirectory:
         return run_state(self.path)
 
     def config(self) -> dict[str, Any]:
-        """Return the settings of config.toml, as a nested dict."""
         file = self.path / "config.toml"
         try:
             tree = tomllib.loads(read_text(file))
@@ -273,7 +262,6 @@ class RunDirectory:
         return tree
 
     def write_reading(self, sentence: str) -> None:
-        """Write how to read the task's completions, for the report."""
         with storing(self.path / READING):
             write_atomically(self.path / READING, sentence + "\n")
 
@@ -283,7 +271,6 @@ class RunDirectory:
         return read_text(file).strip() if file.is_file() else ""
 
     def plan(self) -> dict[str, Any]:
-        """Return the precision plan, as a dict."""
         try:
             return read_stored(self.path / "plan.json", PLAN)
         except FileNotFoundError as error:
@@ -306,7 +293,6 @@ class RunDirectory:
         return self.rollouts_dir / f"step_{step:06d}.jsonl"
 
     def _sweep(self) -> None:
-        """Remove temporary files and models of a killed attempt."""
         for folder in (self.path, self.rollouts_dir):
             for pattern in (".*.tmp", ".*.tmp.before"):
                 for left in folder.glob(pattern):
@@ -415,10 +401,7 @@ def _checked_name(name: str | None) -> str:
 def settings_that_differ(
     before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the differing settings of two `RunDirectory.config`: {key: (before, now)}.
-
-    A missing setting is None.
-    """
+    """Return the differing settings of two configs: {key: (before, now)}; missing is None."""
 
     def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {f"{s}.{k}": v for s, section in tree.items() for k, v in section.items()}

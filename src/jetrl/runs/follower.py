@@ -32,10 +32,7 @@ FOLDER = "ranks"
 
 
 def open_run_directory(settings: Settings, plan: Mapping[str, Any], resume: bool) -> RunDirectory:
-    """Return the directory of a run, which rank 0 makes or resumes by `RunDirectory.create`.
-
-    Every rank raises rank 0's `UserError`.
-    """
+    """Return the directory of a run, which rank 0 makes or resumes; all raise its `UserError`."""
     made: list[RunDirectory] = []
 
     def create() -> tuple[Path, dict[str, tuple[Any, Any]]]:

@@ -13,8 +13,6 @@ from jetrl.runs.metrics import is_eval_mean
 
 @dataclass(frozen=True)
 class Change:
-    """The first and the last value of a metric."""
-
     name: str
     first_step: int
     first: float
@@ -46,7 +44,6 @@ class RunHistory:
 
 
 def history_of(records: Sequence[dict[str, Any]], attempts: Sequence[Attempt] = ()) -> RunHistory:
-    """Return the totals of the lines of metrics.jsonl and of attempts."""
     rl, sft = in_phase(records, "rl"), in_phase(records, "sft")
     eval_names = sorted({name for record in rl for name in record if is_eval_mean(name)})
     evals = (change_of(rl, name) for name in eval_names)

@@ -1,10 +1,8 @@
 """The registry of metrics: the name, unit and meaning of everything a run measures.
 
-An unregistered name is refused when it is written, so that plots, comparisons and users' scripts
-can rely on names. Names such as `eval/<task>/mean` have a free part, which `eval_metric`,
-`task_metric` and `part_metric` fill in. The registry is metrics.txt, a metric per line: name, unit
-and meaning, two blanks apart; a meaning may continue on indented lines. docs/metrics.md is
-generated from it (tools.documents).
+An unregistered name is refused, so that plots and users' scripts can rely on names; `eval_metric`,
+`task_metric` and `part_metric` fill in free parts such as <task>. A line of metrics.txt has name,
+unit and meaning, two blanks apart. docs/metrics.md is generated from it (tools.documents).
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ MEASURED = ("speculation", "timing", "throughput", "distributed", "memory")
 
 
 class Metric(NamedTuple):
-    """A metric that a run may write."""
-
     name: str
     unit: str
     meaning: str
@@ -49,7 +45,6 @@ METRICS = _read_table()
 
 @functools.lru_cache(maxsize=4096)  # called for each metric of each line of a long run
 def find_metric(name: str) -> Metric | None:
-    """Return the registered metric of a name; None if there is none."""
     return next((metric for metric in METRICS if metric.matches(name)), None)
 
 

@@ -48,7 +48,6 @@ def list_runs(folder: str | Path = "runs") -> list[RunRow]:
 
 
 def runs_table(rows: Sequence[RunRow]) -> Table:
-    """Return the listing as a table, with the problems of damaged runs below."""
     problems = [f"{row.name}: {row.problem}" for row in rows if row.problem]
     table = Table(box=None, header_style="dim", caption_style="red", caption_justify="left")
     table.caption = Text(visible("\n".join(problems), newlines=True)) if problems else None
@@ -185,7 +184,6 @@ class Comparison:
 
 
 def compare_runs(paths: Sequence[str | Path]) -> Comparison:
-    """Compare runs with the first one, from their files."""
     if len(paths) < 2:
         raise UserError("a comparison needs two runs or more")
     runs = [RunDirectory.open(path) for path in paths]
@@ -200,7 +198,6 @@ def compare_runs(paths: Sequence[str | Path]) -> Comparison:
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Return the comparison as rows of text, with one column per run."""
     runs, first = comparison.runs, comparison.runs[0]
     rows = [
         ("", *(run.name for run in runs)),
@@ -268,7 +265,6 @@ def _beside(
 
 
 def _different(first: Record, other: Record) -> dict[str, tuple[float | None, float | None]]:
-    """Return the metrics with other bits; all NaNs are equal."""
     ours, theirs = reproducible(other), reproducible(first)
     return {
         name: (theirs.get(name), ours.get(name))

@@ -1,8 +1,6 @@
 """The plots of runs, from metrics.jsonl: as PNG, and as SVG inside the report.
 
-A chart exists only if its metrics were measured; its caption has the first and last values. The SVG
-is drawn in the colors of the light page, and each color is then replaced by a CSS variable, so that
-one drawing follows the reader's light or dark setting.
+In an SVG each color is a CSS variable, so that one drawing follows the reader's light or dark page.
 """
 
 from __future__ import annotations
@@ -178,7 +176,6 @@ def thin(
     how: Callable[..., Any] = np.nanmean,
     most: int = MAX_POINTS,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `most` points, by joining neighbors."""
     if len(steps) <= most:
         return steps, values
     groups = np.array_split(np.arange(len(steps)), most)
@@ -187,10 +184,7 @@ def thin(
 
 
 def _moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
-    """Return the mean over each value and `radius` neighbors on both sides, ignoring gaps.
-
-    Near the ends the radius shrinks, so that the curve starts and ends at measured values.
-    """
+    """Return the mean of each value and up to `radius` neighbors on both sides, ignoring gaps."""
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     nums = np.concatenate([[0], np.cumsum(known)])
@@ -215,7 +209,6 @@ PHASES = {
 
 
 def _lines(key: str, title: str, unit: str, names: Mapping[str, str]) -> ChartOf:
-    """Return what makes a chart of lines; `names` has the label of each metric's line."""
 
     def chart_of(records: Records) -> Chart | None:
         supervised = any(name.startswith(("sft/", "reward_model/")) for name in names)
@@ -366,7 +359,6 @@ CHARTS: tuple[ChartOf, ...] = (
 
 
 def charts_of(records: Records) -> list[Chart]:
-    """Return the charts for which metrics.jsonl has data, in reading order."""
     charts = (chart(records) for chart in CHARTS)
     return [chart for chart in charts if chart is not None]
 
@@ -377,8 +369,7 @@ def plot_runs(
     """Plot metrics of several runs, one panel per metric, as a PNG.
 
     Args:
-        metrics: Names of metrics, or `eval` for the means of all evaluated tasks; default: the
-            usual ones that any of the runs has.
+        metrics: Names, or `eval` for the means of all evaluated tasks; none: the usual ones.
     """
     runs = {
         label: RunDirectory.open(path).metrics()

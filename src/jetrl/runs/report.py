@@ -1,6 +1,5 @@
 """The report of a run: report.html, one file that needs nothing else, and the plots as PNGs.
 
-It is made from the run's files, so the run may be running, interrupted, or without a single step.
 Everything that comes from a model, a data set or a file goes through `text`, which escapes it; only
 markup written by hand is `Html`.
 """
@@ -39,7 +38,6 @@ def _style_sheet() -> str:
 
 
 def text(value: object) -> Html:
-    """Return a value as text of the page, escaped."""
     return Html(html.escape(visible(str(value), newlines=True)))
 
 
@@ -66,7 +64,6 @@ def tile(label: str, value: Html, note: str, tone: str = "") -> Html:
 
 
 def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> Html:
-    """Return a table of text, with its first column as code."""
     lines = []
     if head:
         lines.append("<tr>" + "".join(f"<th>{text(cell)}</th>" for cell in head) + "</tr>")
@@ -77,7 +74,6 @@ def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> Html:
 
 
 def figures(charts: Iterable[Chart]) -> Html:
-    """Return charts with title and caption, in as many columns as fit the page."""
     drawn = [
         Html(
             f'<figure class="card chart" role="img" aria-label="{text(chart.title)}"><figcaption>'
@@ -94,7 +90,6 @@ def section(title: str, *pieces: Html) -> Html:
 
 
 def folded(title: str, content: object) -> Html:
-    """Return a long text that is folded behind its title."""
     return Html(
         f'<details class="card"><summary>{text(title)}</summary>'
         f"<pre>{text(content)}</pre></details>"
@@ -200,7 +195,6 @@ def _change_tile(label: str, change: Change) -> Html:
 
 
 def _warnings(records: list[Record]) -> Html:
-    """Return the warnings of the run, each with its first step."""
     learning, anomalies = Learning(), Anomalies()
     rows = []
     for record in in_phase(records, "rl"):

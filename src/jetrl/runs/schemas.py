@@ -59,8 +59,6 @@ class Status(Stored):
 
 
 class RankLine(Stored):
-    """The place of a rank in board.json."""
-
     rank: Count
     node: Name
     pid: Count
@@ -82,11 +80,10 @@ class RolloutLine(Stored):
     """A line of rollouts/step_NNNNNN.jsonl: a sample (`record_of`).
 
     Attributes:
-        prompt: Text of the prompt; None: it has messages.
-        failure: Why the completion could not be scored; "": it was.
+        prompt: None: the prompt has messages.
+        failure: Why the completion could not be scored, or "".
         logprobs: Those of the sampler.
         environment: Spans [start, end) of tokens from an environment.
-        readable: Prompt and completion as a person would write them, or "".
     """
 
     step: Step = 0
@@ -217,7 +214,6 @@ def _turns_of(completion: Completion) -> dict[str, Any]:
 
 
 def prompt_text(record: dict[str, Any]) -> str:
-    """Return the prompt as text, for people."""
     if record.get("messages"):
         return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in record["messages"])
     return str(record.get("prompt") or "")

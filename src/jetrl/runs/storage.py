@@ -1,8 +1,7 @@
 """Files of one JSON object per line, of which a killed process loses at most the last line.
 
-A line is written by one call, newline included. If a kill interrupts that, the incomplete last line
-is dropped by readers and cut off by the next writer. A broken line anywhere else is damage, which
-is reported by file and line.
+A line is written by one call. An incomplete last line is dropped by readers and cut off by the next
+writer; a broken line anywhere else is damage, which is reported by file and line.
 """
 
 from __future__ import annotations
@@ -30,12 +29,8 @@ def read_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list
 
     A missing file has no objects.
 
-    Args:
-        schema: The schema of a line; None: any object.
-
     Raises:
-        UserError: A line before the last is not JSON, a line does not fit the schema, or the file
-            cannot be read.
+        UserError: A line is damaged or does not fit the schema, or the file cannot be read.
     """
     records: list[Record] = []
     try:
@@ -91,7 +86,6 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write the whole file atomically."""
     write_atomically(path, "".join(_line(record) for record in records))
 
 

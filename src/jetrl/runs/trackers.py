@@ -39,7 +39,6 @@ class Trackers:
         self._last_step = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send a step's metrics to every tracker."""
         self._last_step = max(self._last_step, step)
         for name, tracker in self._trackers.items():
             with self._reporting(name, f"could not take the metrics of step {step}"):
@@ -74,11 +73,8 @@ def open_trackers(
 ) -> Trackers:
     """Start the trackers of settings.trackers.
 
-    Args:
-        run_path: The run directory; its name is the run's, and trackers keep their files in it.
-
-    Raises:
-        UserError: A name is unknown, its package is missing, or the tracker cannot start.
+    Trackers keep their files in the run directory, whose name is the run's. A missing package or a
+    failed start is a `UserError`.
     """
     opened: dict[str, Tracker] = {}
     try:
