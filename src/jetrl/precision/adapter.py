@@ -1,24 +1,20 @@
 """A low-rank adapter next to a linear layer: y = x W^T + (x A^T) (s B)^T, with W frozen.
 
-A linear layer may be several of a checkpoint's, stacked by rows (Q, K and V), and each of those has
-an A [r, K] and a B [n, r] of its own. Here all A lie under each other, and so do all B:
+A linear layer may be several of a checkpoint's, stacked by rows (Q, K and V), each with an A [r, K]
+and a B [n, r] of its own. Here all A lie under each other, and so do all B:
 
     down   [P * R, K]   A of every part, bfloat16, each filled up with zeros to R rows
     up     [N, R]       s B of the part that each row of y belongs to, zeros if there is none
 
-with P parts and R the rank up to a multiple of 16, which the tensor core multiplies at once. Both
-are rounded from FP32 master weights by `requantize`, s B after the product with s. Then
+with P parts and R the rank up to a multiple of 16, the tensor core's depth. Both are rounded from
+FP32 master weights. Then
 
     u = bfloat16(x A^T)           once for all parts, [T, P * R]
     d = bfloat16(u_part (s B)^T)  each part for its rows of y
     y = y + d                     in y's dtype
 
-so every product is rounded in one place, and sampling and training call the same function. Sums
-over K are made in chunks of 512, each from zero, which are added in order: any number of programs
-may share the work of a few rows, and a row has the same bits in every batch. On the CPU the sums
-are exact (`precision.exact`).
-
-Gradients of A and B are FP32 products that autograd sums. The base has none.
+Sampling and training call the same function. Sums over K are made in chunks of 512, each from zero,
+added in order, so a row has the same bits in every batch. On the CPU the sums are exact.
 
 Legend: T tokens, K input features, N output features, r rank.
 """
@@ -42,11 +38,9 @@ _ARRIVED = 256  # words for each 16 rows of A in which a GPU counts programs, at
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The shape of an adapter, and where its parts lie in the layer's output.
+    """The shape of an adapter next to a weight [N, K].
 
     Attributes:
-        num_rows: N, rows of the layer's weight.
-        num_columns: K, columns of the layer's weight.
         parts: For each part the first of its rows of y, and how many there are.
     """
 
@@ -63,12 +57,12 @@ class AdapterShape:
 
     @property
     def a_shape(self) -> tuple[int, int]:
-        """The shape of the master weight A, all parts under each other: [P * r, K]."""
+        """The shape [P * r, K] of the master weight A."""
         return len(self.parts) * self.rank, self.num_columns
 
     @property
     def b_shape(self) -> tuple[int, int]:
-        """The shape of the master weight B, all parts under each other: [their rows, r]."""
+        """The shape [rows of all parts, r] of the master weight B."""
         return sum(count for _, count in self.parts), self.rank
 
 
@@ -83,10 +77,8 @@ class AdapterWeight:
     Attributes:
         down: bfloat16 [P * R, K], A as both sides read it.
         up: bfloat16 [N, R], s B as both sides read it.
-        columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1 if
-            no part adds to them: for the GPU's kernels.
-        arrived: int32 zeros, in which the programs of a GPU's product with A are counted.
-        fixed: False: the weight is rounded again after each update.
+        columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1.
+        arrived: int32 zeros, counters of a GPU's product with A.
     """
 
     fixed = False
@@ -123,7 +115,6 @@ class AdapterWeight:
             self.up[first : first + count, :rank].copy_(b * shape.scale)
 
     def b_parts(self) -> tuple[Tensor, ...]:
-        """Return the master weight B of each part, [its rows, r]."""
         return self.b.split([count for _, count in self.shape.parts])
 
     def tensors(self) -> list[Tensor]:
@@ -144,11 +135,11 @@ def _columns(shape: AdapterShape) -> Tensor:
 
 
 def add_adapter(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
-    """Return y + (x A^T) (s B)^T [T, N], differentiable in all of y, x, A and B.
+    """Return y + (x A^T) (s B)^T [T, N], differentiable in y, x, A and B.
 
     Args:
-        y: The layer's product, with its bias, [T, N]; without gradients it is added to in place.
-        x: What the layer multiplied before it was quantized, [T, K] in the activations' dtype.
+        y: The layer's product [T, N]; without gradients it is added to in place.
+        x: [T, K], the values that the layer multiplied, not yet quantized.
     """
     if weight.in_fp32:
         return _added_in_fp32(y, x, weight)
@@ -159,11 +150,7 @@ def add_adapter(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
 
 
 def project_down(x: Tensor, weight: AdapterWeight) -> Tensor:
-    """Return u = x A^T, bfloat16 [T, P * R].
-
-    Args:
-        x: bfloat16 [T, K].
-    """
+    """Return u = x A^T, bfloat16 [T, P * R], of x bfloat16 [T, K]."""
     arithmetic = arithmetic_of(x)
     if arithmetic is not None:
         return arithmetic.project_down(x, weight.down, weight.arrived)
@@ -171,10 +158,9 @@ def project_down(x: Tensor, weight: AdapterWeight) -> Tensor:
 
 
 def project_up(y: Tensor, u: Tensor, weight: AdapterWeight) -> Tensor:
-    """Return y + u_part (s B)^T [T, N]; y is added to in place.
+    """Return y + u_part (s B)^T [T, N]; y, bfloat16, is added to in place.
 
     Args:
-        y: bfloat16 [T, N].
         u: bfloat16 [T, P * R], of `project_down`.
     """
     arithmetic, rank = arithmetic_of(y), weight.shape.padded_rank
@@ -188,13 +174,7 @@ def project_up(y: Tensor, u: Tensor, weight: AdapterWeight) -> Tensor:
 
 @dataclass(frozen=True)
 class AdapterGradients:
-    """The gradients of an adapter.
-
-    Attributes:
-        a: float32, of the master weight A.
-        b: float32, of the master weight B.
-        u: bfloat16 [T, P * R], of `project_down`'s result: x has the gradient u @ down.
-    """
+    """The gradients of an adapter: float32 of A and B, and bfloat16 [T, P * R] of u."""
 
     a: Tensor
     b: Tensor
@@ -202,11 +182,7 @@ class AdapterGradients:
 
 
 def rank_gradient(dy: Tensor, weight: AdapterWeight) -> Tensor:
-    """Return the gradient of the product with A, bfloat16 [T, P * R], with FP32 sums in any order.
-
-    Args:
-        dy: bfloat16 [T, N], the gradient of the layer's output.
-    """
+    """Return the gradient of u, bfloat16 [T, P * R], of dy bfloat16 [T, N]."""
     parts = weight.shape.parts
     du = [free_matmul(dy[:, at : at + count], weight.up[at : at + count]) for at, count in parts]
     return torch.cat(du, dim=1) if len(du) > 1 else du[0]
@@ -218,9 +194,10 @@ def adapter_gradients(
     """Return the gradients of an adapter; products have FP32 sums in any order.
 
     Args:
-        x: bfloat16 [T, K], what forward multiplied.
-        u: bfloat16 [T, P * R], as forward made it.
-        du: What `rank_gradient` returned, if it is known already.
+        dy: bfloat16 [T, N].
+        x: bfloat16 [T, K].
+        u: bfloat16 [T, P * R], of forward.
+        du: `rank_gradient`'s result, if it is known already.
     """
     shape = weight.shape
     rank, padded = shape.rank, shape.padded_rank

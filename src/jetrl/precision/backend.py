@@ -2,12 +2,8 @@
 
 Every operation has a reference in plain PyTorch: its specification, and what runs on a CPU. A
 device with kernels has a table of them, `Arithmetic` for this package and `kernels.backend.Kernels`
-for the rest. A module with these names is such a table (`precision.hopper.operations`); the type
-checker compares it with the protocol. Public operations take the table of their tensor's device,
-and nothing else asks for a tensor's device to choose its arithmetic.
-
-A table is imported with the first tensor of its device: a CPU has no Triton. Another backend is two
-such modules, and a `Backend` that `backend_of` returns.
+for the rest: a module with these names. Public operations take the table of their tensor's device.
+A table is imported with the first tensor of its device, since a CPU has no Triton.
 """
 
 from __future__ import annotations
@@ -27,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class Arithmetic(Protocol):
-    """A device's kernels for GEMMs, roundings and sums of gradients.
-
-    Each does what the public operation of its name does, with the bits that the module of that
-    operation promises; its own limits are explained at its implementation.
-    """
+    """A device's kernels, each with the bits of the public operation of its name."""
 
     MOST_QUANTIZED_ROWS: int  # `quantized_adapted_matmul` takes fewer rows of X
 
@@ -82,7 +74,7 @@ class Backend:
         arithmetic: The kernels of this package; None: the references are computed.
         fused: The dtypes of activations for which a decoder layer's operations are fused.
         stable_row_sums: Whether torch sums per row in the same order at any number of rows.
-        logits_at_once: The float32 logits that are held for one chunk of rows in training.
+        logits_at_once: The float32 logits of one chunk of rows in training.
     """
 
     name: str
@@ -108,7 +100,6 @@ def _hopper() -> Backend:
 
 
 def backend_of(x: Tensor) -> Backend:
-    """Return the backend of a tensor's device."""
     return _hopper() if x.is_cuda else REFERENCE
 
 

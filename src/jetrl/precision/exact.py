@@ -42,8 +42,7 @@ def align(x: Tensor, dim: int, bits: int) -> Tensor:
 
     Args:
         x: float32 or narrower.
-        dim: the dimension whose values share a grid.
-        bits: of the grid, below the maximum of |x| along dim.
+        bits: The bits of the grid below the maximum of |x| along dim.
 
     Returns:
         float64 like x. Each value is an integer times g, at most 2**bits in units of g, with g a

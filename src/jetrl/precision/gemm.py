@@ -7,10 +7,8 @@ and one float32 add, K blocks in order, no split-K. FProp, DGrad and WGrad are t
     DGrad   dX [T, K] = dY [T, N] (1 x 128)   @  W^T [K, N] (128 x 128) ^T
     WGrad   dW [N, K] = dY^T [N, T] (1 x 128) @  X^T [K, T] (128 x 128) ^T
 
-On the CPU the right operand of WGrad may have groups of 1 x 128 as well (`precision.wgrad_input`).
-
-The reference below is exact: a product of two E4M3 codes has 8 significant bits, and 128 of them
-add without rounding in float64 whatever the order: a row depends on that row and on B only.
+The reference is exact: a product of two E4M3 codes has 8 significant bits, and 128 of them add
+without rounding in float64 in any order, so a row depends on that row and on B only.
 """
 
 from __future__ import annotations
@@ -25,13 +23,11 @@ from jetrl.precision.quantize import QTensor, codes_as_float64
 
 
 def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return a @ b^T of FP8 operands, [M, N].
+    """Return a @ b^T of FP8 operands, [M, N], float32 sums rounded to `out_dtype`.
 
     Args:
         a: [M, K] in groups of 1 x 128; the last group of a row may be smaller.
-        b: [N, K] in groups of 128 x 128, on the CPU also of 1 x 128; the last groups may be
-            smaller.
-        out_dtype: The dtype of the product, to which float32 sums are rounded.
+        b: [N, K] in groups of 128 x 128, on the CPU also of 1 x 128; the last may be smaller.
     """
     arithmetic = arithmetic_of(a.codes)
     if arithmetic is not None:
@@ -52,13 +48,10 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
 def bf16_matmul(
     a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16, exact: bool = True
 ) -> Tensor:
-    """Return a @ b^T of BF16 operands, [M, N], batch-invariant (`precision.exact`).
+    """Return a @ b^T [M, N] of bfloat16 [M, K] and [N, K], batch-invariant.
 
     Args:
-        a: bfloat16 [M, K].
-        b: bfloat16 [N, K].
-        exact: Pin the order of sums. False leaves a GPU's library free to choose what is fastest
-            for the number of rows.
+        exact: Pin the order of sums. False leaves it to a GPU's library, by the number of rows.
     """
     arithmetic = arithmetic_of(a)
     if arithmetic is not None:

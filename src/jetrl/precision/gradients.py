@@ -1,19 +1,18 @@
 """The sink that backward adds the gradients of master weights to.
 
 A product of FP8 codes arrives in BF16 and is added to an FP32 sum; other products are summed in
-FP32. Sums grow in the order of arrival, so the order of micro-batches and layers decides their
-bits. A matrix as large as the vocabulary, which tied embeddings use twice, has one sum: autograd
-would make a gradient of that size per use. Norms and biases are left to autograd.
+FP32. The order of micro-batches and layers decides the bits of a sum. A matrix as large as the
+vocabulary, which tied embeddings use twice, has one sum. Norms and biases are left to autograd.
 
 `OrderedGradients` serves several processes, with the bits of one. Rank r trains every `size`-th
-micro-batch. A product travels to the ranks that own the rows of the master weight, and each adds
-the products of a round to its rows in the order of the micro-batches:
+micro-batch. Each rank adds the products of a round to the rows that it owns, in the order of the
+micro-batches:
 
     backward of this rank's micro-batch      product of a linear, complete
         exchange                             own rows of every rank's product arrive
         add_products                         sum of own rows + product of rank 0 + of rank 1 + ...
 
-Ranks call collectives in one order, that of backward; a rank without a micro-batch takes part with
+Ranks call collectives in the order of backward; a rank without a micro-batch takes part with
 nothing. The embedding's gradient travels as tokens and BF16 rows. Vectors, and matrices of less
 than one block of rows, are whole on every rank.
 """
@@ -38,9 +37,8 @@ from jetrl.precision.quantize import QTensor, dequantize
 class Gradients:
     """The FP32 gradient sums of one model's master weights, each in its parameter's `.grad`.
 
-    Every method that adds returns what the calling backward hands to autograd for the master
-    weight. That is None, so `torch.autograd.grad` finds no gradient of a master weight. A master
-    weight with a hook is the exception: autograd is handed each gradient, so that the hook sees it.
+    Methods that add return what backward hands to autograd for the master weight: None, unless the
+    weight has a hook, which then sees each gradient.
     """
 
     def __init__(self) -> None:
@@ -53,7 +51,7 @@ class Gradients:
         self._in_chunks.append(master)
 
     def expect(self, master: Tensor, dtype: torch.dtype | None) -> None:
-        """Announce gradients of a master weight; called in the order of forward.
+        """Announce gradients of a master weight, in forward's order.
 
         Args:
             dtype: The dtype of a micro-batch's product; None for the rows of an embedding.
@@ -84,12 +82,7 @@ class Gradients:
     # What backward adds
 
     def add(self, master: Tensor, product: Tensor) -> Tensor | None:
-        """Add a gradient that is there in BF16.
-
-        Args:
-            master: The master weight [N, K].
-            product: bfloat16 [N, K].
-        """
+        """Add a gradient [N, K] that is there in BF16."""
         total = self._sum(master)
         arithmetic = arithmetic_of(product)
         if arithmetic is not None:
@@ -109,7 +102,6 @@ class Gradients:
         """Add the gradients of some rows; on a GPU those of equal rows one after the other.
 
         Args:
-            master: The master weight [V, D].
             rows: int64 [T], the row of each gradient.
             values: bfloat16 [T, D].
         """
@@ -120,11 +112,7 @@ class Gradients:
         return None
 
     def buffer(self, master: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return a float32 tensor like the master weight to add to in place, and autograd's part.
-
-        The tensor is the sum itself, built from zeros if there is none, or with a hook a tensor of
-        zeros, which is autograd's part as well.
-        """
+        """Return the float32 sum to add to in place (zeros with a hook), and autograd's part."""
         total = self._sum(master)
         if total is None:
             total = torch.zeros_like(master)
@@ -158,11 +146,7 @@ class Gradients:
 
 
 def matmul_product(dy: Tensor, x: QTensor | Tensor, total: Tensor | None = None) -> Tensor:
-    """Return dy^T x [N, K] with FP32 sums, or total + dy^T x in the place of total.
-
-    Args:
-        total: float32 [N, K], which a GPU adds to within the GEMM; or None.
-    """
+    """Return dy^T x [N, K] with FP32 sums, or add it to `total` float32 [N, K] in place."""
     values = dequantize(x)[: len(dy)] if isinstance(x, QTensor) else x
     if arithmetic_of(dy) is not None:
         values = values.bfloat16()  # dequantized codes are not exact in BF16
@@ -208,11 +192,9 @@ class _Stage:
 
     Attributes:
         master: The master weight, of own rows if it is divided.
-        shard: The division of its rows; None if every rank has all of them.
         dtype: The dtype of the products; None of the embedding's rows.
-        before: The stage of the products of the same master weight, after which the rows of each
-            micro-batch are added, as of a tied head.
-        made: What backward has built from this rank's micro-batch: a product, or rows and values.
+        before: The products of the same master weight, added before the rows (a tied head).
+        made: A product, or rows and values, of this rank's micro-batch.
         received: The own rows of all ranks' products, which wait for the embedding's rows.
     """
 
@@ -225,7 +207,6 @@ class _Stage:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole master weight."""
         rows = len(self.master) if self.shard is None else self.shard.num_rows
         return (rows, *self.master.shape[1:])
 
@@ -269,7 +250,6 @@ class OrderedGradients(Gradients):
         self._stream: torch.cuda.Stream | None = None
 
     def expect(self, master: Tensor, dtype: torch.dtype | None) -> None:
-        """Announce gradients of a master weight, which make a stage of every round."""
         stage = _Stage(master, self._shards.get(master), dtype)
         for other in self._stages:
             if other.master is master and other.dtype is None:
@@ -277,7 +257,7 @@ class OrderedGradients(Gradients):
         self._stages.appendleft(stage)
 
     def sum_chunks(self, master: Tensor) -> None:
-        """Sum the products of a master weight within each micro-batch; here this is always done."""
+        """Do nothing: products are always summed within a micro-batch here."""
 
     # What an update tells
 
@@ -292,11 +272,7 @@ class OrderedGradients(Gradients):
             stage.made = stage.received = None
 
     def begin_micro_batch(self, num_tokens: Sequence[int], own: bool = True) -> None:
-        """Begin a round: the backward of a micro-batch of each rank.
-
-        Args:
-            num_tokens: The tokens of the micro-batch of each rank that has one, from rank 0 on.
-        """
+        """Begin a round: the backward of a micro-batch of each rank."""
         self._num_tokens, self._own, self._sent, self._filling = num_tokens, own, 0, None
 
     def end_micro_batch(self, failed: bool = False) -> None:
@@ -309,7 +285,6 @@ class OrderedGradients(Gradients):
         self._add_whole()
 
     def end_update(self) -> None:
-        """End the gradients of an update: `.grad` of every master weight is complete."""
         while self._travelling:
             self._await_oldest()
         for master, total in self._totals.items():
@@ -331,12 +306,10 @@ class OrderedGradients(Gradients):
         self._made(stage, product)
 
     def add_matmul(self, master: Tensor, dy: Tensor, x: QTensor | Tensor) -> None:
-        """Add dy^T x, with FP32 sums."""
         stage = self._stage(master)
         self._made(stage, matmul_product(dy, x, self._chunks(stage)))
 
     def add_rows(self, master: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Add the gradients of some rows."""
         self._made(self._stage(master, rows=True), rows, values)
 
     def buffer(self, master: Tensor) -> tuple[Tensor, None]:

@@ -39,20 +39,16 @@ def padded_rows(rows: int) -> int:
 
 
 def cdiv(value: int, size: int) -> int:
-    """Return the number of groups of `size` that hold `value`.
-
-    `triton.cdiv`, which kernels use as well, costs the host more than a microsecond per call.
-    """
+    """Return the number of groups of `size` that hold `value`; faster than `triton.cdiv`."""
     return -(-value // size)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below `value`."""
     return cdiv(value, multiple) * multiple
 
 
 def first_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return x[:rows], or x itself if it has no more rows."""
+    """Return x[:rows] without a slice if x has no more rows."""
     return x if x.shape[0] == rows else x[:rows]
 
 
@@ -85,10 +81,7 @@ def empty_turned_squares(
 ) -> QTensor:
     """Return uninitialised 128 x 128 groups of [tokens up to a multiple of 128, columns].
 
-    They are X as WGrad reads it, stored with tokens contiguous.
-
-    Args:
-        columns: of the matrix, a multiple of 128.
+    They are X as WGrad reads it, with tokens contiguous; columns are a multiple of 128.
     """
     assert columns % FP8_BLOCK == 0, f"{columns} columns"
     blocks = cdiv(tokens, FP8_BLOCK)
@@ -100,11 +93,7 @@ def empty_turned_squares(
 def empty_weight(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Return uninitialised 128 x 128 groups of a weight, the padding of its scales zero.
-
-    Args:
-        columns: of the matrix, both multiples of 128.
-    """
+    """Return uninitialised 128 x 128 groups of a weight, the padding of its scales zero."""
     assert rows % FP8_BLOCK == columns % FP8_BLOCK == 0, f"[{rows}, {columns}]"
     blocks = columns // FP8_BLOCK
     padded = round_up(blocks, 4)

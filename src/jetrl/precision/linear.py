@@ -1,11 +1,10 @@
 """The linear layer: a quantized weight, and three GEMMs around it in the plan's formats.
 
 Forward in FP8 quantizes X in groups of 1 x 128 and multiplies by the FP8 weight. Backward quantizes
-dY both ways, for DGrad and WGrad, and X again from the same BF16 values, in groups of 128 x 128. So
-a linear saves nothing beyond its input. Gradients leave as BF16 (dX), and by the model's
-`Gradients`, which sums those of a master weight in FP32 (dW). Quantizers pass gradients straight
-through. A layer may have a low-rank adapter (`precision.adapter`), which reads X before it is
-quantized; its weight is then frozen and gets no WGrad.
+dY both ways, for DGrad and WGrad, and X again from the same BF16 values, in groups of 128 x 128: a
+linear saves only its input. Gradients leave as BF16 (dX), and by the model's `Gradients`, which
+sums dW in FP32. Quantizers pass gradients straight through. A low-rank adapter reads X before it is
+quantized; its layer's weight is frozen and gets no WGrad.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -44,7 +43,7 @@ GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes grouped 1 x 12
 
 @dataclass(frozen=True)
 class OutputGradient:
-    """The gradient dY [T, N] of a linear layer's output, as the two GEMMs of backward read it.
+    """The gradient dY [T, N] of a linear layer's output, as codes or BF16 values.
 
     Attributes:
         rows: The operand of DGrad: groups of 1 x 128, or BF16 values.
@@ -78,12 +77,7 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
 
 
 def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMMInput:
-    """Return dY as DGrad reads it, for a weight that gets no gradient.
-
-    Args:
-        dy: bfloat16 [T, N].
-        plan: The precision plan, whose `grad_output` is the format of dY next to an FP8 weight.
-    """
+    """Return dY, bfloat16 [T, N], as DGrad reads it, for a weight that gets no gradient."""
     format = plan.grad_output
     if not isinstance(weight, FP8Weight) or format == "bf16":
         return dy
@@ -97,9 +91,8 @@ def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMM
 def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> OutputGradient:
     """Return dY as the GEMMs of backward read it; on a GPU both forms are made in one pass.
 
-    A GPU's FP8 GEMMs take only E4M3 and squares of 128 x 128. The codes of other settings become
-    the BF16 values that they stand for, rounded once more (to 8 significant bits, while a code has
-    3 or 4), and a BF16 product follows: for comparisons, whose speed does not matter.
+    A GPU's FP8 GEMMs take only E4M3 and squares of 128 x 128. Codes of other settings become BF16
+    values, and a BF16 product follows: for comparisons, whose speed does not matter.
     """
     format = plan.grad_output
     if not isinstance(weight, FP8Weight) or format == "bf16":
@@ -126,11 +119,6 @@ class Linear(nn.Module):
     Args:
         quantized: The weight [N, K]; its name is the layer's, for messages.
         bias: FP32 master weight [N], added in the activations' dtype, or None.
-        adapter: The adapter next to the weight, or None.
-
-    Attributes:
-        weight: The FP32 master weight [N, K].
-        adapter: The adapter next to the weight, or None.
     """
 
     def __init__(
@@ -148,15 +136,13 @@ class Linear(nn.Module):
         self.weight, self.bias, self.adapter = quantized.master, bias, adapter
 
     def operand(self, side: Side) -> Operand:
-        """Return the quantized weight that `side` multiplies by."""
         return self.quantized.operand(side)
 
     def forward(self, x: GEMMInput, side: Side) -> Tensor:
         """Return y [T, N] in `out_dtype`.
 
         Args:
-            x: [T, K] in the activations' dtype, or, without gradients, as the layer would quantize
-                the values, by the kernel that made them; of a layer with an adapter the values.
+            x: [T, K] in the activations' dtype; or, without gradients and adapter, the codes.
         """
         weight, plan = self.operand(side), self.plan.on(side)
         if isinstance(x, QTensor):
@@ -178,10 +164,7 @@ class Linear(nn.Module):
         return y if self.adapter is None else add_adapter(y, x, self.adapter)
 
     def with_bias(self, product: Tensor) -> Tensor:
-        """Return the product plus the bias, if the layer has one, in the product's dtype.
-
-        The fused layers of a GPU (`models.layer_hopper`) call this method on their products too.
-        """
+        """Return the product plus the bias, if there is one, in the product's dtype."""
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
@@ -192,9 +175,7 @@ def fprop(
 
     Args:
         x: X [T, K] as the weight needs it: codes next to FP8, BF16 values next to BF16.
-        weight: [N, K].
-        plan: The precision plan of the side that calls, which may pin the order of a BF16 product's
-            sums.
+        plan: The plan of the side that calls, which may pin the order of a BF16 product's sums.
     """
     if isinstance(weight, WeightOfCodedInputs):
         assert isinstance(x, Tensor), "X is coded here"
@@ -216,15 +197,11 @@ def adapted_fprop(
     bias: Tensor | None,
     adapter: AdapterWeight,
 ) -> tuple[Tensor, Tensor]:
-    """Return Y = X @ weight^T + bias with the adapter's product added, and its product with A.
+    """Return Y with bias and adapter added, bfloat16 [T, N], and u, bfloat16 [T, P * R].
 
     Args:
         x: X [T, K] as the weight needs it, as of `fprop`.
         values: X before it was quantized, bfloat16 [T, K].
-        bias: The bias [N], or None.
-
-    Returns:
-        Y, bfloat16 [T, N], and the product with A, bfloat16 [T, P * R].
     """
     arithmetic = arithmetic_of(values)
     if arithmetic is not None and isinstance(weight, FP8Weight) and bias is None:
@@ -247,7 +224,6 @@ def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
 
     Args:
         rows: dY [T, N] in groups of 1 x 128, or BF16 values.
-        weight: The weight [N, K] that forward multiplied by.
     """
     if isinstance(rows, QTensor):
         assert isinstance(weight, FP8Weight), "codes of dY multiply an FP8 weight"
@@ -263,8 +239,6 @@ def wgrad(dy: OutputGradient, x: GEMMInput, master: Tensor, gradients: Gradients
 
     Args:
         x: X [T, K] in 128 x 128 groups next to an FP8 weight, BF16 values next to another.
-        master: The master weight [N, K].
-        gradients: The sink, whose methods say when autograd is handed more than None.
     """
     if isinstance(dy.tokens, QTensor):
         assert isinstance(x, QTensor), "codes of dY multiply codes of X"
@@ -273,10 +247,7 @@ def wgrad(dy: OutputGradient, x: GEMMInput, master: Tensor, gradients: Gradients
 
 
 class _LinearFunction(torch.autograd.Function):
-    """FProp, DGrad and WGrad around one quantized weight.
-
-    The master weight is an input only for its gradient.
-    """
+    """FProp, DGrad and WGrad around one quantized weight."""
 
     @staticmethod
     def forward(
@@ -313,10 +284,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class _AdaptedFunction(torch.autograd.Function):
-    """A frozen linear layer and its adapter on a GPU, so that nothing is copied between the two.
-
-    The adapter's master weights are inputs for only their gradients.
-    """
+    """A frozen linear layer and its adapter on a GPU, without a copy between the two."""
 
     @staticmethod
     def forward(

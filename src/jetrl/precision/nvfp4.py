@@ -74,7 +74,6 @@ class NVFP4Tensor:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape [N, K] of the matrix."""
         return torch.Size((self.codes.shape[0], self.codes.shape[1] * 2))
 
     @property
@@ -88,8 +87,6 @@ class NVFP4Tensor:
 def stacked_nvfp4(parts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
     """Return matrices stacked along N, as a copy: the same codes under the same scales.
 
-    Where all have one scale, so has the result.
-
     Args:
         parts: One or more matrices [N, K] with one scale each, of one K, on one device.
     """
@@ -102,11 +99,7 @@ def stacked_nvfp4(parts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
 
 
 def quantize_nvfp4(x: Tensor) -> NVFP4Tensor:
-    """Return a matrix in NVFP4, by the rule above; the same on every device.
-
-    Args:
-        x: bfloat16, float16 or float32 [N, K], K a multiple of 16.
-    """
+    """Return a matrix [N, K] in NVFP4, K a multiple of 16; the same on every device."""
     assert x.dtype.is_floating_point, f"{x.dtype}"
     assert x.shape[1] % NVFP4_GROUP == 0, f"{list(x.shape)}"
     low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
@@ -134,10 +127,7 @@ def _quantize_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """Return the E2M1 codes nearest to float32 values, uint8 in 0 to 15.
-
-    Ties go to even codes, values beyond 6 become 6, and the sign is bit 3. NaN becomes 0.
-    """
+    """Return the E2M1 codes nearest to float32 values, uint8 0 to 15; ties to even, NaN is 0."""
     magnitude = x.abs()
     codes = torch.zeros_like(x, dtype=torch.uint8)
     for tie, goes_up in _TIES:
@@ -210,10 +200,7 @@ class HopperNVFP4:
 
 
 def parts_of(n: int, k: int) -> tuple[int, int]:
-    """Return in how many parts a sum over K is made, and the columns of each but the last.
-
-    There are one, two or four parts.
-    """
+    """Return the parts of a sum over K (1, 2 or 4), and the columns of each part but the last."""
     if n > NARROW:
         return 1, k
     wanted = 2 if k <= _TWO_PARTS else 4

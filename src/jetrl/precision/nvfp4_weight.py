@@ -26,11 +26,7 @@ from jetrl.precision.nvfp4 import HopperNVFP4, NVFP4Tensor, RowFactors, quantize
 
 @dataclass(frozen=True)
 class NVFP4Weight:
-    """A weight [N, K] in NVFP4, in the order of bytes that the device's products read.
-
-    Attributes:
-        stored: As checkpoints keep it, or on a GPU in the order of the kernels.
-    """
+    """A weight [N, K] in NVFP4: as checkpoints keep it, or on a GPU in the kernels' order."""
 
     stored: NVFP4Tensor | HopperNVFP4
 
@@ -47,19 +43,16 @@ class NVFP4Weight:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape [N, K] of the weight."""
         return self.stored.shape
 
     @property
     def is_finite(self) -> bool:
-        """True if all values are finite, which the scale says by which sums are multiplied."""
         scale = self.stored.factor if isinstance(self.stored, HopperNVFP4) else self.stored.scale
         if isinstance(scale, RowFactors):
             scale = scale.of_rows
         return bool(torch.as_tensor(scale).isfinite().all())
 
     def tensors(self) -> list[Tensor]:
-        """Return the codes and the scales of groups."""
         return [self.stored.codes, self.stored.scales]
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> NVFP4Weight:
@@ -69,13 +62,7 @@ class NVFP4Weight:
 
 
 def nvfp4_matmul(x: Tensor, w: NVFP4Weight, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return x @ w^T, [M, N]; a row depends on that row of x and on w only.
-
-    Args:
-        x: bfloat16 [M, K].
-        w: The weight [N, K].
-        out_dtype: The dtype of the product, to which float32 sums are rounded.
-    """
+    """Return x @ w^T [M, N] of x bfloat16 [M, K]; a row depends on that row of x and on w only."""
     stored = w.stored
     if isinstance(stored, HopperNVFP4):
         return _arithmetic(x).nvfp4_matmul(x, stored, out_dtype)
@@ -84,11 +71,7 @@ def nvfp4_matmul(x: Tensor, w: NVFP4Weight, out_dtype: torch.dtype = torch.bfloa
 
 
 def nvfp4_dgrad(dy: Tensor, w: NVFP4Weight) -> Tensor:
-    """Return dX = dY @ w, bfloat16 [M, K].
-
-    Args:
-        dy: bfloat16 [M, N].
-    """
+    """Return dX = dY @ w, bfloat16 [M, K], of dy bfloat16 [M, N]."""
     stored = w.stored
     if isinstance(stored, HopperNVFP4):
         return _arithmetic(dy).nvfp4_dgrad(dy, stored)

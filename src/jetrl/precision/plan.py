@@ -2,12 +2,9 @@
 
 A format is chosen by the role of an operand (a linear layer of the rollout, a key, a gradient),
 never by a module's name. The sampler and the trainer get the same plan. If it gives both the same
-formats it promises that they agree bit for bit (`exact`), and a run that does not is stopped. The
-presets are data (`jetrl.settings.presets`), and a plan's name is for people.
-
-Other systems sample with one engine and train with another, and the two differ a little. A plan
-whose `SamplerDeviation` is not empty does so by a known amount, for comparisons, and promises no
-equal bits.
+formats it promises that they agree bit for bit (`exact`), and a run that does not is stopped. A
+plan whose `SamplerDeviation` is not empty deviates by a known amount, for comparisons, and promises
+no equal bits. The presets are data (`jetrl.settings.presets`); a plan's name is for people.
 """
 
 from __future__ import annotations
@@ -222,8 +219,8 @@ class PrecisionPlan:
     def on(self, side: Side) -> PrecisionPlan:
         """Return the plan as one side reads it: on the sampler's with what it has otherwise.
 
-        This is the one seam of `sampler_deviation`: whatever reads a format or a rule of scales for
-        one side asks the plan of that side. Without a deviation it is this very plan.
+        This is the one seam of `sampler_deviation`: code that reads a format or a rule of scales
+        for one side asks the plan of that side. Without a deviation it is this very plan.
         """
         return self._of_sampler if side == "rollout" else self
 
@@ -252,7 +249,6 @@ class PrecisionPlan:
         return dataclasses.replace(self, base="fp8")
 
     def linear_formats(self, layer: int, num_layers: int) -> dict[Side, LinearFormat]:
-        """Return the format of a decoder layer's linears on each side."""
         return {side: self.linear_format(side, layer, num_layers) for side in get_args(Side)}
 
     def check_layers(self, num_layers: int) -> None:

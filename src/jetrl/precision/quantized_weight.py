@@ -1,12 +1,11 @@
 """The quantized weights of a layer: a master weight, rounded to what GEMMs and norms read.
 
-This is the one place where a weight is rounded. A quantized weight has one tensor for each rounding
-that a side of the flow asks for, and only one if both sides ask for the same: the trainer then
-multiplies by the very bytes that the sampler did. After an update of the master weight they are
-overwritten in place, on every device: captured CUDA graphs read them by address.
+Only here is a weight rounded. There is one tensor for each rounding that a side asks for, and only
+one if both ask for the same: the trainer then multiplies by the very bytes that the sampler did.
+After an update they are overwritten in place: captured CUDA graphs read them by address.
 
-In a run of several processes each rank has the rows of a master weight that it owns, rounds these,
-and receives the rest of the quantized weight, which is whole on every rank.
+In a run of several processes each rank rounds the rows of a master weight that it owns, and
+receives the rest of the quantized weight, which is whole on every rank.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ _FP8_GROUPS = (FP8_BLOCK, FP8_BLOCK)
 
 @dataclass(frozen=True)
 class FP8Weight:
-    """A weight [N, K] as GEMMs read it: FP8 in 128 x 128 groups.
-
-    Attributes:
-        direct: Codes [N, K] with their scales, as FProp reads them.
-    """
+    """A weight [N, K] as GEMMs read it: FP8 in 128 x 128 groups."""
 
     direct: QTensor
 
@@ -53,11 +48,7 @@ class FP8Weight:
 
 @dataclass(frozen=True)
 class WeightOfCodedInputs:
-    """A BF16 weight [N, K] that multiplies X as FP8 codes would say X: for only comparisons.
-
-    Attributes:
-        values: bfloat16 [N, K].
-    """
+    """A bfloat16 weight [N, K] that multiplies X as FP8 codes would say X: for comparisons."""
 
     values: Tensor
 
@@ -79,17 +70,14 @@ class QuantizedWeight:
     """A master weight together with its roundings to the formats that the two sides read.
 
     Args:
-        master: The FP32 master weight, [N, K] for a linear layer or [D] for a norm; with a shard
-            the rows of the weight that this rank owns.
+        master: FP32, [N, K] for a linear layer or [D] for a norm; with a shard this rank's rows.
         shard: The division of the weight's rows among ranks; None if this rank has all.
         sides: The sides whose roundings are kept.
-        codes: The weight if it is in NVFP4 already, which is then never rounded; of `master` only
-            the shape is read. Both sides read NVFP4.
+        codes: The weight if it is in NVFP4 already; of `master` only the shape is read.
 
     Attributes:
-        master: The master weight; of a fixed one only the shape (fp32 reads it).
-        fixed: Whether the weight is never rounded again.
-        noise: What is added to the master weight before it is rounded, float32; None: nothing.
+        fixed: Whether the weight is never rounded again; only fp32 then reads values of `master`.
+        noise: float32, added to the master weight before it is rounded; None: nothing.
 
     Raises:
         UserError: A side reads FP8 or NVFP4, and a dimension is not a multiple of 128; or NVFP4,
@@ -140,7 +128,6 @@ class QuantizedWeight:
             self.master = nn.Parameter(empty, requires_grad=False)
 
     def operand(self, side: Side) -> Operand:
-        """Return the rounding that a side reads."""
         weight = self._stored[self._roundings[side]]
         if self.formats[side] == "fp8_activations":
             assert isinstance(weight, Tensor), "only X is coded"
@@ -148,10 +135,7 @@ class QuantizedWeight:
         return weight
 
     def requantize(self) -> None:
-        """Round the master weight again, into the tensors that are there.
-
-        Of a weight that is divided, every rank rounds its own rows and receives the others'.
-        """
+        """Round the master weight again in place; of a divided one every rank rounds its rows."""
         assert not self.fixed, f"{self.name}: a fixed weight has no master weight to round"
         for rounding, earlier in self._stored.items():
             self._rounded(rounding, earlier if self.shard is None else _own(earlier, self.shard))
@@ -166,11 +150,7 @@ class QuantizedWeight:
                 gather_rows(weight, self.shard.counts())
 
     def add_noise(self, noise: Tensor | None) -> None:
-        """Round the master weight plus some noise, now and at each `requantize`, in place.
-
-        Args:
-            noise: float32 like the master weight; None: no noise from now on.
-        """
+        """Round the master weight plus float32 noise from now on, in place; None: no noise."""
         self.noise = noise
         self.requantize()
 
@@ -179,7 +159,6 @@ class QuantizedWeight:
         return [w.direct.scales for w in self._stored.values() if isinstance(w, FP8Weight)]
 
     def tensors(self) -> list[Tensor]:
-        """Return every tensor that forwards read."""
         return [t for weight in self._stored.values() for t in operand_tensors(weight)]
 
     def move(self, moved: Callable[[Tensor], Tensor]) -> None:

@@ -1,18 +1,16 @@
 """The adapter's two products on Hopper (`precision.adapter`), with the same bits in any batch.
 
 The product with A sums over K in chunks of 512, each a chain of tensor-core products from zero,
-added in float32 from the first to the last. With many rows one program makes all chunks. With few
-rows each chunk has a program, and the last to arrive adds the sums in that order and rounds once.
+added in float32 in order. With many rows one program makes all chunks. With few rows each chunk has
+a program, and the last to arrive adds the sums in that order and rounds once.
 
-Decode waits for that product before every linear layer, so latency counts. In a captured graph A is
-read before the previous kernel has ended. The next kernel may start at once: when it has waited for
-this kernel it has waited for the previous one too. With `SIGNAL` it need not wait to read what the
-previous one wrote: a word says when it can. Programs of the first ranks quantize x if needed.
+Decode waits for that product before every linear layer. In a captured graph A is read before the
+previous kernel has ended, and the next kernel may start at once. With `SIGNAL` a word says when
+what the previous kernel wrote can be read. Programs of the first ranks quantize x if needed.
 
 The product with B sums over the rank, one chain from zero, 16 at a time. y and u B^T are each
-rounded to bfloat16, then their sum is. A GEMM of few rows does so before its store:
-there y's tile is in registers, and a warp of its own has copied B, and u when it is there.
-mma.sync has the bits of wgmma (tests/gpu/test_tensor_cores.py).
+rounded to bfloat16, then their sum is. A GEMM of few rows does so before its store. mma.sync has
+the bits of wgmma (tests/gpu/test_tensor_cores.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -54,11 +52,10 @@ class AdapterOperands:
     """The adapter's product with A and its B, whose product is added to a layer's.
 
     Attributes:
-        u: bfloat16 [T, P * R], the product with A of every part.
+        u: bfloat16 [T, P * R].
         up: bfloat16 [N, R], s B.
         columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1.
-        ready: int32 [1], nonzero when what the kernel before u's wrote can be read
-            (`adapter.ready_word`); None: wait for u instead.
+        ready: int32 [1], nonzero when X can be read (`ready_word`); None: wait for u instead.
     """
 
     u: Tensor
@@ -67,12 +64,7 @@ class AdapterOperands:
     ready: Tensor | None = None
 
     def descriptors(self, box: int, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Return what describes u and B for bulk copies.
-
-        Args:
-            box: Rows of u that are copied at once.
-            block_n: Rows of B that are copied at once.
-        """
+        """Return what describes u, `box` rows at once, and B, `block_n` rows at once."""
         (rows, width), (n, rank) = self.u.shape, self.up.shape
         return (
             TensorDescriptor(self.u, [rows, width], [self.u.stride(0), 1], [box, 16], LAYOUT),
@@ -82,16 +74,9 @@ class AdapterOperands:
 
 @gluon.jit
 def wait_for_rows(ready_ptr, SIGNALLED: gl.constexpr):
-    """Wait until X can be read.
+    """Wait until X can be read: by the word at `ready_ptr`, or until the previous kernel has ended.
 
-    A word from the product with A orders the bulk copies behind it too, which are not ordinary
-    reads.
-
-    Args:
-        ready_ptr: int32, with SIGNALLED nonzero as soon as X can be read
-            (`adapter.down_rows_kernel`).
-        SIGNALLED: whether a word says so; otherwise X can be read when the previous kernel has
-            ended.
+    The word orders the bulk copies behind it too, which are not ordinary reads.
     """
     if SIGNALLED:
         gl.inline_asm_elementwise(
@@ -124,9 +109,8 @@ def load_beside(
         u_desc: bfloat16 [M, P * R], u in boxes of [BOX_M, 16].
         b_desc: bfloat16 [N, RANK], B in boxes of [BLOCK_N, 16].
         columns_ptr: int32 [N / 64 rounded up], the first column of u for each 64 rows of B, or -1.
-        u_smem: where tiles of u go: RANK / 16 for each part.
         n0: the program's first row of B; a part lies within 64 that begin at a multiple of 64.
-        early: 1 where B may be read before the previous kernel has ended.
+        early: 1 if B may be read before the previous kernel has ended.
     """
     STEPS: gl.constexpr = RANK // 16
     if early == 0:
@@ -148,12 +132,7 @@ def load_beside(
 
 @gluon.jit
 def first_columns(columns_ptr, n0, N, PARTS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return the first column of u for each of PARTS tiles of BLOCK_N columns of y, or -1.
-
-    Args:
-        columns_ptr: int32 [N / 64 rounded up], as of `load_beside`.
-        N: columns of y; past them there is no tile, and what is returned for one does not count.
-    """
+    """Return the first column of u, or -1, for each of PARTS tiles of BLOCK_N columns of y."""
     firsts = ()
     for part in gl.static_range(PARTS):
         first = gl.load(columns_ptr + gl.minimum(n0 + part * BLOCK_N, N - 1) // 64)
@@ -163,12 +142,11 @@ def first_columns(columns_ptr, n0, N, PARTS: gl.constexpr, BLOCK_N: gl.constexpr
 
 @gluon.jit
 def with_adapter(total, u_smem, b_smem, first, part: gl.constexpr, STEPS: gl.constexpr):
-    """Return a tile of the layer's product with the adapter's added, bfloat16 like total.
+    """Return a tile of the product plus the adapter's, bfloat16.
 
     Args:
         total: float32 [BLOCK_M, BLOCK_N], the layer's product, in a layout of wgmma.
-        u_smem: tiles of u, as of `load_beside`.
-        first: the first column of u for this tile, or -1 where nothing is added.
+        first: the first column of u for this tile, or -1 if nothing is added.
     """
     BLOCK_M: gl.constexpr = total.shape[0]
     BLOCK_N: gl.constexpr = total.shape[1]
@@ -265,12 +243,8 @@ def down_rows_kernel(
         sums_ptr: float32 [chunks, num_rows, rank], written.
         out_ptr: bfloat16 [num_rows, rank], written.
         arrived_ptr: int32, zero for each tile of the result, and zero again when the kernel ends.
-        ready_ptr: int32, with SIGNAL 0 before the next kernel starts, and 1 from when what the
-            kernel in front wrote can be read.
-        codes_ptr: FP8 [num_rows, num_columns], x's codes, written with QUANTIZE.
-        scales_ptr: float32, their scales, as of `_store_codes`.
-        early: 1 where A may be read before the previous kernel has ended.
-        QUANTIZE: whether x is quantized, by the programs of the first ranks.
+        ready_ptr: int32, with SIGNAL 0 before the next kernel starts, and 1 once it may read.
+        early: 1 if A may be read before the previous kernel has ended.
     """
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -337,11 +311,7 @@ def down_rows_kernel(
 
 
 def ready_word(arrived: Tensor) -> Tensor:
-    """Return the word that says when what stands before the product with A can be read, int32 [1].
-
-    Args:
-        arrived: int32, as of `project_down_rows`.
-    """
+    """Return the word, int32 [1], that says when the input of the product with A can be read."""
     return arrived[-1:]
 
 
@@ -353,17 +323,12 @@ def down_program_bytes(rows: int) -> int:
 def project_down_rows(x: Tensor, down: Tensor, arrived: Tensor, signal: bool = False) -> Tensor:
     """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`, of few rows.
 
-    Captured in a graph, the kernel must not directly follow the one that writes A. The kernel
-    behind may start before the one in front has ended: it may then read what neither writes, and
-    once it has waited it may read what both wrote.
+    Captured in a graph, the kernel must not directly follow the one that writes A.
 
     Args:
         x: bfloat16 [T, K], its rows contiguous, T below `MOST_ROWS` and K a multiple of 16.
-        down: bfloat16 [R, K], A.
-        arrived: int32 zeros [256 * (R / 16) + 1], a counter for each 16 rows of x and of A, and the
-            word of `ready_word`; no two products that run at once share it.
-        signal: whether `ready_word` tells the next kernel when it may read what the kernel in
-            front wrote.
+        arrived: int32 zeros [256 * (R / 16) + 1], which no two products that run at once share.
+        signal: whether `ready_word` tells the next kernel when it may read this kernel's input.
     """
     return _launch(x, down, arrived, signal, None, "fp32")
 
@@ -443,11 +408,7 @@ def _down_kernel(
     x_ptr, a_ptr, out_ptr, num_rows, num_columns, rank, x_stride, chunks,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS rows of x by BLOCK_R rows of A, over all chunks of K.
-
-    Args:
-        BLOCK_R: rows of A that a program has, a power of two.
-    """
+    """Multiply ROWS rows of x by BLOCK_R rows of A, over all chunks of K."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     wait_for_previous()
@@ -468,15 +429,7 @@ def _up_kernel(
     y_ptr, u_ptr, b_ptr, columns_ptr, num_rows, num_outputs, u_stride,
     RANK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Add u B^T to ROWS rows and OUTPUTS columns of y, each product rounded before it is added.
-
-    Args:
-        y_ptr: bfloat16 [num_rows, num_outputs], changed in place.
-        u_ptr: bfloat16 [num_rows, u_stride].
-        b_ptr: bfloat16 [num_outputs, RANK].
-        columns_ptr: int32 [num_outputs / OUTPUTS], the first column of u for these outputs, or -1.
-        BLOCK_R: columns of u of a step, a power of two.
-    """
+    """Add u B^T to ROWS rows and OUTPUTS columns of y, each product rounded before it is added."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     first = tl.load(columns_ptr + tl.program_id(1))
@@ -506,18 +459,14 @@ def _up_kernel(
 
 
 def project_down_hopper(x: Tensor, down: Tensor, arrived: Tensor) -> Tensor:
-    """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`."""
+    """`precision.adapter.project_down` on Hopper."""
     if len(x) < MOST_ROWS:
         return project_down_rows(x, down, arrived)
     return project_down_whole(x, down)
 
 
 def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
-    """Return u = x A^T, bfloat16 [T, R], each row by a program that makes all chunks.
-
-    Args:
-        x: bfloat16 [T, K], its rows contiguous.
-    """
+    """Return u = x A^T, bfloat16 [T, R], each row by a program that makes all chunks."""
     (num_rows, num_columns), rank = x.shape, len(down)
     out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
     block = min(128, 1 << (rank - 1).bit_length())
@@ -531,7 +480,7 @@ def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
 
 
 def project_up_hopper(y: Tensor, u: Tensor, up: Tensor, columns: Tensor) -> Tensor:
-    """Return y after u B^T was added in place, as `precision.adapter.project_up`."""
+    """`precision.adapter.project_up` on Hopper."""
     num_rows, num_outputs = y.shape
     assert (y.dtype, y.is_contiguous(), len(up)) == (torch.bfloat16, True, num_outputs)
     rank = up.shape[1]

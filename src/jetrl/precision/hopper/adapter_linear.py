@@ -35,11 +35,7 @@ NVFP4_FUSED_ROWS = 128  # of X: up to so many, an NVFP4 product adds the adapter
 
 
 def form_for(rows: int, n: int, rank: int) -> Form:
-    """Return the faster form of a product with an adapter.
-
-    Args:
-        n: rows of the layer's weight.
-    """
+    """Return the faster form of a product with an adapter and a weight of n rows."""
     fits = rank <= MOST_RANKS and tiles_beside(rows, n, rank) is not None
     return "fused" if fits else "passes"
 
@@ -53,16 +49,11 @@ def _signalling(x: Tensor, adapter: AdapterWeight) -> tuple[Tensor, AdapterOpera
 def adapted_matmul(
     a: QTensor, values: Tensor, b: QTensor, adapter: AdapterWeight, form: Form | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return a @ b^T with the adapter's product added, and the product with A.
+    """Return a @ b^T with the adapter's product added, bfloat16 [T, N], and u, bfloat16 [T, P * R].
 
     Args:
-        a: 1 x 128 groups [T, K], as of `fp8_matmul_hopper`.
-        values: bfloat16 [T, K], what was quantized.
-        b: 128 x 128 groups [N, K].
+        values: bfloat16 [T, K], the values of a's codes.
         form: one to measure or to compare; the faster one by default.
-
-    Returns:
-        bfloat16 [T, N] and bfloat16 [T, P * R].
     """
     if (form or form_for(len(values), *adapter.up.shape)) == "fused":
         u, operands = _signalling(values, adapter)
@@ -74,14 +65,10 @@ def adapted_matmul(
 def quantized_adapted_matmul(
     x: Tensor, b: QTensor, adapter: AdapterWeight, scales: str
 ) -> tuple[Tensor, Tensor]:
-    """Return quantize(x) @ b^T with the adapter's product added, and the product with A.
+    """Return quantize(x) @ b^T with the adapter's product added, and u.
 
     Args:
         x: bfloat16 [T, K], its rows contiguous, of fewer than `adapter.MOST_ROWS` rows.
-        scales: "fp32" or "pow2", the quantizer's scales.
-
-    Returns:
-        bfloat16 [T, N] and bfloat16 [T, P * R].
     """
     u, a = project_down_quantize(x, adapter.down, adapter.arrived, scales)
     if form_for(len(x), *adapter.up.shape) == "fused":
@@ -93,15 +80,7 @@ def quantized_adapted_matmul(
 def nvfp4_adapted_matmul(
     x: Tensor, w: HopperNVFP4, adapter: AdapterWeight, form: Form | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return x @ w^T with the adapter's product added, and the product with A.
-
-    Args:
-        x: bfloat16 [T, K].
-        w: The weight [N, K].
-
-    Returns:
-        bfloat16 [T, N] and bfloat16 [T, P * R].
-    """
+    """Return x @ w^T with the adapter's product added, and u, of x bfloat16 [T, K]."""
     x = x if x.is_contiguous() else x.contiguous()
     fits = len(x) <= NVFP4_FUSED_ROWS and adapter.up.shape[1] <= MOST_RANKS
     if form == "fused" or (form is None and fits):

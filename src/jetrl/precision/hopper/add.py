@@ -23,12 +23,7 @@ _BLOCK = 4096  # elements of a program: 16 per thread
 def _add_kernel(
     products_ptr, total_ptr, size, ADD: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write the sum of the products, with ADD on top of total, to BLOCK elements of total.
-
-    Args:
-        products_ptr: bfloat16 or float32 [COUNT, size]; they are added in this order.
-        total_ptr: float32 [size], written, and read with ADD.
-    """
+    """Write the sum of the products, in order and with ADD on top of total, to BLOCK elements."""
     # What the GEMM wrote last is still in the L2 cache: from the end back.
     block = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     places = block * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +42,7 @@ def add_products(products: Tensor, total: Tensor | None, begun: bool = True) -> 
 
     Args:
         products: bfloat16 or float32 [P, N, K] contiguous.
-        total: float32 [N, K] contiguous, changed in place; None: a new one is made.
+        total: float32 [N, K] contiguous; None: a new one is made.
         begun: whether total has values; if not, the sum begins with products[0].
     """
     add = begun and total is not None

@@ -40,11 +40,7 @@ _WIDE = 128 * MULTIPROCESSORS
 
 
 def require_hopper(device: torch.device | int | None = None) -> None:
-    """Check that a device has block-scaled FP8 GEMMs (compute capability 9.0).
-
-    Args:
-        device: the current one if None.
-    """
+    """Check that a device has block-scaled FP8 GEMMs (compute capability 9.0)."""
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         raise UserError(
@@ -55,17 +51,11 @@ def require_hopper(device: torch.device | int | None = None) -> None:
 
 @functools.cache
 def deep_gemm_installed() -> bool:
-    """Return whether DeepGEMM's package is installed: BF16 results then come from DeepGEMM."""
     return importlib.util.find_spec("deep_gemm") is not None
 
 
 def backend_for(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Backend:
-    """Return the backend that `fp8_matmul_hopper` uses by default; all give the same bits.
-
-    Args:
-        a: the left operand [M, K].
-        b: the right operand [N, K].
-    """
+    """Return the backend of `fp8_matmul_hopper` by default; all give the same bits."""
     # The other two write BF16 only.
     if out_dtype != torch.bfloat16:
         return "cublas"
@@ -78,11 +68,7 @@ def backend_for(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Backend:
 def fp8_matmul_hopper(
     a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16, backend: Backend | None = None
 ) -> Tensor:
-    """Return a @ b^T, out_dtype [M, N], as `precision.gemm.fp8_matmul`.
-
-    Operands made by the kernels of `jetrl.kernels` are read in place; others are first copied into
-    the layout of `precision.layout`.
-    """
+    """`precision.gemm.fp8_matmul` on Hopper; operands in another layout are copied first."""
     assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "no GEMM takes other codes"
     assert (a.block, b.block) == ((1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)), f"{a.block} {b.block}"
     assert a.codes.stride(1) == b.codes.stride(1) == 1, "K is not contiguous"
@@ -98,10 +84,7 @@ def fp8_matmul_hopper(
 
 
 def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return a @ b^T, out_dtype [M, N]; a row has the same bits at any M.
-
-    Split K is switched off, and rows are padded to 64.
-    """
+    """`precision.gemm.bf16_matmul` on Hopper, exact: without split K, rows padded to 64."""
     # At few rows cuBLAS would choose other kernels, with other bits: such products run as 64 rows.
     rows, columns = a.shape
     padded = _placed(a, (padded_rows(rows), columns), (columns, 1))
@@ -110,7 +93,7 @@ def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bflo
 
 
 def bf16_matmul_free(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return a @ b^T by whatever algorithm the library likes best: for plans that promise no bits.
+    """Return a @ b^T by the library's fastest algorithm: for plans that promise no bits.
 
     Args:
         a: bfloat16 [M, K].
@@ -126,8 +109,7 @@ def bf16_matmul_free(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat
 def pinned_bf16_reductions() -> Iterator[None]:
     """Forbid cuBLAS, within the context, to split K or to reduce in BF16.
 
-    A row's bits would depend on the number of rows. Outside, the process's own settings hold, since
-    the ban costs other products their speed.
+    A row's bits would depend on the number of rows. Elsewhere the ban would cost speed.
     """
     _silence_torch_once()
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
@@ -149,8 +131,7 @@ def pinned_bf16_reductions() -> Iterator[None]:
 def _silence_torch_once() -> None:
     """Use torch's switch of libraries once where the warning at its first use can be silenced.
 
-    torch warns that the switch is experimental. Only within an operation of autograd does the
-    warning pass Python's filters, which drop it here; elsewhere it is written to stderr.
+    Only within an operation of autograd does the warning pass Python's filters.
     """
 
     class Switch(torch.autograd.Function):
@@ -220,11 +201,7 @@ def _placed(
 ) -> Tensor:
     """Return x [M, N] in a larger shape with some strides, copied if it does not lie so.
 
-    The bytes that follow in x's own storage serve as padding, whatever they are: a row of a product
-    depends on that row only.
-
-    Args:
-        zeros: Whether the padding of a copy is zeros.
+    The bytes that follow in x's own storage serve as padding: no row depends on another.
     """
     if x.shape == shape and x.stride() == strides:
         return x

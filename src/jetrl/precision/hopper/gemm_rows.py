@@ -1,19 +1,17 @@
 """The FP8 GEMM of few rows on Hopper: decode, where a weight is read for at most 128 rows.
 
-It has the bits of the libraries (`precision.hopper.gemm`): for each 128 of K the tensor core from
-zero, then one float32 multiply-add with the product of the two scales, K blocks in order. How the
-weight is cut into tiles changes no bit; docs/notes-gemm.md has the cuts that were measured.
+It has the bits of the libraries (`precision.hopper.gemm`). How the weight is cut into tiles changes
+no bit; docs/notes-gemm.md has the cuts that were measured.
 
 Speed is continuous reading: a program takes 16 to 192 rows of the weight over the whole of K. One
 warp requests tiles by bulk copy into up to 16 stages, and four or eight warps multiply. In a
 captured graph the first tiles of the weight are requested before the previous kernel has ended. A
 stage holds one block of 128 along K: X's codes and scales, and PARTS tiles of the weight's codes.
-Stages form ROUNDS groups of GROUP blocks. A group has two barriers: `arrived`, when its bytes have
-come, and `left`, when they have been read. Groups, since the tensor cores drain at each barrier.
+Stages form ROUNDS groups of GROUP blocks, each with two barriers: `arrived`, when its bytes have
+come, and `left`, when they have been read. The tensor cores drain at each barrier, hence groups.
 
-An adapter's product with B joins before the store (`hopper.adapter`). The previous kernel makes its
-u meanwhile and signals by a word when X can be read, so only the last step waits for u. Its
-programs need room on the same SMs, so such a product has fewer stages.
+An adapter's product with B joins before the store (`hopper.adapter`). Programs of the kernel that
+makes u need room on the same SMs, so such a product has fewer stages.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -64,7 +62,6 @@ class Tiles:
 
     Attributes:
         block_m: rows of X that a program has: 64 or 128.
-        block_n: rows of such a tile.
         group: blocks of 128 along K that share a pair of barriers.
     """
 
@@ -87,11 +84,7 @@ _WIDEST = Tiles(64, 2, 64, 4, 1)
 
 
 def tiles_for(rows: int, n: int) -> Tiles:
-    """Return the cut of a product with a weight of n rows.
-
-    All programs are resident at once, one per SM or, where tiles are small, two: that
-    matters more than equal shares (docs/notes-gemm.md).
-    """
+    """Return the cut of a product with a weight of n rows, whose programs all run at once."""
     if rows > 64:
         for tiles in (Tiles(128, 1, 32, 5, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 7, 1)):
             if cdiv(n, tiles.parts * tiles.block_n) <= MULTIPROCESSORS:
@@ -103,8 +96,7 @@ def tiles_for(rows: int, n: int) -> Tiles:
 def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
     """Return the cut of a product to which an adapter's is added; None if a library is faster.
 
-    It leaves room for the tiles of u and B, and for a program of the product with A, which runs on
-    the same SM meanwhile. Up to 256 rows are cut where all programs run at once.
+    It leaves room for the tiles of u and B, and for a program of the product with A on the same SM.
     """
     tiles = tiles_for(rows, n)
     if rows > 128:
@@ -124,10 +116,7 @@ def _load_weights(
     PARTS: gl.constexpr, BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of the weight's codes for COUNT blocks of a group, from its first block on.
-
-    The barrier is told of all bytes of these blocks, X's too, which `_load_rows` asks for.
-    """
+    """Start the copies of the weight's codes for the first COUNT blocks of a group."""
     bar = arrived.index(group % ROUNDS)
     mbarrier.expect(bar, COUNT * BLOCK_BYTES)
     for i in gl.static_range(COUNT):
@@ -144,10 +133,7 @@ def _load_rows(
     x_desc, s_desc, x_smem, s_smem, arrived, group, m0, COUNT: gl.constexpr,
     BOX_M: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of X's codes and scales for COUNT blocks of a group.
-
-    Of codes BOX_M rows are copied: a box that reaches past the end of the array is slow.
-    """
+    """Start the copies of X's codes and scales for COUNT blocks of a group."""
     bar = arrived.index(group % ROUNDS)
     for i in gl.static_range(COUNT):
         k = group * GROUP + i
@@ -169,12 +155,7 @@ def load_operands(
         x_desc: FP8 [M padded, K], boxes of [BOX_M, 128].
         s_desc: float32 [K / 128, M padded], X's scales, boxes of [1, BLOCK_M].
         w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
-        x_smem: FP8 [stages, BLOCK_M, 128] in shared memory.
-        s_smem: float32 [stages, 1, BLOCK_M] in shared memory.
-        w_smem: FP8 [stages * PARTS, BLOCK_N, 128] in shared memory.
-        ready_ptr: int32, says when X can be read, with SIGNALLED.
-        early: whether weights are asked for while the previous kernel still runs; outside of a
-            captured graph that may be the one that writes them.
+        early: 1 if weights may be read before the previous kernel has ended.
     """
     BLOCK_BYTES: gl.constexpr = (
         x_desc.block_type.nbytes + s_desc.block_type.nbytes + PARTS * w_desc.block_type.nbytes
@@ -321,16 +302,11 @@ def rows_gemm_kernel(
     """Multiply BLOCK_M rows of X by PARTS * BLOCK_N rows of the weight, over the whole of K.
 
     Args:
-        u_desc: with RANK the adapter's product with A, as of `adapter.load_beside`.
-        ws_ptr: float32 [N / 128, K / 128], the weight's scales.
+        ws_ptr: float32 [N / 128, K / 128], the weight's scales, lines ws_stride apart.
         y_ptr: bfloat16 [M, N], written.
-        columns_ptr: int32, the first columns of u, likewise.
-        ready_ptr: int32, as of `adapter.wait_for_rows`, read with SIGNALLED.
-        ws_stride: from one line of the weight's scales to the next.
-        early: 1 where the weight may be read before the previous kernel has ended.
+        early: 1 if the weight may be read before the previous kernel has ended.
         RANK: columns of the adapter's B; 0: there is no adapter.
-        SIGNALLED: whether X is what a kernel before the one in front wrote, which says when X can
-            be read; otherwise that is when the one in front has ended.
+        SIGNALLED: whether a word at `ready_ptr` says when X can be read (`adapter.wait_for_rows`).
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 32]
@@ -387,13 +363,11 @@ def rows_matmul(
     Captured in a graph, the kernel must not directly follow the one that writes b.
 
     Args:
-        rows: how many rows of X there are.
         codes: float8_e4m3fn [padded, K] contiguous, padded at least 64.
         scales: float32 [padded, K / 128] with strides (1, padded).
         b: 128 x 128 groups [N, K].
-        tiles: a cut to measure; `tiles_for` by default, with an adapter `tiles_beside`.
-        adapter: the adapter whose product is added, or None; its u is what the kernel directly in
-            front makes.
+        tiles: a cut to measure.
+        adapter: the adapter whose product is added; the kernel directly in front makes its u.
     """
     padded, k = codes.shape
     n = b.shape[0]

@@ -25,11 +25,7 @@ _NAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 @gluon.jit
 def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """Return shared memory seen as elements of another type, shape and layout.
-
-    Args:
-        memory: shared memory with as many bytes as the result: Triton 3.8 and later refuse others.
-    """
+    """Return shared memory as another type, shape and layout of as many bytes."""
     if _NAMED:
         seen = memory.reinterpret(dtype, shape, layout)
     else:

@@ -40,11 +40,7 @@ def program_bytes(stages: int, stage: int, beside: int) -> int:
 
 
 def fitting_stages(fastest: int, stage: int, beside: int, room: int) -> int:
-    """Return how many stages a program has: as many as were fastest, or as fit, but at least 2.
-
-    Args:
-        room: Bytes of shared memory that the program may take.
-    """
+    """Return how many stages a program has: as many as were fastest, or as fit, but at least 2."""
     stages = fastest
     while stages > _FEWEST and program_bytes(stages, stage, beside) > room:
         stages -= 1
@@ -52,12 +48,7 @@ def fitting_stages(fastest: int, stage: int, beside: int, room: int) -> int:
 
 
 def room_beside(other: int, programs: int = 1) -> int:
-    """Return the bytes of each of some programs on an SM that has another one as well.
-
-    Args:
-        other: Bytes of shared memory of the other program.
-        programs: How many programs share what it leaves.
-    """
+    """Return the bytes of each of some programs on an SM next to one of `other` bytes."""
     multiprocessor = SHARED_MEMORY + _OF_SYSTEM
     return (multiprocessor - other - _OF_SYSTEM) // programs - _OF_SYSTEM
 

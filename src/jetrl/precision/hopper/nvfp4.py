@@ -2,12 +2,10 @@
 
 Few rows read the codes themselves (`nvfp4_rows`). Many rows are multiplied by cuBLAS, which reads
 the weight widened to BF16, exactly, and adds in the same order (tests/gpu/test_nvfp4.py). The
-widened weight is dropped after the product: kept, it would take 3.6 times the memory of the codes.
+widened weight is dropped after the product: it has 3.6 times the memory of the codes.
 
-Sums are multiplied by the matrix's scale before they are rounded (cuBLAS's alpha). If K has several
-parts (`nvfp4.parts_of`), their float32 sums are added in order, then multiplied and rounded, for at
-most `ROWS_AT_ONCE` rows at a time. Stacked matrices have a scale per row; DGrad adds their
-products.
+Sums are multiplied by the matrix's scale before they are rounded. If K has several parts, their
+float32 sums are added in order first, for at most `ROWS_AT_ONCE` rows at a time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -48,13 +46,7 @@ _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 def widen_kernel(
     codes_ptr, scales_ptr, out_ptr, blocks, K, WORDS: gl.constexpr, SCALES: gl.constexpr
 ):  # fmt: skip
-    """Write 32 rows of 128 widened values each.
-
-    Args:
-        codes_ptr: int32, the weight's codes in the order of `nvfp4_layout`.
-        scales_ptr: int32, the weight's scales in that order.
-        out_ptr: bfloat16 [N, K], written.
-    """
+    """Write 32 rows of 128 widened values each to bfloat16 [N, K]."""
     place = gl.program_id(0).to(gl.int64)  # unit by unit, block by block
     row = gl.arange(0, 16, gl.SliceLayout(1, WORDS))
     column = gl.arange(0, 32, gl.SliceLayout(0, WORDS))

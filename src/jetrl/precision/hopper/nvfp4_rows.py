@@ -1,20 +1,18 @@
 """The GEMM of few rows by an NVFP4 weight on Hopper: decode, where 4.5 bits per value are read.
 
 A program takes 32 or 64 rows of the weight over the whole of K, and all rows of X up to BLOCK_M. It
-computes the transpose of a tile of Y: the weight is the left operand, unpacked to BF16 in the
-registers from which the tensor core reads it (`nvfp4_unpack`). Up to 16 rows the instruction is
-mma.sync, since a wgmma takes some 30 cycles however few its columns; beyond, wgmma.
+computes the transpose of a tile of Y: the weight is the left operand, unpacked to BF16 in registers
+(`nvfp4_unpack`). Up to 16 rows the instruction is mma.sync, since a wgmma takes some 30 cycles
+however few its columns; beyond, wgmma.
 
 An element's sum goes along K in order, 16 products at a time, in one float32 accumulator per part
-of K (`nvfp4.parts_of`). Parts are added in order and multiplied once by the matrix's scale, as
-cuBLAS does for many rows (`hopper.nvfp4`). Instruction, tile and side of an operand change no bit.
-A product waits some 33 cycles for the previous one in its chain, so up to 16 rows four warps make
-two parts in turn, and four parts have eight warps.
+of K. Parts are added in order and multiplied once by the matrix's scale, as cuBLAS does for many
+rows. Instruction, tile and side of an operand change no bit. A product waits some 33 cycles for the
+previous one in its chain, so up to 16 rows four warps make two parts in turn.
 
-Two more warps copy the weight and X into rings of ROUNDS stages, one ring per four warps. A stage
-is GROUP blocks of 128 along K; what is copied of X past K is zeros. No kernel writes a frozen
-weight, so its first stages are requested before the previous kernel has ended. An adapter joins
-before the store, as in `gemm_rows`.
+Two more warps copy the weight and X into rings of ROUNDS stages of GROUP blocks of 128 along K; X
+past K is zeros. No kernel writes a frozen weight, so its first stages are requested before the
+previous kernel has ended. An adapter joins before the store, as in `gemm_rows`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -76,10 +74,9 @@ class Tiles:
 
     Attributes:
         units: units of 32 rows of the weight that a program has: 1 or 2.
-        group: blocks of 128 along K of a stage: 1 or 2, or 4 where parts are made side by side.
+        group: blocks of 128 along K of a stage: 1 or 2, or 4 if `together`.
         together: whether the parts of K are made side by side; up to 16 rows of X.
-        sides: how many times so many units a program has, each by four warps that read the same X;
-            1 where parts are made side by side.
+        sides: how many times so many units a program has, each by four warps; 1 if `together`.
     """
 
     units: int
@@ -90,24 +87,20 @@ class Tiles:
     sides: int = 1
 
     def rings(self, parts: int) -> int:
-        """Return how many rings of stages a program has, of a sum in so many parts of K."""
+        """Return how many rings of stages a program has."""
         return cdiv(parts, 2) if self.together else 1
 
     def chains(self, parts: int) -> int:
-        """Return how many parts of K a ring makes in turn, of so many."""
+        """Return how many parts of K a ring makes in turn."""
         return min(parts, 2) if self.together else 1
 
     def block_rows(self, rows: int) -> int:
-        """Return the rows of X that a program has, of so many."""
+        """Return the rows of X that a program has."""
         return min(MOST_ROWS, max(8, 1 << (rows - 1).bit_length()))
 
 
 def shared_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> int:
-    """Return the most bytes of shared memory that a program of a cut takes.
-
-    Args:
-        rank: Columns of an adapter's B; 0 without an adapter.
-    """
+    """Return the most bytes of shared memory that a program of a cut takes; rank 0: no adapter."""
     return program_bytes(tiles.rounds, *_stage_and_beside(tiles, rows, parts, rank))
 
 
@@ -134,14 +127,8 @@ def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -
 def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
     """Return the cut that was fastest at the shapes of the models that were measured.
 
-    Where 64 rows of the weight a program would leave SMs idle, a program has 32. wgmma
-    takes as long for 32 as for 64, so two such programs per SM are too many there. With
-    some dozens of rows reading X takes longer than reading the weight, so a program has 192 rows of
-    a wide weight where all programs run at once.
-
-    Where there is no more than one program for each SM, its stages take more than half
-    of the shared memory: or else two programs were put on one, and others had none (26 microseconds
-    instead of 20, with an adapter, for 8 rows and a weight of 4,096 x 12,288).
+    If no SM has two programs, stages take more than half of the shared memory: or else two programs
+    were put on one SM, and others had none (26 microseconds instead of 20).
     """
     narrow, wide = n <= 32 * MULTIPROCESSORS, n > 64 * MULTIPROCESSORS
     if rows <= 16 and parts > 1:
@@ -166,8 +153,7 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
 def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
     """Return the cut of a product to which an adapter's is added.
 
-    It leaves room on each SM for the tiles of u and B, and for a program of the product
-    with A, which runs there meanwhile, so that all programs run at once that would without it.
+    It leaves room on each SM for the tiles of u and B, and for a program of the product with A.
     """
     tiles = _measured_cut(rows, n, parts)
     threads = 128 * (tiles.rings(parts) * tiles.sides + 1)
@@ -185,11 +171,7 @@ def load_weight(
     w_desc, s_desc, w_smem, s_smem, arrived, left, unit, KB, PB, stages, RINGS: gl.constexpr,
     CHAINS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
 ):  # fmt: skip
-    """Do the work of the warp that copies the weight: all stages of all rings, stage by stage.
-
-    Args:
-        w_smem: tiles of codes, one for each unit and chain of a stage.
-    """
+    """Do the work of the warp that copies the weight: all stages of all rings, stage by stage."""
     EACH: gl.constexpr = GROUP // CHAINS
     BYTES: gl.constexpr = UNITS * CHAINS * (w_desc.block_type.nbytes + s_desc.block_type.nbytes)
     for stage in range(stages):
@@ -212,12 +194,7 @@ def load_rows(
     x_desc, copied_x, arrived, left, ready_ptr, m0, PB, stages, RINGS: gl.constexpr,
     CHAINS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, SIGNALLED: gl.constexpr,
 ):  # fmt: skip
-    """Do the work of the warp that copies X: all stages of all rings, a part of K at a time.
-
-    Args:
-        x_desc: bfloat16 [K / 64, M, 64], X in boxes of the neighboring blocks of a stage.
-        ready_ptr: int32, says when X can be read, with SIGNALLED.
-    """
+    """Do the work of the warp that copies X: all stages of all rings, a part of K at a time."""
     EACH: gl.constexpr = GROUP // CHAINS
     wait_for_rows(ready_ptr, SIGNALLED)
     gluon_let_next_start()
@@ -282,13 +259,9 @@ def store_product(
     Args:
         total: float32 [64, BLOCK_M], the sums.
         y_ptr: [M, N], written; bfloat16 with an adapter.
-        factor: float32, what sums are multiplied by; or a pointer to float32 [N], those of rows of
-            the weight.
+        factor: float32, or a pointer to float32 [N], the factors of rows of the weight.
         unit: the first unit of 32 rows of the weight of these warps.
-        first: with RANK the first column of u for these rows, or -1 where nothing is added.
-        u_smem: as of `_added`, with RANK.
-        b_smem: as of `_added`, with RANK.
-        RANK: columns of the adapter's B; 0: there is no adapter.
+        first: with RANK the first column of u for these rows, or -1 if nothing is added.
     """
     # Warps hold 8 rows of each unit. Columns past M are products of zeros.
     places = gl.arange(0, 64, gl.SliceLayout(1, mma))
@@ -357,10 +330,9 @@ def _add_product(x_smem, weight, total, mma: gl.constexpr):
 def _leave(left, SYNC: gl.constexpr):
     """Let a stage be copied over, once every warp has read it.
 
-    A barrier alone does not keep a bulk copy behind ordinary reads of X that are still under way,
-    and the compiler puts the barrier in front of the last instructions that need what was read:
-    without the fence, products of 16 rows had wrong columns within a hundred forwards. wgmma has
-    read X when it has ended, and the weight was in registers before it began.
+    A barrier does not keep a bulk copy behind ordinary reads of X that are still under way: without
+    the fence, products of 16 rows had wrong columns within a hundred forwards. wgmma has read X
+    when it has ended.
     """
     if SYNC:
         fence_async_shared()
@@ -486,15 +458,10 @@ def nvfp4_rows_kernel(
         x_desc: bfloat16 [K / 64, M, 64], X, boxes of [2 * GROUP / CHAINS, BLOCK_M, 64].
         w_desc: int32, the weight's codes, boxes of [GROUP / CHAINS * 16, 32].
         s_desc: int32, the weight's scales, boxes of [GROUP / CHAINS, 64].
-        u_desc: with RANK the adapter's product with A, as of `adapter.load_beside`.
         y_ptr: bfloat16, or without an adapter float32, [M, N], written.
-        columns_ptr: int32, the first columns of u, likewise.
-        ready_ptr: int32, as of `adapter.wait_for_rows`, read with SIGNALLED.
-        PB: blocks of a part of K but the last, a multiple of 2 where there are several.
-        early: 1 where the adapter's B may be read before the previous kernel has ended.
-        CHAINS: as of `_work`; GROUP is a multiple of it.
-        SIGNALLED: whether X is what a kernel before the one in front wrote, which says when X can
-            be read; otherwise that is when the one in front has ended.
+        PB: blocks of a part of K but the last, a multiple of 2 if there are several.
+        early: 1 if the adapter's B may be read before the previous kernel has ended.
+        SIGNALLED: whether a word at `ready_ptr` says when X can be read (`adapter.wait_for_rows`).
     """
     SYNC: gl.constexpr = BLOCK_M <= 16
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -567,12 +534,11 @@ def nvfp4_rows_matmul(
     """Return X @ W^T, out_dtype [M, N], reading the weight once for each 128 rows of X.
 
     Args:
-        x: bfloat16 [M, K], contiguous, on the GPU.
-        w: The weight [N, K].
+        x: bfloat16 [M, K], contiguous.
         out_dtype: bfloat16 or float32; bfloat16 with an adapter.
-        tiles: A cut to measure; `tiles_for` by default, with an adapter `tiles_beside`.
-        adapter: The adapter whose product is added, or None; its u is what the kernel directly in
-            front makes. Captured in a graph, neither may directly follow what writes A or B.
+        tiles: A cut to measure.
+        adapter: The adapter whose product is added; the kernel directly in front makes its u.
+            Captured in a graph, neither may directly follow what writes A or B.
     """
     rows, k = x.shape
     n = w.shape[0]

@@ -90,19 +90,11 @@ def unpack_step(words, scales):
 
 @gluon.jit
 def step_words(words):
-    """Return the words of codes of each step of 64 along K, int32 [w, g, t, q1] each.
-
-    Args:
-        words: int32 [16, 32] in CODE_WORDS, of a block of a unit.
-    """
+    """Return the words of codes of each step of 64 along K, int32 [w, g, t, q1] each."""
     return gl.split(gl.permute(gl.reshape(words, [4, 8, 4, 2, 2]), [0, 1, 2, 4, 3]))
 
 
 @gluon.jit
 def step_scales(scales):
-    """Return the words of scales of each step of 64 along K, int32 [w, g] each.
-
-    Args:
-        scales: int32 [64] in SCALE_WORDS or [1, 64] in SCALE_LINE, of a block of a unit.
-    """
+    """Return the words of scales of each step of 64 along K, int32 [w, g] each."""
     return gl.split(gl.reshape(scales, [4, 8, 2]))

@@ -55,11 +55,7 @@ def abs_bits(x):
 
 @triton.jit
 def round_to_bfloat16(x):
-    """Return float32 x rounded to the nearest bfloat16, as float32.
-
-    Two elements take three instructions, where the compiler's own conversion there and back goes
-    through a slow pipe.
-    """
+    """Return float32 x rounded to bfloat16, as float32: two elements in three instructions."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, -65536; }",
         "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
@@ -136,12 +132,7 @@ def _rows_kernel(
     x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride, scale_stride, column_blocks,
     ROWS: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """Quantize ROWS rows of 128 columns as 1 x 128 groups.
-
-    Args:
-        x_ptr: bfloat16, float16 or float32 [num_rows, num_columns], rows row_stride apart.
-        scales_ptr: float32, one line of rows for each 128 columns, scale_stride apart, written.
-    """
+    """Quantize ROWS rows of 128 columns as 1 x 128 groups."""
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
     wait_for_previous()  # x is what the previous kernel writes
@@ -173,11 +164,7 @@ def _square_kernel(
     x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride, scale_stride, padded_rows,
     column_blocks, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile as one 128 x 128 group and store it transposed.
-
-    Args:
-        x_ptr: bfloat16 [num_rows, num_columns], rows row_stride apart.
-    """
+    """Quantize a tile as one 128 x 128 group and store it transposed."""
     block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
     tile.store_square_turned(
@@ -191,12 +178,7 @@ def _weight_kernel(
     w_ptr, codes_ptr, scales_ptr, num_rows, num_columns, scale_stride, column_blocks,
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of a weight as one 128 x 128 group, rows staying rows.
-
-    Args:
-        w_ptr: float32 or bfloat16 [num_rows, num_columns], multiples of 128.
-        scales_ptr: float32 [num_rows / 128, num_columns / 128], lines scale_stride apart, written.
-    """
+    """Quantize a tile of a weight as one 128 x 128 group, rows staying rows."""
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     w = tile.load_tile(w_ptr, block, column, num_rows, num_columns, num_columns).to(gl.float32)
     # Columns first, then their maxima in a line of 128 threads, each of which divides; one of them
@@ -215,14 +197,7 @@ def _turn_kernel(
     codes_ptr, scales_ptr, turned_codes_ptr, turned_scales_ptr, num_rows, num_columns,
     scale_stride, turned_scale_stride, column_blocks,
 ):  # fmt: skip
-    """Transpose a tile of codes through registers, and its scale; nothing is rounded.
-
-    Args:
-        codes_ptr: uint8 [num_rows, num_columns], multiples of 128.
-        scales_ptr: float32 [num_rows / 128, num_columns / 128], lines scale_stride apart.
-        turned_codes_ptr: uint8 [num_columns, num_rows], written.
-        turned_scales_ptr: float32, the scales transposed, lines turned_scale_stride apart, written.
-    """
+    """Transpose a tile of codes through registers, and its scale; nothing is rounded."""
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     codes = gl.load(tile.tile_places(codes_ptr, block, column, num_columns))
     turned = gl.convert_layout(codes, tile.TURNED, assert_trivial=True)
@@ -234,11 +209,7 @@ def _turn_kernel(
 
 
 def rule(format: FP8Format, scales: str) -> dict[str, Any]:
-    """Return the quantizer's constants as the kernels of rows take them.
-
-    Args:
-        scales: "fp32" or "pow2".
-    """
+    """Return the quantizer's constants as the kernels of rows take them."""
     return {"MAXIMUM": FORMATS[format][1], "FLOOR_BITS": _FLOOR_BITS, "POW2": scales == "pow2"}
 
 
@@ -250,11 +221,7 @@ def tile_rule(format: FP8Format, scales: str) -> dict[str, Any]:
 
 
 def rows_of_program(num_rows: int) -> int:
-    """Return the rows of a program whose tile of 128 columns has 1 x 128 groups only.
-
-    They are few for a decode step, where latency is all that counts. Groups are exact, so no bit
-    depends on them.
-    """
+    """Return the rows of a program of 1 x 128 groups, few for a decode step; they change no bit."""
     return 8 if num_rows <= _FEW_ROWS else 32
 
 
@@ -278,10 +245,7 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -
 
 
 def quantize_tokens(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -> QTensor:
-    """Return 128 x 1 groups of x, as `quantize(x, (128, 1))`, laid out for WGrad.
-
-    Rows of zeros follow the last token up to a multiple of 128, and tokens are contiguous.
-    """
+    """Return 128 x 1 groups of x for WGrad, tokens contiguous and filled up with zeros to 128s."""
     return _quantize_tiles(x, False, format, scales)[1]
 
 
@@ -313,9 +277,7 @@ def _quantize_tiles(
 
 
 def quantize_squares(x: Tensor, scales: str = "fp32") -> QTensor:
-    """Return 128 x 128 groups of x, as `quantize(x, (128, 128))`, laid out for WGrad.
-
-    Rows of zeros follow the last token up to a multiple of 128, and tokens are contiguous.
+    """Return 128 x 128 groups of x for WGrad, tokens contiguous and filled up with zeros to 128s.
 
     Args:
         x: bfloat16 [T, K], its rows contiguous, K a multiple of 128.
@@ -354,14 +316,7 @@ def quantize_weight(
 
 
 def turned_weight(q: QTensor) -> QTensor:
-    """Return `q.mT` of a weight's groups with bytes of its own, in the order that DGrad reads.
-
-    Args:
-        q: 128 x 128 groups [N, K], codes contiguous.
-
-    Returns:
-        128 x 128 groups [K, N], codes contiguous; 2 bytes of traffic an element.
-    """
+    """Return `q.mT` of a weight's 128 x 128 groups with bytes of its own, in DGrad's order."""
     num_rows, num_columns = q.shape
     assert q.block == (FP8_BLOCK, FP8_BLOCK), f"groups {q.block}"
     assert q.codes.is_contiguous(), f"strides {list(q.codes.stride())}"

@@ -43,23 +43,20 @@ LINE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))  # 128 groups, one pe
 
 @gluon.jit
 def place(column_blocks):
-    """Return this program's row block and column block, from the last rows back.
-
-    The kernel in front wrote the last rows last: they are still in the L2 cache.
-    """
+    """Return this program's row block and column block, from the last rows, which L2 still has."""
     program = gl.num_programs(0) - 1 - gl.program_id(0)
     return program // column_blocks, program % column_blocks
 
 
 @gluon.jit
 def tile_rows(block):
-    """Return the row numbers of a tile, int32 [128], for addresses along its rows."""
+    """Return the row numbers of a tile, int32 [128]."""
     return block * 128 + gl.arange(0, 128, gl.SliceLayout(1, TILE))
 
 
 @gluon.jit
 def tile_columns(column):
-    """Return the column numbers of a tile, int32 [128], for addresses along its rows."""
+    """Return the column numbers of a tile, int32 [128]."""
     return column * 128 + gl.arange(0, 128, gl.SliceLayout(0, TILE))
 
 
@@ -67,8 +64,7 @@ def tile_columns(column):
 def tile_places(ptr, block, column, stride):
     """Return pointers [128, 128], in TILE, to a tile of a matrix.
 
-    The corner, which may lie anywhere, has an int64 address; offsets inside have 31 bits, which
-    spares registers.
+    The corner has an int64 address; offsets inside have 31 bits, which spares registers.
     """
     corner = ptr + (block.to(gl.int64) * 128 * stride + column * 128)
     rows = gl.arange(0, 128, gl.SliceLayout(1, TILE))
@@ -151,10 +147,7 @@ def split_rows(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def _maxima_down(x):
-    """Return the maxima of each thread's eight rows, [16, 128], of x >= 0, bfloat16 in TILE.
-
-    Pairs of neighboring columns share a register.
-    """
+    """Return the maxima of each thread's eight rows, [16, 128], of x >= 0, bfloat16 in TILE."""
     a, b = split_rows(x, 128)
     a, b = split_rows(larger_pairs(a, b), 64)
     a, b = split_rows(larger_pairs(a, b), 32)
@@ -163,10 +156,7 @@ def _maxima_down(x):
 
 @gluon.jit
 def _maxima_across(x, ROWS: gl.constexpr):
-    """Return the maxima of each thread's four pairs of a row, [ROWS, 16, 2], of x [ROWS, 128] >= 0.
-
-    The two of a pair, which share a register, do not meet.
-    """
+    """Return maxima [ROWS, 16, 2] of each thread's four pairs of a row of x [ROWS, 128] >= 0."""
     a, b = gl.split(gl.permute(gl.reshape(x, [ROWS, 16, 2, 2, 2]), [0, 1, 3, 4, 2]))
     a, b = gl.split(gl.permute(larger_pairs(a, b), [0, 1, 3, 2]))
     return larger_pairs(a, b)
@@ -195,23 +185,14 @@ def row_maxima(x):
 
 @gluon.jit
 def tile_maximum(x):
-    """Return the maximum of |x| of a tile of bfloat16 in TILE, a float32 scalar.
-
-    A thread's 64 values are reduced by pairs, then all threads at once: one meeting of the warps,
-    where a reduction along columns and then along rows has several.
-    """
+    """Return the maximum of |x| of a tile of bfloat16 in TILE, a float32 scalar."""
     pairs = gl.reshape(_maxima_across(_maxima_down(magnitudes(x)), 16), [512])
     return gl.reduce(pairs.to(gl.float32), 0, larger)
 
 
 @gluon.jit
 def scale_and_multiplier(amax, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr):
-    """Return the stored scales and the multipliers, float32 like amax (`precision.quantize`).
-
-    Args:
-        amax: float32, the maximum of one group or of many.
-        POW2: whether scales are rounded up to a power of two.
-    """
+    """Return stored scales and multipliers, float32 like amax (`precision.quantize`)."""
     amax = larger(amax, FLOOR)
     scale = gl.div_rn(amax, MAXIMUM)
     if POW2:
@@ -228,11 +209,7 @@ def scale_and_multiplier(amax, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2:
 
 @gluon.jit
 def to_codes(x, dtype: gl.constexpr):
-    """Return float32 products of values and multipliers as codes, FP8 or INT8, by the rule.
-
-    INT8 codes are rounded to nearest, ties to even, and a NaN becomes 0: four conversions, and two
-    instructions that pack them into a word.
-    """
+    """Return float32 products as FP8 or INT8 codes; INT8 rounds ties to even, and NaN becomes 0."""
     if dtype == gl.int8:
         codes = gl.inline_asm_elementwise(
             """
@@ -255,13 +232,7 @@ def to_codes(x, dtype: gl.constexpr):
 
 @gluon.jit
 def store_turned(codes_ptr, codes, block, column, num_columns, padded_rows):
-    """Store a tile of codes transposed, at [column, row] of an array.
-
-    Args:
-        codes_ptr: the array, [num_columns, padded_rows].
-        codes: [128, 128] in TURNED; eight of a column are one store of a thread.
-        padded_rows: rows of the array's own width, a multiple of 128.
-    """
+    """Store a tile of codes [128, 128] in TURNED transposed, into [num_columns, padded_rows]."""
     corner = codes_ptr + (column.to(gl.int64) * 128 * padded_rows + block * 128)
     rows = gl.arange(0, 128, gl.SliceLayout(1, TURNED))
     columns = gl.arange(0, 128, gl.SliceLayout(0, TURNED))
@@ -282,7 +253,6 @@ def store_groups(
         num_rows: tokens; the rows past them become zeros in 128 x 1 groups.
         row_codes_ptr: FP8 [num_rows, num_columns], written with ROW_GROUPS.
         row_scales_ptr: float32, one line of tokens for each 128 columns, written with ROW_GROUPS.
-        scale_stride: from one line of row scales to the next.
         token_codes_ptr: FP8 [num_columns, padded_tokens], written.
         token_scales_ptr: float32 [padded_tokens / 128, num_columns], written.
     """
