@@ -94,7 +94,9 @@ def test_the_engine_draws_the_same(
     preset: str, options: dict[str, Any], filtered: dict[str, Any]
 ) -> None:
     """Own and sibling text, then the known text, then nonsense for drafts; contexts over 1024."""
-    policy = make_policy(CONFIG, preset, **options)
+    # 500 is no multiple of a kernel's tile; FP8 takes multiples of 128.
+    vocabulary = 512 if options.get("lm_head") == "fp8" else CONFIG["vocab_size"]
+    policy = make_policy({**CONFIG, "vocab_size": vocabulary}, preset, **options)
     prompts = [*random_prompts(policy, 5, 60, seed=3), [5] * 1000]
     params = SamplingParams(n=4, max_tokens=90, seed=1, temperature=0.5, **filtered)
     expected = outcome(RolloutEngine(policy).generate(prompts, params))
@@ -109,7 +111,7 @@ def test_the_engine_draws_the_same(
         assert of_head is not None or drafts.accepted[2] > 0, "the call before is known"
         if of_head is None:
             text = engine._pool.speculation.text
-            text.text.random_(-1, CONFIG["vocab_size"])
+            text.text.random_(-1, vocabulary)
             text.tables.random_(-1, len(text.text))
             assert outcome(engine.generate(prompts, params)) == expected
 
