@@ -17,7 +17,7 @@ from jetrl.cli.main import main
 from jetrl.cli.opening import open_policy
 from jetrl.errors import UserError
 from jetrl.models.tiny import make_tiny
-from jetrl.precision.nvfp4_weight import NVFP4Weight
+from jetrl.precision.nvfp4 import NVFP4Weight
 from jetrl.runs import RunDirectory
 
 WORDS = [

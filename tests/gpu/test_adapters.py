@@ -47,7 +47,6 @@ def test_a_row_has_the_same_bits_in_any_batch(
         u = project_down(x, w)
         assert torch.equal(project_up(y.clone(), u, w), whole)
         assert torch.equal(project_down(x[:9], w), u[:9])
-    assert torch.equal(add_adapter(y, x, w), whole), "with gradients"
     # Float64 products of the same rounded values, rounded at the same places: the sums of a tensor
     # core are off by far less than BF16 rounds, so few results round the other way.
     padded = w.shape.padded_rank

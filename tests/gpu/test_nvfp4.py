@@ -31,15 +31,16 @@ from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import (
     WIDENED_FACTOR,
     NVFP4Tensor,
+    NVFP4Weight,
     RowFactors,
     dequantize_nvfp4,
     hopper_order,
+    nvfp4_matmul,
     parts_of,
     quantize_nvfp4,
     stacked_nvfp4,
     widened,
 )
-from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_matmul
 from jetrl.session.parity import check_policy, failures, measure, random_prompts
 from jetrl.settings.sections import Settings
 
@@ -83,7 +84,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(hopper, shape: tuple[in
     """The kernel that unpacks against cuBLAS on widened values, eagerly and replayed."""
     n, k = shape
     x = random(300, k, 2)
-    weight = NVFP4Weight.of(random(n, k, 3, 0.02)).stored
+    weight = hopper_order(quantize_nvfp4(random(n, k, 3, 0.02)))
     whole = hopper.nvfp4_matmul_hopper(x, weight, widen=True)
     counts = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 200, 256, 300)
     different = {}
@@ -154,7 +155,7 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(
 
     n, k, parts = LINEARS[linear]
     adapter = adapter_weight(rank, k, parts, n)
-    base = NVFP4Weight.of(random(n, k, 13, 0.02)).stored
+    base = hopper_order(quantize_nvfp4(random(n, k, 13, 0.02)))
     x = random(168, k, 14)
     u = kernels.project_down_whole(x, adapter.down)
     product = hopper.nvfp4_matmul_hopper(x, base, widen=True)

@@ -381,11 +381,11 @@ def nvfp4_weight_of(n: int, k: int, by_row: bool = False) -> Any:
 
 def nvfp4() -> None:
     """Compile the products with NVFP4 weights, at the rows of decode and of training."""
-    from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
+    from jetrl.precision.nvfp4 import nvfp4_dgrad, nvfp4_matmul
 
     shapes = ((24576, 4096), (4096, 12288), (384, 896))
     for (n, k), by_row in itertools.product(shapes, (False, True)):
-        weight = NVFP4Weight(nvfp4_weight_of(n, k, by_row))
+        weight = nvfp4_weight_of(n, k, by_row)
         for rows in (1, 64, 128, 4096):
             x = empty(rows, k)
             nvfp4_dgrad(nvfp4_matmul(x, weight), weight)

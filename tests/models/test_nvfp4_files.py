@@ -28,8 +28,8 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import random_weights
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.nvfp4 import NVFP4Tensor
-from jetrl.precision.nvfp4_weight import NVFP4Weight
+from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight
+from jetrl.precision.quantized_weight import operand_tensors as tensors
 from jetrl.session.parity import measure
 
 WIDE = SIZES | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "vocab_size": 128}
@@ -247,9 +247,9 @@ def test_a_frozen_reference_and_a_judge_keep_the_codes(tmp_path: Path) -> None:
     for ours, theirs in zip(reference.decoder.layers, whole.decoder.layers, strict=True):
         left, right = ours.qkv.operand("train"), theirs.qkv.operand("train")
         assert isinstance(left, NVFP4Weight)
-        assert all(torch.equal(*pair) for pair in zip(left.tensors(), right.tensors(), strict=True))
+        assert all(torch.equal(*pair) for pair in zip(tensors(left), tensors(right), strict=True))
     adapter = Adapter.new(hf.model_config(path).with_scalar_head(), LoRA(4, 8.0), 0)
     judge = ScalarModel.from_language_model(path, PLAN, adapter=adapter)
     left, right = (m.decoder.layers[0].o.operand("train") for m in (judge, whole))
     assert isinstance(left, NVFP4Weight)
-    assert all(torch.equal(*pair) for pair in zip(left.tensors(), right.tensors(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(tensors(left), tensors(right), strict=True))

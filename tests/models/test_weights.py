@@ -19,7 +19,7 @@ from jetrl.models.tiny import make_tiny, random_weights
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.plan import Rounding
-from jetrl.precision.quantized_weight import FP8Weight, QuantizedWeight
+from jetrl.precision.quantized_weight import QuantizedWeight
 
 CONFIG = our_config(
     "qwen2", tied=True, vocab_size=128, hidden_size=128, intermediate_size=256, head_dim=64
@@ -142,7 +142,7 @@ def test_a_layer_that_moves_its_weight_is_an_error() -> None:
     p = policy()
     weight = p.decoder.layers[1].o.quantized
     weight.requantize = lambda: weight._stored.update(
-        {Rounding("fp8"): FP8Weight(quantize(weight.master.detach(), (128, 128)))}
+        {Rounding("fp8"): quantize(weight.master.detach(), (128, 128))}
     )
     with pytest.raises(AssertionError, match=r"quantized weight of layers\.1\.o has moved"):
         p.requantize()

@@ -11,7 +11,7 @@ from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.models import dense
 from jetrl.models.tiny import random_weights
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.nvfp4_weight import NVFP4Weight
+from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.session.parity import (
     check_policy,
     locate,
@@ -109,7 +109,7 @@ def test_a_base_in_nvfp4_is_exact() -> None:
     config = policy("unified").config
     p = Policy(config, plan, random_weights(config, 0), trains=lambda name: "norm" in name)
     kinds = [type(layer.qkv.operand("train")) for layer in p.decoder.layers]
-    assert kinds == [NVFP4Weight, torch.Tensor]
+    assert kinds == [NVFP4Tensor, torch.Tensor]
     assert measure(p, num_prompts=3, max_tokens=8).different == 0
     with torch.no_grad():
         for master in p.master_weights().values():

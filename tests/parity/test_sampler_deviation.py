@@ -13,9 +13,8 @@ from tests.parity.test_exactness import CONFIG
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import UserError
 from jetrl.kernels.sampling import normal_noise, random_bits
-from jetrl.precision import PrecisionPlan, dequantize, quantize
+from jetrl.precision import PrecisionPlan, QTensor, dequantize, quantize
 from jetrl.precision.plan import SamplerDeviation
-from jetrl.precision.quantized_weight import FP8Weight
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.runs.schemas import PLAN
 from jetrl.session.parity import measure
@@ -77,13 +76,13 @@ def test_the_samplers_weights_are_what_the_settings_say() -> None:
         return quantized.master.detach(), quantized.operand("rollout"), quantized.operand("train")
 
     master, sampler, trainer = operands(plan_of(weights_through_bf16=True))
-    assert isinstance(sampler, FP8Weight)
-    assert isinstance(trainer, FP8Weight)
+    assert isinstance(sampler, QTensor)
+    assert isinstance(trainer, QTensor)
     rounded = quantize(master.bfloat16(), (128, 128))
-    assert torch.equal(sampler.direct.codes.float(), rounded.codes.float())
-    assert torch.equal(sampler.direct.scales, rounded.scales)
+    assert torch.equal(sampler.codes.float(), rounded.codes.float())
+    assert torch.equal(sampler.scales, rounded.scales)
     codes = quantize(master, (128, 128))
-    assert torch.equal(trainer.direct.codes.float(), codes.codes.float())
+    assert torch.equal(trainer.codes.float(), codes.codes.float())
 
     _, sampler, _ = operands(plan_of(linears="fp8_weights"))
     assert torch.equal(sampler, dequantize(codes).bfloat16())

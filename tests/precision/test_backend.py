@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from jetrl.kernels.backend import Kernels, kernels_of
+from jetrl.models.layer import fuses
 from jetrl.precision.backend import REFERENCE, Arithmetic, arithmetic_of, backend_of
 
 
@@ -16,7 +17,7 @@ def test_a_cpu_computes_the_references() -> None:
     assert backend_of(x) is REFERENCE
     assert arithmetic_of(x) is None
     assert kernels_of(x) is None
-    assert not backend_of(x).fuses(x)
+    assert not fuses(x)
 
 
 @pytest.mark.parametrize("protocol", [Arithmetic, Kernels])

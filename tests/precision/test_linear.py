@@ -105,14 +105,14 @@ def test_gradients_add_up_in_the_master(preset: str) -> None:
 
 def test_quantized_weight_changes_only_with_requantize() -> None:
     layer = make(PrecisionPlan.preset("unified"))
-    before = layer.operand("train").direct.codes.clone()
+    before = layer.operand("train").codes.clone()
     with torch.no_grad():
         layer.weight.mul_(-1)
-    assert torch.equal(layer.operand("train").direct.codes.float(), before.float())
+    assert torch.equal(layer.operand("train").codes.float(), before.float())
     layer.quantized.requantize()
     expected = quantize(layer.weight.detach(), (128, 128))
-    assert torch.equal(layer.operand("train").direct.codes.float(), expected.codes.float())
-    assert torch.equal(layer.operand("train").direct.codes.float(), -before.float())
+    assert torch.equal(layer.operand("train").codes.float(), expected.codes.float())
+    assert torch.equal(layer.operand("train").codes.float(), -before.float())
 
 
 def test_bias_is_added_after_rounding_and_gets_its_gradient() -> None:

@@ -15,13 +15,14 @@ from jetrl.precision.nvfp4 import (
     dequantize_nvfp4,
     e2m1_codes,
     hopper_order,
+    nvfp4_dgrad,
+    nvfp4_matmul,
     parts_of,
     quantize_nvfp4,
     stacked_nvfp4,
     unpacked_codes,
     widened,
 )
-from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -131,11 +132,11 @@ def test_rows_have_the_same_bits_in_any_batch_and_are_the_products_of_the_values
     """The error is float32's rounding of a sum and BF16's, as of `exact_matmul`."""
     g = torch.Generator().manual_seed(3)
     x, w = torch.randn(37, 256, generator=g).bfloat16(), torch.randn(64, 256, generator=g)
-    weight = NVFP4Weight.of(w)
+    weight = quantize_nvfp4(w)
     y = nvfp4_matmul(x, weight)
     for rows in (slice(0, 1), slice(5, 22), slice(36, 37)):
         assert torch.equal(nvfp4_matmul(x[rows], weight), y[rows])
-    values = dequantize_nvfp4(weight.stored).double()
+    values = dequantize_nvfp4(weight).double()
     true = x.double() @ values.mT
     terms = x.double().abs() @ values.abs().mT
     assert ((y.double() - true).abs() <= 2.0**-8 * true.abs() + 2.0**-20 * terms).all()
@@ -155,13 +156,13 @@ def test_matrices_with_scales_of_their_own_are_stacked_as_they_are() -> None:
     assert whole.rows == (96, 48, 112)
     assert torch.equal(dequantize_nvfp4(whole), torch.cat([dequantize_nvfp4(p) for p in parts]))
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
-    products = [nvfp4_matmul(x, NVFP4Weight(part)) for part in parts]
-    assert torch.equal(nvfp4_matmul(x, NVFP4Weight(whole)), torch.cat(products, 1))
+    products = [nvfp4_matmul(x, part) for part in parts]
+    assert torch.equal(nvfp4_matmul(x, whole), torch.cat(products, 1))
     dy = torch.randn(9, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
     values = dequantize_nvfp4(whole).double()
     exact, terms = dy.double() @ values, dy.double().abs() @ values.abs()
     bound = 2.0**-8 * exact.abs() + 256 * 2.0**-24 * terms  # BF16's rounding, and float32 sums
-    assert ((nvfp4_dgrad(dy, NVFP4Weight(whole)).double() - exact).abs() <= bound).all()
+    assert ((nvfp4_dgrad(dy, whole).double() - exact).abs() <= bound).all()
     factor = hopper_order(whole).factor
     assert isinstance(factor, RowFactors)
     assert [(start, end) for start, end, _ in factor.ranges] == [(0, 96), (96, 144), (144, 256)]

@@ -31,7 +31,6 @@ from jetrl.precision.adapter import adapter_gradients, rank_gradient
 from jetrl.precision.linear import (
     GEMMInput,
     Linear,
-    OutputGradient,
     dgrad,
     fprop,
     quantize_for_dgrad,
@@ -93,38 +92,35 @@ class _NormMLP(torch.autograd.Function):
         dtotal, dy = grads
         total, inverse, gate_up, *kept = ctx.saved_tensors
         # Through `down` and SwiGLU: one kernel makes gate_up's dY and, again, down's X.
-        operands = quantize_output_gradient(dy.contiguous(), s.linears[1].weight, s.plan)
-        dgated = dgrad(operands.rows, s.linears[1].weight)
-        dgate_up, gated = _swiglu_backward(dgated, gate_up, kept[1:], s)
+        rows, tokens = quantize_output_gradient(dy.contiguous(), s.linears[1].weight, s.plan)
+        dgated = dgrad(rows, s.linears[1].weight)
+        gate_up_rows, gate_up_tokens, gated = _swiglu_backward(dgated, gate_up, kept[1:], s)
         del dgated
         dw_gate_up = dw_down = None
         if ctx.needs_input_grad[4]:
-            dw_down = wgrad(operands, gated, ctx.masters[1], s.gradients)
-        del operands, gated  # backward's peak in memory
+            dw_down = wgrad(tokens, gated, ctx.masters[1], s.gradients)
+        del rows, tokens, gated  # backward's peak in memory
         # Through `gate_up`, whose X the norm makes again, and the norm.
-        dnormed = dgrad(dgate_up.rows, s.linears[0].weight)
+        dnormed = dgrad(gate_up_rows, s.linears[0].weight)
         if ctx.needs_input_grad[3]:
             entered = entered_again(total, inverse, kept, s)
-            dw_gate_up = wgrad(dgate_up, entered, ctx.masters[0], s.gradients)
+            dw_gate_up = wgrad(gate_up_tokens, entered, ctx.masters[0], s.gradients)
             del entered
-        del dgate_up
+        del gate_up_rows, gate_up_tokens
         dx, dnorm = s.leave(dnormed, total, inverse, dtotal)
         return dx, dx, dnorm, dw_gate_up, dw_down, None
 
 
 def _swiglu_backward(
     dgated: Tensor, gate_up: Tensor, kept: Sequence[Tensor], s: Fixed
-) -> tuple[OutputGradient, GEMMInput]:
-    """Return dY of gate_up, and swiglu(gate_up) as WGrad of `down` reads it."""
+) -> tuple[GEMMInput, GEMMInput, GEMMInput]:
+    """Return dY of gate_up for DGrad and WGrad, and swiglu(gate_up) for WGrad of `down`."""
     plan = s.plan
     if s.fp8 and plan.grad_output == "e4m3" and not plan.widens_wgrad:
-        rows, tokens, gated = swiglu_backward_quantize(
-            dgated, gate_up, plan.grad_output, plan.scales
-        )
-        return OutputGradient(rows, tokens), gated
+        return swiglu_backward_quantize(dgated, gate_up, plan.grad_output, plan.scales)
     dgate_up = swiglu_backward(dgated, gate_up)
     y = quantize_for_wgrad(swiglu_forward(gate_up), plan) if s.fp8 else kept[0]
-    return quantize_output_gradient(dgate_up, s.linears[0].weight, plan), y
+    return *quantize_output_gradient(dgate_up, s.linears[0].weight, plan), y
 
 
 class _AdaptedNormMLP(torch.autograd.Function):
@@ -186,8 +182,7 @@ def _through_swiglu(
     da = db = None
     if down.adapter is not None:
         values = dgated if fused else swiglu_forward(gate_up)
-        gradients = adapter_gradients(dy, values, u_down, down.adapter, du)
-        da, db = gradients.a, gradients.b
+        da, db, _ = adapter_gradients(dy, values, u_down, down.adapter, du)
         del values
     if not fused:
         dgate_up = swiglu_backward(dgated, gate_up)

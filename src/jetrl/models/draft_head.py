@@ -34,7 +34,7 @@ from jetrl.models.block import DenseShape
 from jetrl.models.dense import dense_mlp
 from jetrl.models.policy import Policy
 from jetrl.precision.quantize import QTensor, dequantize
-from jetrl.precision.quantized_weight import FP8Weight, WeightOfCodedInputs
+from jetrl.precision.quantized_weight import WeightOfCodedInputs
 
 KNOWN_TOKENS = 16384  # the maximum W: 128 MiB to read per drafted token at a hidden size of 4,096
 _EPS = 1e-6
@@ -120,10 +120,10 @@ class DraftHead:
 def _head_rows(policy: Policy, token_ids: Tensor) -> Tensor:
     """Return the rows of the policy's output head, as the sampler reads it, for some tokens."""
     weight = policy.decoder.lm_head.operand("rollout")
-    if isinstance(weight, FP8Weight):
-        q = weight.direct
-        codes = q.codes.view(torch.uint8)[token_ids].view(q.codes.dtype)
-        return dequantize(QTensor(codes, q.scales[token_ids // q.block[0]], (1, q.block[1])))
+    if isinstance(weight, QTensor):
+        codes = weight.codes.view(torch.uint8)[token_ids].view(weight.codes.dtype)
+        rows, columns = weight.block
+        return dequantize(QTensor(codes, weight.scales[token_ids // rows], (1, columns)))
     values = weight.values if isinstance(weight, WeightOfCodedInputs) else weight
     assert isinstance(values, Tensor), "an output head is never NVFP4"
     return values.detach()[token_ids]

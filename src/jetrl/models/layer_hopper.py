@@ -32,7 +32,6 @@ from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.precision.adapter import AdapterWeight, adapter_gradients
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import (
-    FP8Weight,
     GEMMInput,
     Linear,
     Operand,
@@ -45,6 +44,7 @@ from jetrl.precision.linear import (
     wgrad,
 )
 from jetrl.precision.plan import PrecisionPlan, Side
+from jetrl.precision.quantize import QTensor
 
 NONE = torch.empty(0)  # instead of a tensor that a layer without an adapter does not have
 
@@ -87,8 +87,8 @@ class FusedLinear:
         dx = dgrad(codes, self.weight)
         if self.adapter is None:
             return dx, None, None
-        gradients = adapter_gradients(dy, values, u, self.adapter)
-        return dx.addmm_(gradients.u, self.adapter.down), gradients.a, gradients.b
+        da, db, du = adapter_gradients(dy, values, u, self.adapter)
+        return dx.addmm_(du, self.adapter.down), da, db
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Fixed:
     @property
     def fp8(self) -> bool:
         """True if the linear layers multiply codes."""
-        return isinstance(self.linears[0].weight, FP8Weight)
+        return isinstance(self.linears[0].weight, QTensor)
 
     def normed(self, total: Tensor) -> Tensor:
         """Return the norm of the residual stream in BF16, computed again."""
@@ -192,11 +192,11 @@ class _NormLinear(torch.autograd.Function):
         dtotal, dy = grads
         total, inverse, *kept = ctx.saved_tensors
         weight = s.linears[0].weight
-        operands = quantize_output_gradient(dy.contiguous(), weight, s.plan)
-        dnormed = dgrad(operands.rows, weight)
+        rows, tokens = quantize_output_gradient(dy.contiguous(), weight, s.plan)
+        dnormed = dgrad(rows, weight)
         dw = None
         if ctx.needs_input_grad[3]:
-            dw = wgrad(operands, entered_again(total, inverse, kept, s), ctx.master, s.gradients)
+            dw = wgrad(tokens, entered_again(total, inverse, kept, s), ctx.master, s.gradients)
         dx, dnorm = s.leave(dnormed, total, inverse, dtotal)
         return dx, dx if ctx.two_inputs else None, dnorm, dw, None
 

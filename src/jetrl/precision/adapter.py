@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,9 +142,6 @@ def add_adapter(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
     """
     if weight.in_fp32:
         return _added_in_fp32(y, x, weight)
-    if torch.is_grad_enabled():
-        total: Tensor = _AddAdapter.apply(y, x, weight.a, weight.b, weight)
-        return total
     return project_up(y, project_down(x, weight), weight)
 
 
@@ -172,15 +168,6 @@ def project_up(y: Tensor, u: Tensor, weight: AdapterWeight) -> Tensor:
     return y
 
 
-@dataclass(frozen=True)
-class AdapterGradients:
-    """The gradients of an adapter: float32 of A and B, and bfloat16 [T, P * R] of u."""
-
-    a: Tensor
-    b: Tensor
-    u: Tensor
-
-
 def rank_gradient(dy: Tensor, weight: AdapterWeight) -> Tensor:
     """Return the gradient of u, bfloat16 [T, P * R], of dy bfloat16 [T, N]."""
     parts = weight.shape.parts
@@ -190,14 +177,15 @@ def rank_gradient(dy: Tensor, weight: AdapterWeight) -> Tensor:
 
 def adapter_gradients(
     dy: Tensor, x: Tensor, u: Tensor, weight: AdapterWeight, du: Tensor | None = None
-) -> AdapterGradients:
-    """Return the gradients of an adapter; products have FP32 sums in any order.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of A and B, float32, and of u, bfloat16: x has the gradient u's @ down.
+
+    Products have FP32 sums in any order.
 
     Args:
-        dy: bfloat16 [T, N].
-        x: bfloat16 [T, K].
-        u: bfloat16 [T, P * R], of forward.
-        du: `rank_gradient`'s result, if it is known already.
+        x: bfloat16 [T, K], what forward multiplied.
+        u: bfloat16 [T, P * R], as forward made it.
+        du: What `rank_gradient` returned, if it is known already.
     """
     shape = weight.shape
     rank, padded = shape.rank, shape.padded_rank
@@ -208,7 +196,7 @@ def adapter_gradients(
         db.append(matmul_product(dy[:, first : first + count], u[:, column : column + rank]))
     da = matmul_product(du, x).view(len(shape.parts), padded, -1)[:, :rank]
     whole = torch.cat(db) if len(db) > 1 else db[0]
-    return AdapterGradients(da.reshape(weight.a.shape), whole.mul_(shape.scale), du)
+    return da.reshape(weight.a.shape), whole.mul_(shape.scale), du
 
 
 def _added_in_fp32(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
@@ -221,23 +209,3 @@ def _added_in_fp32(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
         pieces += [y[:, end:first], y[:, first : first + count] + added]
         end = first + count
     return torch.cat([*pieces, y[:, end:]], dim=1)
-
-
-class _AddAdapter(torch.autograd.Function):
-    """The adapter with its gradients; the master weights are inputs for only these."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, weight: AdapterWeight
-    ) -> Tensor:
-        u = project_down(x, weight)
-        ctx.save_for_backward(x, u)
-        ctx.weight = weight
-        return project_up(y.clone(), u, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, u = ctx.saved_tensors
-        gradients = adapter_gradients(grads[0].bfloat16(), x, u, ctx.weight)
-        dx = free_matmul(gradients.u, ctx.weight.down) if ctx.needs_input_grad[1] else None
-        return grads[0], dx, gradients.a, gradients.b, None

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 class Arithmetic(Protocol):
     """A device's kernels, each with the bits of the public operation of its name."""
 
-    MOST_QUANTIZED_ROWS: int  # `quantized_adapted_matmul` takes fewer rows of X
-
     # precision.gemm
     def fp8_matmul(self, a: QTensor, b: QTensor, out_dtype: torch.dtype, /) -> Tensor: ...
     def bf16_matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype, /) -> Tensor: ...
@@ -72,31 +70,26 @@ class Backend:
 
     Attributes:
         arithmetic: The kernels of this package; None: the references are computed.
-        fused: The dtypes of activations for which a decoder layer's operations are fused.
+        fused: The dtype of activations for which a decoder layer's operations are fused; or None.
         stable_row_sums: Whether torch sums per row in the same order at any number of rows.
         logits_at_once: The float32 logits of one chunk of rows in training.
     """
 
     name: str
     arithmetic: Arithmetic | None
-    fused: tuple[torch.dtype, ...]
+    fused: torch.dtype | None
     stable_row_sums: bool
     logits_at_once: int
 
-    def fuses(self, x: Tensor) -> bool:
-        """Return whether the operations of a decoder layer on x are fused."""
-        return x.dtype in self.fused
 
-
-REFERENCE = Backend("reference", None, (), stable_row_sums=True, logits_at_once=2**24)
+REFERENCE = Backend("reference", None, None, stable_row_sums=True, logits_at_once=2**24)
 
 
 @functools.cache
 def _hopper() -> Backend:
     from jetrl.precision.hopper import operations
 
-    fused = (torch.bfloat16,)
-    return Backend("hopper", operations, fused, stable_row_sums=False, logits_at_once=2**27)
+    return Backend("hopper", operations, torch.bfloat16, False, logits_at_once=2**27)
 
 
 def backend_of(x: Tensor) -> Backend:

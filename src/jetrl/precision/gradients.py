@@ -83,11 +83,7 @@ class Gradients:
 
     def add(self, master: Tensor, product: Tensor) -> Tensor | None:
         """Add a gradient [N, K] that is there in BF16."""
-        total = self._sum(master)
-        arithmetic = arithmetic_of(product)
-        if arithmetic is not None:
-            return self._keep(master, arithmetic.add_products(product[None], total, True))
-        return self._keep(master, product.float() if total is None else total.add_(product))
+        return self._keep(master, _summed(self._sum(master), product[None]))
 
     def add_matmul(self, master: Tensor, dy: Tensor, x: QTensor | Tensor) -> Tensor | None:
         """Add dy^T x, with FP32 sums; on a GPU within the GEMM.
@@ -209,10 +205,6 @@ class _Stage:
     def shape(self) -> tuple[int, ...]:
         rows = len(self.master) if self.shard is None else self.shard.num_rows
         return (rows, *self.master.shape[1:])
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * (self.dtype or torch.bfloat16).itemsize
 
     @property
     def own(self) -> range:
@@ -358,26 +350,24 @@ class OrderedGradients(Gradients):
         if product is None and (self._own or stage.shard is None):
             # Others wait for what a failed backward did not make; of a whole matrix all send.
             product = torch.zeros(stage.shape, dtype=stage.dtype, device=stage.master.device)
+        # The embedding's rows are added in between, when they have come too.
+        waits = any(other.before is stage for other in self._stages)
         if stage.shard is None:
             assert product is not None
-            self._gather_product(stage, product)
-        elif any(other.before is stage for other in self._stages):
-            # The embedding's rows are added in between, when they have come too.
+            received = gather_equal(product)[: len(self._num_tokens)]
+            if waits:
+                stage.received = received
+            else:
+                self._totals[stage.master] = _summed(self._totals.get(stage.master), received)
+        elif waits:
             (rows,) = stage.shard.slices(stage.shard.size * stage.shard.num_rows)
             stage.received, work = self._exchange(stage, product, rows)
             if work is not None:
                 work.wait()
         else:
-            for pieces in stage.shard.slices(max(1, _AT_ONCE // stage.row_bytes)):
+            row_bytes = math.prod(stage.shape[1:]) * stage.dtype.itemsize
+            for pieces in stage.shard.slices(max(1, _AT_ONCE // row_bytes)):
                 self._exchange_and_add(stage, product, pieces)
-
-    def _gather_product(self, stage: _Stage, product: Tensor) -> None:
-        """Give every rank the products of all, and add them: of a matrix that is not divided."""
-        received = gather_equal(product)[: len(self._num_tokens)]
-        if any(other.before is stage for other in self._stages):
-            stage.received = received
-        else:
-            self._totals[stage.master] = _summed(self._totals.get(stage.master), received)
 
     def _exchange(
         self, stage: _Stage, product: Tensor | None, rows: Sequence[slice]

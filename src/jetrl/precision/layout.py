@@ -97,9 +97,8 @@ def empty_weight(
     assert rows % FP8_BLOCK == columns % FP8_BLOCK == 0, f"[{rows}, {columns}]"
     blocks = columns // FP8_BLOCK
     padded = round_up(blocks, 4)
-    scales = torch.empty(rows // FP8_BLOCK, padded, dtype=torch.float32, device=device)
-    if padded > blocks:
-        scales.zero_()
+    make = torch.zeros if padded > blocks else torch.empty
+    scales = make(rows // FP8_BLOCK, padded, dtype=torch.float32, device=device)
     codes = torch.empty(rows, columns, dtype=dtype, device=device)
     return QTensor(codes, scales[:, :blocks], (FP8_BLOCK, FP8_BLOCK))
 

@@ -11,7 +11,6 @@ Legend: T tokens, K input features, N output features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,31 +26,12 @@ from jetrl.precision.adapter import (
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul, free_matmul
 from jetrl.precision.gradients import Gradients
-from jetrl.precision.nvfp4 import HopperNVFP4
-from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
+from jetrl.precision.nvfp4 import HopperNVFP4, NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
 from jetrl.precision.quantize import QTensor, dequantize, quantize
-from jetrl.precision.quantized_weight import (
-    FP8Weight,
-    Operand,
-    QuantizedWeight,
-    WeightOfCodedInputs,
-)
+from jetrl.precision.quantized_weight import Operand, QuantizedWeight, WeightOfCodedInputs
 
 GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes grouped 1 x 128, or BF16 values
-
-
-@dataclass(frozen=True)
-class OutputGradient:
-    """The gradient dY [T, N] of a linear layer's output, as codes or BF16 values.
-
-    Attributes:
-        rows: The operand of DGrad: groups of 1 x 128, or BF16 values.
-        tokens: The operand of WGrad: groups of 128 x 1 of the same BF16 values, or those values.
-    """
-
-    rows: GEMMInput
-    tokens: GEMMInput
 
 
 def quantize_input(x: Tensor, plan: PrecisionPlan) -> QTensor:
@@ -79,7 +59,7 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
 def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMMInput:
     """Return dY, bfloat16 [T, N], as DGrad reads it, for a weight that gets no gradient."""
     format = plan.grad_output
-    if not isinstance(weight, FP8Weight) or format == "bf16":
+    if not isinstance(weight, QTensor) or format == "bf16":
         return dy
     arithmetic = arithmetic_of(dy)
     if arithmetic is None:
@@ -88,21 +68,26 @@ def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMM
     return _widened(rows, len(dy)) if format == "e5m2" else rows
 
 
-def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> OutputGradient:
-    """Return dY as the GEMMs of backward read it; on a GPU both forms are made in one pass.
+def quantize_output_gradient(
+    dy: Tensor, weight: Operand, plan: PrecisionPlan
+) -> tuple[GEMMInput, GEMMInput]:
+    """Return dY as DGrad and as WGrad read it, of the same BF16 values; on a GPU from one pass.
 
-    A GPU's FP8 GEMMs take only E4M3 and squares of 128 x 128. Codes of other settings become BF16
-    values, and a BF16 product follows: for comparisons, whose speed does not matter.
+    Groups are 1 x 128 for DGrad and 128 x 1 for WGrad; next to a BF16 weight both are the values.
+
+    A GPU's FP8 GEMMs take only E4M3 and squares of 128 x 128. The codes of other settings become
+    the BF16 values that they stand for, rounded once more (to 8 significant bits, while a code has
+    3 or 4), and a BF16 product follows: for comparisons, whose speed does not matter.
     """
     format = plan.grad_output
-    if not isinstance(weight, FP8Weight) or format == "bf16":
-        return OutputGradient(dy, dy)
+    if not isinstance(weight, QTensor) or format == "bf16":
+        return dy, dy
     arithmetic = arithmetic_of(dy)
     if arithmetic is None:
-        blocks = (1, FP8_BLOCK), (FP8_BLOCK, 1)
-        return OutputGradient(*(quantize(dy, block, format, plan.scales) for block in blocks))
+        rows = quantize(dy, (1, FP8_BLOCK), format, plan.scales)
+        return rows, quantize(dy, (FP8_BLOCK, 1), format, plan.scales)
     rows, tokens = arithmetic.quantize_rows_and_tokens(dy, format, plan.scales)
-    return OutputGradient(
+    return (
         _widened(rows, len(dy)) if format == "e5m2" else rows,
         _widened(tokens, len(dy)) if plan.widens_wgrad else tokens,
     )
@@ -152,16 +137,14 @@ class Linear(nn.Module):
         if self.quantized.formats[side] == "fp32":
             whole = nn.functional.linear(x, self.weight, self.bias)
             return whole if self.adapter is None else add_adapter(whole, x, self.adapter)
-        if self.adapter is not None and arithmetic_of(x) is not None:
+        if self.adapter is not None:
             a, b = self.adapter.a, self.adapter.b
             whole = _AdaptedFunction.apply(x, a, b, weight, plan, self.bias, self.adapter)
             return whole
         y: Tensor = _LinearFunction.apply(
             x, self.weight, weight, plan, self.out_dtype, self.gradients
         )
-        # Each addition is in the product's dtype, after the product has been rounded to it.
-        y = self.with_bias(y)
-        return y if self.adapter is None else add_adapter(y, x, self.adapter)
+        return self.with_bias(y)
 
     def with_bias(self, product: Tensor) -> Tensor:
         """Return the product plus the bias, if there is one, in the product's dtype."""
@@ -180,9 +163,9 @@ def fprop(
     if isinstance(weight, WeightOfCodedInputs):
         assert isinstance(x, Tensor), "X is coded here"
         x, weight = dequantize(quantize_input(x, plan)).bfloat16(), weight.values
-    if isinstance(weight, FP8Weight):
+    if isinstance(weight, QTensor):
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
-        return fp8_matmul(x, weight.direct, out_dtype)
+        return fp8_matmul(x, weight, out_dtype)
     assert isinstance(x, Tensor), "an NVFP4 or BF16 weight multiplies BF16 values"
     if isinstance(weight, NVFP4Weight):
         return nvfp4_matmul(x, weight, out_dtype)
@@ -204,12 +187,12 @@ def adapted_fprop(
         values: X before it was quantized, bfloat16 [T, K].
     """
     arithmetic = arithmetic_of(values)
-    if arithmetic is not None and isinstance(weight, FP8Weight) and bias is None:
+    if arithmetic is not None and isinstance(weight, QTensor) and bias is None:
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
-        return arithmetic.adapted_matmul(x, values, weight.direct, adapter)
+        return arithmetic.adapted_matmul(x, values, weight, adapter)
     if arithmetic is not None and isinstance(weight, NVFP4Weight) and bias is None:
-        assert isinstance(weight.stored, HopperNVFP4), "kernels read a weight in their order"
-        return arithmetic.nvfp4_adapted_matmul(values, weight.stored, adapter)
+        assert isinstance(weight, HopperNVFP4), "kernels read a weight in their order"
+        return arithmetic.nvfp4_adapted_matmul(values, weight, adapter)
     y = fprop(x, weight, plan)
     if bias is not None:
         y += bias.to(y.dtype)
@@ -226,24 +209,31 @@ def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
         rows: dY [T, N] in groups of 1 x 128, or BF16 values.
     """
     if isinstance(rows, QTensor):
-        assert isinstance(weight, FP8Weight), "codes of dY multiply an FP8 weight"
-        return fp8_matmul(rows, weight.transposed)
+        assert isinstance(weight, QTensor), "codes of dY multiply an FP8 weight"
+        arithmetic = arithmetic_of(weight.codes)
+        # A GPU's GEMM wants the bytes in that order. They are turned for one product and dropped:
+        # kept, they would take as much memory as the weights.
+        turned = weight.mT if arithmetic is None else arithmetic.turned_weight(weight)
+        return fp8_matmul(rows, turned)
     assert not isinstance(weight, WeightOfCodedInputs), "only the sampler has such a weight"
     if isinstance(weight, NVFP4Weight):
         return nvfp4_dgrad(rows, weight)
-    return free_matmul(rows, dequantize(weight.direct) if isinstance(weight, FP8Weight) else weight)
+    return free_matmul(rows, dequantize(weight) if isinstance(weight, QTensor) else weight)
 
 
-def wgrad(dy: OutputGradient, x: GEMMInput, master: Tensor, gradients: Gradients) -> Tensor | None:
+def wgrad(tokens: GEMMInput, x: GEMMInput, master: Tensor, gradients: Gradients) -> Tensor | None:
     """Add dW = dY^T @ X to the gradient of the master weight, and return what autograd is handed.
 
     Args:
+        tokens: dY [T, N] in groups of 128 x 1, or BF16 values.
         x: X [T, K] in 128 x 128 groups next to an FP8 weight, BF16 values next to another.
+        master: The master weight [N, K].
+        gradients: The sink, whose methods say when autograd is handed more than None.
     """
-    if isinstance(dy.tokens, QTensor):
+    if isinstance(tokens, QTensor):
         assert isinstance(x, QTensor), "codes of dY multiply codes of X"
-        return gradients.add(master, fp8_matmul(dy.tokens.mT, x.mT))
-    return gradients.add_matmul(master, dy.tokens, x)
+        return gradients.add(master, fp8_matmul(tokens.mT, x.mT))
+    return gradients.add_matmul(master, tokens, x)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -263,7 +253,7 @@ class _LinearFunction(torch.autograd.Function):
             ctx.save_for_backward(x)
         ctx.dtype, ctx.master, ctx.gradients = x.dtype, master, gradients
         ctx.weight, ctx.plan = weight, plan
-        entered = quantize_input(x, plan) if isinstance(weight, FP8Weight) else x
+        entered = quantize_input(x, plan) if isinstance(weight, QTensor) else x
         return fprop(entered, weight, plan, out_dtype)
 
     @staticmethod
@@ -275,16 +265,20 @@ class _LinearFunction(torch.autograd.Function):
             return dx, None, None, None, None, None
         (x,) = ctx.saved_tensors
         # Both forms of dY come from the same BF16 values, as both of X do.
-        dy = quantize_output_gradient(grads[0].bfloat16().contiguous(), weight, plan)
-        dx = dgrad(dy.rows, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        dy = grads[0].bfloat16().contiguous()
+        rows, tokens = quantize_output_gradient(dy, weight, plan)
+        dx = dgrad(rows, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         # X is quantized here rather than kept: forward's groups of 1 x 128 are only FProp's.
-        entered = quantize_for_wgrad(x, plan) if isinstance(weight, FP8Weight) else x
-        dw = wgrad(dy, entered, ctx.master, ctx.gradients)
+        entered = quantize_for_wgrad(x, plan) if isinstance(weight, QTensor) else x
+        dw = wgrad(tokens, entered, ctx.master, ctx.gradients)
         return dx, dw, None, None, None, None
 
 
 class _AdaptedFunction(torch.autograd.Function):
-    """A frozen linear layer and its adapter on a GPU, without a copy between the two."""
+    """A frozen linear layer and its adapter, so that nothing is copied between the two.
+
+    The adapter's master weights are inputs for only their gradients.
+    """
 
     @staticmethod
     def forward(
@@ -298,15 +292,10 @@ class _AdaptedFunction(torch.autograd.Function):
         adapter: AdapterWeight,
     ) -> Tensor:
         arithmetic = arithmetic_of(x)
-        assert arithmetic is not None, "a CPU adds an adapter behind the layer"
-        if (
-            isinstance(weight, FP8Weight)
-            and bias is None
-            and len(x) < arithmetic.MOST_QUANTIZED_ROWS
-        ):
-            y, u = arithmetic.quantized_adapted_matmul(x, weight.direct, adapter, plan.scales)
+        if arithmetic is not None and isinstance(weight, QTensor) and bias is None:
+            y, u = arithmetic.quantized_adapted_matmul(x, weight, adapter, plan.scales)
         else:
-            entered = quantize_input(x, plan) if isinstance(weight, FP8Weight) else x
+            entered = quantize_input(x, plan) if isinstance(weight, QTensor) else x
             y, u = adapted_fprop(entered, x, weight, plan, bias, adapter)
         ctx.save_for_backward(x, u)
         ctx.weight, ctx.plan, ctx.adapter = weight, plan, adapter
@@ -317,6 +306,9 @@ class _AdaptedFunction(torch.autograd.Function):
         x, u = ctx.saved_tensors
         dy = grads[0].bfloat16().contiguous()
         dx = dgrad(quantize_for_dgrad(dy, ctx.weight, ctx.plan), ctx.weight)
-        gradients = adapter_gradients(dy, x, u, ctx.adapter)
-        dx.addmm_(gradients.u, ctx.adapter.down)
-        return dx, gradients.a, gradients.b, None, None, None, None
+        da, db, du = adapter_gradients(dy, x, u, ctx.adapter)
+        if arithmetic_of(dy) is None:
+            dx += free_matmul(du, ctx.adapter.down)
+        else:
+            dx.addmm_(du, ctx.adapter.down)
+        return dx, da, db, None, None, None, None

@@ -142,9 +142,9 @@ class PrecisionPlan:
         alike = is_fp8(self.rollout_linear, self.train_linear) and own.linears is None
         if self.base == "nvfp4" and (own.weights_through_bf16 or not alike):
             raise UserError(
-                f"precision.base = nvfp4 stands for FP8 weights that both sides read alike, and "
-                f"the preset {self.name}, or sampler_deviation, has none: use precision.preset = "
-                "unified or jet, and leave sampler_deviation's linears and weights_through_bf16 out"
+                "precision.base = nvfp4 needs FP8 weights that both sides read alike: use "
+                "precision.preset = unified or jet, and leave sampler_deviation's linears and "
+                "weights_through_bf16 out"
             )
 
     @staticmethod
@@ -310,9 +310,8 @@ class PrecisionPlan:
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of (role, format) for people: what is printed before a run."""
-        fp8 = f"FP8 e4m3, {self.scales} scales"
-        int8 = f"INT8, {self.scales} scales"
-        names = {"fp8": fp8, "int8": int8, "bf16": "BF16", "fp32": "FP32"}
+        names = {"bf16": "BF16", "fp32": "FP32"}
+        names |= {"fp8": f"FP8 e4m3, {self.scales} scales", "int8": f"INT8, {self.scales} scales"}
         keys, values = (names[format] for format in key_and_value_formats(self.kv))
         gradient = "BF16" if self.grad_output == "bf16" else f"FP8 {self.grad_output}"
         rollout, training = names[self.rollout_linear], names[self.train_linear]

@@ -11,7 +11,7 @@ receives the rest of the quantized weight, which is whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,29 +21,9 @@ from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.layout import empty_weight
-from jetrl.precision.nvfp4 import NVFP4Tensor
-from jetrl.precision.nvfp4_weight import NVFP4Weight
+from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight, in_device_order, quantize_nvfp4
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan, Rounding, ScaleRule, Side
 from jetrl.precision.quantize import FORMATS, QTensor, dequantize, quantize
-
-_FP8_GROUPS = (FP8_BLOCK, FP8_BLOCK)
-
-
-@dataclass(frozen=True)
-class FP8Weight:
-    """A weight [N, K] as GEMMs read it: FP8 in 128 x 128 groups."""
-
-    direct: QTensor
-
-    @property
-    def transposed(self) -> QTensor:
-        """The weight [K, N] as DGrad reads it: the same codes and scales.
-
-        A GPU's GEMM wants the bytes in that order. They are turned for one product and dropped:
-        kept, they would take as much memory as the weights.
-        """
-        arithmetic = arithmetic_of(self.direct.codes)
-        return self.direct.mT if arithmetic is None else arithmetic.turned_weight(self.direct)
 
 
 @dataclass(frozen=True)
@@ -53,16 +33,14 @@ class WeightOfCodedInputs:
     values: Tensor
 
 
-StoredWeight = FP8Weight | NVFP4Weight | Tensor
+StoredWeight = QTensor | NVFP4Weight | Tensor  # FP8 in 128 x 128 groups, NVFP4, or BF16
 Operand = StoredWeight | WeightOfCodedInputs
 
 
 def operand_tensors(weight: Operand) -> list[Tensor]:
     """Return the tensors of a quantized weight: codes and scales, or the weight itself."""
-    if isinstance(weight, FP8Weight):
-        return [weight.direct.codes, weight.direct.scales]
-    if isinstance(weight, NVFP4Weight):
-        return weight.tensors()
+    if isinstance(weight, QTensor | NVFP4Weight):
+        return [weight.codes, weight.scales]
     return [weight.values if isinstance(weight, WeightOfCodedInputs) else weight]
 
 
@@ -117,7 +95,7 @@ class QuantizedWeight:
         if codes is not None:
             assert fixed, "a weight with codes has no master weight"
             assert kept == {Rounding("nvfp4")}, "codes are read as they are"
-            self._stored = dict.fromkeys(kept, NVFP4Weight.of_codes(codes))
+            self._stored = dict.fromkeys(kept, in_device_order(codes))
         else:
             make = self._rounded if shard is None else self._empty
             self._stored = {rounding: make(rounding) for rounding in sorted(kept)}
@@ -142,9 +120,9 @@ class QuantizedWeight:
         if self.shard is None:
             return
         for weight in self._stored.values():
-            if isinstance(weight, FP8Weight):
-                gather_rows(weight.direct.codes, self.shard.counts())
-                gather_rows(_with_padding(weight.direct.scales), self.shard.counts(FP8_BLOCK))
+            if isinstance(weight, QTensor):
+                gather_rows(weight.codes, self.shard.counts())
+                gather_rows(_with_padding(weight.scales), self.shard.counts(FP8_BLOCK))
             else:
                 assert isinstance(weight, Tensor), "a weight in NVFP4 is whole on every rank"
                 gather_rows(weight, self.shard.counts())
@@ -156,7 +134,7 @@ class QuantizedWeight:
 
     def fp8_scales(self) -> list[Tensor]:
         """Return the scales of the FP8 rounding, if there is one."""
-        return [w.direct.scales for w in self._stored.values() if isinstance(w, FP8Weight)]
+        return [w.scales for w in self._stored.values() if isinstance(w, QTensor)]
 
     def tensors(self) -> list[Tensor]:
         return [t for weight in self._stored.values() for t in operand_tensors(weight)]
@@ -164,13 +142,9 @@ class QuantizedWeight:
     def move(self, moved: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor that forwards read by what `moved` makes of the tensor."""
         for rounding, weight in self._stored.items():
-            if isinstance(weight, FP8Weight):
-                q = weight.direct
-                self._stored[rounding] = FP8Weight(
-                    QTensor(moved(q.codes), moved(q.scales), q.block)
-                )
-            elif isinstance(weight, NVFP4Weight):
-                self._stored[rounding] = weight.moved(moved)
+            if isinstance(weight, QTensor | NVFP4Weight):
+                codes, scales = moved(weight.codes), moved(weight.scales)
+                self._stored[rounding] = replace(weight, codes=codes, scales=scales)
             else:
                 self._stored[rounding] = moved(weight)
 
@@ -180,7 +154,7 @@ class QuantizedWeight:
         if rounding.format != "fp8":
             return torch.empty(self.shape, dtype=torch.bfloat16, device=self.master.device)
         rows, columns = self.shape
-        return FP8Weight(empty_weight(rows, columns, FORMATS["e4m3"][0], self.master.device))
+        return empty_weight(rows, columns, FORMATS["e4m3"][0], self.master.device)
 
     def _rounded(self, rounding: Rounding, into: StoredWeight | None = None) -> StoredWeight:
         """Return the master weight in a rounding, written over `into` if that is given."""
@@ -196,34 +170,34 @@ class QuantizedWeight:
         if weight.is_meta:  # of a model that is checked before its weights are read
             return self._empty(rounding)
         if rounding.format == "nvfp4":
-            rounded = NVFP4Weight.of(weight)
-            if not rounded.is_finite:
+            quantized = quantize_nvfp4(weight)
+            if not quantized.scale.isfinite():
                 raise UserError(
                     f"layer {self.name}: the weight has values that are NaN or Inf, which NVFP4 "
                     "cannot keep; fix the model's files, or leave precision.base unset"
                 )
-            return rounded
+            return in_device_order(quantized)
         if rounding.through_bf16:
             weight = weight.bfloat16().float()
         if rounding.format == "fp8_weights":
-            weight = dequantize(_fp8(weight, rounding.scales).direct)
+            weight = dequantize(_fp8(weight, rounding.scales))
         if rounding.format != "fp8":
             return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
         return _fp8(weight, rounding.scales, into)
 
 
-def _fp8(weight: Tensor, scales: ScaleRule, into: StoredWeight | None = None) -> FP8Weight:
+def _fp8(weight: Tensor, scales: ScaleRule, into: StoredWeight | None = None) -> QTensor:
     """Return float32 [N, K] in FP8, written over `into` if that is given."""
-    earlier = into.direct if isinstance(into, FP8Weight) else None
+    earlier = into if isinstance(into, QTensor) else None
     arithmetic = arithmetic_of(weight)
     if arithmetic is not None:
-        return FP8Weight(arithmetic.quantize_weight(weight, "e4m3", scales, earlier))
-    quantized = quantize(weight, _FP8_GROUPS, scales=scales)
+        return arithmetic.quantize_weight(weight, "e4m3", scales, earlier)
+    quantized = quantize(weight, (FP8_BLOCK, FP8_BLOCK), scales=scales)
     if earlier is None:
-        return FP8Weight(quantized)
+        return quantized
     earlier.codes.copy_(quantized.codes)
     earlier.scales.copy_(quantized.scales)
-    return FP8Weight(earlier)
+    return earlier
 
 
 def _own(whole: StoredWeight, shard: Shard) -> StoredWeight:
@@ -231,9 +205,8 @@ def _own(whole: StoredWeight, shard: Shard) -> StoredWeight:
     if isinstance(whole, Tensor):
         return whole[shard.own_rows]
     blocks = slice(*(row // FP8_BLOCK for row in (shard.own_rows.start, shard.own_rows.stop)))
-    assert isinstance(whole, FP8Weight), "a weight in NVFP4 is whole on every rank"
-    q = whole.direct
-    return FP8Weight(QTensor(q.codes[shard.own_rows], q.scales[blocks], q.block))
+    assert isinstance(whole, QTensor), "a weight in NVFP4 is whole on every rank"
+    return replace(whole, codes=whole.codes[shard.own_rows], scales=whole.scales[blocks])
 
 
 def _with_padding(scales: Tensor) -> Tensor:

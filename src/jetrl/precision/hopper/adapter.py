@@ -38,10 +38,9 @@ from jetrl.precision.hopper.launch import (
     let_next_start,
     wait_for_previous,
 )
-from jetrl.precision.hopper.quantize import tile_rule
 from jetrl.precision.layout import cdiv, empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import FORMATS, QTensor
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 MOST_RANKS = 64  # of a part: what fits next to the GEMM's stages
@@ -320,36 +319,29 @@ def down_program_bytes(rows: int) -> int:
     return (_tile_rows(rows) + _RANKS) * CHUNK * 2
 
 
-def project_down_rows(x: Tensor, down: Tensor, arrived: Tensor, signal: bool = False) -> Tensor:
+def project_down_rows(
+    x: Tensor,
+    down: Tensor,
+    arrived: Tensor,
+    signal: bool = False,
+    codes: QTensor | None = None,
+    scales: str = "fp32",
+) -> Tensor:
     """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`, of few rows.
 
-    Captured in a graph, the kernel must not directly follow the one that writes A.
+    Captured in a graph, the kernel must not directly follow the one that writes A. The kernel
+    behind may start before the one in front has ended: it may then read what neither writes, and
+    once it has waited it may read what both wrote.
 
     Args:
         x: bfloat16 [T, K], its rows contiguous, T below `MOST_ROWS` and K a multiple of 16.
-        arrived: int32 zeros [256 * (R / 16) + 1], which no two products that run at once share.
-        signal: whether `ready_word` tells the next kernel when it may read this kernel's input.
+        down: bfloat16 [R, K], A.
+        arrived: int32 zeros [256 * (R / 16) + 1], a counter for each 16 rows of x and of A, and the
+            word of `ready_word`; no two products that run at once share it.
+        signal: whether `ready_word` tells the next kernel when it may read what the kernel in
+            front wrote.
+        codes: 1 x 128 groups that x is written to, with such scales; None: x is not quantized.
     """
-    return _launch(x, down, arrived, signal, None, "fp32")
-
-
-def project_down_quantize(
-    x: Tensor, down: Tensor, arrived: Tensor, scales: str = "fp32"
-) -> tuple[Tensor, QTensor]:
-    """Return what `project_down_rows` returns, and x in 1 x 128 groups, from one pass."""
-    rows = empty_row_groups(x.shape[0], x.shape[1], FORMATS["e4m3"][0], x.device)
-    return _launch(x, down, arrived, False, rows, scales), rows
-
-
-def _tile_rows(rows: int) -> int:
-    """Return the rows of a program: few where there are SMs for more programs."""
-    return 16 if rows <= _FEW_ROWS else 64
-
-
-def _launch(
-    x: Tensor, down: Tensor, arrived: Tensor, signal: bool, codes: QTensor | None, scales: str
-) -> Tensor:
-    """Launch down_rows_kernel over rows, ranks and chunks; x stands in for codes that are not."""
     (num_rows, num_columns), rank = x.shape, len(down)
     multiple = 16 if codes is None else FP8_BLOCK
     assert num_rows < MOST_ROWS, f"{num_rows} rows"
@@ -362,16 +354,28 @@ def _launch(
         return out
     chunks, ranks, rows = cdiv(num_columns, CHUNK), min(_RANKS, rank), _tile_rows(num_rows)
     sums = torch.empty(chunks, num_rows, rank, dtype=torch.float32, device=x.device)
-    constants = tile_rule("e4m3", scales)
     down_rows_kernel[(cdiv(num_rows, rows), cdiv(rank, ranks), chunks)](
         x, down, sums, out, arrived, ready_word(arrived), x if codes is None else codes.codes,
         x if codes is None else codes.scales, num_rows, num_columns, rank, x.stride(0),
         0 if codes is None else codes.scales.stride(1), chunks,
         int(torch.cuda.is_current_stream_capturing()), signal, CHUNK, rows, ranks,
-        codes is not None, constants["MAXIMUM"], constants["FLOOR"], constants["POW2"],
+        codes is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2",
         num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     return out
+
+
+def project_down_quantize(
+    x: Tensor, down: Tensor, arrived: Tensor, scales: str = "fp32"
+) -> tuple[Tensor, QTensor]:
+    """Return what `project_down_rows` returns, and x in 1 x 128 groups, from one pass."""
+    codes = empty_row_groups(x.shape[0], x.shape[1], FORMATS["e4m3"][0], x.device)
+    return project_down_rows(x, down, arrived, codes=codes, scales=scales), codes
+
+
+def _tile_rows(rows: int) -> int:
+    """Return the rows of a program: few where there are SMs for more programs."""
+    return 16 if rows <= _FEW_ROWS else 64
 
 
 # Pinned: the bits of every product depend on these.

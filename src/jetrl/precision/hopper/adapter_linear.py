@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jetrl.precision.hopper.adapter import (
     MOST_RANKS,
+    MOST_ROWS,
     AdapterOperands,
     project_down_hopper,
     project_down_quantize,
@@ -24,6 +25,7 @@ from jetrl.precision.hopper.gemm import fp8_matmul_hopper, row_operand
 from jetrl.precision.hopper.gemm_rows import rows_matmul, tiles_beside
 from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
+from jetrl.precision.hopper.quantize import quantize_rows
 from jetrl.precision.nvfp4 import HopperNVFP4
 from jetrl.precision.quantize import QTensor
 
@@ -65,11 +67,17 @@ def adapted_matmul(
 def quantized_adapted_matmul(
     x: Tensor, b: QTensor, adapter: AdapterWeight, scales: str
 ) -> tuple[Tensor, Tensor]:
-    """Return quantize(x) @ b^T with the adapter's product added, and u.
+    """Return quantize(x) @ b^T with the adapter's product added, and the product with A.
 
     Args:
-        x: bfloat16 [T, K], its rows contiguous, of fewer than `adapter.MOST_ROWS` rows.
+        x: bfloat16 [T, K], its rows contiguous.
+        scales: "fp32" or "pow2", the quantizer's scales.
+
+    Returns:
+        bfloat16 [T, N] and bfloat16 [T, P * R].
     """
+    if len(x) >= MOST_ROWS:
+        return adapted_matmul(quantize_rows(x, "e4m3", scales), x, b, adapter)
     u, a = project_down_quantize(x, adapter.down, adapter.arrived, scales)
     if form_for(len(x), *adapter.up.shape) == "fused":
         operands = AdapterOperands(u, adapter.up, adapter.columns)

@@ -171,8 +171,6 @@ def _deep_gemm(codes: Tensor, scales: Tensor, b: QTensor) -> Tensor:
 @functools.cache
 def _load_deep_gemm() -> Any:
     """Return DeepGEMM's module, or raise UserError saying what it lacks."""
-    if not deep_gemm_installed():
-        raise UserError("DeepGEMM is not installed: pip install 'jetrl[deep-gemm]'")
     try:
         library = importlib.import_module("deep_gemm")
         compiler = Path(library.find_cuda_home(), "bin", "nvcc")
@@ -181,9 +179,8 @@ def _load_deep_gemm() -> Any:
         problem = str(error) or "there is no CUDA toolkit"  # which it asserts without a word
     if problem:
         raise UserError(
-            f"DeepGEMM is installed and cannot work: {problem}. It compiles its kernels with nvcc: "
-            "set CUDA_HOME to a CUDA 13 toolkit, or `pip uninstall sgl-deep-gemm`: cuBLAS gives "
-            "the same bits, slower in decode"
+            f"DeepGEMM cannot work: {problem}; set CUDA_HOME to a CUDA 13 toolkit, with nvcc, or "
+            "`pip uninstall sgl-deep-gemm`: cuBLAS gives the same bits, slower in decode"
         )
     library.set_pdl(True)  # its kernels set themselves up while the one in front ends, and wait
     return library

@@ -26,7 +26,6 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 TRITONS_OWN = 512  # bytes, at most, of what Triton keeps there itself: arguments of warps, padding
 BARRIER = 8  # bytes
 _OF_SYSTEM = 1024  # bytes that the system has next to each program's
-_FEWEST = 2
 
 
 def program_bytes(stages: int, stage: int, beside: int) -> int:
@@ -41,16 +40,12 @@ def program_bytes(stages: int, stage: int, beside: int) -> int:
 
 def fitting_stages(fastest: int, stage: int, beside: int, room: int) -> int:
     """Return how many stages a program has: as many as were fastest, or as fit, but at least 2."""
-    stages = fastest
-    while stages > _FEWEST and program_bytes(stages, stage, beside) > room:
-        stages -= 1
-    return stages
+    return min(fastest, max(2, (room - program_bytes(0, stage, beside)) // stage))
 
 
 def room_beside(other: int, programs: int = 1) -> int:
     """Return the bytes of each of some programs on an SM next to one of `other` bytes."""
-    multiprocessor = SHARED_MEMORY + _OF_SYSTEM
-    return (multiprocessor - other - _OF_SYSTEM) // programs - _OF_SYSTEM
+    return (SHARED_MEMORY - other) // programs - _OF_SYSTEM
 
 
 OVERLAPPED = {"launch_pdl": True}

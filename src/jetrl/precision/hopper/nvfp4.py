@@ -1,4 +1,4 @@
-"""`precision.nvfp4_weight` on Hopper.
+"""`precision.nvfp4` on Hopper.
 
 Few rows read the codes themselves (`nvfp4_rows`). Many rows are multiplied by cuBLAS, which reads
 the weight widened to BF16, exactly, and adds in the same order (tests/gpu/test_nvfp4.py). The

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from jetrl.precision.hopper.adapter import MOST_ROWS as MOST_QUANTIZED_ROWS
 from jetrl.precision.hopper.adapter import project_down_hopper as project_down
 from jetrl.precision.hopper.adapter import project_up_hopper as project_up
 from jetrl.precision.hopper.adapter_linear import (

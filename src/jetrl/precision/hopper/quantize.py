@@ -215,9 +215,8 @@ def rule(format: FP8Format, scales: str) -> dict[str, Any]:
 
 def tile_rule(format: FP8Format, scales: str) -> dict[str, Any]:
     """Return the quantizer's constants as the kernels of tiles take them, and launch options."""
-    constants = rule(format, scales)
-    del constants["FLOOR_BITS"]
-    return {**constants, "FLOOR": AMAX_FLOOR, **TILE_OPTIONS}
+    constants = {"MAXIMUM": FORMATS[format][1], "FLOOR": AMAX_FLOOR, "POW2": scales == "pow2"}
+    return constants | TILE_OPTIONS
 
 
 def rows_of_program(num_rows: int) -> int:
@@ -246,32 +245,24 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -
 
 def quantize_tokens(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -> QTensor:
     """Return 128 x 1 groups of x for WGrad, tokens contiguous and filled up with zeros to 128s."""
-    return _quantize_tiles(x, False, format, scales)[1]
+    return quantize_rows_and_tokens(x, format, scales)[1]
 
 
 def quantize_rows_and_tokens(
     x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
 ) -> tuple[QTensor, QTensor]:
     """Return `quantize_rows(x)` and `quantize_tokens(x)`, from one read of x."""
-    return _quantize_tiles(x, True, format, scales)
-
-
-def _quantize_tiles(
-    x: Tensor, row_groups: bool, format: FP8Format, scales: str
-) -> tuple[QTensor, QTensor]:
-    """Return x in 1 x 128 groups, if `row_groups`, and in 128 x 1 groups."""
     assert x.stride(1) == 1, f"strides {list(x.stride())}"
     num_rows, num_columns = x.shape
     dtype = FORMATS[format][0]
     tokens = empty_token_groups(num_rows, num_columns, dtype, x.device)
-    # What is not written still needs an address.
-    rows = empty_row_groups(num_rows, num_columns, dtype, x.device) if row_groups else tokens
+    rows = empty_row_groups(num_rows, num_columns, dtype, x.device)
     column_blocks = cdiv(num_columns, FP8_BLOCK)
     if x.numel():
         _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
             x, rows.codes, rows.scales, tokens.codes, tokens.scales, num_rows, num_columns,
-            x.stride(0), rows.scales.stride(1) if row_groups else 0, tokens.shape[0],
-            column_blocks, row_groups, **tile_rule(format, scales),
+            x.stride(0), rows.scales.stride(1), tokens.shape[0], column_blocks, True,
+            **tile_rule(format, scales),
         )  # fmt: skip
     return rows, tokens
 
