@@ -35,12 +35,12 @@ from jetrl.precision.nvfp4 import (
     RowFactors,
     dequantize_nvfp4,
     hopper_order,
-    nvfp4_matmul,
     parts_of,
     quantize_nvfp4,
     stacked_nvfp4,
     widened,
 )
+from jetrl.precision.nvfp4_products import nvfp4_matmul
 from jetrl.session.parity import check_policy, failures, measure, random_prompts
 from jetrl.settings.sections import Settings
 

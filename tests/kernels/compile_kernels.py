@@ -381,7 +381,7 @@ def nvfp4_weight_of(n: int, k: int, by_row: bool = False) -> Any:
 
 def nvfp4() -> None:
     """Compile the products with NVFP4 weights, at the rows of decode and of training."""
-    from jetrl.precision.nvfp4 import nvfp4_dgrad, nvfp4_matmul
+    from jetrl.precision.nvfp4_products import nvfp4_dgrad, nvfp4_matmul
 
     shapes = ((24576, 4096), (4096, 12288), (384, 896))
     for (n, k), by_row in itertools.product(shapes, (False, True)):

@@ -15,14 +15,13 @@ from jetrl.precision.nvfp4 import (
     dequantize_nvfp4,
     e2m1_codes,
     hopper_order,
-    nvfp4_dgrad,
-    nvfp4_matmul,
     parts_of,
     quantize_nvfp4,
     stacked_nvfp4,
     unpacked_codes,
     widened,
 )
+from jetrl.precision.nvfp4_products import nvfp4_dgrad, nvfp4_matmul
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

@@ -26,7 +26,8 @@ from jetrl.precision.adapter import (
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul, free_matmul
 from jetrl.precision.gradients import Gradients
-from jetrl.precision.nvfp4 import HopperNVFP4, NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
+from jetrl.precision.nvfp4 import HopperNVFP4, NVFP4Weight
+from jetrl.precision.nvfp4_products import nvfp4_dgrad, nvfp4_matmul
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
 from jetrl.precision.quantize import QTensor, dequantize, quantize
 from jetrl.precision.quantized_weight import Operand, QuantizedWeight, WeightOfCodedInputs

@@ -21,7 +21,8 @@ from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.layout import empty_weight
-from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight, in_device_order, quantize_nvfp4
+from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight, quantize_nvfp4
+from jetrl.precision.nvfp4_products import in_device_order
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan, Rounding, ScaleRule, Side
 from jetrl.precision.quantize import FORMATS, QTensor, dequantize, quantize
 
