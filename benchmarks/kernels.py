@@ -18,11 +18,7 @@ from jetrl.kernels.norm import rms_norm_ref
 from jetrl.kernels.norm_hopper import rms_norm_backward, rms_norm_quantize, rms_norm_squares
 from jetrl.kernels.rotary_hopper import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
 from jetrl.kernels.sampling_hopper import sample
-from jetrl.kernels.swiglu_hopper import (
-    swiglu_backward_quantize,
-    swiglu_forward,
-    swiglu_quantize,
-)
+from jetrl.kernels.swiglu_hopper import swiglu_backward_quantize, swiglu_forward, swiglu_quantize
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.hopper.add import add_products
 from jetrl.precision.hopper.gemm import (

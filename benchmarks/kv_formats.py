@@ -88,12 +88,7 @@ RUNNING_SUMS = [
     "eval.prompts=50",
     "eval.samples=1",
 ]
-SUMS = [
-    "task.options.mistakes=0.0",
-    "precision.preset=fp32",
-    "sft.until=0.8",
-    "loop.steps=0",
-]
+SUMS = ["task.options.mistakes=0.0", "precision.preset=fp32", "sft.until=0.8", "loop.steps=0"]
 MODELS: dict[str, list[str]] = {
     "sums-64": SUMS,
     "sums-128": [*SUMS, "model.config.head_dim=128"],

@@ -351,11 +351,7 @@ CASES = (
                 "train.updates_per_step=3 algorithm.kl=0.05 loop.steps=2",
             ),
         ),
-        measures=(
-            "mismatch/num_different",
-            "correction/weight_mean",
-            "policy/kl_ref",
-        ),
+        measures=("mismatch/num_different", "correction/weight_mean", "policy/kl_ref"),
     ),
     Case(
         "algorithms",
@@ -397,14 +393,8 @@ CASES = (
             ),
             jetrl(f"parity models/llama --plan jet {PARITY}", output="jet.json"),
             jetrl(f"parity models/llama --plan mixed {PARITY}", output="mixed.json"),
-            trained(
-                "qwen2",
-                f"model.path=models/qwen2 precision.preset=fp32 {LENGTHS}",
-            ),
-            trained(
-                "llama",
-                f"model.path=models/llama precision.preset=jet {LENGTHS}",
-            ),
+            trained("qwen2", f"model.path=models/qwen2 precision.preset=fp32 {LENGTHS}"),
+            trained("llama", f"model.path=models/llama precision.preset=jet {LENGTHS}"),
         ),
         files={"lengths.py": TASK_OF_A_USER},
     ),

@@ -126,10 +126,7 @@ def arm_results(definition: Definition, runs: Sequence[RunResult]) -> list[ArmRe
 
 
 def _results_at(
-    definition: Definition,
-    point: str,
-    runs: Mapping[str, Sequence[RunResult]],
-    num_points: int,
+    definition: Definition, point: str, runs: Mapping[str, Sequence[RunResult]], num_points: int
 ) -> list[ArmResult]:
     """Return the results of each arm from its runs at one grid point, or at all points."""
     level = definition.study.level

@@ -63,18 +63,11 @@ CURVES = (
     CurveKind("entropy", "Policy entropy", "policy/entropy", "nats"),
     CurveKind("grad_norm", "Gradient norm", "policy/grad_norm", "norm"),
     CurveKind(
-        "mismatch",
-        "Mean |log-prob difference|",
-        "mismatch/mean_abs_logprob_diff",
-        "nats",
-        log=True,
+        "mismatch", "Mean |log-prob difference|", "mismatch/mean_abs_logprob_diff", "nats", log=True
     ),
     CurveKind("k3_kl", "K3 KL of sampler and trainer", MISMATCH, "nats", log=True),
     CurveKind(
-        "mult_prob_error",
-        "Token mult prob error",
-        "mismatch/token_mult_prob_error",
-        "ratio",
+        "mult_prob_error", "Token mult prob error", "mismatch/token_mult_prob_error", "ratio"
     ),
 )
 

@@ -81,12 +81,7 @@ def evaluated(request: Request) -> Outcome:
         name = _device_name(policy)
     sha256, seconds = sha256_of_weights(run), time.perf_counter() - began
     return Outcome(
-        request=request,
-        weights_sha256=sha256,
-        device=name,
-        common=common,
-        own=own,
-        seconds=seconds,
+        request=request, weights_sha256=sha256, device=name, common=common, own=own, seconds=seconds
     )
 
 

@@ -178,10 +178,7 @@ def twice(file: Path) -> None:
 
 
 DAMAGE: list[Any] = [
-    (
-        lambda f: os.truncate(f, f.stat().st_size - 1),
-        r"masters/shard-00002\S* has \d+ bytes",
-    ),
+    (lambda f: os.truncate(f, f.stat().st_size - 1), r"masters/shard-00002\S* has \d+ bytes"),
     (
         lambda f: shutil.copy(f, f.with_name("other.safetensors")),
         r"masters/other.safetensors is not a file of this checkpoint",

@@ -158,10 +158,7 @@ def test_a_dry_run_says_what_is_odd_of_pairs(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     "body, message",
     [
-        (
-            "('1', '1' * (5000 if prompt.id == 'p7' else 1))",
-            "prompt 'p7' and its completion",
-        ),
+        ("('1', '1' * (5000 if prompt.id == 'p7' else 1))", "prompt 'p7' and its completion"),
         ("None if prompt.id == 'p8' else ('1', '2')", "has none for prompt 'p8'"),
         ("'12'", "its preference is not two texts"),
     ],

@@ -78,9 +78,7 @@ def test_state_moves_as_the_reference_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8, "top_k": 50}],
-    ids=str,
+    "options", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8, "top_k": 50}], ids=str
 )
 def test_graphs_are_eager_forwards_are_the_trainers(
     policy: Policy, prompts: Any, options: Any, monkeypatch: pytest.MonkeyPatch

@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.reference import (
-    attend_packed,
-    quantize_keys_and_values,
-    stored_values,
-)
+from jetrl.kernels.attention.reference import attend_packed, quantize_keys_and_values, stored_values
 
 CODED = ["fp8", "int8", "int8+fp8", "fp8+int8"]
 FORMATS = [*CODED, "bf16", "fp32"]

@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetrl.kernels.decode_state import (
-    LAG,
-    SOURCES,
-    UNKNOWN,
-    DecodeState,
-    DraftText,
-)
+from jetrl.kernels.decode_state import LAG, SOURCES, UNKNOWN, DecodeState, DraftText
 from jetrl.kernels.draft import propose, remember
 
 CPU = torch.device("cpu")

@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels.sampling import (
-    NOISE_COUNTER,
-    _philox_words,
-    normal_noise,
-    random_bits,
-    sample,
-)
+from jetrl.kernels.sampling import NOISE_COUNTER, _philox_words, normal_noise, random_bits, sample
 
 
 def draw(logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

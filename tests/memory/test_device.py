@@ -11,9 +11,7 @@ from jetrl.memory.device import DeviceBytes, beside_tensors, peak_bytes, reset_p
 GPU = torch.device("cuda", 0)
 
 
-def test_the_peak_is_of_tensors_and_what_is_held_with_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_peak_is_of_tensors_and_what_is_held_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = 100
     monkeypatch.setattr(device_memory, "_COUNTS", device_memory._Counts())
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: tensors)

@@ -153,10 +153,7 @@ def test_the_draft_head_and_texts_of_drafts_count() -> None:
     head = DraftHead(policy, 3, 0)
     elements = sum(master.numel() for master in head.masters.values())
     kept = sum(w.nbytes for w in head.weights.values()) + head.rows.nbytes
-    plan = MemoryPlan(
-        settings("rollout.speculation=head", "draft_head.most_tokens=100"),
-        config,
-    )
+    plan = MemoryPlan(settings("rollout.speculation=head", "draft_head.most_tokens=100"), config)
     expected = (4 + 8) * elements + kept + 100 * config.hidden_size * 2
     assert row(plan, "draft head: weights") == pytest.approx(expected, rel=0.05)  # norms apart
     words = ["rollout.max_batch_size=48", "rollout.speculation=text"]

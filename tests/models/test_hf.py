@@ -28,12 +28,7 @@ from jetrl.errors import StorageError, UserError
 from jetrl.models import hf_save
 from jetrl.models.chat import decode
 from jetrl.models.families import FAMILIES, parameter_shapes
-from jetrl.models.hf import (
-    eos_token_ids,
-    load_tokenizer,
-    read_generation_config,
-    save_model,
-)
+from jetrl.models.hf import eos_token_ids, load_tokenizer, read_generation_config, save_model
 from jetrl.models.tiny import character_tokenizer, random_weights
 
 

@@ -10,13 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.models.nvfp4_directories import LAYOUTS, quantization, to_nvfp4
-from tests.models.stored_weights import (
-    SIZES,
-    change_config,
-    change_tensors,
-    our_config,
-    read_model,
-)
+from tests.models.stored_weights import SIZES, change_config, change_tensors, our_config, read_model
 from torch import Tensor
 
 from jetrl.errors import UserError

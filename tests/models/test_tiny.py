@@ -16,12 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from jetrl.errors import UserError
 from jetrl.models.chat import decode, encode_text
-from jetrl.models.families import (
-    FAMILIES,
-    ModelConfig,
-    num_parameters,
-    stored_tensors,
-)
+from jetrl.models.families import FAMILIES, ModelConfig, num_parameters, stored_tensors
 from jetrl.models.hf import load_tokenizer, read_config, read_generation_config
 from jetrl.models.tiny import (
     RandomWeights,

@@ -12,13 +12,7 @@ from jetrl.models import dense
 from jetrl.models.tiny import random_weights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import NVFP4Tensor
-from jetrl.session.parity import (
-    check_policy,
-    locate,
-    measure,
-    random_prompts,
-    self_check,
-)
+from jetrl.session.parity import check_policy, locate, measure, random_prompts, self_check
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

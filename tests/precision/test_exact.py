@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.precision.exact import (
-    exact_matmul,
-    exp_nonpositive,
-    sigmoid,
-    square_root,
-)
+from jetrl.precision.exact import exact_matmul, exp_nonpositive, sigmoid, square_root
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -153,12 +153,7 @@ def _wait(pids: list[int]) -> tuple[dict[int, int], float, float]:
 
 
 def _fork(
-    rank: int,
-    size: int,
-    port: int,
-    arguments: list[str],
-    log: Path,
-    prepare: Callable[[int], None],
+    rank: int, size: int, port: int, arguments: list[str], log: Path, prepare: Callable[[int], None]
 ) -> int:
     """Start one rank; return its process."""
     pid = os.fork()

@@ -58,8 +58,7 @@ def run_in_chunks(cache, config, layer, lengths, qkv, chunk, rng):
 
 
 @pytest.mark.parametrize(
-    "preset, kv",
-    [("jet", None), *(("unified", kv) for kv in ("fp8", "int8+fp8"))],
+    "preset, kv", [("jet", None), *(("unified", kv) for kv in ("fp8", "int8+fp8"))]
 )
 @pytest.mark.parametrize("page_size, chunk", [(1, 9), (16, 3000)])
 def test_paged_equals_packed_as_bits(config, preset, kv, page_size, chunk):
@@ -124,12 +123,7 @@ def test_copies_read_all_sources_first(config):
 
 
 @pytest.mark.parametrize(
-    "preset, kv, share",
-    [
-        ("unified", "fp8", 36),
-        ("bf16", None, 64),
-        ("fp32", None, 128),
-    ],
+    "preset, kv, share", [("unified", "fp8", 36), ("bf16", None, 64), ("fp32", None, 128)]
 )
 def test_page_bytes_is_what_a_page_takes(config, preset, kv, share):
     """`share`: bytes a head of 32 values, with the 4 bytes of its scale beside codes."""

@@ -52,7 +52,7 @@ def test_the_tables_say_which_runs_were_lost_and_what_that_shows() -> None:
     reference, mixed = table.rows
     assert list(reference) == ["short", "bf16", "3", "0", "1", "33.33% [0.84, 90.57]", *"---"]
     assert list(mixed)[:8] == [
-        *("short", "mixed", "3", "1", "1", "66.67% [9.43, 99.16]", "1.000", "1.000"),
+        *("short", "mixed", "3", "1", "1", "66.67% [9.43, 99.16]", "1.000", "1.000")
     ]
     assert mixed[8].startswith("not shown; ")
     assert mixed[8].endswith(" runs would do")

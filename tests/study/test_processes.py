@@ -86,11 +86,7 @@ def test_a_process_runs_one_command_after_the_other(
     ("code", "expected"), [("import sys; sys.exit(3)", 3), ("import os; os._exit(9)", 9)]
 )
 def test_a_command_that_fails_ends_its_process(
-    tmp_path: Path,
-    wait_until: Wait,
-    make_pool: Callable[..., Pool],
-    code: str,
-    expected: int,
+    tmp_path: Path, wait_until: Wait, make_pool: Callable[..., Pool], code: str, expected: int
 ) -> None:
     """The next command has a new process, so what an error left behind does not reach it."""
     pool = make_pool([], jobs=1, threads=1)

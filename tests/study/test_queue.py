@@ -89,11 +89,7 @@ def test_places_go_to_the_first_of_the_queue_that_has_a_command(
     ],
 )
 def test_wrong_queues(
-    files: Path,
-    capsys: pytest.CaptureFixture[str],
-    queue: str,
-    words: list[str],
-    message: str,
+    files: Path, capsys: pytest.CaptureFixture[str], queue: str, words: list[str], message: str
 ) -> None:
     (files / "queue.toml").write_text(queue)
     (files / "copy.toml").write_text((files / "one.toml").read_text())

@@ -52,8 +52,7 @@ def test_a_failure_scores_0_and_says_why_and_the_others_are_scored(scorer, compl
 
 
 @pytest.mark.parametrize(
-    "how, limit",
-    [("hang", "1 s by the clock"), ("hang-in-c", "0.1 s of processor time")],
+    "how, limit", [("hang", "1 s by the clock"), ("hang-in-c", "0.1 s of processor time")]
 )
 def test_the_time_limits_are_kept(how, limit):
     """A score that waits ends by the clock, and one that computes by its processor time.

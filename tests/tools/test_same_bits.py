@@ -55,9 +55,7 @@ def replaced(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
-def test_copies_are_the_same_and_times_memory_and_logs_may_differ(
-    sides: tuple[Path, Path],
-) -> None:
+def test_copies_are_the_same_and_times_memory_and_logs_may_differ(sides: tuple[Path, Path]) -> None:
     found = same_bits.compare_folders(*sides)
     assert (found.differences, found.files, found.tensors) == ([], 6, 2)
     assert found.values > 10

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.training.advantages import (
-    ESTIMATORS,
-    StepRewards,
-    group_advantages,
-)
+from jetrl.training.advantages import ESTIMATORS, StepRewards, group_advantages
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])

@@ -47,7 +47,7 @@ EQUATION = re.compile(r"([\d.,() +*/-]*\d\)?) = (\d[\d.,]*(?:%| times)?)")
 CLAIM = re.compile(r"[.%]|^[+-]")
 NO_CLAIM = re.compile(  # code, versions, settings, and sizes of models
     r"`[^`]*`|\b(?:torch|Triton|vLLM|CUDA|Python|Llama|Apache-|[Nn]oise) ?[\d.]+(?: to [\d.]+)?"
-    r"|[\d.]+ (?:and [\d.]+ )?million|[\d.]+e9 parameters|95%(?= interval)",
+    r"|[\d.]+ (?:and [\d.]+ )?million|[\d.]+e9 parameters|95%(?= interval)"
 )
 COMMAND = re.compile(r"^    python -m (benchmarks\.study\.(?:.*\\\n)*.*)", re.MULTILINE)
 Values = dict[tuple[str, ...], list[float]]

@@ -25,11 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.launch import (
-    OVERLAPPED,
-    let_next_start,
-    wait_for_previous,
-)
+from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.hopper.quantize import (
     abs_bits,
     round_to_bfloat16,
@@ -318,11 +314,7 @@ def _launch_rows(
 
 
 def rms_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    inverse_rms: Tensor,
-    dresidual: Tensor | None = None,
+    dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, dresidual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of an RMSNorm's input, bfloat16 [T, D], and weight, float32 [D].
 

@@ -34,11 +34,7 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.kernels.attention.layout import CODES, KeyValueCodes, stored_dtype
 from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.launch import (
-    OVERLAPPED,
-    gluon_let_next_start,
-    gluon_wait_for_previous,
-)
+from jetrl.precision.hopper.launch import OVERLAPPED, gluon_let_next_start, gluon_wait_for_previous
 from jetrl.precision.layout import cdiv
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS
 from jetrl.settings.presets import key_and_value_formats

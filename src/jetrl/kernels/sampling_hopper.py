@@ -32,11 +32,7 @@ from jetrl.kernels.logprob_hopper import (
     scaled_logits,
     statistics_of_lanes,
 )
-from jetrl.precision.hopper.launch import (
-    OVERLAPPED,
-    let_next_start,
-    wait_for_previous,
-)
+from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
 
 WEIGHT_ONE = tl.constexpr(2.0**40)  # the weight of the most probable token
 _LANES = 64  # of a program, of the BLOCK / 4 of a row: two warps

@@ -48,12 +48,7 @@ from jetrl.precision.hopper.quantize import (
     store_row_groups,
     tile_rule,
 )
-from jetrl.precision.layout import (
-    cdiv,
-    empty_row_groups,
-    empty_token_groups,
-    empty_turned_squares,
-)
+from jetrl.precision.layout import cdiv, empty_row_groups, empty_token_groups, empty_turned_squares
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, FP8Format, QTensor
 

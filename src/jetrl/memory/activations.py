@@ -29,12 +29,7 @@ from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.precision.layout import rows_at_once
-from jetrl.precision.nvfp4 import (
-    FEW_ROWS,
-    ROWS_AT_ONCE,
-    SCALED_ROWS_AT_ONCE,
-    parts_of,
-)
+from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
 
 # As of precision.gradients: bytes that travel at one time, and how many times together,

@@ -54,12 +54,7 @@ from jetrl.models.nvfp4_files import (
     read_nvfp4,
 )
 from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
-from jetrl.precision.nvfp4 import (
-    NVFP4_GROUP,
-    NVFP4Tensor,
-    dequantize_nvfp4,
-    stacked_nvfp4,
-)
+from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
 from jetrl.precision.quantize import QTensor, dequantize
 
 _GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # only tokenizer.json

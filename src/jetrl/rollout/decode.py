@@ -348,10 +348,7 @@ class DecodeBatch:
                 self._free.append(resident.slot)
 
     def launch(
-        self,
-        step: ScheduledStep,
-        sequences: Sequence[RunningSequence],
-        verify: Width | None = None,
+        self, step: ScheduledStep, sequences: Sequence[RunningSequence], verify: Width | None = None
     ) -> LaunchedStep:
         """Start a decode step, after its page copies, without waiting for the device."""
         running = [sequences[chunk.sequence] for chunk in step.chunks]

@@ -323,8 +323,7 @@ def _time(records: Records) -> Chart | None:
 
 CHARTS: tuple[ChartOf, ...] = (
     _lines(
-        *("reward", "Reward", "reward"),
-        {"reward/mean": "mean", "reward/std": "standard deviation"},
+        *("reward", "Reward", "reward"), {"reward/mean": "mean", "reward/std": "standard deviation"}
     ),
     *(_evaluation, _mismatch, _mismatch_size),
     _lines("length", "Response length", "tokens", {"response_length/mean": "mean"}),
@@ -341,10 +340,7 @@ CHARTS: tuple[ChartOf, ...] = (
     _lines("grad_norm", "Gradient norm", "norm", {"policy/grad_norm": "before clipping"}),
     _lines(
         *("throughput", "Throughput", "tokens/s"),
-        {
-            "throughput/rollout_tokens_per_s": "rollout",
-            "throughput/train_tokens_per_s": "training",
-        },
+        {"throughput/rollout_tokens_per_s": "rollout", "throughput/train_tokens_per_s": "training"},
     ),
     _lines(
         *("memory", "Peak memory of the GPU", "GiB"),

@@ -49,7 +49,7 @@ DEFAULT_PRESET = "unified"
 
 # Differences of a preset's sampler from the trainer, as keys of `[sampler_deviation]`.
 PRESET_DEVIATIONS: Mapping[str, Mapping[str, Any]] = {
-    "alike": {"weights_through_bf16": True, "attention_split": 256},
+    "alike": {"weights_through_bf16": True, "attention_split": 256}
 }
 
 if TYPE_CHECKING:

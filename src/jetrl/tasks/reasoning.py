@@ -16,13 +16,7 @@ from pydantic import Field
 
 from jetrl.errors import UserError, nearest
 from jetrl.settings.section import NonNegative, Positive
-from jetrl.tasks.base import (
-    Format,
-    Task,
-    check_options,
-    describe_error,
-    question_content,
-)
+from jetrl.tasks.base import Format, Task, check_options, describe_error, question_content
 from jetrl.tasks.rows import import_package
 from jetrl.types import Prompt, Score
 

@@ -20,13 +20,7 @@ from jetrl.errors import UserError, nearest
 from jetrl.files import problem_of
 from jetrl.settings.section import NonNegativeFloat, Section, Text
 from jetrl.settings.sections import TaskSettings
-from jetrl.tasks.base import (
-    Task,
-    check_options,
-    check_values,
-    naming_errors,
-    option_key,
-)
+from jetrl.tasks.base import Task, check_options, check_values, naming_errors, option_key
 from jetrl.tasks.dataset import Dataset
 from jetrl.tasks.questions import SOURCES, Benchmark, Gsm8k, benchmark_name
 from jetrl.tasks.reasoning import ReasoningGym

@@ -290,9 +290,7 @@ WORTH_SHARING = 0.08
 
 
 def shares_prompts(
-    setting: bool | str,
-    samples: Sequence[Sample],
-    sample_ids: Iterable[int] | None = None,
+    setting: bool | str, samples: Sequence[Sample], sample_ids: Iterable[int] | None = None
 ) -> bool:
     """Return whether an update is packed with shared prompts, by `train.share_prompts`."""
     if setting != "auto":

@@ -137,9 +137,7 @@ class QueryTiles:
 
     @staticmethod
     def packed(
-        cu_seqlens: Sequence[int],
-        device: torch.device | str,
-        stem_of: Sequence[int] | None = None,
+        cu_seqlens: Sequence[int], device: torch.device | str, stem_of: Sequence[int] | None = None
     ) -> QueryTiles:
         """Return the work of runs packed end to end, whose queries see their own keys.
 

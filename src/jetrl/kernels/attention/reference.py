@@ -114,13 +114,7 @@ def _as_codes(codes: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _attend_in_splits(
-    q: Tensor,
-    k: Tensor,
-    k_scale: Tensor,
-    v: Tensor,
-    v_scale: Tensor,
-    positions: Tensor,
-    split: int,
+    q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, positions: Tensor, split: int
 ) -> Tensor:
     """Return the attention of a piece of a batch by float32 sums of splits, folded in order."""
     groups = k.shape[1]

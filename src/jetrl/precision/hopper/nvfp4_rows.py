@@ -61,13 +61,7 @@ from jetrl.precision.hopper.nvfp4_unpack import (
     unpack_step,
 )
 from jetrl.precision.layout import cdiv
-from jetrl.precision.nvfp4 import (
-    BLOCK,
-    UNIT,
-    HopperNVFP4,
-    RowFactors,
-    parts_of,
-)
+from jetrl.precision.nvfp4 import BLOCK, UNIT, HopperNVFP4, RowFactors, parts_of
 
 MOST_ROWS = 128  # of a program
 _REGISTERS = 65536  # of an SM
