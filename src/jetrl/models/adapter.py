@@ -202,9 +202,8 @@ def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tenso
     """
     digest = hashlib.sha256(repr(sorted(parameter_shapes(config).items())).encode())
     for values in (*vectors, embedding[:_DIGEST_ROWS]):
-        digest.update(
-            values.detach().bfloat16().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        )
+        rounded = values.detach().bfloat16().cpu().contiguous()
+        digest.update(rounded.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 

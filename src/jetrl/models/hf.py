@@ -24,35 +24,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
-from jetrl.models.families import (
-    FP8_BLOCK,
-    SCALE_SUFFIX,
-    ModelConfig,
-    StoredTensor,
-    parameter_shapes,
-    stored_tensors,
-    token_ids,
-)
-from jetrl.models.hf_files import (
-    INDEX,
-    TOKENIZER_FILES,
-    first_line,
-    is_hub_name,
-    model_directory,
-    open_tensors,
-    read_object,
-    tensor_files,
-)
+from jetrl.models import families, hf_files, nvfp4_files
 from jetrl.models.hf_save import save_model as save_model
-from jetrl.models.nvfp4_files import (
-    SIDECAR,
-    CodedWeights,
-    NVFP4Layout,
-    check_quantization,
-    left_in_16_bits,
-    nvfp4_layout,
-    read_nvfp4,
-)
 from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
 from jetrl.precision.quantize import QTensor, dequantize
@@ -64,51 +37,53 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """Return the contents of `path`/config.json."""
-    directory = model_directory(path)
+    directory = hf_files.model_directory(path)
     if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
         raise UserError(
             f"{directory}: an adapter, not a whole model: use it by adapter.kind=lora and "
             "adapter.path, or write a whole model with `jetrl export --merge`"
         )
-    return read_object(directory / "config.json")
+    return hf_files.read_object(directory / "config.json")
 
 
-def model_config(path: str | Path) -> ModelConfig:
+def model_config(path: str | Path) -> families.ModelConfig:
     """Return the model of `path`/config.json."""
     contents = read_config(path)
-    sidecar = model_directory(path) / SIDECAR
+    sidecar = hf_files.model_directory(path) / nvfp4_files.SIDECAR
     if "quantization_config" not in contents and sidecar.exists():
-        said = read_object(sidecar).get("quantization")
+        said = hf_files.read_object(sidecar).get("quantization")
         if not isinstance(said, dict):
             raise UserError(f"{sidecar}: no object `quantization`, which ModelOpt writes there")
         of_modelopt = {"quant_method": "modelopt", "quantization": said}
         contents = {**contents, "quantization_config": of_modelopt}
     try:
-        check_quantization(contents.get("quantization_config"))
-        return ModelConfig.from_hf(contents)
+        nvfp4_files.check_quantization(contents.get("quantization_config"))
+        return families.ModelConfig.from_hf(contents)
     except UserError as error:  # which begins with config.json
         raise UserError(f"{path}/{error}") from None
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
     """Return the contents of `path`/generation_config.json, or nothing without that file."""
-    file = model_directory(path) / "generation_config.json"
-    return read_object(file) if file.exists() else {}
+    file = hf_files.model_directory(path) / "generation_config.json"
+    return hf_files.read_object(file) if file.exists() else {}
 
 
 def eos_token_ids(
-    config: ModelConfig,
+    config: families.ModelConfig,
     generation_config: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[int, ...]:
     """Return the ids that end a text."""
-    ids = token_ids(generation_config.get("eos_token_id"), "generation_config.json: eos_token_id")
+    ends = generation_config.get("eos_token_id")
+    ids = families.token_ids(ends, "generation_config.json: eos_token_id")
     own = None if tokenizer is None else tokenizer.eos_token_id
     return tuple(dict.fromkeys((*ids, *config.eos_token_ids, *([] if own is None else [own]))))
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    return any((model_directory(path) / name).exists() for name in TOKENIZER_FILES)
+    directory = hf_files.model_directory(path)
+    return any((directory / name).exists() for name in hf_files.TOKENIZER_FILES)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -118,15 +93,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     replaces the class that a directory declares: a `qwen2` becomes a Qwen2Tokenizer, which splits
     text in Qwen's way whatever tokenizer.json says. In that case only tokenizer.json is read.
     """
-    directory = model_directory(path)
+    directory = hf_files.model_directory(path)
     if not has_tokenizer(directory):
         raise UserError(
-            f"{directory}: no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's there, or "
-            "set model.tokenizer to a directory that has them"
+            f"{directory}: no tokenizer ({', '.join(hf_files.TOKENIZER_FILES)}); copy the model's "
+            "there, or set model.tokenizer to a directory that has them"
         )
     check_tokenizer_files(directory)
     settings_file = directory / "tokenizer_config.json"
-    settings = read_object(settings_file) if settings_file.exists() else {}
+    settings = hf_files.read_object(settings_file) if settings_file.exists() else {}
     declared = str(settings.get("tokenizer_class")).removesuffix("Fast")
     complete = (directory / "tokenizer.json").exists()
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -141,7 +116,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
                 str(directory), local_files_only=True
             )
     except Exception as error:  # the tokenizer libraries raise bare Exception for damaged files
-        raise UserError(f"{directory}: the tokenizer does not load: {first_line(error)}") from error
+        reason = hf_files.first_line(error)
+        raise UserError(f"{directory}: the tokenizer does not load: {reason}") from error
     check_vocabulary(tokenizer, directory)
     files = tokenizer.vocab_files_names.values()
     if files and not any((directory / file).is_file() for file in files):
@@ -155,8 +131,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def open_weights(
-    path: str | Path, config: ModelConfig, device: str | torch.device = "cpu"
-) -> Iterator[CodedWeights]:
+    path: str | Path, config: families.ModelConfig, device: str | torch.device = "cpu"
+) -> Iterator[nvfp4_files.CodedWeights]:
     """Yield the parameters of a model directory by our names (`families.parameter_shapes`), fused.
 
     Each is read on access, straight to the device, and not kept: a model on its way to a GPU is
@@ -166,21 +142,23 @@ def open_weights(
     as one tensor stays mapped to its file. On device "meta" tensors have shapes only, and a hub
     name needs no weight files.
     """
-    layout = nvfp4_layout(config.raw.get("quantization_config"))
+    layout = nvfp4_files.nvfp4_layout(config.raw.get("quantization_config"))
     outline = torch.device(device).type == "meta"
-    if outline and is_hub_name(path):
+    if outline and hf_files.is_hub_name(path):
         yield _outline(config, layout)
         return
-    directory = model_directory(path, "weights")
+    directory = hf_files.model_directory(path, "weights")
     weights = _StoredWeights(directory, device, config, layout)
     weights.check_complete()
     yield _outline(config, layout) if outline else weights
 
 
-def _outline(config: ModelConfig, layout: NVFP4Layout | None) -> CodedWeights:
+def _outline(
+    config: families.ModelConfig, layout: nvfp4_files.NVFP4Layout | None
+) -> nvfp4_files.CodedWeights:
     """Return the parameters that a config.json describes, without memory."""
-    shapes, wide = parameter_shapes(config), left_in_16_bits(config)
-    parts, meta = stored_tensors(config), partial(torch.empty, device="meta")
+    shapes, wide = families.parameter_shapes(config), nvfp4_files.left_in_16_bits(config)
+    parts, meta = families.stored_tensors(config), partial(torch.empty, device="meta")
 
     def codes(name: str) -> NVFP4Tensor | None:
         if not parts[name][0].linear_weight or name in wide:
@@ -189,24 +167,26 @@ def _outline(config: ModelConfig, layout: NVFP4Layout | None) -> CodedWeights:
         packed = meta((rows, columns // 2), dtype=torch.uint8)
         return NVFP4Tensor(packed, meta((rows, columns // NVFP4_GROUP)), meta(()))
 
-    return CodedWeights(shapes, lambda name: meta(shapes[name]), codes if layout else None)
+    return nvfp4_files.CodedWeights(
+        shapes, lambda name: meta(shapes[name]), codes if layout else None
+    )
 
 
-class _StoredWeights(CodedWeights):
+class _StoredWeights(nvfp4_files.CodedWeights):
     """The parameters of a checkpoint by our names, each read from its file on access."""
 
     def __init__(
         self,
         directory: Path,
         device: str | torch.device,
-        config: ModelConfig,
-        layout: NVFP4Layout | None,
+        config: families.ModelConfig,
+        layout: nvfp4_files.NVFP4Layout | None,
     ) -> None:
-        self._parts, self._tied = stored_tensors(config), config.tie_word_embeddings
+        self._parts, self._tied = families.stored_tensors(config), config.tie_word_embeddings
         codes = None if layout is None else self._codes
         super().__init__(self._parts, self._weight, codes)
         self._directory, self._device, self._layout = directory, device, layout
-        self._files = tensor_files(directory)
+        self._files = hf_files.tensor_files(directory)
 
     def _weight(self, name: str) -> Tensor:
         coded = self._codes(name)
@@ -235,17 +215,17 @@ class _StoredWeights(CodedWeights):
                 f"{self._files[plain.name]}: {plain.name} is not in NVFP4, and {coded[0].name} is; "
                 "they are multiplied as one matrix here, so both have to be"
             )
-        read = [read_nvfp4(layout, part, self._files, self._tensor) for part in parts]
+        read = [nvfp4_files.read_nvfp4(layout, part, self._files, self._tensor) for part in parts]
         return stacked_nvfp4(read)
 
-    def _has_codes(self, part: StoredTensor) -> bool:
+    def _has_codes(self, part: families.StoredTensor) -> bool:
         """Return whether the files have any NVFP4 tensor of a stored weight."""
         if self._layout is None:
             return False
         names = {name for name in self._layout.names(part.name) if name in self._files}
         if names != {part.name}:
             return bool(names)
-        with open_tensors(self._files[part.name]) as handle:
+        with hf_files.open_tensors(self._files[part.name]) as handle:
             return bool(handle.get_slice(part.name).get_dtype() == "U8")  # without its scales
 
     def check_complete(self) -> None:
@@ -259,11 +239,11 @@ class _StoredWeights(CodedWeights):
                 names = self._layout.names(part.name)
                 asks = f"NVFP4 in {self._layout.tool}'s layout has {', '.join(names)}"
             else:
-                used.add(part.name + SCALE_SUFFIX)
+                used.add(part.name + families.SCALE_SUFFIX)
             missing = [name for name in names if name not in self._files]
             if missing:
                 files = {*self._files.values()}
-                file = self._directory / INDEX if len(files) > 1 else min(files)
+                file = self._directory / hf_files.INDEX if len(files) > 1 else min(files)
                 file = next((self._files[name] for name in names if name in self._files), file)
                 tie = "; is tie_word_embeddings true?" if part.name == "lm_head.weight" else ""
                 raise UserError(
@@ -280,9 +260,9 @@ class _StoredWeights(CodedWeights):
                 "config.json and the weights of the same model?"
             )
 
-    def _read(self, part: StoredTensor) -> Tensor:
+    def _read(self, part: families.StoredTensor) -> Tensor:
         """Return a stored tensor on the device, dequantized if it is FP8."""
-        file, scales_name = self._files[part.name], part.name + SCALE_SUFFIX
+        file, scales_name = self._files[part.name], part.name + families.SCALE_SUFFIX
         tensor, scaled = self._tensor(part.name, part.shape), scales_name in self._files
         fp8 = tensor.dtype == torch.float8_e4m3fn
         if not fp8 and (scaled or tensor.dtype not in _DTYPES):
@@ -294,11 +274,12 @@ class _StoredWeights(CodedWeights):
             return tensor
         if len(part.shape) != 2 or not scaled:
             raise UserError(f"{file}: {part.name} is in FP8, but there is no tensor {scales_name}")
-        grid = tuple(-(-size // block) for size, block in zip(part.shape, FP8_BLOCK, strict=True))
+        sides = zip(part.shape, families.FP8_BLOCK, strict=True)
+        grid = tuple(-(-size // block) for size, block in sides)
         scales = self._tensor(scales_name, grid)
         if scales.dtype not in (torch.float32, torch.bfloat16):
             raise UserError(f"{file}: {scales_name} is {scales.dtype}: float32 or bfloat16 is read")
-        return dequantize(QTensor(tensor, scales.float(), FP8_BLOCK))
+        return dequantize(QTensor(tensor, scales.float(), families.FP8_BLOCK))
 
     def _tensor(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
         """Return a tensor of the files on the device, checked to have one of the shapes."""
@@ -306,7 +287,7 @@ class _StoredWeights(CodedWeights):
         try:
             # Opened for only this tensor: a mapping keeps every page that was read through it, and
             # one for the whole load would end with the directory's size in this process's memory.
-            with open_tensors(file) as handle:
+            with hf_files.open_tensors(file) as handle:
                 stored = tuple(handle.get_slice(name).get_shape())
                 if stored not in shapes:
                     expected = " or ".join(str(list(shape)) for shape in shapes)

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,9 +87,8 @@ def new_directory(
 ) -> Iterator[Path]:
     """Yield a hidden folder to fill; after the block rank 0 adds the tokenizer and moves it."""
     target = Path(path)
-    scratch = world().from_first(
-        "a folder to write into", lambda: begin_directory(target, overwrite)
-    )
+    what = "a folder to write into"
+    scratch = world().from_first(what, lambda: begin_directory(target, overwrite))
 
     def publish() -> None:
         if tokenizer is not None:
@@ -204,8 +204,8 @@ def _write_shards(
     if len(shards) > 1:
         total = sum(encoding.num_bytes(part) for shard in shards for _, part in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write = partial(write_json, directory / "model.safetensors.index.json", index)
-        world().from_first("the index of the files", write)
+        place = directory / "model.safetensors.index.json"
+        world().from_first("the index of the files", lambda: write_json(place, index))
 
 
 def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
@@ -222,12 +222,8 @@ def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
     if config.head == "score":
         contents |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
     if encoding.dtype == "fp8":
-        kept = [
-            part.module
-            for parts in stored_tensors(config).values()
-            for part in parts
-            if part.linear_weight and not encoding.is_fp8(part)
-        ]
+        parts = chain.from_iterable(stored_tensors(config).values())
+        kept = [p.module for p in parts if p.linear_weight and not encoding.is_fp8(p)]
         contents["quantization_config"] = {
             "quant_method": "fp8",
             "fmt": "e4m3",

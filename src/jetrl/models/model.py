@@ -163,16 +163,10 @@ class Model:
             save_adapter(path, self.config, self.lora, masters, base, self.base_digest, **files)
             return
         num_layers = self.config.num_layers
-        hf.save_model(
-            path,
-            self.config,
-            self.whole_masters(),
-            dtype,
-            generation_config=self.generation_config or None,
-            bf16_layers=[i for i in range(num_layers) if self.plan.keeps_bf16(i, num_layers)],
-            scales=self.plan.scales,
-            **files,
-        )
+        files["generation_config"] = self.generation_config or None
+        bf16_layers = [i for i in range(num_layers) if self.plan.keeps_bf16(i, num_layers)]
+        files |= {"bf16_layers": bf16_layers, "scales": self.plan.scales}
+        hf.save_model(path, self.config, self.whole_masters(), dtype, **files)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         """Return the whole master weights, and base parameters that are only replaced."""

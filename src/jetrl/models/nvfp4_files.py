@@ -42,7 +42,7 @@ from jetrl.precision.plan import PrecisionPlan
 
 SIDECAR = "hf_quant_config.json"  # ModelOpt's, of whose older exports config.json says nothing
 _WHERE = "config.json: quantization_config"
-_OF_KEYS_AND_VALUES = (".k_scale", ".v_scale", ".q_scale")
+_UNREAD = (".input_scale", ".k_scale", ".v_scale", ".q_scale")
 _CT_FORMAT = "nvfp4-pack-quantized"
 _NotThere = Annotated[dict[str, Any], Field(max_length=0)] | None
 
@@ -108,16 +108,11 @@ def _matching(patterns: Sequence[str], layers: Sequence[str]) -> set[str]:
 
 
 _MODELOPT = NVFP4Layout(
-    "NVIDIA ModelOpt",
-    ("", "_scale", "_scale_2"),
-    divides=False,
-    unread=(".input_scale", *_OF_KEYS_AND_VALUES),
+    "NVIDIA ModelOpt", ("", "_scale", "_scale_2"), divides=False, unread=_UNREAD
 )
+_CT_UNREAD = (".input_global_scale", *_UNREAD)
 _COMPRESSED_TENSORS = NVFP4Layout(
-    "compressed-tensors",
-    ("_packed", "_scale", "_global_scale"),
-    divides=True,
-    unread=(".input_global_scale", ".input_scale", *_OF_KEYS_AND_VALUES),
+    "compressed-tensors", ("_packed", "_scale", "_global_scale"), divides=True, unread=_CT_UNREAD
 )
 
 

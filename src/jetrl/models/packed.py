@@ -106,10 +106,5 @@ class Stems:
             add_run(start + length, end, run_of_stem[stem])
         computed = np.concatenate(rows)
         starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))
-        return Stems(
-            rows=torch.from_numpy(computed),
-            row_of=torch.from_numpy(row_of),
-            positions=torch.from_numpy(computed - starts[computed]),
-            run_starts=run_starts,
-            stem_of=stem_of,
-        )
+        tensor, positions = torch.from_numpy, computed - starts[computed]
+        return Stems(tensor(computed), tensor(row_of), tensor(positions), run_starts, stem_of)

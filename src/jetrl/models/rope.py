@@ -43,9 +43,8 @@ class RopeScaling:
         wavelengths = 2 * math.pi / frequencies
         slow = wavelengths > context / self.low_freq_factor
         fast = wavelengths < context / self.high_freq_factor
-        keep = (context / wavelengths - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
+        width = self.high_freq_factor - self.low_freq_factor
+        keep = (context / wavelengths - self.low_freq_factor) / width
         between = (1 - keep) * frequencies / self.factor + keep * frequencies
         return np.where(slow, frequencies / self.factor, np.where(fast, frequencies, between))
 

@@ -165,7 +165,7 @@ class Checkpoints:
         by resuming from an earlier one. After a StorageError (a full disk) nothing of it is left,
         and older ones are unchanged.
         """
-        target = self.path(snapshot.step)
+        step, state, target = snapshot.step, snapshot.state, self.path(snapshot.step)
         writing = self.directory / f"{_WRITING}{target.name}"
         ranks = self._ranks
         try:
@@ -173,10 +173,8 @@ class Checkpoints:
             # 4. state.json, the manifest and the rename, by rank 0 when all else is on disk.
             ranks.from_first("the folder of a checkpoint", lambda: self._begin(writing))
             written = files.write_parts(writing, snapshot.tensors, snapshot.shards, ranks)
-            ranks.from_first(
-                "the end of a checkpoint",
-                lambda: self._put_in_place(writing, target, snapshot.state, written),
-            )
+            end = "the end of a checkpoint"
+            ranks.from_first(end, lambda: self._put_in_place(writing, target, state, written))
         except BaseException as error:
             # Nothing of it stays, so that a full disk gets its space back.
             if ranks.is_first:
@@ -185,9 +183,7 @@ class Checkpoints:
                 raise
             explain = partial(self._explain_failure, target, error)
             raise StorageError(ranks.from_first("why a checkpoint failed", explain)) from None
-        ranks.from_first(
-            "the checkpoints to keep", lambda: self._prune(snapshot.step, self.steps())
-        )
+        ranks.from_first("the checkpoints to keep", lambda: self._prune(step, self.steps()))
         return target
 
     def _begin(self, writing: Path) -> None:
@@ -359,8 +355,7 @@ def model_dict(policy: Model) -> dict[str, Any]:
         config.pop("layers_without_rope", None)
     if policy.lora is not None:
         config["adapter"] = {**dataclasses.asdict(policy.lora), "base": policy.base_digest}
-    configuration: dict[str, Any] = files.as_json(config)
-    return configuration
+    return dict(files.as_json(config))
 
 
 class Background:

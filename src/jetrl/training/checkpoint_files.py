@@ -301,8 +301,7 @@ def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
     if _PIECES in expected:
         return _digest_of_pieces(path, path.stat().st_size) == str(expected[_PIECES])
     # Older versions stored either digest under the same key.
-    known = str(expected[_WHOLE])
-    size = path.stat().st_size
+    known, size = str(expected[_WHOLE]), path.stat().st_size
     if size > _PIECE and _digest_of_pieces(path, size) == known:
         return True
     return _digest(path, size=size).hex() == known

@@ -39,15 +39,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import is_out_of_memory
-from jetrl.settings.algorithms import (
-    ALGORITHMS,
-    CORRECTIONS,
-    USERS,
-    Aggregation,
-    Algorithm,
-    AlgorithmSettings,
-    Level,
-)
+from jetrl.settings import algorithms
 from jetrl.training.advantages import ESTIMATORS, Advantages, StepRewards
 from jetrl.training.micro_batches import MicroBatchLoss
 from jetrl.untrusted import USERS_ERRORS, check_trusted
@@ -126,9 +118,8 @@ def clipped_ratio(
     if dual_clip is None:
         return clipped
     over = (advantages < 0) & (ratio > dual_clip)
-    return TokenLoss(
-        torch.where(over, -dual_clip * advantages, clipped.loss), clipped.clipped | over
-    )
+    loss = torch.where(over, -dual_clip * advantages, clipped.loss)
+    return TokenLoss(loss, clipped.clipped | over)
 
 
 def sequence_ratio(tokens: Tokens, clip: float, clip_high: float) -> TokenLoss:
@@ -184,7 +175,10 @@ class UpdateSize(NamedTuple):
 
 
 def token_weights(
-    lengths: Tensor, size: UpdateSize, aggregation: Aggregation, num_tokens: int | None = None
+    lengths: Tensor,
+    size: UpdateSize,
+    aggregation: algorithms.Aggregation,
+    num_tokens: int | None = None,
 ) -> Tensor:
     """Return the weight of each token's loss, float32 [N], from sequence lengths int64 [S].
 
@@ -208,21 +202,18 @@ class Correction:
     """A correction of the mismatch with its level and bounds; `low` is 0 without a lower bound."""
 
     name: str
-    level: Level
+    level: algorithms.Level
     low: float
     high: float
 
     @classmethod
-    def from_settings(cls, settings: AlgorithmSettings) -> Correction | None:
+    def from_settings(cls, settings: algorithms.AlgorithmSettings) -> Correction | None:
         if settings.correction == "none":
             return None
-        bounds = CORRECTIONS[settings.correction]
-        return cls(
-            settings.correction,
-            settings.correction_level or bounds.levels[0],
-            settings.correction_low or bounds.low or 0.0,
-            settings.correction_high or bounds.high,
-        )
+        bounds = algorithms.CORRECTIONS[settings.correction]
+        level = settings.correction_level or bounds.levels[0]
+        low = settings.correction_low or bounds.low or 0.0
+        return cls(settings.correction, level, low, settings.correction_high or bounds.high)
 
     def __call__(self, tokens: Tokens, rollout_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of N tokens, float32 [N], and two measurements.
@@ -268,19 +259,19 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 class Objective:
     """The function that a run optimizes: an algorithm with the values of all options."""
 
-    algorithm: Algorithm
-    settings: AlgorithmSettings
+    algorithm: algorithms.Algorithm
+    settings: algorithms.AlgorithmSettings
     max_tokens: int
     advantages: Callable[[StepRewards], Advantages]
     token_loss: Callable[..., TokenLoss]
-    aggregation: Aggregation
+    aggregation: algorithms.Aggregation
     correction: Correction | None
 
     @classmethod
-    def from_settings(cls, settings: AlgorithmSettings, max_tokens: int) -> Objective:
+    def from_settings(cls, settings: algorithms.AlgorithmSettings, max_tokens: int) -> Objective:
         """Return the objective of the section `[algorithm]`."""
         name = settings.name
-        algorithm = load_algorithm(name) if settings.from_file else ALGORITHMS[name]
+        algorithm = load_algorithm(name) if settings.from_file else algorithms.ALGORITHMS[name]
         # Settings that mean nothing to the algorithm, known only with its record.
         problems = list(settings.problems(algorithm))
         if problems:
@@ -361,7 +352,7 @@ class Objective:
         return MicroBatchLoss((loss * weights).sum(), metrics, peaks)
 
 
-def _check_own_options(name: str, own: Mapping[str, Any], algorithm: Algorithm) -> None:
+def _check_own_options(name: str, own: Mapping[str, Any], algorithm: algorithms.Algorithm) -> None:
     """Check that each of algorithm.options is an argument of the loss or a user's estimator."""
     loss, estimator = algorithm.loss, algorithm.advantages
     known = _arguments(LOSSES[loss] if isinstance(loss, str) else loss)
@@ -369,10 +360,8 @@ def _check_own_options(name: str, own: Mapping[str, Any], algorithm: Algorithm) 
     # A misspelt option would otherwise change nothing, silently.
     for key in own:
         if key not in known:
-            raise UserError(
-                f"algorithm.options.{key}: {name} has no such argument; it has "
-                f"{', '.join(known) or 'none'}"
-            )
+            has = ", ".join(known) or "none"
+            raise UserError(f"algorithm.options.{key}: {name} has no such argument; it has {has}")
 
 
 def _arguments(piece: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -402,7 +391,7 @@ def _piece(
     return users(name, function, options)  # which checks what the function returns
 
 
-def load_algorithm(name: str) -> Algorithm:
+def load_algorithm(name: str) -> algorithms.Algorithm:
     """Return the algorithm at `file.py:name`; an error in the file is a UserError with its line.
 
     It is an `Algorithm`, or a loss function of (Tokens, **options), used with group advantages and
@@ -428,14 +417,14 @@ def load_algorithm(name: str) -> Algorithm:
         problem = f"line {line}: {type(error).__name__}: {error}"
         raise UserError(f"algorithm file {file}, {problem}") from error
     algorithm = getattr(module, member, None)
-    if isinstance(algorithm, Algorithm):
+    if isinstance(algorithm, algorithms.Algorithm):
         return algorithm
     if not callable(algorithm):
         raise UserError(
             f"algorithm file {file}: {member!r} is not a function or an Algorithm; the file has "
             f"{', '.join(key for key, value in vars(module).items() if callable(value)) or 'none'}"
         )
-    return replace(USERS, title=member, loss=algorithm)
+    return replace(algorithms.USERS, title=member, loss=algorithm)
 
 
 @dataclass(frozen=True)
@@ -474,10 +463,9 @@ class UsersLoss(UsersFunction):
             loss = TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
         if not isinstance(loss, TokenLoss) or loss.loss.shape != tokens.advantages.shape:
             shape = list(loss.loss.shape) if isinstance(loss, TokenLoss) else type(loss).__name__
-            raise self._error(
-                "it must return one loss for each of the "
-                f"{len(tokens.advantages)} tokens, not {shape}"
-            )
+            count = len(tokens.advantages)
+            problem = f"it must return one loss for each of the {count} tokens, not {shape}"
+            raise self._error(problem)
         if tokens.trainer_logprobs.requires_grad and not loss.loss.requires_grad:
             raise self._error("its loss has no gradient; make it of tokens.trainer_logprobs")
         return loss

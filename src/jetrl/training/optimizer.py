@@ -88,11 +88,8 @@ class Optimizer:
         self.total_updates = total_updates
         self.num_updates = 0
         # Vectors are few and sensitive: only matrices get compact states.
-        self._wide = {
-            name: p
-            for name, p in self.masters.items()
-            if not is_compact(p.ndim, settings.optimizer_states)
-        }
+        states = settings.optimizer_states
+        self._wide = {n: p for n, p in self.masters.items() if not is_compact(p.ndim, states)}
         # By name, as torch.optim.AdamW has them by parameter; nothing before the first gradient.
         self._compact: dict[str, dict[str, Tensor]] = {}
         wide = self._wide.values()
@@ -119,9 +116,8 @@ class Optimizer:
     def gradient_norm(self) -> Tensor:
         """Return the norm of all gradients together, a float32 scalar on the device."""
         # One sum of squares per 128 rows, which no division among ranks cuts.
-        squares = {
-            name: block_squares(p.grad) for name, p in self.masters.items() if p.grad is not None
-        }
+        masters = self.masters.items()
+        squares = {name: block_squares(p.grad) for name, p in masters if p.grad is not None}
         if not squares:
             return torch.zeros(())
         divided = {name: square for name, square in squares.items() if name in self.shards}
@@ -132,26 +128,21 @@ class Optimizer:
     def nonfinite_gradients(self) -> list[str]:
         """Return the names of master weights whose gradient has a NaN or infinity."""
         # Each rank looks at its own rows; a name counts if any rank found it.
-        own = [
-            name
-            for name, master in self.masters.items()
-            if master.grad is not None and not bool(torch.isfinite(master.grad).all())
-        ]
+        gradients = {n: p.grad for n, p in self.masters.items() if p.grad is not None}
+        own = [n for n, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
         found = set().union(*world().gather("the gradients that are not finite", own))
         return [name for name in self.masters if name in found]
 
     def apply(self, total_norm: Tensor) -> None:
         """Clip the gradients to `grad_clip`, update the master weights, drop the gradients."""
         # In place, for the states of eight bytes.
-        torch.nn.utils.clip_grads_with_norm_(
-            self._wide.values(), self.settings.grad_clip, total_norm
-        )
+        most = self.settings.grad_clip
+        torch.nn.utils.clip_grads_with_norm_(self._wide.values(), most, total_norm)
         # Both optimizers use the schedule's rate; the compact one also clips in its own pass.
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
-        clip = (self.settings.grad_clip / (total_norm + 1e-6)).clamp(max=1.0)  # as torch's
-        self._apply_compact(clip)
+        self._apply_compact((most / (total_norm + 1e-6)).clamp(max=1.0))  # as torch's
         self.num_updates += 1
         self.zero_grad()
 
@@ -159,6 +150,7 @@ class Optimizer:
     def _apply_compact(self, clip: Tensor) -> None:
         """Update the matrices with compact states by gradients times `clip`, a float32 scalar."""
         settings = self.settings
+        constants = (settings.betas, settings.eps, settings.weight_decay)
         scalars: dict[int, AdamWScalars] = {}  # by step, as a rule the same one for all
         for name, master in self.masters.items():
             if name in self._wide or master.grad is None:
@@ -170,9 +162,7 @@ class Optimizer:
             state["step"] += 1
             step = int(state["step"])  # on the CPU
             if step not in scalars:
-                scalars[step] = adamw_scalars(
-                    step, self._lr, settings.betas, settings.eps, settings.weight_decay
-                )
+                scalars[step] = adamw_scalars(step, self._lr, *constants)
             # A rank rounds the rows that it owns as one rank would: random bits count elements.
             own = scalars[step]
             if name in self.shards:

@@ -236,18 +236,14 @@ def _pack(
             for begin, stop in sequence.environment:
                 loss_mask[first + begin : first + stop] = False
             rollout_logprobs[first:end] = sequence.logprobs
-        batches.append(
-            Batch(
-                token_ids=token_ids,
-                cu_seqlens=cu_seqlens,
-                loss_mask=loss_mask,
-                rollout_logprobs=rollout_logprobs,
-                advantages=np.zeros(num_tokens, dtype=np.float32),
-                sample_ids=np.asarray(ids, dtype=np.int64),
-                stem_ids=np.array([stems[i].id for i in ids]) if share_prompts else None,
-                stem_lengths=np.array([stems[i].length for i in ids]) if share_prompts else None,
-            )
+        batch = Batch(
+            *(token_ids, cu_seqlens, loss_mask, rollout_logprobs),
+            advantages=np.zeros(num_tokens, dtype=np.float32),
+            sample_ids=np.asarray(ids, dtype=np.int64),
+            stem_ids=np.array([stems[i].id for i in ids]) if share_prompts else None,
+            stem_lengths=np.array([stems[i].length for i in ids]) if share_prompts else None,
         )
+        batches.append(batch)
     return batches
 
 

@@ -99,11 +99,9 @@ class Preparation:
 
     def _pack(self, samples: Sequence[Sample], chosen: list[list[int]]) -> list[list[Batch]]:
         """Return the batches of each update, without updates that have no trained token."""
-        share = self.settings.train.share_prompts
+        size, share = self.size.tokens, self.settings.train.share_prompts
         packed = [
-            packing.pack(
-                samples, self.size.tokens, ids, packing.shares_prompts(share, samples, ids)
-            )
+            packing.pack(samples, size, ids, packing.shares_prompts(share, samples, ids))
             for ids in chosen
         ]
         packed = [batches for batches in packed if batches]
@@ -144,9 +142,8 @@ class Preparation:
             reward_S = reward_S - overlong
             metrics["reward/overlong_penalty"] = float(overlong.mean())
         batches = [micro.batch for micro in micro_batches]
-        penalties = packing.by_sample(
-            batches, [self._penalty(m) for m in micro_batches], len(samples)
-        )
+        of_batches = [self._penalty(micro) for micro in micro_batches]
+        penalties = packing.by_sample(batches, of_batches, len(samples))
         if objective.kl_in_reward:
             metrics["reward/kl_penalty"] = sum(float(p.sum()) for p in penalties) / len(samples)
         # The estimator works by samples, micro-batches are packed: reorder.

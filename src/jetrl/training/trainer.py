@@ -94,8 +94,7 @@ class Trainer:
         guard: Guard | None = None,
         draft_head: DraftHeadTraining | None = None,
     ) -> None:
-        self.policy = policy
-        self.settings = settings
+        self.policy, self.settings = policy, settings
         self.objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
         if settings.algorithm.kl > 0 and reference is None:
             raise UserError(f"algorithm.kl = {settings.algorithm.kl} needs a reference policy")
@@ -116,15 +115,10 @@ class Trainer:
             self.calibration = ClipCalibration(policy, bounds, every, self._temperature)
         parts: tuple[Extra | None, ...] = (self.calibration, draft_head, critic)
         self.extras = [extra for extra in parts if extra is not None]
-        self.preparation = Preparation(
-            *(policy, settings, self.objective, reference, critic),
-            *(self.micro_batch_size, self._temperature),
-        )
-        self._update = Update(
-            *(policy, self.optimizer, self.guard, self._loss, "policy"),
-            watched=("loss", "entropy"),
-            synchronize=True,
-        )
+        given = (policy, settings, self.objective, reference, critic)
+        self.preparation = Preparation(*given, self.micro_batch_size, self._temperature)
+        own = (policy, self.optimizer, self.guard, self._loss, "policy")
+        self._update = Update(*own, watched=("loss", "entropy"), synchronize=True)
 
     @property
     def models(self) -> list[Model]:
@@ -187,14 +181,12 @@ class Trainer:
         metrics |= self.micro_batch_size.take_metrics()
         # Requantization is its own phase; the rest of the step is the update.
         requantize_s = sum(update.requantize_s for update in updates)
-        return TrainedStep(
-            metrics,
-            timings={
-                "update": time.perf_counter() - start - requantize_s,
-                "optimizer": sum(update.optimizer_s for update in updates),
-                "requantize": requantize_s,
-            },
-        )
+        timings = {
+            "update": time.perf_counter() - start - requantize_s,
+            "optimizer": sum(update.optimizer_s for update in updates),
+            "requantize": requantize_s,
+        }
+        return TrainedStep(metrics, timings)
 
     def _loss(self, micro: MicroBatch, minibatch: Minibatch) -> MicroBatchLoss:
         """Run the forward of a micro-batch, and return its share of the minibatch's loss."""
@@ -213,10 +205,8 @@ class Trainer:
         # Sequence lengths and update sizes weigh the tokens; they are those of the whole update.
         lengths = upload(torch.from_numpy(trained_lengths(batch)), device)
         tokens = Tokens(logprobs, behavior, advantages, lengths)
-        size = UpdateSize(
-            minibatch.num_tokens, minibatch.num_sequences, self.settings.rollout.max_tokens
-        )
-        objective = self.objective
+        longest, objective = self.settings.rollout.max_tokens, self.objective
+        size = UpdateSize(minibatch.num_tokens, minibatch.num_sequences, longest)
         for extra in self.extras:
             objective = extra.objective(objective)
         loss = objective(tokens, size, rollout_logprobs, micro.ref_logprobs)
@@ -418,21 +408,15 @@ class Update:
         records = [*accumulated.shares, *accumulated.peaks, accumulated.metrics]
         on_device = [*chain(*(record.values() for record in records)), norm, scales]
         numbers = torch.stack([n.detach().double().to(norm.device) for n in on_device]).tolist()
-        *numbers, grad_norm, weight_scales_norm = numbers
+        *numbers, grad_norm, scales_norm = numbers
         values = iter(numbers)
         read = [{name: next(values) for name in record} for record in records]
         # Shares and peaks of all ranks, in the order of micro-batches: the sums have the same bits.
         count = len(accumulated.shares)
         of_micro_batches = list(zip(read[:count], read[count : 2 * count], strict=True))
         metrics, peaks = _added(world().gather_in_order("metrics of the update", of_micro_batches))
-        return UpdateStats(
-            accumulated.minibatch.num_tokens,
-            metrics | read[-1],
-            peaks,
-            grad_norm,
-            weight_scales_norm,
-            self.optimizer.lr,
-        )
+        num_tokens, lr = accumulated.minibatch.num_tokens, self.optimizer.lr
+        return UpdateStats(num_tokens, metrics | read[-1], peaks, grad_norm, scales_norm, lr)
 
     def _name(self, metric: str) -> str:
         return f"{self.prefix}/{metric}"
