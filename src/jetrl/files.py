@@ -141,6 +141,5 @@ def shown_value(value: Any) -> str:
 def printable(text: str) -> str:
     """Return the beginning of a text in one line, unprintable characters as escapes."""
     short = text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "..."
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in short
-    )
+    escaped = {c: c.encode("unicode_escape").decode("ascii") for c in short if not c.isprintable()}
+    return "".join(escaped.get(c, c) for c in short)

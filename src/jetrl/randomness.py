@@ -23,12 +23,8 @@ def derive_seed(*parts: int | str) -> int:
 def draw_range(total: int, first: int, count: int, seed: int) -> list[int]:
     """Return consecutive entries of an endless sequence of shuffles of range(total)."""
     epochs = range(first // total, (first + count - 1) // total + 1)
-    order = {
-        epoch: np.random.Generator(np.random.Philox(key=derive_seed(seed, epoch))).permutation(
-            total
-        )
-        for epoch in epochs
-    }
+    bits = {epoch: np.random.Philox(key=derive_seed(seed, epoch)) for epoch in epochs}
+    order = {epoch: np.random.Generator(bits[epoch]).permutation(total) for epoch in epochs}
     return [int(order[i // total][i % total]) for i in range(first, first + count)]
 
 

@@ -172,11 +172,10 @@ def trust_only(files: Iterable[str | Path] = ()) -> Iterator[None]:
 def check_trusted(file: Path) -> None:
     """Raise `UserError` for a file that the command was not told to trust."""
     if _trusted is not None and file.resolve() not in _trusted:
-        raise UserError(
-            f"{file} is a Python file that the run's settings name, and this command runs no "
-            "file that you did not name yourself: it may come with a run from elsewhere; read "
-            "it, then add --trust-task to run it"
-        )
+        rule = "this command runs no file that you did not name yourself"
+        why = "it may come with a run from elsewhere; read it, then add --trust-task to run it"
+        what = f"{file} is a Python file that the run's settings name"
+        raise UserError(f"{what}, and {rule}: {why}")
 
 
 def files_named(words: object) -> set[str]:

@@ -76,10 +76,8 @@ class Meeting:
             ranks = ranks_that_differ(values)
             if ranks:
                 usual = next(value for rank, value in enumerate(values) if rank not in ranks)
-                raise UserError(
-                    f"{name} is {values[ranks[0]]} on {named(ranks)} and {usual} on the other "
-                    "ranks: start all ranks alike"
-                )
+                both = f"{values[ranks[0]]} on {named(ranks)} and {usual} on the other ranks"
+                raise UserError(f"{name} is {both}: start all ranks alike")
 
     def end(self, words: str, heard: bool = False) -> str | None:
         """Return the text that this rank has to print when it ends with an error; None for nothing.
@@ -124,32 +122,25 @@ class Meeting:
                 for rank in range(self.size):
                     if rank not in came and self._words.check([f"{start} {rank}"]):
                         came[rank] = json.loads(self._words.get(f"{start} {rank}"))
-                        if came[rank]["size"] != self.size:
-                            self._refuse(
-                                start,
-                                f"WORLD_SIZE is {came[rank]['size']} on rank {rank} and "
-                                f"{self.size} on rank {self.rank}: start all ranks alike",
-                            )
+                        if (size := came[rank]["size"]) != self.size:
+                            both = f"{size} on rank {rank} and {self.size} on rank {self.rank}"
+                            self._refuse(start, f"WORLD_SIZE is {both}: start all ranks alike")
                 if self._words.check([f"{start} refused"]):
                     raise UserError(self._words.get(f"{start} refused").decode())
                 if len(came) == self.size:
                     return [came[rank] for rank in range(self.size)]
                 waited = time.monotonic() - began
                 if waited > START_S:
-                    raise UserError(
-                        f"{self._missing(came)} did not come within {START_S:.0f} s: its own "
-                        "output, or torchrun's, says why"
-                    )
+                    late = f"{self._missing(came)} did not come within {START_S:.0f} s"
+                    raise UserError(f"{late}: its own output, or torchrun's, says why")
                 if waited > SILENT_S and self.rank == 0 and not told:
                     told = True
                     tell(f"waiting for {self._missing(came)}, for up to {START_S:.0f} s")
                 time.sleep(0.02)
         except Terminated:
-            raise RankLost(
-                f"terminated while waiting for {self._missing(came)}; torchrun says which rank "
-                "ended first",
-                Terminated.exit_code,
-            ) from None
+            what = f"terminated while waiting for {self._missing(came)}"
+            words = f"{what}; torchrun says which rank ended first"
+            raise RankLost(words, Terminated.exit_code) from None
 
     def _missing(self, came: Collection[int]) -> str:
         """Name the ranks that have not come."""
@@ -179,10 +170,9 @@ def meet(init_method: str = "env://") -> Meeting:
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).strip().splitlines()[0]
-        raise NoMeeting(
-            f"rank {rank} could not be joined to the others at {address} (MASTER_ADDR and "
-            f"MASTER_PORT: try another port, and give each process its own RANK): {reason}"
-        ) from None
+        what = f"rank {rank} could not be joined to the others at {address}"
+        hint = "MASTER_ADDR and MASTER_PORT: try another port, and give each process its own RANK"
+        raise NoMeeting(f"{what} ({hint}): {reason}") from None
     _meetings.append(Meeting(_of_this_attempt(store), rank, size))
     return _meetings[0]
 
@@ -198,10 +188,9 @@ def _of_this_attempt(store: Store) -> Store:
         return store
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if machines > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-        raise NoMeeting(
-            f"--max-restarts on {machines} machines: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-            "where torchrun is started, or an attempt would meet what the one before left"
-        )
+        instead = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started"
+        why = "or an attempt would meet what the one before left"
+        raise NoMeeting(f"--max-restarts on {machines} machines: {instead}, {why}")
     return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

@@ -236,10 +236,8 @@ class OtherRanks(Peers):
         if threading.get_ident() == self._main:
             self._ending = True
         if trouble is None:
-            words = (
-                f"rank {self._rank} waited for the others ({what}), and one of them is gone or did "
-                f"not answer: {reason}"
-            )
+            words = f"rank {self._rank} waited for the others ({what})"
+            words += f", and one of them is gone or did not answer: {reason}"
             places = (f"rank {r} was last {s.place}" for r, s in sorted(self._others().items()))
             words = "; ".join([words, *places])
             trouble = self._tell(Trouble(UNKNOWN, "lost", words, teller=self._rank))
@@ -248,11 +246,8 @@ class OtherRanks(Peers):
     def waits_for_others(self) -> bool:
         """Return whether another rank is behind this one, and its own watchdog has not ended it."""
         own = self._status
-        return any(
-            other.number < own.number or (own.awaits and not other.awaits)
-            for other in self._others().values()
-            if not other.left
-        )
+        here = [other for other in self._others().values() if not other.left]
+        return any(o.number < own.number or (own.awaits and not o.awaits) for o in here)
 
     def is_well(self, rank: int) -> bool:
         line = self._others().get(rank)
@@ -341,11 +336,10 @@ class OtherRanks(Peers):
             line = self._lines([rank])[rank]  # it may have written a last line
             told = told or self._told()
             if told is None and not line.left:
-                words = (
-                    f"rank {line.rank} is gone (process {line.pid} on {line.node}: killed from "
-                    "outside, by the system for its memory, or a crash); it was last "
-                )
-                told = self._tell(Trouble(line.rank, "lost", words + line.place))
+                why = "killed from outside, by the system for its memory, or a crash"
+                words = f"rank {line.rank} is gone (process {line.pid} on {line.node}: {why})"
+                words += f"; it was last {line.place}"
+                told = self._tell(Trouble(line.rank, "lost", words))
         if told is not None and self._trouble is None:
             self._record(told)
             self._trouble = told

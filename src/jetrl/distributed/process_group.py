@@ -103,10 +103,9 @@ class ProcessGroupWorld(World):
         ranks = ranks_that_differ(values)
         if ranks:
             usual = next(rank for rank in range(self.size) if rank not in ranks)
-            raise RanksDiffer(
-                f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from rank {usual} in {what}: "
-                f"{values[ranks[0]]!r} there, {values[usual]!r} on rank {usual}"
-            )
+            differ = f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from rank {usual} in {what}"
+            both = f"{values[ranks[0]]!r} there, {values[usual]!r} on rank {usual}"
+            raise RanksDiffer(f"{differ}: {both}")
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
@@ -144,22 +143,18 @@ def open_world(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device == "cuda" and local_size > torch.cuda.device_count():
-        problem = problem or (
-            f"{local_size} processes and {torch.cuda.device_count()} GPUs on "
-            f"{socket.gethostname()}: start at most one process per GPU (--nproc-per-node)"
-        )
+        few = f"{local_size} processes and {torch.cuda.device_count()} GPUs"
+        hint = "start at most one process per GPU (--nproc-per-node)"
+        problem = problem or f"{few} on {socket.gethostname()}: {hint}"
     if dist.is_initialized():
         own = "this program has opened a process group itself (torch.distributed): "
         problem = problem or own + "leave that to jetrl, or end it before (destroy_process_group)"
     meeting = meet(init_method)
     watch = _watched(meeting, local_rank, local_size, leave)
     meeting.compare({"the device": device, **(facts or {})}, problem)
-    group: dict[str, Any] = {
-        "store": meeting.group_store(),
-        "rank": meeting.rank,
-        "world_size": meeting.size,
-        "timeout": timedelta(seconds=timeout_s),
-    }
+    limit = timedelta(seconds=timeout_s)
+    group: dict[str, Any] = {"rank": meeting.rank, "world_size": meeting.size, "timeout": limit}
+    group["store"] = meeting.group_store()
     try:
         if device == "cuda":
             gpu = torch.device("cuda", local_rank)
@@ -167,24 +162,16 @@ def open_world(
             dist.init_process_group("nccl", device_id=gpu, **group)
         else:
             dist.init_process_group("gloo", **group)
-        hosts = dist.new_group(backend="gloo", timeout=group["timeout"])
+        hosts = dist.new_group(backend="gloo", timeout=limit)
     except (RuntimeError, ValueError) as error:
         trouble = watch.trouble()
         if trouble is not None:
             raise RankLost(trouble.reason, trouble.code) from None
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"the {meeting.size} processes have met, but not joined: {reason}"
-        ) from None
-    world = ProcessGroupWorld(
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        local_rank=local_rank,
-        local_size=local_size,
-        node=socket.gethostname(),
-        hosts=hosts,
-        timeout_s=timeout_s,
-    )
+        what = f"the {meeting.size} processes have met, but not joined"
+        raise UserError(f"{what}: {reason}") from None
+    place = (dist.get_rank(), dist.get_world_size(), local_rank, local_size, socket.gethostname())
+    world = ProcessGroupWorld(*place, hosts=hosts, timeout_s=timeout_s)
     set_world(world)
     try:
         yield world
@@ -205,15 +192,10 @@ def _watched(
     if leave is None or meeting.size == 1:
         return NOBODY
     first = meeting.rank - local_rank  # torchrun numbers the ranks of a machine in a row
-    others = OtherRanks(
-        meeting.own_store("board"),
-        RankStatus(meeting.rank, socket.gethostname(), os.getpid()),
-        meeting.size,
-        range(first, min(first + local_size, meeting.size)),
-        leave,
-        write_collectives,
-        keeper=os.getppid() if has_agent_store() else 0,
-    )
+    on_machine = range(first, min(first + local_size, meeting.size))
+    status = RankStatus(meeting.rank, socket.gethostname(), os.getpid())
+    keeper, board = os.getppid() if has_agent_store() else 0, meeting.own_store("board")
+    others = OtherRanks(board, status, meeting.size, on_machine, leave, write_collectives, keeper)
     others.open()
     return others
 
@@ -230,9 +212,8 @@ def record_collectives(folder: Path) -> None:
 
 def write_collectives(folder: Path, rank: int) -> None:
     """Write the collectives that this process remembers into a folder, as JSON."""
-    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(
-        c10d, "_dump_fr_trace_json", None
-    )
+    other = getattr(c10d, "_dump_fr_trace_json", None)
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or other
     if dump is None:
         return
     with contextlib.suppress(RuntimeError, OSError):  # a full disk may be the trouble

@@ -42,13 +42,12 @@ class Shard:
         A list has at most `num_rows` rows, but at least one per rank; later slices may be empty.
         """
         step = max(1, num_rows // self.size)
-        longest = max(self.counts())
         return [
             [
                 slice(min(first + start, end), min(first + start + step, end))
                 for first, end in itertools.pairwise(self.bounds)
             ]
-            for start in range(0, longest, step)
+            for start in range(0, max(self.counts()), step)
         ]
 
     def counts(self, block: int = 1) -> list[int]:

@@ -18,12 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jetrl.kernels.attention.backward_lists import (
-    BACKWARD_KEYS,
-    BACKWARD_QUERIES,
-    DS_TILE_BYTES,
-    STORED_DS_BYTES,
-)
+from jetrl.kernels.attention import backward_lists
 from jetrl.models.adapter import LoRA
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
@@ -166,13 +161,14 @@ def layer_backward_bytes(
         mlp = config.block.backward_bytes(hidden, tokens, fp8, not batch.several, FP8_BLOCK)
     heads = 2 * (3 * config.num_heads + 4 * config.num_kv_heads) * config.head_dim * tokens
     sequences = -(-tokens // batch.longest)
-    across = -(-batch.longest // BACKWARD_QUERIES) * -(-batch.longest // BACKWARD_KEYS)
+    across = -(-batch.longest // backward_lists.BACKWARD_QUERIES)
+    across *= -(-batch.longest // backward_lists.BACKWARD_KEYS)
     # The queries of a branch see all keys of their stem, whose sums may be of several parts.
     met = across if batch.shared else across // 2 + 1
-    ds = config.num_heads * sequences * met * DS_TILE_BYTES
+    ds = config.num_heads * sequences * met * backward_lists.DS_TILE_BYTES
     if batch.shared:
         ds += config.num_kv_heads * 2 * 4 * config.head_dim * (tokens + batch.longest)
-    return max(mlp, heads + min(ds, STORED_DS_BYTES))
+    return max(mlp, heads + min(ds, backward_lists.STORED_DS_BYTES))
 
 
 def last_bytes(

@@ -74,10 +74,9 @@ class _Run:
         if cards:
             where = f"on {cards} GPUs like this one (torchrun --nproc-per-node)"
             where += f", with {words}" if words else ""
-        return (
-            f"it fits {where}: {fitted.plan.needed / GIB:.1f} GiB{' on each' if cards else ''}, "
-            f"in micro-batches of up to {fitted.plan.micro_batch.tokens} tokens"
-        )
+        size = f"{fitted.plan.needed / GIB:.1f} GiB{' on each' if cards else ''}"
+        most = f"in micro-batches of up to {fitted.plan.micro_batch.tokens} tokens"
+        return f"it fits {where}: {size}, {most}"
 
 
 def check_fits(
@@ -116,10 +115,9 @@ def check_fits(
         # The CPU's references keep other activations, so only what is certain is refused.
         needed = plan.at("optimizer") * world().local_size
         if free is not None and needed > free:
-            raise UserError(
-                f"the model does not fit in CPU memory: weights, optimizer states and gradients "
-                f"take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free\n\n" + shown(plan)
-            )
+            what = "weights, optimizer states and gradients"
+            sizes = f"{what} take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
+            raise UserError(f"the model does not fit in CPU memory: {sizes}\n\n{shown(plan)}")
         return Fitted(plan, tokens, free)
     fitted = run.largest(free)
     if fitted is not None:
@@ -127,11 +125,10 @@ def check_fits(
     tightest = replace(run, cards=fewest or run.cards)
     least = tightest.plan(free, min(STEP, tokens))
     where, each = ("the GPU", "") if tightest.cards == 1 else (f"{tightest.cards} GPUs", " on each")
-    raise UserError(
-        f"the model does not fit on {where}: even with micro-batches of {least.micro_batch.tokens} "
-        f"tokens it needs {least.needed / GIB:.1f} GiB{each}, and {free / GIB:.1f} GiB "
-        f"are free\n\n{shown(least)}\n\n{_advice(tightest, free)}"
-    )
+    sizes = f"{least.needed / GIB:.1f} GiB{each}, and {free / GIB:.1f} GiB are free"
+    why = f"even with micro-batches of {least.micro_batch.tokens} tokens it needs {sizes}"
+    plan_and_advice = f"{shown(least)}\n\n{_advice(tightest, free)}"
+    raise UserError(f"the model does not fit on {where}: {why}\n\n{plan_and_advice}")
 
 
 def _advice(run: _Run, free: int) -> str:

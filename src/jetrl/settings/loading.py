@@ -139,11 +139,8 @@ def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
         return
     dropped = [key for key in ("config", "tokenizer") if key in model]
     tree["model"] = {key: value for key, value in model.items() if key not in dropped}
-    logger.warning(
-        "model.path=%s takes the place of the recipe's %s",
-        given["model.path"],
-        " and ".join(f"model.{key}" for key in dropped),
-    )
+    names = " and ".join(f"model.{key}" for key in dropped)
+    logger.warning("model.path=%s takes the place of the recipe's %s", given["model.path"], names)
 
 
 def _apply_override(tree: dict[str, Any], override: str, origins: Origins) -> None:

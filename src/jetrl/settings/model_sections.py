@@ -124,10 +124,9 @@ class AdapterSettings(Section):
         if reference.path is None and reference.offload:
             yield "reference.offload: an adapter's reference is the policy's own base; leave it out"
         if reference.path is None and algorithm.kl and self.trains_more:
-            yield (
-                "algorithm.kl measures against the base, which adapter.train_embeddings, "
-                "train_norms and train_head change: set reference.path to the model's directory"
-            )
+            what = "the base, which adapter.train_embeddings, train_norms and train_head change"
+            instead = "set reference.path to the model's directory"
+            yield f"algorithm.kl measures against {what}: {instead}"
 
     @model_validator(mode="after")
     def is_switched_on(self) -> AdapterSettings:
@@ -139,7 +138,6 @@ class AdapterSettings(Section):
             return self
         for key, field in type(self).model_fields.items():
             if getattr(self, key) != field.default:
-                raise ValueError(
-                    f"adapter.{key} is set: set adapter.kind=lora too, or leave it out"
-                )
+                instead = "set adapter.kind=lora too, or leave it out"
+                raise ValueError(f"adapter.{key} is set: {instead}")
         return self

@@ -14,13 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from jetrl.settings import model_sections
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm, AlgorithmSettings
-from jetrl.settings.model_sections import (
-    AdapterSettings,
-    CriticSettings,
-    ReferenceSettings,
-    RewardSettings,
-)
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.presets import PRESETS, is_fp8
 from jetrl.settings.section import (
@@ -378,7 +373,7 @@ class Settings(Section):
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
-    adapter: AdapterSettings = AdapterSettings()
+    adapter: model_sections.AdapterSettings = model_sections.AdapterSettings()
     precision: PrecisionSettings = PrecisionSettings()
     sampler_deviation: SamplerDeviationSettings = SamplerDeviationSettings()
     task: TaskSettings = TaskSettings()
@@ -386,9 +381,9 @@ class Settings(Section):
     rollout: RolloutSettings = RolloutSettings()
     draft_head: DraftHeadSettings = DraftHeadSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
-    reference: ReferenceSettings = ReferenceSettings()
-    critic: CriticSettings = CriticSettings()
-    reward: RewardSettings = RewardSettings()
+    reference: model_sections.ReferenceSettings = model_sections.ReferenceSettings()
+    critic: model_sections.CriticSettings = model_sections.CriticSettings()
+    reward: model_sections.RewardSettings = model_sections.RewardSettings()
     sft: SftSettings = SftSettings()
     train: TrainSettings = TrainSettings()
     loop: LoopSettings = LoopSettings()
@@ -405,10 +400,8 @@ class Settings(Section):
         problems = [*self._single_problems(), *self._length_problems()]
         problems += self.adapter.base_problems(self.precision)
         if self.loop.steps > 0:
-            problems += [
-                *self._learning_problems(),
-                *self.adapter.problems(self.algorithm, self.reference),
-            ]
+            problems += self._learning_problems()
+            problems += self.adapter.problems(self.algorithm, self.reference)
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -416,10 +409,8 @@ class Settings(Section):
     def _learning_problems(self) -> Iterator[str]:
         rollout, train = self.rollout, self.train
         if train.updates_per_step > rollout.prompts_per_step:
-            yield (
-                f"train.updates_per_step = {train.updates_per_step} needs as many prompts, but "
-                f"rollout.prompts_per_step = {rollout.prompts_per_step}"
-            )
+            asked = f"train.updates_per_step = {train.updates_per_step} needs as many prompts"
+            yield f"{asked}, but rollout.prompts_per_step = {rollout.prompts_per_step}"
         if self.algorithm.name in ALGORITHMS:
             yield from self.algorithm_problems(ALGORITHMS[self.algorithm.name])
         if rollout.samples_per_prompt == 1 and self.data.batch == "shuffle_r1":
@@ -453,10 +444,9 @@ class Settings(Section):
             yield f"rollout.samples_per_prompt = 1: {why}"
         kl_in_reward = self.algorithm.kl and self.algorithm.kl_term(record)[1] == "reward"
         if self.data.batch == "shuffle_r1" and kl_in_reward and record.compares_group:
-            yield (
-                f"data.batch = shuffle_r1: {name} takes the KL from the rewards that it compares; "
-                "set algorithm.kl_in=loss, algorithm.kl=0 or data.batch=all"
-            )
+            why = f"{name} takes the KL from the rewards that it compares"
+            instead = "set algorithm.kl_in=loss, algorithm.kl=0 or data.batch=all"
+            yield f"data.batch = shuffle_r1: {why}; {instead}"
         buffer = self.algorithm.value("overlong_buffer", record) or 0
         if buffer > rollout.max_tokens:
             most = f"rollout.max_tokens = {rollout.max_tokens}"
@@ -487,10 +477,8 @@ class Settings(Section):
                 )
             context = self._context()
             if context is not None and context <= tokens:
-                yield (
-                    f"{key} = {tokens} leaves no room for a prompt in the model's context of "
-                    f"{context} (model.config.max_position_embeddings)"
-                )
+                where = f"the model's context of {context} (model.config.max_position_embeddings)"
+                yield f"{key} = {tokens} leaves no room for a prompt in {where}"
 
     def _context(self) -> int | None:
         config = self.model.config

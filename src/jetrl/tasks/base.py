@@ -153,9 +153,8 @@ class Task:
     def check_split(self, split: str) -> None:
         """Raise `UserError` unless `split` is one of `splits`."""
         if split not in self.splits:
-            raise UserError(
-                f"task {self.label}: no split {split!r}; it has {', '.join(map(repr, self.splits))}"
-            )
+            known = ", ".join(map(repr, self.splits))
+            raise UserError(f"task {self.label}: no split {split!r}; it has {known}")
 
 
 def to_stops(value: object, where: str) -> tuple[str, ...]:
@@ -243,9 +242,8 @@ def check_values(task_class: type[Task], options: Mapping[str, Any]) -> None:
 
 def question_content(format: Format, text: str) -> dict[str, Any]:
     """Return the fields of a `Prompt` that asks a text: plain, or as a user's chat message."""
-    return (
-        {"text": text} if format == "text" else {"messages": ({"role": "user", "content": text},)}
-    )
+    message = {"role": "user", "content": text}
+    return {"text": text} if format == "text" else {"messages": (message,)}
 
 
 @contextlib.contextmanager

@@ -132,10 +132,9 @@ class Dataset(Task):
         for field in _FIELD.findall(self.template or ""):
             for role in ("answer", "demonstration", "chosen", "rejected"):
                 if f"{self.fields[role]}.".startswith(f"{field}."):
-                    raise UserError(
-                        f"task.options.template takes {{{field}}}, the field of task.options.{role}"
-                        f"; take it out, or put spaces inside to write it as it is: {{ {field} }}"
-                    )
+                    what = f"takes {{{field}}}, the field of task.options.{role}"
+                    other = f"put spaces inside to write it as it is: {{ {field} }}"
+                    raise UserError(f"task.options.template {what}; take it out, or {other}")
 
     def _shuffled_split(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
         """Return a split of data without splits: drawn by a seed, in the order of the data."""
@@ -152,10 +151,9 @@ class Dataset(Task):
             question = _FIELD.sub(lambda m: self._fill(row, m[1], where), self.template)
         answer = self._text(row, "answer", where)
         if self._needs_answer and not gold_answer(answer or ""):
-            raise UserError(
-                f"{where}: field {self.fields['answer']!r} (the answer) is {answer!r:.60}: the "
-                "checker 'math' reads no answer in it; give a number or LaTeX, or drop the row"
-            )
+            what = f"{where}: field {self.fields['answer']!r} (the answer) is {answer!r:.60}"
+            why = "the checker 'math' reads no answer in it"
+            raise UserError(f"{what}: {why}; give a number or LaTeX, or drop the row")
         for name in ("demonstration", "chosen", "rejected"):
             self._text(row, name, where)
         prompt_id = self._text(row, "id", where) or number
@@ -178,10 +176,9 @@ class Dataset(Task):
         whole = isinstance(value, int) and not isinstance(value, bool)  # of any number of digits
         number = whole or (isinstance(value, float) and math.isfinite(value))
         if not isinstance(value, str) and not number:
-            raise UserError(
-                f"{where}: field {self.fields[role]!r} (the {role}) is {value!r:.60}, not a text "
-                f"or a number{_parts(self.fields[role], value)}"
-            )
+            what = f"field {self.fields[role]!r} (the {role}) is {value!r:.60}"
+            hint = _parts(self.fields[role], value)
+            raise UserError(f"{where}: {what}, not a text or a number{hint}")
         # written out; str says 1e-05
         return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
 
@@ -191,10 +188,8 @@ class Dataset(Task):
     def _fill(self, row: Row, field: str, where: str) -> str:
         value = _value(row, field, where, "task.options.template takes it")
         if isinstance(value, Mapping) or _are_messages(_messages(value, field, where)):
-            raise UserError(
-                f"{where}: field {field!r} is {value!r:.60}, not a text that "
-                f"task.options.template could take{_parts(field, value)}"
-            )
+            needs = f"not a text that task.options.template could take{_parts(field, value)}"
+            raise UserError(f"{where}: field {field!r} is {value!r:.60}, {needs}")
         return str(value)
 
 
@@ -233,10 +228,9 @@ def _messages(value: Any, field: str, where: str) -> Any:
     if _are_messages(parsed):
         return parsed
     if _LIKE_MESSAGES.match(value):
-        raise UserError(
-            f"{where}: field {field!r} is the text {value!r:.60}, which looks like messages and is "
-            "not the JSON of a list of them, each with role and content; store a list"
-        )
+        what = f"{where}: field {field!r} is the text {value!r:.60}, which looks like messages"
+        why = "is not the JSON of a list of them, each with role and content"
+        raise UserError(f"{what} and {why}; store a list")
     return value
 
 

@@ -73,9 +73,9 @@ class Gsm8k(Task):
 
     def self_test(self) -> list[tuple[Prompt, str, float | None]]:
         prompt = Prompt(id="self-test", text="6 * 3 = ?", answer="18")
+        right = ("6 * 3 = 18\n#### 18", "so \\boxed{\\frac{36}{2}}")
         return [
-            (prompt, "6 * 3 = 18\n#### 18", 1.0),
-            (prompt, "so \\boxed{\\frac{36}{2}}", 1.0),
+            *((prompt, text, 1.0) for text in right),
             (prompt, "#### 19", 0.0),
             (prompt, "", 0.0),
         ]

@@ -62,9 +62,8 @@ class ReasoningGym(Task):
                     dataset, size=number, seed=seed + start, **options
                 )
         except Exception as error:
-            raise UserError(
-                f"reasoning_gym:{dataset} does not take these options: {describe_error(error)}"
-            ) from error
+            problem = f"does not take these options: {describe_error(error)}"
+            raise UserError(f"reasoning_gym:{dataset} {problem}") from error
 
     def prompts(self, split: str) -> Iterable[Prompt]:
         """Return prompts with ids `train-0`, ..., each made when the iterator reaches it."""
@@ -73,15 +72,12 @@ class ReasoningGym(Task):
         return (self._prompt(f"{split}-{index}", data[index]) for index in range(len(data)))
 
     def _prompt(self, prompt_id: str, entry: dict[str, Any]) -> Prompt:
-        text, answer = str(entry["question"]), entry["answer"]
+        text, gold = str(entry["question"]), entry["answer"]
         if self.format == "chat":
             text = f"{text}\n\n{self.instruction}".strip()
-        return Prompt(
-            id=prompt_id,
-            answer=None if answer is None else str(answer),
-            metadata={"entry": entry},
-            **question_content(self.format, text),
-        )
+        answer = None if gold is None else str(gold)
+        content = question_content(self.format, text)
+        return Prompt(id=prompt_id, answer=answer, metadata={"entry": entry}, **content)
 
     def score(self, prompt: Prompt, completion: str) -> Score:
         """Return the data set's own score; the part `answered` is 1 if there are answer tags."""

@@ -202,10 +202,8 @@ def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) ->
         return build(BUILT_IN[name], name, options)
     benchmark = benchmark_name(name)
     if benchmark is None:
-        raise UserError(
-            f"unknown task {name!r}{nearest(name, [*BUILT_IN, *SOURCES])} "
-            "(also possible: reasoning_gym:NAME, file.py:Class)"
-        )
+        also = "also possible: reasoning_gym:NAME, file.py:Class"
+        raise UserError(f"unknown task {name!r}{nearest(name, [*BUILT_IN, *SOURCES])} ({also})")
     return build(Benchmark, name, {**options, "set": benchmark})
 
 
@@ -219,8 +217,5 @@ def build_task(settings: TaskSettings) -> Task:
     return get_task(settings.name, **with_path(settings.options, settings.path))
 
 
-BUILT_IN: dict[str, type[Task]] = {
-    **{task.name: task for task in _TASKS},
-    "openai/gsm8k": Gsm8k,
-    "mix": Mix,
-}
+BUILT_IN: dict[str, type[Task]] = {task.name: task for task in _TASKS}
+BUILT_IN |= {"openai/gsm8k": Gsm8k, "mix": Mix}

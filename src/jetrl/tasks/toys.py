@@ -108,10 +108,9 @@ class Arithmetic(MadeUp):
         if self.reverse:
             prompt = self._prompt(min(20, top), "+" if "+" in self.operators else "-", min(5, top))
             answer = prompt.answer or ""
-            self.reading = (
-                f"answers are written backwards, lowest digit first: {prompt.text}{answer} is "
-                f"right, since {answer} read from its end is {answer[::-1]}"
-            )
+            what = f"{prompt.text}{answer} is right"
+            why = f"since {answer} read from its end is {answer[::-1]}"
+            self.reading = f"answers are written backwards, lowest digit first: {what}, {why}"
 
     def made_up(self, split: str) -> list[Prompt]:
         """Return prompts such as `Prompt(id="7+25", text="07+25=", answer="230")`."""
@@ -131,11 +130,9 @@ class Arithmetic(MadeUp):
         width = self.digits if self.padded else 0
         if self.padded:
             result = result.zfill(self.digits + 1)
-        return Prompt(
-            id=f"{left}{sign}{right}",
-            text=f"{left:0{width}d}{sign}{right:0{width}d}=",
-            answer=result[::-1] if self.reverse else result,
-        )
+        text = f"{left:0{width}d}{sign}{right:0{width}d}="
+        answer = result[::-1] if self.reverse else result
+        return Prompt(id=f"{left}{sign}{right}", text=text, answer=answer)
 
     def score(self, prompt: Prompt, completion: str) -> float:
         return float(completion.strip(" ") == prompt.answer)
@@ -201,10 +198,9 @@ class WrittenOut(MadeUp):
     def check_size(self, num_problems: int) -> None:
         """Raise `UserError` for more prompts than half of all problems of their kind."""
         if 2 * (self.size + self.test_size) > num_problems:
-            raise UserError(
-                f"task.options.size = {self.size} and test_size = {self.test_size} are more than "
-                f"half of the {num_problems} problems of this kind: take fewer, or larger problems"
-            )
+            asked = f"task.options.size = {self.size} and test_size = {self.test_size}"
+            most = f"half of the {num_problems} problems of this kind"
+            raise UserError(f"{asked} are more than {most}: take fewer, or larger problems")
 
     num_steps = 0  # of a worked answer
 
@@ -239,9 +235,8 @@ class WrittenOut(MadeUp):
         num_right = sum(map(str.__eq__, steps, right_steps[:-1]))  # up to the shorter of both
         answered = float(answer == prompt.answer)
         share = (num_right + answered) / len(right_steps)
-        return Score(
-            answered if self.reward == "answer" else share, {"answer": answered, "steps": share}
-        )
+        reward = answered if self.reward == "answer" else share
+        return Score(reward, {"answer": answered, "steps": share})
 
     def demonstration(self, prompt: Prompt) -> str:
         slip, teacher = None, self._teacher

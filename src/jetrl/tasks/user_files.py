@@ -34,10 +34,8 @@ def load_task_class(file: Path, class_name: str) -> type[Task]:
         tasks = [key for key, value in classes.items() if issubclass(value, Task)]
         raise UserError(f"task file {file}: no class {class_name!r}{nearest(class_name, tasks)}")
     if not (isinstance(cls, type) and issubclass(cls, Task)):
-        raise UserError(
-            f"{file}: {class_name} is not a Task; write "
-            f"`class {class_name}(Task):` with `from jetrl.tasks import Task`"
-        )
+        instead = f"write `class {class_name}(Task):` with `from jetrl.tasks import Task`"
+        raise UserError(f"{file}: {class_name} is not a Task; {instead}")
     return cls
 
 

@@ -174,10 +174,7 @@ class Scorer:
             while not self._payloads.keys().isdisjoint(tickets):
                 self._pump(wait_for_one=True)
         replies = [self._replies.pop(ticket) for ticket in tickets]
-        return [
-            ScoredText(Score(reply.reward, reply.parts), reply.failure, reply.readable)
-            for reply in replies
-        ]
+        return [ScoredText(Score(r.reward, r.parts), r.failure, r.readable) for r in replies]
 
     def ask(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> int:
         """Ask the task for its reply to a turn (`Task.step`), and return a ticket."""
@@ -196,8 +193,7 @@ class Scorer:
         self._turns.difference_update(answered)
         replies = [(ticket, self._replies.pop(ticket)) for ticket in answered]
         return [
-            StepAnswer(ticket, reply.step_reply, re.sub("^score ", "step ", reply.failure))
-            for ticket, reply in replies
+            StepAnswer(t, r.step_reply, re.sub("^score ", "step ", r.failure)) for t, r in replies
         ]
 
     def drop(self) -> None:

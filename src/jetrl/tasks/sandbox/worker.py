@@ -179,10 +179,8 @@ def _answer(task: Task, item: Item) -> WorkerReply:
         reply = to_reply(task.step(prompt, tuple(turns), last.completion), prompt, task.label)
         text = "".join(reply.values()) if isinstance(reply, Mapping) else reply or ""
         if len(text) > MAX_STEP_REPLY:
-            raise ScoreError(
-                f"task {task.label}, prompt {prompt.id!r}: step returned {len(text)} characters; "
-                f"at most {MAX_STEP_REPLY}"
-            )
+            problem = f"step returned {len(text)} characters; at most {MAX_STEP_REPLY}"
+            raise ScoreError(f"task {task.label}, prompt {prompt.id!r}: {problem}")
         return WorkerReply(step_reply=dict(reply) if isinstance(reply, Mapping) else reply)
     if isinstance(completion, str):
         value = task.score(prompt, completion)
@@ -191,9 +189,8 @@ def _answer(task: Task, item: Item) -> WorkerReply:
     score = to_score(value, task.label, prompt.id)
     text = completion if isinstance(completion, str) else completion[-1].completion
     try:
-        return WorkerReply(
-            reward=score.reward, parts=dict(score.parts), readable=task.readable(prompt, text)
-        )
+        shown = task.readable(prompt, text)
+        return WorkerReply(reward=score.reward, parts=dict(score.parts), readable=shown)
     except ValidationError as error:
         problem = problem_of(error)
         raise ScoreError(f"task {task.label}, prompt {prompt.id!r}: {problem}") from None
