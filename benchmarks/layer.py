@@ -60,7 +60,7 @@ OPERATIONS = {
     ),
     dense_hopper: (
         "fprop", "dgrad", "wgrad", "quantize_output_gradient", "quantize_for_wgrad",
-        "quantize_for_dgrad", "adapter_gradients", "rank_gradient", "rms_norm_backward",
+        "quantize_for_dgrad", "adapter_gradients", "rank_gradient",
         "swiglu_quantize", "swiglu_quantize_with_values", "swiglu_forward", "swiglu_backward",
         "swiglu_backward_quantize", "swiglu_backward_values_",
     ),

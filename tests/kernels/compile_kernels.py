@@ -40,7 +40,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # benchmarks, of a process of i
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 META = torch.device("meta")
 # Shape, plan and rank of adapters, 0 without.
-MODELS = (("qwen3-8b", "unified", 0), ("qwen3-0.6b", "jet", 0), ("qwen2.5-7b", "mixed", 0))
+MODELS = (("qwen3-8b", "unified", 0), ("qwen2.5-7b", "mixed", 0))
 MODELS += (("qwen3-8b", "unified", 32), ("qwen3-8b", "bf16", 8))
 STORED = (("int8", 64), ("int8+fp8", 128))
 DECODES = ((8, 1024), (64, 8192), (512, 1024))  # rows, longest context

@@ -121,7 +121,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         policy_of(plan_of(bf16_layers=(2,)))
     with pytest.raises(UserError, match="fp32 preset takes no options"):
         plan_of("fp32", logit_noise=0.1)
-    with pytest.raises(ValueError, match="attention_split = 100: take a multiple of 64"):
+    with pytest.raises(ValueError, match="multiple of 64"):
         SamplerDeviationSettings(attention_split=100)
     with pytest.raises(UserError, match=r"plan\.json: sampler_deviation"):
         PrecisionPlan.from_dict({"name": "jet", "sampler_deviation": {"noise": 1}}, "plan.json")

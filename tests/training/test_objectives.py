@@ -267,7 +267,7 @@ class TestUsers:
     [
         ({"name": "dapoo"}, "did you mean dapo"),
         ({"name": "rloo", "clip": 0.1}, "algorithm.clip means nothing to rloo"),
-        ({"kl": 0.1, "kl_estimator": "k1"}, "expected gradient of k1 is zero"),
+        ({"kl": 0.1, "kl_estimator": "k1"}, "k1 in the loss only adds noise"),
         ({"correction_high": 3.0}, "correction = none"),
         ({"correction": "icepop", "correction_level": "sequence"}, "icepop has token"),
         ({"correction": "mis", "correction_low": 3.0}, "not below"),

@@ -226,7 +226,7 @@ def test_gradients_of_any_size_give_bounded_updates(size):
     "keys, message",
     [
         ("train.betas=[0.95,0.9]", r"betas\[0\]\*\*2 below betas\[1\]"),
-        ("train.grad_clip=1e5", "gradients up to 16384"),
+        ("train.grad_clip=1e5", "gradients of at most 16384"),
     ],
 )
 def test_what_three_bytes_cannot_hold_is_refused(keys, message):
