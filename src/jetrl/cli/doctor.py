@@ -123,9 +123,8 @@ def _check_torch() -> Finding:
     import torch
 
     detail = f"{torch.__version__}, {torch.get_num_threads()} threads"
-    return Finding.of(
-        _minor(torch.__version__) >= (2, 11), "torch", detail, "pip install 'torch>=2.11'"
-    )
+    good = _minor(torch.__version__) >= (2, 11)
+    return Finding.of(good, "torch", detail, "pip install 'torch>=2.11'")
 
 
 def _check_device() -> Finding:
@@ -223,10 +222,7 @@ def _check_exactness() -> list[Finding]:
             shapes = "exact at qwen3-0.6b's shapes"
             properties += [(shapes, checked) for checked in check_policy(policy)]
     step = f"runs with an exact plan will stop: {REPORT}"
-    return [
-        Finding.of(checked.ok, f"{where}: {checked.operation}", checked.detail, step)
-        for where, checked in properties
-    ]
+    return [Finding.of(c.ok, f"{where}: {c.operation}", c.detail, step) for where, c in properties]
 
 
 def _check_answers() -> list[Finding]:

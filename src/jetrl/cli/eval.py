@@ -26,13 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jetrl.cli.arguments import (
-    add_model_arguments,
-    add_sampling_arguments,
-    print_json,
-    sampling_params,
-    table,
-)
+from jetrl.cli import arguments
 from jetrl.errors import UserError
 from jetrl.randomness import derive_seed
 from jetrl.untrusted import files_named, trust_only
@@ -50,24 +44,20 @@ RUNS_ON_RANKS = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_model_arguments(parser)
+    arguments.add_model_arguments(parser)
     add(
         "--task",
         help="a built-in task, reasoning_gym:NAME, file.py:Class, or several of them separated by "
         "commas (default: the run's own task with its path, options, split and system prompt)",
     )
     add("--path", help="data file or folder of the task")
-    add(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of the task, as in [task.options] (repeatable)",
-    )
+    option = "an option of the task, as in [task.options] (repeatable)"
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     add("--split", help="split of the task (default: test)")
     add("--prompts", type=int, help="number of prompts, from the first; 0: all")
     add("--samples", type=int, help="completions per prompt")
-    add_sampling_arguments(parser, max_tokens=None, temperature=None, top_p=None, seed=None)
+    unset = {"max_tokens": None, "temperature": None, "top_p": None, "seed": None}
+    arguments.add_sampling_arguments(parser, **unset)
     add("--system", metavar="TEXT", help="system prompt")
     add("--threshold", type=float, help="least reward of a solved prompt")
     add("--workers", type=int, help="number of scoring processes")
@@ -100,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         objects = {name: _as_object(result) for name, result in results.items()}
         one, *others = objects.values()
-        print_json({"sets": objects} if others else one, indent=None)
+        arguments.print_json({"sets": objects} if others else one, indent=None)
     else:
         print(_as_text(results, samples))
     return 0
@@ -176,7 +166,7 @@ def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
     if temperature == 0 and own.samples > 1:
         temperature = 1.0  # several greedy completions would be the same
     usual = {"max_tokens": max_tokens, "top_p": own.top_p, "seed": seed}
-    params = sampling_params(
+    params = arguments.sampling_params(
         **usual | given(**{key: key for key in (*usual, "top_k")}),
         **{"n": own.samples, "temperature": temperature, "stop": tuple(stop)},
     )
@@ -247,7 +237,7 @@ def _as_text(results: Mapping[str, Evaluation], samples: int) -> str:
         columns["mean"] = {f"mean@{samples}": f"{mean:.4f}"}
     names = dict.fromkeys(name for column in columns.values() for name in column)
     rows = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
-    return table([["", *columns], *rows] if several else rows)
+    return arguments.table([["", *columns], *rows] if several else rows)
 
 
 def _as_object(result: Evaluation) -> dict[str, Any]:

@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="a Hugging Face directory, an adapter, a run directory or a checkpoint",
-    )
+    model = "a Hugging Face directory, an adapter, a run directory or a checkpoint"
+    add("model", metavar="MODEL", help=model)
     add("out", metavar="OUT", help="the directory to write")
     add("--dtype", choices=("bfloat16", "float32", "fp8"), default="bfloat16", help="weight format")
     add("--merge", action="store_true", help="merge the adapter into a whole model")
@@ -196,5 +193,4 @@ def _random_weights(
 
     run = find_model(Path(args.model)).run
     assert run is not None, "the seed of a run makes a random base"
-    seed = load_config(run / "config.toml").run.seed
-    return RandomWeights(config, seed, device)
+    return RandomWeights(config, load_config(run / "config.toml").run.seed, device)

@@ -34,12 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size("--vocab-size", help="tokens (default: the tokenizer's; bpe: 4096)")
     context = "maximum tokens per sequence"
     size("--context", dest="max_position_embeddings", default=4096, metavar="CONTEXT", help=context)
-    add(
-        "--tokenizer",
-        choices=("characters", "bpe"),
-        default="characters",
-        help="one token per printable character, or byte-level BPE trained on --text",
-    )
+    kind = "one token per printable character, or byte-level BPE trained on --text"
+    add("--tokenizer", choices=("characters", "bpe"), default="characters", help=kind)
     text = "text or JSON lines to train BPE on"
     add("--text", dest="text_files", nargs="+", metavar="FILE", default=[], help=text)
     untied = "separate embeddings and lm_head"

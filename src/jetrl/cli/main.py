@@ -156,16 +156,10 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespa
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
         raise UserError(f"no command {command!r}; {hint}")
-    in_checkout = command in IN_CHECKOUT
-    module = (
-        _from_checkout(command) if in_checkout else importlib.import_module(f"jetrl.cli.{command}")
-    )
-    parser = Parser(
-        prog=f"jetrl {command}",
-        description=module.__doc__,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    own = command not in IN_CHECKOUT
+    module = importlib.import_module(f"jetrl.cli.{command}") if own else _from_checkout(command)
+    name, about = f"jetrl {command}", module.__doc__
+    parser = Parser(name, description=about, formatter_class=HelpFormatter, allow_abbrev=False)
     module.add_arguments(parser)
     # Intermixed: options may stand between a recipe and its overrides, except in a command that
     # forwards its remaining arguments.
@@ -187,16 +181,10 @@ def _from_checkout(command: str) -> ModuleType:
 
 
 def usage() -> str:
-    lines = [
-        "usage: jetrl COMMAND ...",
-        "",
-        "FP8 reinforcement learning of language models, with bit-equal sampling and training.",
-        "",
-        *(f"  {name:8} {words}" for name, words in COMMANDS.items()),
-        "",
-        "`jetrl COMMAND --help` lists the arguments of a command. To start: jetrl train",
-    ]
-    return "\n".join(lines)
+    about = "FP8 reinforcement learning of language models, with bit-equal sampling and training."
+    commands = (f"  {name:8} {words}" for name, words in COMMANDS.items())
+    more = "`jetrl COMMAND --help` lists the arguments of a command. To start: jetrl train"
+    return "\n".join(["usage: jetrl COMMAND ...", "", about, "", *commands, "", more])
 
 
 if __name__ == "__main__":

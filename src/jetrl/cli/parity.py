@@ -43,14 +43,8 @@ def run(args: argparse.Namespace) -> int:
     room = policy.config.max_position_embeddings
     if args.max_tokens > room - 2:
         raise UserError(f"--max-tokens {args.max_tokens}: the model's context is {room} tokens")
-    result = measure(
-        policy,
-        num_prompts=args.prompts,
-        samples=args.samples,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-    )
+    sizes = {"num_prompts": args.prompts, "samples": args.samples, "max_tokens": args.max_tokens}
+    result = measure(policy, **sizes, temperature=args.temperature, seed=args.seed)
     facts = dataclasses.asdict(result)
     pair = facts.pop("first_different")
     facts = {"plan": policy.plan.name, "exact_plan": policy.plan.exact, **facts}

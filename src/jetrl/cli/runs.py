@@ -28,13 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("action", choices=("list", "show", "plot", "watch"), help="what to do")
     add("run", nargs="*", metavar="RUN", help="a run's name or directory")
     add("--dir", default="runs", help="the folder with the run directories")
-    add(
-        "--metric",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="plot: a metric, or eval for all evaluations (repeatable; default: the usual ones)",
-    )
+    metric = "plot: a metric, or eval for all evaluations (repeatable; default: the usual ones)"
+    add("--metric", action="append", default=[], metavar="NAME", help=metric)
     add("--out", metavar="FILE", default="runs.png", help="plot: the PNG to write")
     add("--json", action="store_true", help="list, show: print JSON")
     # Options of the live page that `watch` once had.

@@ -15,12 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jetrl.cli.arguments import (
-    add_model_arguments,
-    add_sampling_arguments,
-    print_json,
-    sampling_params,
-)
+from jetrl.cli import arguments
 from jetrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,10 +24,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_model_arguments(parser)
+    arguments.add_model_arguments(parser)
     add("prompts", nargs="*", metavar="PROMPT", help="a text to complete (default: lines of stdin)")
     add("--n", type=int, default=1, help="completions per prompt")
-    add_sampling_arguments(parser, max_tokens=256, temperature=1.0)
+    arguments.add_sampling_arguments(parser, max_tokens=256, temperature=1.0)
     add("--stop", action="append", default=[], help="a string that ends a completion (repeatable)")
     add("--chat", action="store_true", help="use the model's chat template")
     add("--system", metavar="TEXT", help="system prompt (with --chat)")
@@ -43,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise UserError("--system needs --chat: plain text has no system prompt")
     names = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed")
-    params = sampling_params(stop=tuple(args.stop), **{name: getattr(args, name) for name in names})
+    values = {name: getattr(args, name) for name in names}
+    params = arguments.sampling_params(stop=tuple(args.stop), **values)
     prompts = list(_read_prompts(args.prompts, args.chat))
 
     from jetrl.cli.opening import open_policy
@@ -54,17 +50,17 @@ def run(args: argparse.Namespace) -> int:
     for index, completion in enumerate(completions):
         prompt = prompts[index // params.n]
         if args.json:
-            print_json(_as_object(prompt, completion), indent=None)
+            arguments.print_json(_as_object(prompt, completion), indent=None)
         else:
             print(_as_text(prompt, completion))
     return 0
 
 
-def _read_prompts(arguments: Sequence[str], chat: bool) -> Iterator[Prompt]:
+def _read_prompts(words: Sequence[str], chat: bool) -> Iterator[Prompt]:
     """Yield prompts from the arguments, or from the lines of standard input with text."""
     from jetrl.types import Prompt
 
-    texts = list(arguments)
+    texts = list(words)
     if not texts:
         if sys.stdin.isatty():
             print("one prompt per line; end with Ctrl-D", file=sys.stderr)

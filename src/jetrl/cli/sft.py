@@ -33,12 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[--dry-run]"
     )
     add_recipe_arguments(parser)
-    add(
-        "--task",
-        choices=("answers", "reward"),
-        default="answers",
-        help="learn worked answers, or which completion of a pair is better",
-    )
+    task = "learn worked answers, or which completion of a pair is better"
+    add("--task", choices=("answers", "reward"), default="answers", help=task)
     add("--out", metavar="DIR", help="write a copy of the model to DIR")
     parser.epilog = settings_help()
 

@@ -51,11 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.usage = "jetrl train [RECIPE] [KEY=VALUE ...] [--resume] [--dry-run | --preflight]"
     add_recipe_arguments(parser)
-    parser.add_argument(
-        "--preflight",
-        action="store_true",
-        help="sample a few prompts, print the rewards, and stop; exit code 1 on warnings",
-    )
+    preflight = "sample a few prompts, print the rewards, and stop; exit code 1 on warnings"
+    parser.add_argument("--preflight", action="store_true", help=preflight)
     names = ", ".join(packaged_recipes())
     parser.epilog = f"packaged recipes: {names}\n\n{settings_help()}"
 

@@ -30,18 +30,11 @@ from typing import Any, Self
 
 from jetrl.errors import StorageError, UserError, is_of_disk
 from jetrl.files import checked, read_stored, read_text
+from jetrl.runs import schemas
 from jetrl.runs.attempts import Attempt, RunLock, attempt_logged, read_attempts, run_state
 from jetrl.runs.history import RunHistory, history_of, in_phase, phase_of
 from jetrl.runs.metrics import check_metrics
-from jetrl.runs.schemas import (
-    ATTEMPT_LINE,
-    METRICS_LINE,
-    PLAN,
-    ROLLOUT_LINE,
-    RUN_CONFIG,
-    Phase,
-    record_of,
-)
+from jetrl.runs.schemas import Phase, record_of
 from jetrl.runs.storage import (
     JsonlWriter,
     Record,
@@ -187,7 +180,7 @@ class RunDirectory:
 
         A damaged line is a `UserError`; an incomplete last one is dropped.
         """
-        records, _ = read_jsonl(self.metrics_file, METRICS_LINE)
+        records, _ = read_jsonl(self.metrics_file, schemas.METRICS_LINE)
         return records if phase is None else in_phase(records, phase)
 
     def write_rollouts(self, step: int, samples: Iterable[Sample]) -> Path:
@@ -203,7 +196,7 @@ class RunDirectory:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def rollouts(self, step: int) -> list[Record]:
-        return read_jsonl(self._rollouts_file(step), ROLLOUT_LINE)[0]
+        return read_jsonl(self._rollouts_file(step), schemas.ROLLOUT_LINE)[0]
 
     def truncate_after(self, step: int, phase: Phase = "rl") -> None:
         """Drop the metrics and rollouts after a step, and write the settings of the resumed run.
@@ -258,7 +251,7 @@ class RunDirectory:
             raise
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{file}: {error}") from None
-        checked(RUN_CONFIG, tree, str(file))
+        checked(schemas.RUN_CONFIG, tree, str(file))
         return tree
 
     def write_reading(self, sentence: str) -> None:
@@ -272,7 +265,7 @@ class RunDirectory:
 
     def plan(self) -> dict[str, Any]:
         try:
-            return read_stored(self.path / "plan.json", PLAN)
+            return read_stored(self.path / "plan.json", schemas.PLAN)
         except FileNotFoundError as error:
             raise UserError(f"{self.path / 'plan.json'}: {error.strerror}") from None
 
@@ -352,7 +345,7 @@ class RunDirectory:
             )
 
     def _open_metrics(self) -> None:
-        records, note = repair_jsonl(self.metrics_file, METRICS_LINE)
+        records, note = repair_jsonl(self.metrics_file, schemas.METRICS_LINE)
         if note:
             self.notes.append(note)
         self._last = max((_position(r) for r in records), default=(-1, -1))
@@ -366,7 +359,7 @@ class RunDirectory:
     def _write_attempt(self, record: Record) -> None:
         path = self.path / "attempts.jsonl"
         with storing(path):
-            repair_jsonl(path, ATTEMPT_LINE)
+            repair_jsonl(path, schemas.ATTEMPT_LINE)
             with closing(JsonlWriter(path)) as writer:
                 writer.write(record)
 

@@ -114,7 +114,5 @@ def spread(items: Sequence[Item], num: int) -> list[Item]:
 def labels(paths: Sequence[str | Path]) -> list[str]:
     """Return the names of runs beside each other: paths where two names are the same."""
     names = [Path(path).name for path in paths]
-    return [
-        name if names.count(name) == 1 else str(path)
-        for name, path in zip(names, paths, strict=True)
-    ]
+    named = zip(names, paths, strict=True)
+    return [name if names.count(name) == 1 else str(path) for name, path in named]

@@ -35,12 +35,8 @@ class Metric(NamedTuple):
         return re.fullmatch(re.sub(r"<\w+>", lambda _: FREE, self.name), name) is not None
 
 
-def _read_table() -> tuple[Metric, ...]:
-    text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
-    return tuple(Metric(*line.split("  ", 2)) for line in text.replace("\n    ", " ").splitlines())
-
-
-METRICS = _read_table()
+_TABLE = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").replace("\n    ", " ")
+METRICS = tuple(Metric(*line.split("  ", 2)) for line in _TABLE.splitlines())
 
 
 @functools.lru_cache(maxsize=4096)  # called for each metric of each line of a long run

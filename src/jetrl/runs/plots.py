@@ -367,10 +367,8 @@ def plot_runs(
     Args:
         metrics: Names, or `eval` for the means of all evaluated tasks; none: the usual ones.
     """
-    runs = {
-        label: RunDirectory.open(path).metrics()
-        for label, path in zip(labels(paths), paths, strict=True)
-    }
+    named = zip(labels(paths), paths, strict=True)
+    runs = {label: RunDirectory.open(path).metrics() for label, path in named}
     in_rl = any(in_phase(records, "rl") for records in runs.values())
     usual = DEFAULT_METRICS if in_rl else SUPERVISED_METRICS
     names = _chosen(metrics or usual, runs, strict=bool(metrics))

@@ -203,13 +203,11 @@ def record_of(step: int, sample: Sample) -> dict[str, Any]:
 def _turns_of(completion: Completion) -> dict[str, Any]:
     if not completion.turns:
         return {}
-    turns = [
-        {
-            "completion": turn.completion,
-            "reply": dict(turn.reply) if isinstance(turn.reply, Mapping) else turn.reply,
-        }
-        for turn in completion.turns
-    ]
+
+    def plain(reply: Any) -> Any:
+        return dict(reply) if isinstance(reply, Mapping) else reply
+
+    turns = [{"completion": t.completion, "reply": plain(t.reply)} for t in completion.turns]
     return {"turns": turns, "environment": [list(span) for span in completion.environment]}
 
 

@@ -291,13 +291,9 @@ def open_context(
         speculation=verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample),
         draft_head=draft_head,
     )
-    return RunContext(
-        **vars(checked) | {"model": policy, "loading": loading},
-        engine=engine,
-        reward=reward,
-        noise=NormNoise(policy, settings),
-        draft_head=draft_head,
-    )
+    facts = vars(checked) | {"model": policy, "loading": loading}
+    noise = NormNoise(policy, settings)
+    return RunContext(**facts, engine=engine, reward=reward, noise=noise, draft_head=draft_head)
 
 
 def open_reward_context(settings: Settings, resume: bool | None = None) -> RewardContext:

@@ -91,10 +91,7 @@ def measure(
     )
     engine = RolloutEngine(policy, max_batch_size=max_batch_size)
     completions = engine.generate(prompts, params, progress)
-    pairs = [
-        (list(prompts[i // samples]), list(completion.token_ids))
-        for i, completion in enumerate(completions)
-    ]
+    pairs = [(list(prompts[i // samples]), list(c.token_ids)) for i, c in enumerate(completions)]
     rollout = [np.array(c.logprobs, dtype=np.float32) for c in completions]
     trainer = _trainer_logprobs(policy, pairs, temperature or 1.0, gradients)
     metrics = mismatch_metrics(np.concatenate(trainer), np.concatenate(rollout))
@@ -227,10 +224,8 @@ def located(
     policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
 ) -> str:
     """Return in words which operation differs first; the completion has at least one token."""
-    location = locate(policy, prompt, completion, temperature)
-    return str(
-        location or "no operation differs when the sequence runs by itself: it depends on the batch"
-    )
+    alone = "no operation differs when the sequence runs by itself: it depends on the batch"
+    return str(locate(policy, prompt, completion, temperature) or alone)
 
 
 @contextlib.contextmanager

@@ -46,11 +46,11 @@ class Group:
 
     def dated(self, version: int) -> Group:
         """Return this group; its complete completions say by which version they were drawn."""
-        members = []
-        for member in self.members:
-            versions = member.completion.versions or (version,) * len(member.completion.token_ids)
-            completion = replace(member.completion, versions=versions)
-            members.append(replace(member, completion=completion))
+
+        def of_version(c: Completion) -> Completion:
+            return replace(c, versions=c.versions or (version,) * len(c.token_ids))
+
+        members = [replace(m, completion=of_version(m.completion)) for m in self.members]
         return replace(self, members=tuple(members))
 
     def state(self) -> Any:
@@ -161,14 +161,10 @@ class PartialRollouts:
         earlier = [group.prompt for of_rank in self._waiting for group in of_rank]
         any_prompt = [*prompts, *earlier][0]
         stop = tuple(dict.fromkeys((*params.stop, *any_prompt.stop)))
-        completions = engine.generate(
-            [list(prompts[number].token_ids) for number in own],
-            replace(params, stop=stop),
-            progress,
-            options=GenerateOptions(
-                partial=Partial(enough, resume, version), keys=[keys[number] for number in own]
-            ),
-        )
+        partial = Partial(enough, resume, version)
+        options = GenerateOptions(partial=partial, keys=[keys[number] for number in own])
+        tokens = [list(prompts[number].token_ids) for number in own]
+        completions = engine.generate(tokens, replace(params, stop=stop), progress, options=options)
         # Completions that were cut off keep their tokens and continue in the next step.
         cut_off, drawn = engine.unfinished, enumerate(completions)
 
@@ -203,10 +199,8 @@ class PartialRollouts:
         self._waiting = [[self._group(state) for state in of_rank] for of_rank in states]
         self._waiting[ranks.rank] = left
         ids = ranks.gather("prompts of the step", [group.prompt.prompt.id for group in chosen])
-        return (
-            [self._by_id[prompt_id] for prompt_id in _in_turn(ids)],
-            [member.completion for group in chosen for member in group.members],
-        )
+        prompts = [self._by_id[prompt_id] for prompt_id in _in_turn(ids)]
+        return prompts, [member.completion for group in chosen for member in group.members]
 
     def state(self) -> Any:
         return [group.state() for group in _in_turn(self._waiting)]

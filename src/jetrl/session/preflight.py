@@ -27,9 +27,8 @@ def preflight(settings: Settings) -> tuple[list[Sample], list[str]]:
         params = rollout_params(settings, step=1)
         params = replace(params, n=min(SAMPLES, rollout.samples_per_prompt))
         scoring = Scoring(context.scorer, prompts, params.n)
-        samples = scoring.samples(
-            sample_prompts(context.engine, scoring, params, context.max_turns)
-        )
+        drawn = sample_prompts(context.engine, scoring, params, context.max_turns)
+        samples = scoring.samples(drawn)
     if context.reward is not None:
         context.engine.free_cache()
         samples = context.reward(samples)

@@ -248,16 +248,14 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
     """Check that all ranks read the same quantized weights and undivided master weights."""
     if world().size == 1:
         return
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in (beside or {}).items():
-        tensors[f"draft head: {name}"] = tensor.to(models[0].device)
+    device = models[0].device
+    tensors = {f"draft head: {name}": t.to(device) for name, t in (beside or {}).items()}
     for number, model in enumerate(models):
         weights, prefix = model.weights, f"model {number + 1}: " if number else ""
         whole = {n: m.detach() for n, m in weights.masters.items() if n not in weights.shards}
-        for name, tensor in (weights.quantized_tensors() | whole).items():
-            tensors[prefix + name] = tensor
+        tensors |= {prefix + n: t for n, t in (weights.quantized_tensors() | whole).items()}
     # One number per tensor, made on its device: a copy to the host would take seconds.
-    factors = _factors(models[0].device)
+    factors = _factors(device)
     digests = torch.stack([_in_order(tensor, factors) for tensor in tensors.values()]).tolist()
     all_digests = world().gather("digests of the weights", digests)
     ranks = ranks_that_differ(all_digests)

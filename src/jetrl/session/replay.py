@@ -23,14 +23,7 @@ from jetrl.session.nonfinite import REPLAY
 from jetrl.session.session import Session
 from jetrl.settings.loading import Settings, load_config, to_toml
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
-from jetrl.training.checkpoint_files import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    fingerprint,
-    manifest_of,
-    problem_of,
-    state_of,
-)
+from jetrl.training import checkpoint_files as files
 
 # What a replay does not need of a run, and what it must do.
 _OVERRIDES = (
@@ -101,20 +94,20 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
         if (run.path / name).is_dir():
             shutil.copytree(run.path / name, folder / name, copy_function=_link)
     if preset is not None:
-        for file in (folder / "checkpoints").rglob(STATE_FILE):
+        for file in (folder / "checkpoints").rglob(files.STATE_FILE):
             _set_plan(file.parent, plan)
     return settings
 
 
 def _set_plan(checkpoint: Path, plan: Mapping[str, Any]) -> None:
     """Put another precision plan into a copied checkpoint, which is read under only that plan."""
-    if problem_of(checkpoint):
+    if files.problem_of(checkpoint):
         return  # a resume says how it is damaged
     # The manifest has to agree with the changed file.
-    state = state_of(checkpoint) | {"plan": plan}
-    write_atomically(checkpoint / STATE_FILE, json.dumps(state))
-    manifest = manifest_of(checkpoint) | {STATE_FILE: fingerprint(checkpoint / STATE_FILE)}
-    write_atomically(checkpoint / MANIFEST_FILE, json.dumps(manifest))
+    path, state = checkpoint / files.STATE_FILE, files.state_of(checkpoint) | {"plan": plan}
+    write_atomically(path, json.dumps(state))
+    manifest = files.manifest_of(checkpoint) | {files.STATE_FILE: files.fingerprint(path)}
+    write_atomically(checkpoint / files.MANIFEST_FILE, json.dumps(manifest))
 
 
 def _link(source: str, target: str) -> None:

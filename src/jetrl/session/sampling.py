@@ -42,10 +42,8 @@ class TaskEnvironment:
         self._sequences[ticket] = sequence
 
     def answers(self, wait: bool) -> list[EnvironmentReply]:
-        return [
-            EnvironmentReply(self._sequences.pop(answer.ticket), answer.reply, answer.failure)
-            for answer in self._scorer.answers(wait)
-        ]
+        given = self._scorer.answers(wait)
+        return [EnvironmentReply(self._sequences.pop(a.ticket), a.reply, a.failure) for a in given]
 
     def close(self) -> None:
         self._sequences.clear()
@@ -146,14 +144,11 @@ class Scoring:
         tickets = [self._begin(i, completions[i]) for i in scorable]
         scores = dict(zip(scorable, self.scorer.finish(tickets), strict=True))
         self.drop()  # scores that were begun of completions that were drawn again since
-        return [
-            self._sample(
-                self.own[i // self.each],
-                completion,
-                scores.get(i) or ScoredText(Score(0.0), completion.failure),
-            )
-            for i, completion in enumerate(completions)
-        ]
+        samples = []
+        for i, completion in enumerate(completions):
+            scored = scores.get(i) or ScoredText(Score(0.0), completion.failure)
+            samples.append(self._sample(self.own[i // self.each], completion, scored))
+        return samples
 
     def gathered(self, own_samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples of all ranks, grouped by prompt, from those of each rank."""
@@ -266,11 +261,8 @@ def sample_prompts(
             # Turns are answered in the scoring processes.
             task_prompts = [prompts[i].prompt for i, _ in own]
             environment = TaskEnvironment(scoring.scorer, task_prompts, params.n, max_turns)
-            options = GenerateOptions(
-                environment=environment if max_turns > 1 else None,
-                keys=[key for _, key in own],
-                finished=finished,
-            )
+            answers, own_keys = environment if max_turns > 1 else None, [key for _, key in own]
+            options = GenerateOptions(environment=answers, keys=own_keys, finished=finished)
             own_tokens = [list(prompts[i].token_ids) for i, _ in own]
             own_params = dataclasses.replace(params, stop=stops)
             drawn = engine.generate(own_tokens, own_params, attend, options=options)

@@ -100,15 +100,12 @@ class Session:
         # A resumed run has its own settings; the models come first, the run directory after them.
         settings = self.settings = settings_of_attempt(self.settings, self._resumes)
         self.context = context = open_context(settings, stack, self._resumes)
-        self.run = run = TrainingRun(
-            settings,
-            context,
-            stack,
-            self._resumes,
-            self._began,
-            trackers=settings.trackers.names,
-            hang_state=lambda: hang_state(context.engine, context.policy),
-        )
+
+        def state() -> list[str]:
+            return hang_state(context.engine, context.policy)
+
+        attempt = settings, context, stack, self._resumes, self._began
+        self.run = run = TrainingRun(*attempt, settings.trackers.names, hang_state=state)
 
         # What outlives a step is registered with the checkpoints.
         checkpoints = run.checkpoints
@@ -237,24 +234,21 @@ class Session:
         """
         context, partial_rollouts, number = self.context, self._partial_rollouts, step.number
         prompts, params = step.prompts, rollout_params(self.settings, number, step.round)
+        engine, show = context.engine, self._show_progress
         metrics: dict[str, float] = {}
         # Both ways sample this rank's share of the prompts.
         if partial_rollouts.on:
             # Scored later: which completions are complete is known once sampling ends.
             with self._rollout(number):
-                groups = partial_rollouts.sample(
-                    context.engine, prompts, params, number, self._show_progress
-                )
+                groups = partial_rollouts.sample(engine, prompts, params, number, show)
             prompts, completions = partial_rollouts.choose(groups, number)
             scoring = Scoring(context.scorer, prompts, params.n)
-            num_tokens = context.engine.stats.tokens_drawn
+            num_tokens = engine.stats.tokens_drawn
             metrics["partial_rollout/unfinished"] = float(partial_rollouts.num_unfinished)
         else:
             with self._rollout(number), self.run.stops.giving_up():
                 scoring = Scoring(context.scorer, prompts, params.n, continues_step=step.round > 1)
-                completions = sample_prompts(
-                    context.engine, scoring, params, context.max_turns, self._show_progress
-                )
+                completions = sample_prompts(engine, scoring, params, context.max_turns, show)
             num_tokens = sum(completion.num_sampled for completion in completions)
         return replace(
             step,
@@ -309,13 +303,9 @@ class Session:
             return self.score(self.sample(Step(step.number, number, prompts))).samples
 
         # Groups that teach are kept, the others replaced, until there are enough or rounds end.
-        samples, drawn, counts = refill(
-            step.samples,
-            self.settings.rollout.prompts_per_step,
-            self.settings.train.updates_per_step,
-            self.settings.algorithm.dynamic_sampling_rounds,
-            next_round,
-        )
+        settings, rounds = self.settings, self.settings.algorithm.dynamic_sampling_rounds
+        num_groups, at_least = settings.rollout.prompts_per_step, settings.train.updates_per_step
+        samples, drawn, counts = refill(step.samples, num_groups, at_least, rounds, next_round)
         metrics = {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
         return replace(
             step,
@@ -415,14 +405,9 @@ class Session:
         is_fp32 = self.context.policy.plan.rest == "fp32"
         model_path = run.export("float32" if is_fp32 else "bfloat16", out)
         run_path = run.directory.path
-        return RunResult(
-            run_path=run_path,
-            report_path=run_path / "report.html" if self.settings.report.enabled else None,
-            checkpoint_path=run.checkpoints.last_path,
-            model_path=model_path,
-            steps=self.last_step.number,
-            stopped=run.stops.reason,
-        )
+        report = run_path / "report.html" if self.settings.report.enabled else None
+        paths = run_path, report, run.checkpoints.last_path, model_path
+        return RunResult(*paths, steps=self.last_step.number, stopped=run.stops.reason)
 
     # Parts of the verbs
 
@@ -441,17 +426,10 @@ class Session:
 
     def _held_out(self, step: int) -> Evaluation:
         """Evaluate the policy after a step on the held-out prompts."""
-        context = self.context
+        context, threshold = self.context, self.settings.eval.threshold
+        sampled = context.engine, context.scorer, context.eval_prompts, eval_params(self.settings)
         with self.run.phases.phase("eval"), self._nonfinite.sampling(step), context.noise.off():
-            return evaluate(
-                context.engine,
-                context.scorer,
-                context.eval_prompts,
-                eval_params(self.settings),
-                self.settings.eval.threshold,
-                context.max_turns,
-                self._show_progress,
-            )
+            return evaluate(*sampled, threshold, context.max_turns, self._show_progress)
 
     def _held_out_reward(self) -> float:
         mean = self._held_out(0).mean

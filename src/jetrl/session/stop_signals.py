@@ -49,13 +49,9 @@ class StopSignals:
     """
 
     def __init__(self, max_hours: float | None, elapsed_s: float, began: float) -> None:
-        self.reason = ""
-        self.at_once = False
+        self.reason, self.at_once, self._may_give_up = "", False, False
         self._received: type[BaseException] | None = None  # this process's own first signal
-        self._may_give_up = False
-        self._max_hours = max_hours
-        self._elapsed_before = elapsed_s
-        self._began = began
+        self._max_hours, self._elapsed_before, self._began = max_hours, elapsed_s, began
         self._step_times: deque[float] = deque(maxlen=_STEPS_LOOKED_AT)
 
     @property

@@ -287,11 +287,9 @@ class TrainingRun:
         if context.memory.free is not None:
             lines.append(f"  of {context.memory.free / GIB:.1f} GiB that were free")
         logger.info("%s", "\n".join(lines))
-        self.display.note(
-            *(lines if model.device.type == "cuda" else []),
-            *self.directory.notes,
-            *([f"in this task {reading}"] if reading else []),
-        )
+        on_gpu = lines if model.device.type == "cuda" else []
+        to_read = [f"in this task {reading}"] if reading else []
+        self.display.note(*on_gpu, *self.directory.notes, *to_read)
 
     def note_micro_batches(self, tokens: int) -> None:
         """Show the tokens of a micro-batch, where they are not train.tokens_per_micro_batch."""
