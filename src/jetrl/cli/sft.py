@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table
-from jetrl.cli.train import add_recipe_arguments, opened, say_result, settings_help, started
+from jetrl.cli.train import (
+    add_recipe_arguments,
+    on_ranks,
+    opened,
+    print_dry_run,
+    say_result,
+    settings_help,
+)
 from jetrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task = "learn worked answers, or which completion of a pair is better"
     add("--task", choices=("answers", "reward"), default="answers", help=task)
     add("--out", metavar="DIR", help="write a copy of the model to DIR")
+    add("--preflight", action="store_true", help=argparse.SUPPRESS)
     parser.epilog = settings_help()
 
 
@@ -46,17 +54,19 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out or "")
     if args.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {args.out}: in use; name another directory")
+    if args.preflight:
+        raise UserError("--preflight: --dry-run counts the pairs whose completions are equal")
+    if args.dry_run:
+        return print_dry_run(args, settings, resume)
+    from jetrl import loop
+    from jetrl.session.supervised import train_reward_model
 
-    def train() -> int:
-        from jetrl import loop
-        from jetrl.session.supervised import train_reward_model
-
+    with on_ranks(args, settings, resume) as stopped:
         if args.task == "answers":
             return say_result(loop.sft(settings, out=args.out, resume=resume), settings)
         print(_of_judge(args, settings, train_reward_model(settings, args.out, resume)))
         return 0
-
-    return started(args, settings, resume, train)
+    return stopped[0]
 
 
 def _of_judge(args: argparse.Namespace, settings: Settings, judge: RewardResult) -> str:

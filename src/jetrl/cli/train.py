@@ -20,7 +20,7 @@ import itertools
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,17 +132,17 @@ def settings_help() -> str:
 
 def run(args: argparse.Namespace) -> int:
     settings, resume = opened(args)
-    if args.preflight and not args.dry_run:
+    if args.dry_run:
+        return print_dry_run(args, settings, resume)
+    if args.preflight:
         return _run_preflight(settings) if launched_rank() == 0 else 0
+    from jetrl import loop
 
-    def train() -> int:
-        from jetrl import loop
-
+    with on_ranks(args, settings, resume) as stopped:
         if not resume:
             _say_time(args.words)
         return say_result(loop.train(settings, resume=resume), settings)
-
-    return started(args, settings, resume, train)
+    return stopped[0]
 
 
 def opened(args: argparse.Namespace) -> tuple[Settings, bool]:
@@ -160,23 +160,26 @@ def opened(args: argparse.Namespace) -> tuple[Settings, bool]:
     return recipe_settings(args.words, resume), resume
 
 
-def started(
-    args: argparse.Namespace, settings: Settings, resume: bool, work: Callable[[], int]
-) -> int:
-    """Print the dry run, or do the work on all ranks; return the exit code."""
-    if args.dry_run:
-        for part in dry_run(args, settings, resume) if launched_rank() == 0 else ():
-            print(part)
-        return 0
-    try:
-        if not started_by_torchrun():
-            return work()
-        from jetrl.session import ranks
+def print_dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> int:
+    for part in dry_run(args, settings, resume) if launched_rank() == 0 else ():
+        print(part)
+    return 0
 
-        with ranks.joined(settings, resume):
-            return work()
+
+@contextlib.contextmanager
+def on_ranks(args: argparse.Namespace, settings: Settings, resume: bool) -> Iterator[list[int]]:
+    """Join the ranks, if there are several; a signal ends the body and appends its exit code."""
+    stopped: list[int] = []
+    try:
+        if started_by_torchrun():
+            from jetrl.session import ranks
+
+            with ranks.joined(settings, resume):
+                yield stopped
+        else:
+            yield stopped
     except (KeyboardInterrupt, Terminated) as end:
-        return _say_how_to_go_on(end, args, settings)
+        stopped.append(_say_how_to_go_on(end, args, settings))
 
 
 def _say_time(words: Sequence[str]) -> None:
