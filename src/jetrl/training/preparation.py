@@ -78,7 +78,7 @@ class Preparation:
         ], metrics
 
     def _forward_all(self, packed: Sequence[Sequence[Batch]]) -> list[list[MicroBatch]]:
-        """Return each update's batches with all numbers from before the first update."""
+        """Return each update's batches with old and reference log-probs and values filled in."""
         batches = [(batch, k == 0) for k, batches in enumerate(packed) for batch in batches]
 
         def forward_share() -> list[MicroBatch]:

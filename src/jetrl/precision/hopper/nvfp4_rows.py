@@ -407,7 +407,7 @@ def _work(
     GROUP: gl.constexpr, ROUNDS: gl.constexpr, RANK: gl.constexpr, SIGNALLED: gl.constexpr,
     WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Do the work of the warps of a ring or a side, or behind these that of the warps that copy."""
+    """Run one warp group's share: multiply for a ring or a side, or copy operands."""
     COPIES: gl.constexpr = RINGS * SIDES  # the first place behind the warps that multiply
     if place == COPIES + 2:
         load_beside(u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, unit * 32, N, early,
