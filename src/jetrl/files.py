@@ -106,7 +106,7 @@ def read_stored(path: str | Path, schema: TypeAdapter[T], most: int = MOST_BYTES
     """Return the JSON value in a file of at most `most` bytes, as its schema has it.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         UserError: The file cannot be read, is not JSON, or has a wrong field; the message names
             file and field.
     """

@@ -52,7 +52,7 @@ def random_bits(seed: np.ndarray, sequence: np.ndarray, position: np.ndarray) ->
         )
         key0 = (key0 + np.uint64(0x9E3779B9)) & _MASK32
         key1 = (key1 + np.uint64(0xBB67AE85)) & _MASK32
-    # 53 of the 64 bits: as many as a float64 holds exactly when the draw scales them.
+    # 53 of the 64 bits: the number that a float64 holds exactly when the draw scales them.
     return (((c0 << np.uint64(32)) | c1) >> np.uint64(11)).astype(np.int64)
 
 

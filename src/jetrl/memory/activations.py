@@ -5,7 +5,7 @@ by tests/gpu/test_memory.py.
 
 Products of a micro-batch are held next to the sums of gradients. On one GPU only lm_head's is. On
 several GPUs every rank makes a linear's product whole and sends its rows to their owners
-(`precision.gradients`). A product in flight takes its own bytes, and as many to receive.
+(`precision.gradients`). A product in flight takes its bytes twice: sent and received.
 Large ones travel in slices, and lm_head's is still held while the last layer's MLP makes its own.
 
 A product of many rows with an NVFP4 weight reads it widened to BF16 (`precision.hopper.nvfp4`), as

@@ -3,7 +3,7 @@
 Products are the same sums for any number of rows, on CPU and Hopper. If W is stacked of matrices
 with scales of their own, FProp multiplies by the scale of each row of W, and DGrad adds the
 matrices' products. FProp's sums have the order of `gemm.bf16_matmul`, in parts of K if a weight has
-few rows (`parts_of`); those of DGrad may have any. There is no WGrad: such a weight is frozen.
+few rows (`parts_of`); those of DGrad may have any. WGrad does not exist: such a weight is frozen.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def quantize(
     codes = (groups * multiplier).clamp(-maximum, maximum)
     codes = codes.flatten(-4, -3).flatten(-2, -1)[..., : x.shape[-2], : x.shape[-1]]
     if dtype == torch.int8:
-        codes = codes.nan_to_num(nan=0.0).round()  # a float that is no integer would be cut off
+        codes = codes.nan_to_num(nan=0.0).round()  # a float that is not an integer would be cut off
     return QTensor(codes.to(dtype), stored.squeeze(-1).squeeze(-2), block)
 
 

@@ -262,7 +262,7 @@ class GraphForwards(EagerForwards):
         buffers.rows.fill_(buffers.idle_slot)
         buffers.out.count.zero_()
         torch.cuda.synchronize()
-        began = time.perf_counter()  # The steps in front, which had been launched, are no part.
+        began = time.perf_counter()  # Steps launched before do not count.
         torch.cuda.empty_cache()
         stream, before = _capture_stream(), _without_tensors(buffers.rows.device)
         # A first run compiles the kernels of this size and takes the pool's memory: a capture that

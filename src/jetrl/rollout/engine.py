@@ -110,7 +110,7 @@ class Generation:
         scheduler.add(group)
 
     def step(self) -> list[int]:
-        """Launch a step or take in the draws of one; see `RolloutEngine.step`."""
+        """Launch a step or read the draws of one; see `RolloutEngine.step`."""
         scheduler = self.scheduler
         # Prompts, or several forwards of decode in a row; None while neither can be planned.
         step = scheduler.schedule(self.repeats, self._width)
@@ -138,7 +138,7 @@ class Generation:
         return self._verify.most
 
     def _launch(self, step: ScheduledStep) -> None:
-        """Launch a step, and take in the draws of an earlier one if enough steps are ahead."""
+        """Launch a step, and read the draws of an earlier one if enough steps are ahead."""
         # A page that several sequences share is copied before one of them writes to it.
         self.prefill.cache.copy_pages(step.copies)
         self.decode.forget(step)

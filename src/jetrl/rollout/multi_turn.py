@@ -27,7 +27,7 @@ class MultiTurn:
         self._environment = environment
         self._scheduler = scheduler
         self._turns: defaultdict[int, list[Turn]] = defaultdict(list)
-        # Why a sequence has no reply, and whether there was one that is no tokens.
+        # Why a sequence has no reply, and whether there was one without tokens.
         self._failures: dict[int, tuple[str, bool]] = {}
         self._asked: set[int] = set()
         # Replies to sequences that still have draws pending past the end of their turn.

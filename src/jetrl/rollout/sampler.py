@@ -30,7 +30,7 @@ class Sampler:
 
     @staticmethod
     def of(params: Sequence[SamplingParams], device: torch.device) -> Sampler:
-        """Return the parameters of as many rows."""
+        """Return the parameters of this number of rows."""
         return Sampler(*(to_device(column.numpy(), device) for column in _columns(params)))
 
     def fill(self, params: Sequence[SamplingParams]) -> None:

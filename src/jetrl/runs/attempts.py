@@ -153,7 +153,7 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process is writing this run directory; no if there are no file locks."""
+    """Return whether a process is writing this run directory; no without file locks."""
     try:
         file = open_regular(path / ".lock")
     except FileNotFoundError:

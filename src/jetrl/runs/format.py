@@ -112,7 +112,7 @@ def spread(items: Sequence[Item], num: int) -> list[Item]:
 
 
 def labels(paths: Sequence[str | Path]) -> list[str]:
-    """Return the names of runs beside each other: paths where two names are the same."""
+    """Return names that tell runs apart: paths if two names are the same."""
     names = [Path(path).name for path in paths]
     named = zip(names, paths, strict=True)
     return [name if names.count(name) == 1 else str(path) for name, path in named]

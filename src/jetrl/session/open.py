@@ -272,7 +272,7 @@ def open_context(
     with explained("loading the model", _ADVICE):
         policy = build_policy(settings, plan, checked.task.alphabet)
         proof_s = require_exact(policy)
-        # The reward model's forward takes as many tokens as the plan has room for.
+        # The reward model's forward takes the tokens that the plan has room for.
         reward = build_reward(settings, policy, checked.memory.tokens)
     loading = f"models loaded in {time.monotonic() - began - (proof_s or 0.0):.1f} s"
     if proof_s is not None:

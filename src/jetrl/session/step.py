@@ -94,7 +94,7 @@ def refill(
 ) -> tuple[list[Sample], list[Sample], dict[str, int]]:
     """Draw prompts until enough groups have rewards that differ.
 
-    Each round draws as many prompts as should bring the missing groups, by the share of groups that
+    Each round draws the prompts that should bring the missing groups, by the share of groups that
     taught something so far, and at most `num_groups`.
 
     Args:
@@ -108,7 +108,7 @@ def refill(
     drawn, rounds = _groups(samples), 1
     teaching = [group for group in drawn if _teaches(group)]
     while len(teaching) < num_groups and rounds < max_rounds:
-        # As many prompts as should bring the missing groups, by the share so far.
+        # The prompts that should bring the missing groups, by the share so far.
         share = max(len(teaching), 1) / len(drawn)
         rounds += 1
         missing = math.ceil((num_groups - len(teaching)) / share)
@@ -246,7 +246,7 @@ def eval_metrics(task: str, evaluation: Evaluation) -> dict[str, float]:
 
 
 class StepNotes:
-    """The notes on the steps of a run, made of their metrics."""
+    """The notes on the steps of a run, from their metrics."""
 
     def __init__(
         self, run: TrainingRun, engine: RolloutEngine, micro_batch_size: MicroBatchSize

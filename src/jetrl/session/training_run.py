@@ -329,7 +329,7 @@ class TrainingRun:
         """Complete the checkpoint that is being written after an error, unless left at once."""
         if error is None:
             return
-        # A stop that all ranks make alike is no trouble for the others.
+        # A stop that all ranks make alike does not alarm the others.
         lost = isinstance(error, RankLost)
         alike = isinstance(error, KeyboardInterrupt | Terminated | TimeLimitReached)
         if alike:

@@ -47,7 +47,7 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
         overrides: Settings as `section.key=value`.
 
     Raises:
-        UserError: There is no such recipe, the TOML does not parse, a key is unknown, or a value
+        UserError: An unknown recipe, the TOML does not parse, a key is unknown, or a value
             has the wrong type, is out of range, or conflicts with another setting.
     """
     tree: dict[str, Any] = {}

@@ -211,7 +211,7 @@ def _multiply_group(
     first = (group % ROUNDS) * GROUP
     last_line = (N - 1) // 128
     # The weight's scales come from memory, before the wait, which hides their latency: a tile lies
-    # within one line of them. Past N there is no line; what is read instead is not stored.
+    # within one line of them. Past N a line does not exist; the value read instead is not stored.
     w_scales = ()
     for i in gl.static_range(COUNT):
         for part in gl.static_range(PARTS):
@@ -305,7 +305,7 @@ def rows_gemm_kernel(
         ws_ptr: float32 [N / 128, K / 128], the weight's scales, lines ws_stride apart.
         y_ptr: bfloat16 [M, N], written.
         early: 1 if the weight may be read before the previous kernel has ended.
-        RANK: columns of the adapter's B; 0: there is no adapter.
+        RANK: columns of the adapter's B; 0: no adapter.
         SIGNALLED: whether a word at `ready_ptr` says when X can be read (`adapter.wait_for_rows`).
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(

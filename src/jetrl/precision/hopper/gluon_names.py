@@ -25,7 +25,7 @@ _NAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 @gluon.jit
 def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """Return shared memory as another type, shape and layout of as many bytes."""
+    """Return shared memory as another type, shape and layout of the same size."""
     if _NAMED:
         seen = memory.reinterpret(dtype, shape, layout)
     else:
