@@ -56,7 +56,7 @@ class _Repr(reprlib.Repr):
 
 
 def open_regular(path: str | Path) -> IO[bytes]:
-    """Open a regular file for reading; raise FileNotFoundError if there is none.
+    """Open a regular file for reading; raise FileNotFoundError if it is missing.
 
     A pipe (which would wait for a writer), a device or a folder is a UserError.
     """

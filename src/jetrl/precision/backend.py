@@ -98,4 +98,4 @@ def backend_of(x: Tensor) -> Backend:
 
 def arithmetic_of(x: Tensor) -> Arithmetic | None:
     """Return the kernels of a tensor's device for this package; None: compute the reference."""
-    return _hopper().arithmetic if x.is_cuda else None
+    return backend_of(x).arithmetic

@@ -64,7 +64,7 @@ class Gradients:
         self._in_micro_batch = False
 
     def begin_micro_batch(self, num_tokens: Sequence[int], own: bool = True) -> None:
-        """Begin the backward of a micro-batch; of several processes each has one of its own.
+        """Begin the backward of a micro-batch; each process has its own micro-batch.
 
         Args:
             num_tokens: The tokens of the micro-batch of each process that has one.
@@ -115,7 +115,7 @@ class Gradients:
         return total, self._keep(master, total)
 
     def _sum(self, master: Tensor) -> Tensor | None:
-        """Return the sum that a product is added to, None if there is none yet."""
+        """Return the sum that a product is added to; None before the first product."""
         if master._backward_hooks:
             return None
         return self._of_micro_batch.get(master) if self._apart(master) else master.grad

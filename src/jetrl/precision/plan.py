@@ -226,7 +226,7 @@ class PrecisionPlan:
 
     @functools.cached_property
     def _of_sampler(self) -> PrecisionPlan:
-        """Return the plan with the sampler's formats and scales in place of its own."""
+        """Return the plan with the formats and scales that its sampler uses."""
         own = self.sampler_deviation
         changes: dict[str, Any] = {name: getattr(own, name) for name in ("scales", "kv", "lm_head")}
         changes["rollout_linear"] = own.linears
@@ -336,7 +336,7 @@ class PrecisionPlan:
             order = "one order, whatever the batch" if self.pinned_sums else "the library's order"
             rows.append(("sums", order))
         if self.deviation:
-            rows.append(("sampler alone, otherwise", self.deviation))
+            rows.append(("sampler only", self.deviation))
         promise = "bit for bit equal (checked every step)"
         promise = promise if self.exact else "not promised (measured)"
         return [*rows, ("sampler and trainer log-probs", promise)]

@@ -61,7 +61,7 @@ class GraphPool:
 def _give_up(graphs: list[torch.cuda.CUDAGraph], pools: list[torch.cuda.MemPool]) -> None:
     """Wait for the device, reset all graphs, then free the pools."""
     # Graphs may still run where an error or Ctrl-C ended a call. Before torch gives their memory
-    # back it waits for the stream alone that they were captured in. Nothing can wait in a capture,
+    # back it waits only for the stream that they were captured in. Nothing can wait in a capture,
     # where Python may collect an owner that has long ended.
     if graphs and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()

@@ -235,7 +235,7 @@ def compare_samples(step: int, samples: Sequence[Sample]) -> None:
 def samples_digest(samples: Sequence[Sample]) -> str:
     """Return a digest of all that is trained on, the same in every process."""
     digest = hashlib.blake2b(digest_size=8)
-    for sample in samples:  # as bytes: the texts of their numbers take ten times as long
+    for sample in samples:  # as bytes, not as the texts of their numbers
         digest.update(array("i", sample.prompt_token_ids))
         digest.update(array("i", sample.completion.token_ids))
         digest.update(array("f", sample.completion.logprobs))

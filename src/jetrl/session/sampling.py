@@ -154,7 +154,7 @@ class Scoring:
         """Return the samples of all ranks, grouped by prompt, from those of each rank."""
         if world().size == 1:
             return list(own_samples)
-        # Tokens travel as bytes: pickled numbers take ten times as long.
+        # Tokens travel as bytes, not as pickled numbers.
         packed = [_packed(sample) for sample in own_samples]
         gathered = itertools.chain(*world().gather("samples of the step", packed))
         return [
