@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jetrl.models.block import DenseShape
 from jetrl.models.families import ModelConfig, parameter_shapes
 
 _QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6}
@@ -25,7 +24,7 @@ def _shape(
     return {
         **base,
         "hidden_size": hidden,
-        **DenseShape(inner).to_hf(),
+        "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

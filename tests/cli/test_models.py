@@ -19,10 +19,9 @@ import pytest
 import torch
 
 from jetrl import loop, precision, train
-from jetrl.cli import doctor, init
+from jetrl.cli import doctor
 from jetrl.cli.opening import find_model, open_policy
 from jetrl.errors import UserError
-from jetrl.models import families
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
@@ -47,7 +46,8 @@ def test_init_makes_a_model_of_the_asked_shape(jetrl: Callable, tmp_path: Path) 
     assert config["tie_word_embeddings"] is False
     done = jetrl("init", out)
     assert (done.code, str(out) in done.err) == (2, True)
-    assert set(init.FAMILIES) == set(families.FAMILIES)
+    done = jetrl("init", tmp_path / "n", "--family", "gpt2")
+    assert (done.code, "family 'gpt2': one of qwen3, qwen2" in done.err) == (2, True)
 
 
 def test_sample_prints_completions_or_repeatable_json(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, parameter_shapes
-from jetrl.models.tiny import random_weights
+from jetrl.models.tiny import RandomWeights
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -28,7 +28,7 @@ MODEL = ModelConfig.from_hf(CONFIG)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    hf.save_model(folder, MODEL, random_weights(MODEL, 0, "cpu"), "float32")
+    hf.save_model(folder, MODEL, dict(RandomWeights(MODEL, 0, "cpu")), "float32")
     return folder
 
 

@@ -27,9 +27,10 @@ from rich.console import Console
 from jetrl.cli.doctor import run_checks
 from jetrl.errors import UserError
 from jetrl.models import hf
-from jetrl.models.families import ModelConfig, inverse_frequencies, parameter_shapes
+from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.nvfp4_files import check_quantization, left_in_16_bits
 from jetrl.models.peft import base_of, read_lora
+from jetrl.models.rope import frequencies_of
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, compare_runs, comparison_rows, list_runs, runs_table, show_run
 from jetrl.runs.attempts import StatusFile, read_status
@@ -434,7 +435,7 @@ def test_files_of_a_model(
     def read_model() -> None:
         model = hf.model_config(folder)
         assert len(parameter_shapes(model)) < 20_000
-        inverse_frequencies(model)
+        frequencies_of(model.head_dim, model.rope_theta, model.rope_scaling)
         left_in_16_bits(model)
         check_quantization(model.raw.get("quantization_config"))
 

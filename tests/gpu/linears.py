@@ -12,7 +12,7 @@ from small_models import config
 from jetrl import Policy
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
-from jetrl.models.tiny import random_weights
+from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.adapter import AdapterShape, AdapterWeight
 from jetrl.precision.quantize import QTensor
@@ -67,7 +67,7 @@ def adapted_policy(
     adapter = Adapter.new(shape, LoRA(12, 24.0, **options), 0)
     plan = PrecisionPlan.preset(preset)
     plan = plan if base is None else plan.replace(base=base)
-    policy = Policy(shape, plan, random_weights(shape, 0), device, adapter=adapter)
+    policy = Policy(shape, plan, dict(RandomWeights(shape, 0)), device, adapter=adapter)
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, master in policy.master_weights().items():

@@ -11,7 +11,7 @@ import torch
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.tiny import random_weights
+from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 from jetrl.session.parity import random_prompts
 
@@ -28,7 +28,7 @@ def config(score: bool, **changes: Any) -> ModelConfig:
 
 def make(cls: type, preset: str, frozen: bool = False, **changes: Any) -> Any:
     model = config(cls is ScalarModel, **changes)
-    weights = random_weights(model, 0)
+    weights = dict(RandomWeights(model, 0))
     return cls(model, PrecisionPlan.preset(preset), weights, "cuda", frozen=frozen)
 
 

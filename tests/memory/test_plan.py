@@ -21,7 +21,7 @@ from jetrl.models.layer import RMSNorm
 from jetrl.models.model import Model
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.tiny import RandomWeights, make_tiny, random_weights
+from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
 from jetrl.rollout.speculation import Speculation
@@ -78,7 +78,7 @@ def test_a_base_in_nvfp4_is_counted_as_it_is() -> None:
     config = ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True})
     asked = settings("adapter.kind=lora", "precision.base=nvfp4", "precision.first_layers_bf16=1")
     plan = PrecisionPlan.from_settings(asked.precision)
-    policy = Policy(config, plan, random_weights(config, 0), trains=lambda name: False)
+    policy = Policy(config, plan, dict(RandomWeights(config, 0)), trains=lambda name: False)
     assert row(MemoryPlan(asked, config), "quantized weights") == held(policy)
 
 
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
 
 def test_the_draft_head_and_texts_of_drafts_count() -> None:
     config = ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True})
-    policy = Policy(config, PrecisionPlan.preset("unified"), random_weights(config, 0))
+    policy = Policy(config, PrecisionPlan.preset("unified"), dict(RandomWeights(config, 0)))
     head = DraftHead(policy, 3, 0)
     elements = sum(master.numel() for master in head.masters.values())
     kept = sum(w.nbytes for w in head.weights.values()) + head.rows.nbytes

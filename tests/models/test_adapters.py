@@ -20,7 +20,7 @@ from jetrl.models.hf import model_config
 from jetrl.models.peft import adapted_config, adapter_of, lora_of, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.tiny import make_tiny, random_weights
+from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.session.parity import measure
 from jetrl.settings.model_sections import AdapterSettings
@@ -40,7 +40,7 @@ PRESETS = ["unified", "jet", "mixed", "bf16", "fp32"]
 
 def policy(preset: str = "unified", lora: LoRA | None = None, **changes: Any) -> Policy:
     adapter = Adapter.new(CONFIG, lora or LoRA(4, 16.0), seed=0)
-    weights = random_weights(CONFIG, 0) | changes
+    weights = dict(RandomWeights(CONFIG, 0)) | changes
     return Policy(CONFIG, PrecisionPlan.preset(preset), weights, adapter=adapter)
 
 
@@ -56,7 +56,7 @@ def moved(model: Any) -> Any:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_new_adapter_changes_nothing_and_its_base_stays_the_reference(preset: str) -> None:
-    whole = Policy(CONFIG, PrecisionPlan.preset(preset), random_weights(CONFIG, 0))
+    whole = Policy(CONFIG, PrecisionPlan.preset(preset), dict(RandomWeights(CONFIG, 0)))
     with torch.no_grad():
         expected = torch.cat(whole.logprobs(SEQUENCES))
         p = policy(preset)

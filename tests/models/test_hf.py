@@ -29,7 +29,7 @@ from jetrl.models import hf_save
 from jetrl.models.chat import decode
 from jetrl.models.families import FAMILIES, parameter_shapes
 from jetrl.models.hf import eos_token_ids, load_tokenizer, read_generation_config, save_model
-from jetrl.models.tiny import character_tokenizer, random_weights
+from jetrl.models.tiny import RandomWeights, character_tokenizer
 
 
 def their_model(family: str, tied: bool = False) -> PreTrainedModel:
@@ -44,7 +44,7 @@ def their_model(family: str, tied: bool = False) -> PreTrainedModel:
 
 
 def write_qwen3(path: Path, **options: Any) -> dict[str, Tensor]:
-    weights = random_weights(our_config(), seed=0)
+    weights = dict(RandomWeights(our_config(), seed=0))
     save_model(path, our_config(), weights, "float32", **options)
     return weights
 
@@ -91,7 +91,7 @@ def test_round_trip_with_transformers(family: str, tied: bool, shard: str, tmp_p
 
 def test_saving_rounds_once_and_keeps_unknown_keys_of_the_config(tmp_path: Path) -> None:
     config = our_config("llama", attention_dropout=0.25, quantization_config={"a": 1})
-    weights = random_weights(config, seed=1)
+    weights = dict(RandomWeights(config, seed=1))
     save_model(tmp_path / "m", config, weights)
     back_config, back = read_model(tmp_path / "m")
     assert_same_tensors(back, {name: tensor.bfloat16() for name, tensor in weights.items()})
@@ -103,7 +103,7 @@ def test_saving_rounds_once_and_keeps_unknown_keys_of_the_config(tmp_path: Path)
 
 def test_old_rotary_buffers_and_an_equal_tied_head_are_ignored(tmp_path: Path) -> None:
     config = our_config("qwen2", tied=True)
-    weights = random_weights(config, seed=0)
+    weights = dict(RandomWeights(config, seed=0))
     save_model(tmp_path / "m", config, weights, "float32")
 
     def add(tensors: dict[str, Tensor]) -> None:
@@ -185,7 +185,7 @@ def test_target_in_use(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists and is not empty"):
         write_qwen3(tmp_path / "m")
     config = our_config("llama")
-    save_model(tmp_path / "m", config, random_weights(config, seed=0), overwrite=True)
+    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), overwrite=True)
     assert read_model(tmp_path / "m")[0].family == "llama"
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("")

@@ -23,7 +23,7 @@ from jetrl.errors import UserError
 from jetrl.models.families import stored_tensors
 from jetrl.models.hf import read_config, save_model
 from jetrl.models.policy import Policy
-from jetrl.models.tiny import random_weights
+from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.quantize import dequantize, quantize
 
@@ -38,7 +38,7 @@ def is_linear(name: str) -> bool:
 @pytest.mark.parametrize("family, scales", [("qwen2", "fp32"), ("llama", "pow2")])
 def test_fp8_round_trip_is_the_quantizer(family: str, scales: Any, tmp_path: Path) -> None:
     config = our_config(family, **FP8_SIZES)
-    weights = random_weights(config, seed=0)
+    weights = dict(RandomWeights(config, seed=0))
     save_model(tmp_path / "m", config, weights, "fp8", max_shard_bytes=60_000, scales=scales)
     back_config, back = read_model(tmp_path / "m")
     expected = {
@@ -53,7 +53,7 @@ def test_fp8_round_trip_is_the_quantizer(family: str, scales: Any, tmp_path: Pat
 
 def test_fp8_layout_is_the_one_of_transformers(tmp_path: Path) -> None:
     config = our_config("qwen3", **FP8_SIZES)
-    weights = random_weights(config, seed=0)
+    weights = dict(RandomWeights(config, seed=0))
     save_model(tmp_path / "m", config, weights, "fp8")
     assert read_config(tmp_path / "m")["quantization_config"] == {
         "quant_method": "fp8",
@@ -83,7 +83,7 @@ def test_fp8_loads_in_transformers(bf16_layers: tuple[int, ...], tmp_path: Path)
     pytest.importorskip("accelerate", reason="transformers loads FP8 through accelerate")
     config = our_config("qwen3", **FP8_SIZES)
     save_model(
-        tmp_path / "m", config, random_weights(config, seed=0), "fp8", bf16_layers=bf16_layers
+        tmp_path / "m", config, dict(RandomWeights(config, seed=0)), "fp8", bf16_layers=bf16_layers
     )
     ours = read_model(tmp_path / "m")[1]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m").state_dict()  # in BF16 on a CPU
@@ -99,7 +99,7 @@ def test_the_layers_that_a_plan_keeps_in_bf16_are_so_in_an_fp8_directory(
     """Else the layers would be FP8 on both sides, in the rollout alone, or on neither."""
     plan = PrecisionPlan.preset(preset).replace(last_layers_bf16=1)
     config = our_config("qwen3", **FP8_SIZES)
-    policy = Policy(config, plan, random_weights(config, seed=0))
+    policy = Policy(config, plan, dict(RandomWeights(config, seed=0)))
     policy.save_pretrained(tmp_path / "m", dtype="fp8")
     said = read_config(tmp_path / "m")["quantization_config"]
     parts = [part for named in stored_tensors(config).values() for part in named]
@@ -131,7 +131,7 @@ O_PROJ, DOWN = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.dow
 )
 def test_fp8_with_wrong_scales_is_refused(change: Any, message: str, tmp_path: Path) -> None:
     config = our_config("qwen3", **FP8_SIZES)
-    save_model(tmp_path / "m", config, random_weights(config, seed=0), "fp8")
+    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), "fp8")
     change_tensors(tmp_path / "m", change)
     with pytest.raises(UserError, match=message):
         read_model(tmp_path / "m")
@@ -139,7 +139,7 @@ def test_fp8_with_wrong_scales_is_refused(change: Any, message: str, tmp_path: P
 
 def test_partial_blocks_and_other_quantizations_are_refused(tmp_path: Path) -> None:
     config = our_config()
-    weights = random_weights(config, seed=0)
+    weights = dict(RandomWeights(config, seed=0))
     with pytest.raises(UserError, match=r"q_proj.weight \[64, 32\].*save it as bfloat16"):
         save_model(tmp_path / "m", config, weights, "fp8")
     assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,7 @@ from jetrl.models.families import stored_tensors
 from jetrl.models.nvfp4_files import left_in_16_bits
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.tiny import random_weights
+from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight
 from jetrl.precision.quantized_weight import operand_tensors as tensors
@@ -33,7 +33,7 @@ PLAN = PrecisionPlan.preset("unified").replace(base="nvfp4")
 def directory(path: Path, family: str = "qwen3") -> Path:
     """Write a directory with random weights of 32 bits."""
     config = our_config(family, **WIDE, initializer_range=0.1)
-    hf.save_model(path, config, random_weights(config, seed=0), "float32")
+    hf.save_model(path, config, dict(RandomWeights(config, seed=0)), "float32")
     return path
 
 

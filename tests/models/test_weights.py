@@ -15,7 +15,7 @@ from jetrl.models import hf
 from jetrl.models.decoder import embed
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.tiny import make_tiny, random_weights
+from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.plan import Rounding
@@ -28,7 +28,7 @@ PRESETS = ["unified", "jet", "mixed", "bf16", "fp32"]
 
 
 def policy(preset: str = "unified") -> Policy:
-    return Policy(CONFIG, PrecisionPlan.preset(preset), random_weights(CONFIG, 0))
+    return Policy(CONFIG, PrecisionPlan.preset(preset), dict(RandomWeights(CONFIG, 0)))
 
 
 def quantized(p: Policy) -> list[QuantizedWeight]:
@@ -57,7 +57,7 @@ def test_a_base_is_trained_around(preset: str) -> None:
     """Weights that are not trained serve both sides, and have neither masters nor gradients."""
     whole = policy(preset)
     around = Policy(
-        CONFIG, whole.plan, random_weights(CONFIG, 0), trains=lambda name: "norm" in name
+        CONFIG, whole.plan, dict(RandomWeights(CONFIG, 0)), trains=lambda name: "norm" in name
     )
     assert all("norm" in name for name in around.master_weights())
     sequences = [[1, 2, 3, 4, 5], [6, 7]]
@@ -93,7 +93,7 @@ def test_a_base_is_read_one_tensor_at_a_time() -> None:
             most = max(most, sum(ref() is not None and ref().dim() > 1 for ref in alive))
             return tensor
 
-    weights = Counted(random_weights(CONFIG, 0))
+    weights = Counted(dict(RandomWeights(CONFIG, 0)))
     Policy(CONFIG, PrecisionPlan.preset("unified"), weights, trains=lambda name: False)
     assert most <= 2
     assert len(alive) >= len(weights)

@@ -9,7 +9,7 @@ import torch
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.models import dense
-from jetrl.models.tiny import random_weights
+from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.session.parity import check_policy, locate, measure, random_prompts, self_check
@@ -101,7 +101,7 @@ def test_a_base_in_nvfp4_is_exact() -> None:
     """Weights in NVFP4 serve both sides, also after what is trained beside them has moved."""
     plan = PrecisionPlan.preset("unified").replace(base="nvfp4", last_layers_bf16=1)
     config = policy("unified").config
-    p = Policy(config, plan, random_weights(config, 0), trains=lambda name: "norm" in name)
+    p = Policy(config, plan, dict(RandomWeights(config, 0)), trains=lambda name: "norm" in name)
     kinds = [type(layer.qkv.operand("train")) for layer in p.decoder.layers]
     assert kinds == [NVFP4Tensor, torch.Tensor]
     assert measure(p, num_prompts=3, max_tokens=8).different == 0

@@ -12,7 +12,7 @@ from tests.training.shared import equal, scalar_config, snapshot
 from jetrl.errors import NonFiniteError, OutOfMemoryStop
 from jetrl.models.families import ModelConfig
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.tiny import random_weights
+from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.training.extras.critic import Critic, value_loss
@@ -24,7 +24,7 @@ from jetrl.training.sft import RewardTrainer
 
 def scalar_model(preset="unified"):
     config = ModelConfig.from_hf(scalar_config())
-    weights = random_weights(config, 0) | {"score.weight": torch.zeros(1, 128)}
+    weights = dict(RandomWeights(config, 0)) | {"score.weight": torch.zeros(1, 128)}
     return ScalarModel(config, PrecisionPlan.preset(preset), weights)
 
 

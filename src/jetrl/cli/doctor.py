@@ -205,13 +205,12 @@ def _check_exactness() -> list[Finding]:
 
     properties = [("exact", checked) for checked in self_check()]
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        from jetrl.models.block import DenseShape
         from jetrl.models.policy import Policy
         from jetrl.precision import PrecisionPlan
 
         # At a real model's shapes too, as a run does when it starts.
         shape = {
-            "model_type": "qwen3", "hidden_size": 1024, **DenseShape(3072).to_hf(),
+            "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
             "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8,
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
             "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,

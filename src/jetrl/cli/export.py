@@ -84,11 +84,9 @@ def _name_base(args: argparse.Namespace, policy: Policy) -> None:
             "DIR to write the base too, or --merge to write a whole model"
         )
     weights = _random_weights(args, policy.base_config, policy.device)
+    files = (policy.tokenizer, policy.generation_config or None)
     hf.save_model(
-        *(args.base, policy.base_config, weights, "float32"),
-        tokenizer=policy.tokenizer,
-        generation_config=policy.generation_config or None,
-        overwrite=args.overwrite,
+        args.base, policy.base_config, weights, "float32", *files, overwrite=args.overwrite
     )
     print(f"wrote {args.base} (float32, the random base)")
     policy.base_path = str(Path(args.base).resolve())
@@ -100,13 +98,10 @@ def _widen(args: argparse.Namespace, path: Path) -> None:
     from jetrl.session.building import choose_device
 
     config = hf.model_config(path)
+    tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
+    files = (tokenizer, hf.read_generation_config(path))
     with hf.open_weights(path, config, choose_device(args.device)) as weights:
-        hf.save_model(
-            *(args.out, config, weights, args.dtype),
-            tokenizer=hf.load_tokenizer(path) if hf.has_tokenizer(path) else None,
-            generation_config=hf.read_generation_config(path),
-            overwrite=args.overwrite,
-        )
+        hf.save_model(args.out, config, weights, args.dtype, *files, overwrite=args.overwrite)
     print(f"wrote {args.out} ({args.dtype}, dequantized from the NVFP4 of {path})")
 
 
@@ -169,16 +164,12 @@ def _merge(args: argparse.Namespace) -> None:
     else:
         opened = hf.open_weights(parts.base, parts.base_config, device)
     generation = None if parts.base is None else hf.read_generation_config(parts.base)
+    files = (parts.tokenizer, generation)
     with opened as base:
         if parts.adapter is not None:
             parts.adapter.check_base(stored_base_digest(parts.config, base))
         merged = MergedWeights(parts.config, parts.lora, base, parts.masters, device)
-        hf.save_model(
-            *(args.out, parts.config, merged, args.dtype),
-            tokenizer=parts.tokenizer,
-            generation_config=generation,
-            overwrite=args.overwrite,
-        )
+        hf.save_model(args.out, parts.config, merged, args.dtype, *files, overwrite=args.overwrite)
     print(f"wrote {args.out} ({args.dtype}, the adapter merged)")
     if is_nvfp4(parts.base_config):
         print("the base is in NVFP4: the adapter was added to its dequantized weights")

@@ -11,17 +11,14 @@ from __future__ import annotations
 import argparse
 import functools
 
-from jetrl.models.block import DenseShape
-
-# As jetrl.models.families has them, without importing transformers for --help.
-FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "phi3")
+from jetrl.models.block import Block
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; each is the parameter of `make_tiny` of the same name."""
     add = parser.add_argument
     add("out", metavar="OUT", help="the directory to write")
-    add("--family", choices=FAMILIES, default="qwen3", help="model family")
+    add("--family", default="qwen3", help="model family, such as qwen2 or llama")
     words = "FP8 layers need multiples of 128: hidden, heads x head_dim, MLP"
     size = functools.partial(parser.add_argument_group("sizes", words).add_argument, type=int)
     size("--hidden-size", default=128, help="channels")
@@ -29,8 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size("--num-heads", default=4, help="query heads")
     size("--num-kv-heads", default=2, help="key and value heads")
     size("--head-dim", default=64, help="channels per head")
-    for key, (default, meaning) in DenseShape.hf_sizes.items():
-        size("--" + key.replace("_", "-"), default=default, help=meaning)
+    kinds = Block.__subclasses__()
+    for key, field in {k: f for kind in kinds for k, f in kind.model_fields.items()}.items():
+        for usual in field.examples or ():
+            about = f"{field.description} (default: {usual})"
+            size("--" + key.replace("_", "-"), default=argparse.SUPPRESS, help=about)
     size("--vocab-size", help="tokens (default: the tokenizer's; bpe: 4096)")
     context = "maximum tokens per sequence"
     size("--context", dest="max_position_embeddings", default=4096, metavar="CONTEXT", help=context)

@@ -73,17 +73,17 @@ def product_bytes(
         return head, 2 * head, (cards + 1) * whole + rows + 2 * head
     in_bf16 = plan.train_linear == "fp8" and plan.grad_output != "bf16"
     parameters = parameter_shapes(config)
-    first, last, qkv, o = (
+    *block, qkv, o = (
         (2 if in_bf16 else 4) * math.prod(parameters[f"layers.0.{linear}.weight"])
         for linear in (*config.block.linears, "qkv", "o")
     )
     # While the MLP makes its products: all slices of lm_head's, then the latest with the MLP's.
-    mlp = 2 * last + (1 if in_bf16 else 2) * first
+    mlp = 2 * block[-1] + (1 if in_bf16 else 2) * sum(block[:-1])
     slice_bytes = min(head, _AT_ONCE)
     received = max(_TOGETHER * slice_bytes, (_TOGETHER - 2) * slice_bytes + mlp)
     if tied:  # It is received whole, and waits for the embedding's rows.
         received = max(head, mlp)
-    at_end = rows + (head if tied else 0) + 2 * (first + o + qkv)
+    at_end = rows + (head if tied else 0) + 2 * (sum(block[:-1]) + o + qkv)
     return head, head + min(received, head + mlp), at_end
 
 
@@ -112,7 +112,7 @@ def kept_bytes(
         inputs = format != "fp8" and lora is None  # others are quantized again
         # Of each norm the residual stream, the inverse rms, and the normalized values.
         entered = wide * hidden * (2 if inputs else 1) + 4
-        layers.append(2 * entered + attention + wide * config.block.kept_values(inputs))
+        layers.append(2 * entered + attention + wide * config.block.kept_values(hidden, inputs))
     if lora is not None:
         for name, shape in lora.shapes(config).items():
             layers[int(name.split(".")[1])] += wide * len(shape.parts) * shape.padded_rank

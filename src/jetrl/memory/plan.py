@@ -28,11 +28,11 @@ from jetrl.models import hf
 from jetrl.models.adapter import LoRA, adapter_names
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.draft_head import KNOWN_TOKENS, draft_head_shapes
-from jetrl.models.families import ModelConfig, num_parameters, parameter_shapes
+from jetrl.models.families import ModelConfig, num_parameters, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import left_in_16_bits
 from jetrl.models.peft import adapted_config, lora_of
 from jetrl.precision.nvfp4 import NVFP4_GROUP
-from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
+from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import verified_drafts
 
@@ -390,9 +390,7 @@ def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -
 
 
 def quantized_bytes(
-    config: ModelConfig,
-    plan: PrecisionPlan,
-    sides: tuple[Literal["rollout", "train"], ...] = ("rollout", "train"),
+    config: ModelConfig, plan: PrecisionPlan, sides: tuple[Side, ...] = ("rollout", "train")
 ) -> int:
     """Return the bytes of the rotary table and the weights as forwards read them.
 
@@ -416,15 +414,15 @@ def quantized_bytes(
         total += sum(weight_bytes(rounding.format, *vocabulary) for rounding in heads)
     wide = 4 if plan.rest == "fp32" else 2
     left = left_in_16_bits(config) if plan.base == "nvfp4" else set()
+    stored = stored_tensors(config)
     for name, shape in parameter_shapes(config).items():
-        parts = name.split(".")
-        if name in left:
-            total += weight_bytes("bf16", *shape)
-            continue
-        if len(shape) == 2 and parts[0] == "layers":
-            layer = int(parts[1])
-            formats = {s: plan.linear_format(s, layer, config.num_layers) for s in sides}
-            roundings = {plan.rounding(side, format) for side, format in formats.items()}
+        part = stored[name][0]
+        matrix = len(shape) == 2 and part.layer is not None
+        if name in left or (matrix and not part.linear_weight):
+            total += weight_bytes(plan.rest, *shape)
+        elif part.linear_weight and part.layer is not None:
+            formats = plan.linear_formats(part.layer, config.num_layers)
+            roundings = {plan.rounding(side, formats[side]) for side in sides}
             total += sum(weight_bytes(rounding.format, *shape) for rounding in roundings)
         elif name.endswith("norm.weight"):
             total += wide * shape[0]

@@ -1,99 +1,131 @@
-"""The block of a decoder layer, the half after attention: its shape, names and costs.
+"""The block of a decoder layer, the half after attention: its keys, weights and costs.
 
-A block kind is a record here and a module (`models.dense`). The record owns weight names and
-shapes, config.json keys, Hugging Face tensor names, and activation bytes for the memory plan; the
-module owns the forward of each side and the self-checks. Nothing else names a weight of a block.
-`DenseShape` is the only kind today. No torch.
+A kind of block is a record here and a module, paired by `models.decoder.BLOCKS`; a family names its
+record (`models.families`). A record's fields are its keys of config.json. It owns names and shapes
+of weights, here and in Hugging Face files, and activation bytes for the memory plan; the module has
+the forward of each side and the self-checks. Nothing else names a weight of a block. No torch.
+
+A weight is a norm or a matrix [out, in], nothing else. Experts are stacked along rows: E of N
+outputs are one matrix [E * N, K] (N a multiple of 128 for FP8), and `stored_names` has the modules
+of each in order: mlp.experts.0.gate_proj, mlp.experts.0.up_proj, mlp.experts.1.gate_proj. So
+rounding, gradients, the optimizer, several GPUs and checkpoints need not know experts.
+
+A matrix in `linears` is a linear layer: plans, exports and training targets choose its format.
+Another one, such as a router, is not: its module reads it by `Weights.linear` in the plan's `rest`.
 
 Legend: T tokens, D hidden size, F inner size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, ClassVar
 
-from jetrl.models.config_schema import HfConfig
+from pydantic import Field
+
+from jetrl.files import Stored
 
 
-@dataclass(frozen=True)
-class DenseShape:
-    """SwiGLU between two dense linear layers: y = down(silu(gate) * up), gate, up = gate_up(x).
+class Block(Stored, ABC, extra="ignore"):
+    """The base class of records.
 
-    `gate_up` stacks the gate and up projections for one GEMM. `inner` is F.
+    A field without a default is required in config.json; its example is the value of a tiny model.
+    A field with a default has transformers' default for the family if the key is absent.
     """
 
-    inner: int
-
-    hf_sizes: ClassVar[Mapping[str, tuple[int, str]]] = {
-        "intermediate_size": (384, "channels of the MLP")
-    }
-    """Required keys of config.json: the value of a tiny model, and the meaning."""
-    linears: ClassVar[tuple[str, ...]] = ("gate_up", "down")
+    linears: ClassVar[tuple[str, ...]]
     """The linear layers in the order of the forward pass; the last writes the residual stream."""
 
+    @classmethod
+    def tiny(cls) -> dict[str, Any]:
+        """Return the required keys of a tiny model."""
+        return {key: f.examples[0] for key, f in cls.model_fields.items() if f.examples}
+
+    @abstractmethod
+    def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each parameter by its name in a layer, `post_norm.weight` first."""
+
+    @abstractmethod
+    def stored_names(self, fused: bool) -> dict[str, tuple[str, ...]]:
+        """Return the modules that each weight stacks, in equal rows; Phi-3 stores them `fused`."""
+
+    @abstractmethod
+    def kept_values(self, hidden: int, inputs: bool) -> int:
+        """Return the values per token saved for backward, without the norm's output (the caller's).
+
+        `inputs`: the inputs of the linear layers are saved too; otherwise they are recomputed.
+        """
+
+    @abstractmethod
+    def forward_values(self, hidden: int, adapted: bool) -> int:
+        """Return the maximum number of values per token held by a forward without gradients."""
+
+    @abstractmethod
+    def backward_bytes(self, hidden: int, tokens: int, fp8: bool, first: bool, group: int) -> int:
+        """Return the maximum bytes that backward holds on top of the saved activations.
+
+        `first`: it allocates gradients; later ones add in place. `group`: tokens per dY scale.
+        """
+
+    @abstractmethod
+    def adapted_backward_bytes(self, hidden: int, tokens: int, fp8: bool, weight: int) -> int:
+        """Return `backward_bytes` of a frozen block with adapters.
+
+        `weight` is the bytes of a weight in 16 bits, which NVFP4 needs; 0 for other formats.
+        """
+
+
+class DenseShape(Block):
+    """SwiGLU between two dense linear layers: y = down(silu(gate) * up), gate, up = gate_up(x).
+
+    `gate_up` stacks the gate and up projections for one GEMM.
+    """
+
+    linears = ("gate_up", "down")
+
+    intermediate_size: Annotated[
+        int, Field(ge=1, le=2**20, description="channels of the MLP", examples=[384])
+    ]
+
     @staticmethod
-    def from_hf(config: HfConfig) -> DenseShape:
-        return DenseShape(config.intermediate_size)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Return the block's keys of config.json."""
-        return {"intermediate_size": self.inner}
-
-    def linear_shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
-        """Return [out, in] of each linear layer by name."""
-        return {"gate_up": (2 * self.inner, hidden), "down": (hidden, self.inner)}
+    def matrices(hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the matrices by name."""
+        return {"gate_up.weight": (2 * inner, hidden), "down.weight": (hidden, inner)}
 
     def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter by its name in a layer, in forward order."""
-        linears = {f"{name}.weight": shape for name, shape in self.linear_shapes(hidden).items()}
-        return {"post_norm.weight": (hidden,), **linears}
+        return {"post_norm.weight": (hidden,), **self.matrices(hidden, self.intermediate_size)}
 
-    @staticmethod
-    def stored_names(fused: bool) -> dict[str, tuple[str, ...]]:
-        """Return the modules that each weight stacks, in equal rows; Phi-3 stores them `fused`."""
+    def stored_names(self, fused: bool) -> dict[str, tuple[str, ...]]:
         return {
             "post_norm": ("post_attention_layernorm",),
             "gate_up": ("mlp.gate_up_proj",) if fused else ("mlp.gate_proj", "mlp.up_proj"),
             "down": ("mlp.down_proj",),
         }
 
-    def kept_values(self, inputs: bool) -> int:
-        """Return the values per token saved for backward, without the norm's output (the caller's).
-
-        `inputs`: the inputs of the linear layers are saved too; FP8 and adapters recompute them.
-        """
-        return 2 * self.inner + (self.inner if inputs else 0)
+    def kept_values(self, hidden: int, inputs: bool) -> int:
+        return (3 if inputs else 2) * self.intermediate_size
 
     def forward_values(self, hidden: int, adapted: bool) -> int:
-        """Return the maximum number of values per token held by a forward without gradients."""
-        return 7 * hidden + 3 * self.inner + (self.inner // 2 if adapted else 0)
+        inner = self.intermediate_size
+        return 7 * hidden + 3 * inner + (inner // 2 if adapted else 0)
 
     def backward_bytes(self, hidden: int, tokens: int, fp8: bool, first: bool, group: int) -> int:
-        """Return the maximum bytes that backward holds on top of the saved activations.
-
-        `first`: backward allocates gradients; later ones add in place. `group`: tokens per dY
-        scale.
-        """
-        gradient = 4 * 2 * self.inner * hidden if first else 0
+        inner = self.intermediate_size
+        gradient = 4 * 2 * inner * hidden if first else 0
         if not fp8:
-            return (6 * hidden + 6 * self.inner) * tokens + gradient
+            return (6 * hidden + 6 * inner) * tokens + gradient
         # While dY of gate_up is made: dY of down as codes, dY of SwiGLU, the codes of its output.
-        gated = (2 * hidden + 3 * self.inner) * tokens
+        gated = (2 * hidden + 3 * inner) * tokens
         # While dW of gate_up is made: dX, the codes of X, and the product in bfloat16.
-        wgrad = 3 * hidden * tokens + 2 * 2 * self.inner * hidden + gradient
+        wgrad = 3 * hidden * tokens + 2 * 2 * inner * hidden + gradient
         groups = -(-tokens // group)  # codes and scales along tokens
-        codes = 2 * self.inner * groups * (group + 4)
+        codes = 2 * inner * groups * (group + 4)
         return 2 * hidden * tokens + 2 * codes + max(gated, wgrad)
 
     def adapted_backward_bytes(self, hidden: int, tokens: int, fp8: bool, weight: int) -> int:
-        """Return `backward_bytes` of a frozen block with adapters.
-
-        `weight` is the bytes of a weight in 16 bits, which NVFP4 needs; 0 for other formats.
-        """
-        weight = weight or (2 * self.inner * hidden if fp8 else 0)
-        held = (6 * hidden + 6 * self.inner) * tokens + weight
+        inner = self.intermediate_size
+        weight = weight or (2 * inner * hidden if fp8 else 0)
+        held = (6 * hidden + 6 * inner) * tokens + weight
         if fp8:  # SwiGLU's dY, then Y in its place, and dX twice
-            held = max(held, (4 * hidden + 8 * self.inner) * tokens)
+            held = max(held, (4 * hidden + 8 * inner) * tokens)
         return held

@@ -52,7 +52,7 @@ class Named(Stored):
 
 
 class HfConfig(Named):
-    """The contents of config.json, with a family's defaults filled in.
+    """The contents of config.json without its block's, with a family's defaults filled in.
 
     `rope_scaling` is the rotary rule of transformers 4, `rope_parameters` that of 5;
     `original_max_position_embeddings` is llama3's original context. SmolLM3 has `no_rope_layers`, 0
@@ -61,7 +61,6 @@ class HfConfig(Named):
 
     vocab_size: Vocabulary
     hidden_size: Width
-    intermediate_size: Width
     num_hidden_layers: Layers
     num_attention_heads: Heads
     num_key_value_heads: Heads | None = None

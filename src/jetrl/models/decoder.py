@@ -29,9 +29,11 @@ from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels.rotary import rotary_table
 from jetrl.models.attention import KeyValues
+from jetrl.models.block import Block, DenseShape
 from jetrl.models.dense import DenseBlock
-from jetrl.models.families import ModelConfig, inverse_frequencies
+from jetrl.models.families import ModelConfig
 from jetrl.models.layer import RMSNorm, Rotary, Trace, fuses, prefixed, tell
+from jetrl.models.rope import frequencies_of
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import backend_of
 from jetrl.precision.exact import exact_matmul
@@ -41,6 +43,7 @@ from jetrl.precision.plan import Side
 from jetrl.precision.quantized_weight import QuantizedWeight
 
 _Module = TypeVar("_Module", bound=nn.Module)
+BLOCKS: dict[type[Block], Any] = {DenseShape: DenseBlock}  # the module of each kind of block
 
 
 class DecoderLayer(nn.Module):
@@ -56,7 +59,7 @@ class DecoderLayer(nn.Module):
         self.k_norm = weights.norm(f"{name}.k_norm", eps) if config.qk_norm else None
         self.qkv = weights.linear(f"{name}.qkv", formats, config.qkv_bias)
         self.o = weights.linear(f"{name}.o", formats)
-        self.block = DenseBlock(name, config, weights, formats)
+        self.block = BLOCKS[type(config.block)](name, config, weights, formats)
 
     def forward(
         self,
@@ -118,7 +121,8 @@ class Decoder(nn.Module):
         weights.check_complete()
         scaling, context = config.rope_scaling, config.max_position_embeddings
         factor = 1.0 if scaling is None else scaling.attention_factor
-        table = rotary_table(inverse_frequencies(config), context, factor)
+        frequencies = frequencies_of(config.head_dim, config.rope_theta, scaling)
+        table = rotary_table(frequencies, context, factor)
         self.register_buffer("rotary_table", table.to(weights.device), persistent=False)
         # A layer without rotary positions turns by angles of zero, which changes no bit.
         if config.layers_without_rope:

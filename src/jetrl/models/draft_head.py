@@ -40,15 +40,10 @@ KNOWN_TOKENS = 16384  # the maximum W: 128 MiB to read per drafted token at a hi
 _EPS = 1e-6
 
 
-def draft_head_shapes(hidden_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the head's weights by name."""
-    size = hidden_size
-    mlp = DenseShape(size).linear_shapes(size)
-    return {
-        "fc.weight": (size, 2 * size),
-        **{f"{name}.weight": shape for name, shape in mlp.items()},
-        "norm.weight": (size,),
-    }
+def draft_head_shapes(size: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the head's weights by name; `size` is the policy's hidden size."""
+    mlp = DenseShape.matrices(size, size)
+    return {"fc.weight": (size, 2 * size), **mlp, "norm.weight": (size,)}
 
 
 class DraftHead:

@@ -1,21 +1,12 @@
 """The model families as data: the differences between Qwen3, Llama 3, Mistral, ...
 
-All are the same pre-norm decoder with grouped-query attention, rotary positions and SwiGLU. The
-differences are read from a Hugging Face config.json:
-
-    family    QKV bias   norm on Q and K heads   rotary positions        stored
-    qwen3     no         yes                     in every layer          apart
-    qwen2     yes        no                      in every layer          apart
-    llama     no         no                      in every layer          apart
-    mistral   no         no                      in every layer          apart
-    smollm3   no         no                      not in every 4th layer  apart
-    phi3      no         no                      in every layer          QKV, gate and up together
+All are the same pre-norm decoder with grouped-query attention, rotary positions and a block
+(block.py). `FAMILIES` has the differences; the rest is read from a Hugging Face config.json.
 
 Rotary frequencies may be stretched by the llama3 or YaRN rule (rope.py). A config.json that asks
 for something this decoder does not compute (another architecture, a sliding window, an attention
 bias, another activation) is refused at start, by name: if a model loads, its numbers are right.
-Keys of dropout, caching or initialization are ignored; missing keys have
-transformers' defaults. No torch in this file.
+Keys of dropout, caching or initialization are ignored; missing ones have transformers' defaults.
 
 A checkpoint keeps Q, K and V (and gate and up) apart. Here they are one matrix and one GEMM: a
 parameter is the concatenation, along dimension 0, of one or more stored tensors.
@@ -34,14 +25,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any, Literal
 
-import numpy as np
+from pydantic import TypeAdapter
 from transformers import CONFIG_MAPPING
 
 from jetrl.errors import UserError
 from jetrl.files import checked, printable, shown_value
-from jetrl.models.block import DenseShape
+from jetrl.models.block import Block, DenseShape
 from jetrl.models.config_schema import HF_CONFIG, NAMED, HfConfig, Named
-from jetrl.models.rope import TYPES, Scaling, frequencies_of, read_rope
+from jetrl.models.rope import TYPES, Scaling, read_rope
 
 
 @dataclass(frozen=True)
@@ -54,6 +45,7 @@ class Family:
     """
 
     architecture: str
+    block: type[Block] = DenseShape
     qkv_bias: bool = False
     qk_norm: bool = False
     fused: bool = False
@@ -76,9 +68,7 @@ Head = Literal["lm", "score"]
 _LM, _SCORE = "ForCausalLM", "ForSequenceClassification"  # endings of an architecture's name
 _SMALL_TABLE = 2**29  # bytes of a table of rotary positions that any model may have
 _MOST_TOKENS = 2**31  # of a vocabulary
-# They have to be there, though transformers has defaults: a file without them is damaged.
 _DEFAULTED = {"rms_norm_eps", "rope_theta", "hidden_act"}
-_SIZES = {key for key, field in HfConfig.model_fields.items() if field.is_required()} - _DEFAULTED
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,7 @@ class ModelConfig:
     family: str
     vocab_size: int
     hidden_size: int
-    block: DenseShape
+    block: Block
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -118,7 +108,7 @@ class ModelConfig:
     def flat(self) -> dict[str, Any]:
         """Return the fields as checkpoints store them, the block's by its config.json keys."""
         fields = dataclasses.asdict(self).items()
-        block = self.block.to_hf().items()
+        block = self.block.model_dump().items()
         return dict(chain.from_iterable(block if k == "block" else [(k, v)] for k, v in fields))
 
     def with_scalar_head(self) -> ModelConfig:
@@ -129,7 +119,8 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Return the model of a config.json in the layout of transformers 4 or 5."""
         family, head = _family(checked(NAMED, config, "config.json"), config)
-        hf = checked(HF_CONFIG, {**defaults(family), **config}, "config.json")
+        values = {**defaults(family), **config}
+        hf = checked(HF_CONFIG, values, "config.json")
         shared, window = FAMILIES[family], hf.sliding_window
         if shared.window_in_use and window is not None and window < hf.max_position_embeddings:
             raise UserError(
@@ -149,7 +140,7 @@ class ModelConfig:
             family=family,
             vocab_size=hf.vocab_size,
             hidden_size=hf.hidden_size,
-            block=DenseShape.from_hf(hf),
+            block=checked(TypeAdapter(shared.block), values, "config.json"),
             num_layers=hf.num_hidden_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -182,12 +173,10 @@ def defaults(family: str) -> Mapping[str, Any]:
         parameters = inspect.signature(base.__init__).parameters.items()  # type: ignore[misc]
         known |= {name: p.default for name, p in parameters if p.default is not p.empty}
     known["rope_theta"] = kind().rope_parameters["rope_theta"]
-    return {key: known[key] for key in known.keys() & HfConfig.model_fields.keys() - _SIZES}
-
-
-def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Return the rotary inverse frequencies of a model, radians per position: [head_dim / 2]."""
-    return frequencies_of(config.head_dim, config.rope_theta, config.rope_scaling)
+    fields = {**HfConfig.model_fields, **FAMILIES[family].block.model_fields}
+    # Sizes have to be there, though transformers has defaults: a file without is damaged.
+    sizes = {key for key, field in fields.items() if field.is_required()} - _DEFAULTED
+    return {key: known[key] for key in known.keys() & fields.keys() - sizes}
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

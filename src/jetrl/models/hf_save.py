@@ -223,7 +223,8 @@ def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
         contents |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
     if encoding.dtype == "fp8":
         parts = chain.from_iterable(stored_tensors(config).values())
-        kept = [p.module for p in parts if p.linear_weight and not encoding.is_fp8(p)]
+        layers = (part for part in parts if part.layer is not None)
+        kept = [p.module for p in layers if len(p.shape) == 2 and not encoding.is_fp8(p)]
         contents["quantization_config"] = {
             "quant_method": "fp8",
             "fmt": "e4m3",

@@ -2,8 +2,8 @@
 
 Runs depend on the rule for random weights. Matrices and biases are normal with mean 0 and the
 config's `initializer_range` as standard deviation (0.02 if it has none). For the projections into
-the residual stream (`o`, `down`) it is divided by sqrt(2 * num_layers), so that the stream does not
-grow with depth. Norm weights are 1. One seeded generator fills them in the order of
+the residual stream (`o`, the block's last) it is divided by sqrt(2 * num_layers), so that the
+stream does not grow with depth. Norm weights are 1. One seeded generator fills them in the order of
 `families.parameter_shapes`, so a seed and a config give the same model everywhere.
 """
 
@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2
 
 from jetrl.errors import UserError
 from jetrl.files import shown_value
-from jetrl.models.block import DenseShape
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf_save import SaveDtype, save_model
 from jetrl.models.nvfp4_files import CodedWeights
@@ -34,9 +33,9 @@ PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the 
 class RandomWeights(CodedWeights):
     """Every parameter of a model under our names, float32, each made on access.
 
-    No tensor is kept, so memory is that of the largest parameter. The generator's state before each
-    tensor is kept, so values do not depend on the order of access. A seed gives the same weights on
-    every CPU, and others on a GPU, where 8B parameters take a second instead of minutes.
+    Memory is that of the largest parameter. Values do not depend on the order of access: the
+    generator's state before each tensor is kept. A seed gives the same weights on every CPU, and
+    others on a GPU, where 8B parameters take a second instead of minutes.
     """
 
     def __init__(self, config: ModelConfig, seed: int, device: str | torch.device = "cpu") -> None:
@@ -44,6 +43,7 @@ class RandomWeights(CodedWeights):
             raise UserError(f"seed {shown_value(seed)}: a seed has 64 bits")
         self._std = float(config.raw.get("initializer_range") or _DEFAULT_STD)
         self._num_layers = config.num_layers
+        self._residual = (".o.weight", f".{config.block.linears[-1]}.weight")
         self._shapes, self._device = parameter_shapes(config), device
         super().__init__(self._shapes, self._drawn)
         outline = torch.device(device).type == "meta"  # shapes without values
@@ -71,17 +71,10 @@ class RandomWeights(CodedWeights):
         if values.is_meta or name.endswith("norm.weight"):
             return values.fill_(1.0)
         std = self._std
-        if name.endswith((".o.weight", ".down.weight")):  # these write into the residual stream
+        if name.endswith(self._residual):  # these write into the residual stream
             std /= math.sqrt(2 * self._num_layers)
         # Biases too, as trained models have them: one of zero would leave its code untried.
         return values.normal_(0.0, std, generator=self._generator)
-
-
-def random_weights(
-    config: ModelConfig, seed: int, device: str | torch.device = "cpu"
-) -> dict[str, Tensor]:
-    """Return every parameter of `RandomWeights` at once, in memory."""
-    return dict(RandomWeights(config, seed, device))
 
 
 def make_tiny(
@@ -111,12 +104,11 @@ def make_tiny(
     Sizes are those of config.json. A llama has the scaled rotary frequencies of Llama 3.1.
 
     Args:
-        family: A key of `FAMILIES`.
         vocab_size: Rows of the embedding, and tokens to train for 'bpe'; default: the number of the
             tokenizer's tokens ('bpe': 4096).
         tokenizer: 'characters' (one token per character of `alphabet`) or 'bpe' (trained on
             text_files, with a chat template).
-        block: Sizes of the decoder layers' block, by the keys of `DenseShape.hf_sizes`.
+        block: Sizes of the decoder layers' block, by its keys.
     """
     if family not in FAMILIES:
         raise UserError(f"family {family!r}: one of {', '.join(FAMILIES)}")
@@ -129,14 +121,15 @@ def make_tiny(
     if vocab_size is not None and vocab_size < len(made):
         raise UserError(f"vocab_size = {vocab_size}: the tokenizer has {len(made)} tokens")
     end_ids = {made.eos_token_id, made.pad_token_id if tokenizer == "bpe" else made.eos_token_id}
-    usual = {key: size for key, (size, _) in DenseShape.hf_sizes.items()}
-    assert block.keys() <= usual.keys(), f"unknown arguments {block.keys() - usual.keys()}"
+    kind = FAMILIES[family].block
+    for key in block.keys() - kind.model_fields.keys():
+        raise UserError(f"{family} has no {key}: {', '.join(kind.model_fields)}")
     raw: dict[str, Any] = {
         "architectures": [FAMILIES[family].architecture],
         "model_type": family,
         "vocab_size": vocab_size or len(made),
         "hidden_size": hidden_size,
-        **usual,
+        **kind.tiny(),
         **block,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
@@ -164,7 +157,7 @@ def make_tiny(
         raw["sliding_window"] = None  # an absent one is transformers' default
     config = ModelConfig.from_hf(raw)
     generation_config = {"eos_token_id": sorted(end_ids), "pad_token_id": made.pad_token_id}
-    weights = random_weights(config, seed)
+    weights = RandomWeights(config, seed)
     save_model(out, config, weights, dtype, made, generation_config, overwrite=overwrite)
     return Path(out)
 

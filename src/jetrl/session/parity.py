@@ -22,8 +22,8 @@ from jetrl.distributed.world import world
 from jetrl.errors import MismatchError, UserError
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.kernels.norm import rms_norm
-from jetrl.models.block import DenseShape
-from jetrl.models.dense import DenseBlock
+from jetrl.models.decoder import BLOCKS
+from jetrl.models.families import FAMILIES
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.adapter import AdapterShape, AdapterWeight, add_adapter
@@ -396,7 +396,7 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
         "BF16 GEMM": lambda s: bf16_matmul(x[s], bf16_weight, torch.float32),
         "adapter": lambda s: add_adapter(product[s].clone(), x[s], adapter),
         "RMSNorm": lambda s: rms_norm(x[s], norm_weight, 1e-6),
-        **{name: of_rows(operation) for name, operation in DenseBlock.self_checks.items()},
+        **{name: of_rows(f) for block in BLOCKS.values() for name, f in block.self_checks.items()},
         "log-probs": lambda s: chosen_logprobs(logits[s], chosen[s], 0.7)[0],
     }
     checks = [_batch_check(name, f, f(slice(None))) for name, f in by_rows.items()]
@@ -407,10 +407,9 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
 def _flow_check(preset: str, device: str | torch.device) -> Check:
     plan = PrecisionPlan.preset(preset)
     shape = {
-        "model_type": "qwen3", "hidden_size": 128, **DenseShape(256).to_hf(),
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 64, "vocab_size": 256, "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "model_type": "qwen3", "hidden_size": 128, **FAMILIES["qwen3"].block.tiny(),
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "vocab_size": 256, "max_position_embeddings": 256, "tie_word_embeddings": True,
     }  # fmt: skip
     policy = Policy.from_config(shape, plan, seed=0, device=device)
     result = measure(policy, num_prompts=6, samples=2, max_tokens=16)
