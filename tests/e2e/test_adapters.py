@@ -98,7 +98,8 @@ def test_commands_take_a_run_with_an_adapter(
     assert said("sample", tmp_path / "adapter", *prompts) == of_run
     of_export = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
     assert of_export == (run / "model" / "adapter_model.safetensors").read_bytes()
-    said("export", run, tmp_path / "whole", "--merge", "--dtype", "float32")
+    printed = said("export", run, tmp_path / "whole", "--merge", "--dtype", "float32")
+    assert "measured: after rounding to FP8, the merged change is off by" in printed
     merged, adapted = (open_policy(p, "fp32", "cpu") for p in (tmp_path / "whole", run / "model"))
     with torch.no_grad():
         ours, theirs = (p.logprobs([[1, 2, 3, 4, 5, 6]])[0] for p in (merged, adapted))
@@ -152,6 +153,7 @@ def test_a_reward_model_is_trained_by_an_adapter_and_merged(
     adapter, whole = tmp_path / "judge" / "model", tmp_path / "whole"
     command = ["export", str(adapter), str(whole), "--merge", "--dtype", "float32"]
     assert main(command) == 0
+    assert re.search(r"after rounding to FP8, .* off by \d+%", capsys.readouterr().out)
     judge = ScalarModel.from_pretrained(whole, PrecisionPlan.preset("unified"), frozen=True)
     assert judge.scores([[1, 2, 3]], 9).abs().item() > 0
     with pytest.raises(UserError, match="an adapter, not a whole model"):

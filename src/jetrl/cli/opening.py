@@ -11,7 +11,7 @@ from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.hf_files import is_hub_name
 from jetrl.models.nvfp4_files import is_nvfp4
-from jetrl.models.peft import base_of, is_adapter, read_adapter, without_base
+from jetrl.models.peft import base_of, is_adapter, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
@@ -96,16 +96,14 @@ def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None)
 def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> Policy:
     """Return the policy of an adapter directory, over the adapter's base."""
     path = location.path
-    base = base_of(path)
-    if base is None and location.run is not None:  # a random base, from the run's seed
+    base = base_of(path, optional=location.run is not None)
+    if base is None:  # a random base, from the run's seed
         settings = _settings_on(location.run, device)
         changed = {
             "adapter": settings.adapter.model_copy(update={"path": str(path), "targets": None}),
             "model": settings.model.model_copy(update={"tokenizer": None}),  # it was exported
         }
         return _with_tokenizer(build_policy(settings.model_copy(update=changed), plan, None), path)
-    if base is None:
-        raise without_base(path)
     config = hf.model_config(base)
     adapter = read_adapter(path, config)
     with compiled_ahead(config, plan, device, adapter):

@@ -106,8 +106,7 @@ class DenseShape(Block):
         return (3 if inputs else 2) * self.intermediate_size
 
     def forward_values(self, hidden: int, adapted: bool) -> int:
-        inner = self.intermediate_size
-        return 7 * hidden + 3 * inner + (inner // 2 if adapted else 0)
+        return 7 * hidden + (7 if adapted else 6) * self.intermediate_size // 2
 
     def backward_bytes(self, hidden: int, tokens: int, fp8: bool, first: bool, group: int) -> int:
         inner = self.intermediate_size

@@ -28,10 +28,11 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.files import Stored, checked, printable, shown_value
 from jetrl.models.adapter import Adapter, LoRA, adapted_parts, adapter_names
-from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
+from jetrl.models.families import FP8_BLOCK, ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.hf_files import is_hub_name, load_tensors, read_object
 from jetrl.models.hf_save import new_directory, save_file, write_json
 from jetrl.models.nvfp4_files import CodedWeights
+from jetrl.precision.quantize import dequantize, quantize
 from jetrl.settings.model_sections import MOST_RANK, AdapterSettings
 
 logger = logging.getLogger(__name__)
@@ -85,20 +86,17 @@ def is_adapter(path: str | Path) -> bool:
     return (Path(path) / CONFIG).is_file() and not (Path(path) / "config.json").is_file()
 
 
-def base_of(path: str | Path) -> str | None:
+def base_of(path: str | Path, optional: bool = True) -> str | None:
     """Return the model that an adapter's directory names as its base; None if it names none."""
     base = _read(path).base_model_name_or_path
     if not isinstance(base, str) or not base:
-        return None
+        if optional:  # as in a run, whose seed makes the base
+            return None
+        raise UserError(f"{Path(path) / CONFIG}: {_BASE} names no base; {_NEEDED}")
     if not is_hub_name(base) and not os.path.isdir(base):
         shown = f"{_BASE} = {shown_value(base)}"
         raise UserError(f"{Path(path) / CONFIG}: {shown}: no such directory; {_NEEDED}")
     return base
-
-
-def without_base(path: str | Path) -> UserError:
-    """Return the error for an adapter's directory that names no base and belongs to no run."""
-    return UserError(f"{Path(path) / CONFIG}: {_BASE} names no base; {_NEEDED}")
 
 
 def is_scalar(path: str | Path) -> bool:
@@ -375,6 +373,16 @@ class MergedWeights(CodedWeights):
         weight = self._base[stored].to(self._device, torch.float32)
         layer = name.removesuffix(".weight")
         return weight + self.change(layer) if layer in self.shapes else weight
+
+    def fp8_loss(self) -> float:
+        """Return the error that FP8 adds to the change of 28 layers at most, over its norm."""
+        errors, norms = [], []
+        for layer in list(self.shapes)[:: -(-len(self.shapes) // 28)]:
+            change, merged = self.change(layer), self._merged(f"{layer}.weight")
+            after, before = (dequantize(quantize(w, FP8_BLOCK)) for w in (merged, merged - change))
+            errors.append((after - before - change).norm())
+            norms.append(change.norm())
+        return float(torch.stack(errors).norm() / torch.stack(norms).norm().clamp(min=1e-30))
 
     def change(self, layer: str) -> Tensor:
         """Return what the adapter adds to a linear layer's weight, s B A in float32 [N, K]."""

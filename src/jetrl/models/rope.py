@@ -66,7 +66,6 @@ class YarnScaling:
     truncate: bool = True
 
     def scaled(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """Return stretched frequencies, float64 [head_dim / 2], in radians per position."""
         pairs = len(frequencies)
         low, high = (
             2 * pairs * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
