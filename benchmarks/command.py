@@ -91,6 +91,6 @@ def _require_gpu() -> None:
             "jetrl bench needs an NVIDIA Hopper GPU (H100, H200) and a torch built for CUDA; here "
             "torch sees none"
         )
-    from jetrl.precision.hopper.gemm import require_hopper
+    from jetrl.precision.backend import backend_for
 
-    require_hopper()
+    backend_for(torch.device("cuda"))

@@ -13,10 +13,11 @@ import torch
 from benchmarks.harness import Row, memory_row, report, seconds_eager, seconds_in_turn
 from torch import Tensor
 
+from jetrl.kernels.attention.layout import KeyValueCodes
 from jetrl.kernels.logprob_hopper import chosen_logprobs, lm_head_logprobs
 from jetrl.kernels.norm import rms_norm_ref
 from jetrl.kernels.norm_hopper import rms_norm_backward, rms_norm_quantize, rms_norm_squares
-from jetrl.kernels.rotary_hopper import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
+from jetrl.kernels.rotary_hopper import qk_norm_rotary_backward, qk_norm_rotary_cache
 from jetrl.kernels.sampling_hopper import sample
 from jetrl.kernels.swiglu_hopper import swiglu_backward_quantize, swiglu_forward, swiglu_quantize
 from jetrl.precision.gradients import Gradients
@@ -285,7 +286,8 @@ def _rotary_rows(tokens: int) -> list[Row]:
     table = torch.randn(tokens, 2, HEAD_DIM // 2, device="cuda")
     positions = torch.arange(tokens, device="cuda") % 4096
     weights = (torch.ones(HEAD_DIM, device="cuda").bfloat16(),) * 2
-    caches = (dense_cache(tokens, GROUPS, HEAD_DIM, kv, "cuda") for kv in ("fp8", "int8"))
+    sizes = tokens, GROUPS, HEAD_DIM
+    caches = (KeyValueCodes.empty(*sizes, kv, "cuda") for kv in ("fp8", "int8"))
     forward, to_int8 = (
         [
             partial(qk_norm_rotary_cache, x, positions, table, weights, EPS, HEADS, cache, None)
@@ -420,7 +422,8 @@ def fused() -> int:
     gated = quantize(swiglu_forward(gate_up), (1, 128))
     wrong = _groups_apart(swiglu_quantize(gate_up), gated)
     for training in (False, True):
-        wrong += _groups_apart(rms_norm_quantize(x, weight, 1e-6, delta, training).rows, true)
+        rows = rms_norm_quantize(x, weight, 1e-6, delta, training)[2]
+        wrong += _groups_apart(rows, true)
     return wrong
 
 

@@ -34,7 +34,9 @@ from benchmarks.harness import (
 from benchmarks.shapes import SHAPES
 from torch import Tensor
 
-from jetrl.models import attention_hopper, dense_hopper, layer_hopper
+from jetrl.kernels import hopper
+from jetrl.kernels.attention import hopper as hopper_attention
+from jetrl.models import dense_fused, layer_fused
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import DecoderLayer
@@ -53,21 +55,22 @@ ROWS = {  # name: (plan of the layer, plan of its attention)
 
 # The modules that call operations by name, for the shares of time.
 OPERATIONS = {
-    layer_hopper: (
+    layer_fused: (
         "fprop", "dgrad", "wgrad", "quantize_output_gradient", "quantize_for_wgrad",
         "quantize_for_dgrad", "adapted_fprop", "adapter_gradients",
-        "rms_norm_quantize", "rms_norm_squares", "rms_norm_forward", "rms_norm_backward",
     ),
-    dense_hopper: (
+    dense_fused: (
         "fprop", "dgrad", "wgrad", "quantize_output_gradient", "quantize_for_wgrad",
         "quantize_for_dgrad", "adapter_gradients", "rank_gradient",
+    ),
+    hopper: (
+        "rms_norm_quantize", "rms_norm_squares", "rms_norm_forward", "rms_norm_backward",
         "swiglu_quantize", "swiglu_quantize_with_values", "swiglu_forward", "swiglu_backward",
         "swiglu_backward_quantize", "swiglu_backward_values_",
-    ),
-    attention_hopper: (
-        "qk_norm_rotary_cache", "qk_norm_rotary_backward", "stage_keys", "attend_tiles",
+        "qk_norm_rotary_cache", "qk_norm_rotary_backward",
         "attention_backward", "attend_equal_lengths", "attend_equal_lengths_backward",
     ),
+    hopper_attention: ("stage_keys", "attend_tiles"),
     linear: (
         "fprop", "dgrad", "wgrad", "quantize_input", "quantize_output_gradient",
         "quantize_for_wgrad", "quantize_for_dgrad", "adapted_fprop", "adapter_gradients",

@@ -17,7 +17,17 @@ from linears import (
 from small_models import FAMILIES
 
 from jetrl import RolloutEngine, SamplingParams
+from jetrl.kernels.swiglu_hopper import swiglu_backward, swiglu_backward_values_, swiglu_forward
 from jetrl.precision.adapter import add_adapter, project_down, project_up
+from jetrl.precision.hopper.adapter import (
+    project_down_quantize,
+    project_down_rows,
+    project_down_whole,
+    project_up_hopper,
+)
+from jetrl.precision.hopper.adapter_linear import adapted_matmul, form_for, quantized_adapted_matmul
+from jetrl.precision.hopper.gemm import fp8_matmul_hopper
+from jetrl.precision.hopper.quantize import quantize_rows, quantize_weight
 from jetrl.session.parity import check_policy, failures, locate, measure, random_prompts
 from jetrl.settings.loading import load_config
 from jetrl.training.sft import SftTrainer
@@ -69,13 +79,6 @@ ROWS = [1, 8, 16, 17, 63, 64, 65, 129, 256, 1000]
 @pytest.mark.parametrize("columns", [4096, 12288, 896])
 def test_few_rows_have_the_sums_of_many(rank: int, columns: int) -> None:
     """The product with A in one launch against programs of whole rows, eagerly and replayed."""
-    from jetrl.precision.hopper.adapter import (
-        project_down_quantize,
-        project_down_rows,
-        project_down_whole,
-    )
-    from jetrl.precision.hopper.quantize import quantize_rows
-
     w = weight(rank, columns, ((0, 64), (64, 64)), 128)
     x = random(4100, columns, 2)
     whole = project_down_whole(x, w.down)
@@ -102,15 +105,6 @@ def test_few_rows_have_the_sums_of_many(rank: int, columns: int) -> None:
 @pytest.mark.parametrize("linear", LINEARS)
 def test_a_product_with_an_adapter_has_the_bits_of_both(linear: str, rank: int) -> None:
     """The adapter added before the product is written, against a pass over the written product."""
-    from jetrl.precision.hopper.adapter import project_down_whole, project_up_hopper
-    from jetrl.precision.hopper.adapter_linear import (
-        adapted_matmul,
-        form_for,
-        quantized_adapted_matmul,
-    )
-    from jetrl.precision.hopper.gemm import fp8_matmul_hopper
-    from jetrl.precision.hopper.quantize import quantize_rows, quantize_weight
-
     n, columns, parts = LINEARS[linear]
     w = weight(rank, columns, parts, n)
     base, x = quantize_weight(random(n, columns, 7, 0.02)), random(1000, columns, 3)
@@ -138,9 +132,6 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(linear: str, rank: int) 
 @pytest.mark.parametrize("width", [1536, 12288])
 def test_swiglus_backward_in_one_pass_has_the_bits_of_three(width: int, scales: str) -> None:
     """SwiGLU's backward and forward and the quantization of the gradient, each with its bits."""
-    from jetrl.kernels.swiglu_hopper import swiglu_backward, swiglu_backward_values_, swiglu_forward
-    from jetrl.precision.hopper.quantize import quantize_rows
-
     for rows in ROWS:
         dy, gate_up = random(rows, width, rows), random(rows, 2 * width, rows)
         dx = swiglu_backward(dy, gate_up)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from linears import assert_same
 
+from jetrl.kernels.attention import backward as module
 from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.kernels.rotary import rotary_table
 from jetrl.models.attention import PackedKeyValues
@@ -378,8 +379,6 @@ def test_gradients_of_more_blocks_than_a_grid_is_high(
     gpu, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many copies of one short sequence: each has the gradients of the first alone."""
-    import jetrl.kernels.attention.backward as module
-
     monkeypatch.setattr(module, "STORED_DS_BYTES", limit)
     one = batch(gpu, [64], 1, 1, 64, "bf16")
     do = torch.randn_like(one.q)
@@ -401,8 +400,6 @@ def test_gradients_do_not_depend_on_how_much_of_ds_is_kept(
     gpu, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients have the same bits with all of dS kept or one key-value head's at a time."""
-    import jetrl.kernels.attention.backward as module
-
     lengths = [500, 1, 63, 129, 300, 1100]
     b = batch(gpu, lengths, 8, 2, 128, kv)
     tiles = gpu.QueryTiles.packed(b.starts, "cuda")

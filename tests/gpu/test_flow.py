@@ -10,8 +10,13 @@ import torch
 from linears import assert_gradients_are_near
 from small_models import FAMILIES, config, make_policy, outcome
 
+import jetrl.models.attention as attention
 from jetrl import Policy, RolloutEngine, SamplingParams
+from jetrl.kernels.attention.backward import attention_backward
+from jetrl.kernels.attention.forward import attend_tiles, stage_keys
+from jetrl.kernels.attention.layout import KeyValueCodes
 from jetrl.kernels.attention.reference import quantize_keys_and_values
+from jetrl.models import decoder, dense
 from jetrl.precision import PrecisionPlan
 from jetrl.session.parity import locate, measure, random_prompts, self_check
 from jetrl.settings.loading import load_config
@@ -112,9 +117,6 @@ class AttentionKernels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, tiles: Any, plan: PrecisionPlan) -> torch.Tensor:
-        from jetrl.kernels.attention.forward import attend_tiles, stage_keys
-        from jetrl.kernels.attention.layout import KeyValueCodes
-
         stored = quantize_keys_and_values(k, v, plan.kv, plan.scales)
         (k_codes, k_scales), (v_codes, v_scales) = stored
         codes = KeyValueCodes(k_codes.contiguous(), k_scales, v_codes.contiguous(), v_scales)
@@ -125,15 +127,11 @@ class AttentionKernels(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from jetrl.kernels.attention.backward import attention_backward
-
         return (*attention_backward(grads[0].contiguous(), *ctx.saved), None, None)
 
 
 def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder's reference composition, each operation on the GPU by itself."""
-    import jetrl.models.attention as attention
-    from jetrl.models import decoder, dense
 
     def attend(self: Any, layer: int, qkv: torch.Tensor, rope: Any, last: bool) -> torch.Tensor:
         o = AttentionKernels.apply(*rope.heads(qkv), self._tiles, self._plan)
@@ -199,8 +197,6 @@ def test_equal_lengths_without_a_promise_take_the_library(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attention of cuDNN and ours are two BF16 forms of one function."""
-    import jetrl.models.attention as attention
-
     p = policy(name)
     batch = packed(p, (96, 96, 96))
     library, _ = p.train_logprobs(*batch)

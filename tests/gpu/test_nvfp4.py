@@ -28,6 +28,10 @@ from jetrl.models.hf import model_config, save_model
 from jetrl.models.norm_noise import NormNoise
 from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.hopper import adapter as kernels
+from jetrl.precision.hopper.adapter_linear import nvfp4_adapted_matmul
+from jetrl.precision.hopper.gemm import pinned_bf16_reductions
+from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
 from jetrl.precision.nvfp4 import (
     WIDENED_FACTOR,
     NVFP4Tensor,
@@ -103,8 +107,6 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(hopper, shape: tuple[in
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(4096, 4096), (1152, 896)], ids=str)
 def test_any_codes_and_scales_and_tiles(hopper, shape, out_dtype: torch.dtype) -> None:
-    from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
-
     weight = hopper_order(any_codes(*shape, 4))
     x = random(128, shape[1], 5)
     expected = hopper.nvfp4_matmul_hopper(x, weight, out_dtype, widen=True)
@@ -120,9 +122,6 @@ def test_any_codes_and_scales_and_tiles(hopper, shape, out_dtype: torch.dtype) -
 @pytest.mark.parametrize("shape", [(4096, 12288), (224, 10752), (96, 384), (128, 128)], ids=str)
 def test_the_parts_of_a_long_sum_are_added_in_order(hopper, shape: tuple[int, int]) -> None:
     """Side by side, one after the other, and by the products of parts that cuBLAS makes."""
-    from jetrl.precision.hopper.gemm import pinned_bf16_reductions
-    from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
-
     n, k = shape
     q = quantize_nvfp4(random(n, k, 11, 0.02))
     weight, x = hopper_order(q), random(200, k, 12)
@@ -149,10 +148,6 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(
     hopper, linear: str, rank: int, form: str
 ) -> None:
     """The adapter added before the product is written, and behind it, against a later pass."""
-    from jetrl.precision.hopper import adapter as kernels
-    from jetrl.precision.hopper.adapter_linear import nvfp4_adapted_matmul
-    from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
-
     n, k, parts = LINEARS[linear]
     adapter = adapter_weight(rank, k, parts, n)
     base = hopper_order(quantize_nvfp4(random(n, k, 13, 0.02)))

@@ -9,21 +9,23 @@ import pytest
 import torch
 from linears import LINEARS, random, weight
 
+from jetrl.kernels.norm_hopper import rms_norm_forward
+from jetrl.kernels.swiglu_hopper import swiglu_forward
 from jetrl.precision.adapter import AdapterWeight
-from jetrl.precision.nvfp4 import HopperNVFP4, hopper_order, quantize_nvfp4
+from jetrl.precision.hopper.adapter_linear import adapted_matmul, nvfp4_adapted_matmul
+from jetrl.precision.hopper.quantize import quantize_rows, quantize_weight
+from jetrl.precision.nvfp4 import OrderedNVFP4, hopper_order, quantize_nvfp4
 from jetrl.precision.quantize import QTensor
 
 pytestmark = pytest.mark.gpu
 
 LAYERS, REPLAYS, RANK = 4, 400, 32
-Base = HopperNVFP4 | QTensor
+Base = OrderedNVFP4 | QTensor
 Layer = dict[str, tuple[Base, AdapterWeight]]
 
 
 def layer(seed: int, codes: str) -> Layer:
     """Return the linear layers of a layer of Qwen3-8B, each with its adapter."""
-    from jetrl.precision.hopper.quantize import quantize_weight
-
     made = {}
     for name, (n, k, parts) in LINEARS.items():
         if name != "odd":
@@ -37,9 +39,6 @@ def adapted(
     x: torch.Tensor, base: Base, adapter: AdapterWeight, form: Literal["fused", "passes"]
 ) -> torch.Tensor:
     """Return a product with its adapter's added; X is quantized in front of an FP8 product."""
-    from jetrl.precision.hopper.adapter_linear import adapted_matmul, nvfp4_adapted_matmul
-    from jetrl.precision.hopper.quantize import quantize_rows
-
     if isinstance(base, QTensor):
         return adapted_matmul(quantize_rows(x), x, base, adapter, form)[0]
     return nvfp4_adapted_matmul(x, base, adapter, form)[0]
@@ -48,10 +47,6 @@ def adapted(
 @pytest.mark.parametrize("codes", ["nvfp4", "fp8"])
 @pytest.mark.parametrize("rows", [1, 8, 12, 16, 32, 64])
 def test_products_behind_each_other_have_the_bits_of_passes(rows: int, codes: str) -> None:
-    pytest.importorskip("jetrl.precision.hopper.adapter_linear")
-    from jetrl.kernels.norm_hopper import rms_norm_forward
-    from jetrl.kernels.swiglu_hopper import swiglu_forward
-
     layers = [layer(seed, codes) for seed in range(LAYERS)]
     inputs = random(8 * rows, 4096, rows).view(8, rows, 4096)
     start, ones = inputs[0].clone(), torch.ones(4096, dtype=torch.bfloat16, device="cuda")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from linears import assert_same
 
+from jetrl.kernels.attention.layout import KeyValueCodes
 from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.kernels.norm import rms_norm_ref
 from jetrl.kernels.rotary import rotary, rotary_table
@@ -45,7 +46,7 @@ def test_bits_of_the_reference(
     qkv, positions, table, weights = inputs(tokens, heads, groups, head_dim)
     qkv[::2, ::head_dim] *= 1000  # a channel above the others
     q, k, v = reference(qkv, positions, table, weights if normed else None, heads, groups, head_dim)
-    cache = kernels.dense_cache(tokens, groups, head_dim, kv_format, "cuda")
+    cache = KeyValueCodes.empty(tokens, groups, head_dim, kv_format, "cuda")
     on_gpu = tuple(w.cuda() for w in weights) if normed else None
     ours = kernels.qk_norm_rotary_cache(
         qkv.cuda(), positions.cuda(), table.cuda(), on_gpu, EPS, heads, cache, None
@@ -85,7 +86,7 @@ def test_codes_of_any_magnitude_are_the_quantizers(
     table = torch.zeros(1, 2, head_dim // 2, device="cuda")
     table[:, 0] = 1  # no rotation
     positions = torch.zeros(tokens, dtype=torch.int64, device="cuda")
-    cache = kernels.dense_cache(tokens, groups, head_dim, kv_format, "cuda")
+    cache = KeyValueCodes.empty(tokens, groups, head_dim, kv_format, "cuda")
     kernels.qk_norm_rotary_cache(
         x.flatten(1).cuda(), positions, table, None, EPS, heads, cache, None, scales
     )

@@ -11,6 +11,10 @@ import pytest
 import torch
 from small_models import config, make_policy
 
+import jetrl.kernels.attention.backward as module
+from jetrl.kernels.attention.forward import attend_tiles, stage_keys
+from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
+from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.models.packed import Stems
 
 pytestmark = pytest.mark.gpu
@@ -56,11 +60,6 @@ def test_attention_has_the_bits_of_whole_sequences(
     heads: int, groups: int, head_dim: int, kv: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the gradients of all rows but stems: the same blocks meet in the same order."""
-    import jetrl.kernels.attention.backward as module
-    from jetrl.kernels.attention.forward import attend_tiles, stage_keys
-    from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
-    from jetrl.kernels.attention.reference import quantize_keys_and_values
-
     w = whole()
     g = torch.Generator("cuda").manual_seed(0)
 

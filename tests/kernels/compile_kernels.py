@@ -371,12 +371,12 @@ def small_operations() -> None:
 
 def nvfp4_weight_of(n: int, k: int, by_row: bool = False) -> Any:
     """Return an NVFP4 weight [n, k] without contents, with one scale or with scales of rows."""
-    from jetrl.precision.nvfp4 import HopperNVFP4, RowFactors
+    from jetrl.precision.nvfp4 import OrderedNVFP4, RowFactors
 
     codes = empty(n // 2 * k // 128, 32, dtype=torch.int32)
     scales = empty(n // 32, k // 2, dtype=torch.int32)
     of_rows = RowFactors(((0, n // 4, 0.5), (n // 4, n, 0.25)), torch.empty(n, device=META))
-    return HopperNVFP4(codes, scales, of_rows if by_row else 0.5, torch.Size((n, k)))
+    return OrderedNVFP4(codes, scales, of_rows if by_row else 0.5, torch.Size((n, k)))
 
 
 def nvfp4() -> None:
@@ -403,8 +403,8 @@ def adapter_of(rank: int, n: int, k: int) -> Any:
 def adapters() -> None:
     """Compile the products of adapters of other ranks and shapes than those of a whole model."""
     from jetrl.precision.hopper.adapter_linear import adapted_matmul, quantized_adapted_matmul
+    from jetrl.precision.hopper.layout import empty_weight
     from jetrl.precision.hopper.quantize import quantize_rows
-    from jetrl.precision.layout import empty_weight
 
     for rank, rows, n, k in ((48, 33, 1152, 896), (64, 8, 24576, 4096), (100, 200, 768, 1152)):
         weight, x = adapter_of(rank, n, k), empty(rows, k)

@@ -7,32 +7,53 @@ import inspect
 import pytest
 import torch
 
-from jetrl.kernels.backend import Kernels, kernels_of
+from jetrl.errors import UserError
+from jetrl.kernels.backend import TABLES, Kernels, kernels_of
 from jetrl.models.layer import fuses
-from jetrl.precision.backend import REFERENCE, Arithmetic, arithmetic_of, backend_of
+from jetrl.precision import backend as backends
+from jetrl.precision.backend import BACKENDS, REFERENCE, Arithmetic, Backend
+
+of_each = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 
 
 def test_a_cpu_computes_the_references() -> None:
     x = torch.zeros(2, dtype=torch.bfloat16)
-    assert backend_of(x) is REFERENCE
-    assert arithmetic_of(x) is None
-    assert kernels_of(x) is None
+    assert backends.backend_of(x) is REFERENCE
+    assert backends.arithmetic_of(x) is kernels_of(x) is None
     assert not fuses(x)
 
 
+@of_each
 @pytest.mark.parametrize("protocol", [Arithmetic, Kernels])
-def test_tables_have_what_the_protocol_says(protocol: type) -> None:
+def test_tables_have_what_the_protocol_says(backend: Backend, protocol: type) -> None:
     """The type checker compares signatures; here the arguments of each name are counted."""
     pytest.importorskip("triton", reason="it is there on Linux alone")
-    from jetrl.kernels import hopper
-    from jetrl.precision.hopper import operations
-
-    table = operations if protocol is Arithmetic else hopper
-    functions = [f for f in vars(protocol).values() if inspect.isfunction(f)]
-    names = [f.__name__ for f in functions if not f.__name__.startswith("_")]
+    table = backend.arithmetic if protocol is Arithmetic else TABLES[backend.name]()
+    functions = inspect.getmembers(protocol, inspect.isfunction)
+    names = [name for name, _ in functions if not name.startswith("_")]
     assert len(names) > 10
     for name in names:
         promised = list(inspect.signature(getattr(protocol, name)).parameters.values())[1:]
         positional = [p for p in promised if p.kind is not p.KEYWORD_ONLY]
         by_name = {p.name: None for p in promised if p.kind is p.KEYWORD_ONLY}
         inspect.signature(getattr(table, name)).bind(*positional, **by_name)
+
+
+@of_each
+def test_it_takes_its_gpus_and_heads(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    for number, capability in enumerate((*backend.capabilities, (7, 5))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        expected = backend if capability in backend.capabilities else None
+        assert backends.accelerator() is expected
+        gpu = torch.device("cuda", 100 + number)  # which is in no cache
+        if expected is not None:
+            assert backends.backend_for(gpu) is expected
+    with pytest.raises(UserError, match=r"a GPU has compute capability 7\.5; FP8 on the GPU needs"):
+        backends.backend_for(gpu)
+    head_dim, group = backend.head_dims[0], backend.max_group
+    backend.check_attention(head_dim, group)
+    for heads in ((head_dim - 1, 1), (head_dim, group + 1)):
+        with pytest.raises(UserError, match=r"GPU's attention takes head_dim \d+ or"):
+            backend.check_attention(*heads)

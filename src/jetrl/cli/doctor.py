@@ -130,6 +130,8 @@ def _check_torch() -> Finding:
 def _check_device() -> Finding:
     import torch
 
+    from jetrl.precision.backend import SUPPORTED, accelerator
+
     if not torch.cuda.is_available():
         detail = "no GPU: CPU references, enough for the demo, the tests and tiny models"
         return Finding("OK", "device", detail)
@@ -137,8 +139,8 @@ def _check_device() -> Finding:
     detail = f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}"
     gemm = "DeepGEMM and cuBLAS" if importlib.util.find_spec("deep_gemm") else "cuBLAS"
     detail += f"; FP8 GEMM: {gemm}, and Triton for few rows"
-    step = "jetrl supports Hopper GPUs (H100, H200: sm_90); on others set run.device=cpu"
-    return Finding.of((major, minor) == (9, 0), "device", detail, step, "WARN")
+    step = f"jetrl supports {SUPPORTED}; on others set run.device=cpu"
+    return Finding.of(accelerator() is not None, "device", detail, step, "WARN")
 
 
 def _check_package(name: str, use: str = "") -> Finding:
@@ -199,12 +201,11 @@ def _check_fp8_cast() -> list[Finding]:
 
 def _check_exactness() -> list[Finding]:
     """Check that no operation's result for a row depends on the rest of the batch."""
-    import torch
-
+    from jetrl.precision.backend import accelerator
     from jetrl.session.parity import check_policy, said_when_slow, self_check
 
     properties = [("exact", checked) for checked in self_check()]
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+    if accelerator() is not None:
         from jetrl.models.policy import Policy
         from jetrl.precision import PrecisionPlan
 

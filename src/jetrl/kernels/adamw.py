@@ -52,8 +52,7 @@ def adamw_(
         ratio: uint8, zeros before the first step, like root, int16.
         clip: float32 scalar on the device, a factor of the gradient.
     """
-    kernels = kernels_of(master)
-    if kernels is not None:
+    if (kernels := kernels_of(master)) is not None:
         kernels.adamw_(master, grad, ratio, root, clip, scalars)
     else:
         adamw_ref_(master, grad, ratio, root, clip, scalars)

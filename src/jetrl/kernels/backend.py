@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
 from jetrl.kernels.adamw_scalars import AdamWScalars
+from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, SequenceQueries
 from jetrl.kernels.decode_state import (
     DecodeInputs,
     DecodeState,
@@ -19,54 +21,107 @@ from jetrl.kernels.decode_state import (
 )
 from jetrl.precision.backend import REFERENCE, backend_of
 from jetrl.precision.gradients import Gradients
+from jetrl.precision.quantize import FP8Format, QTensor
+
+# fmt: off
 
 
-class Kernels(Protocol):
-    """A device's kernels, each named like the public operation that it computes."""
+class _Fused(Protocol):
+    """Norm and SwiGLU with the quantization after them, as parts of autograd functions."""
 
-    # fmt: off
-    def adamw_(
-        self, master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor,
-        scalars: AdamWScalars, /,
-    ) -> None: ...
+    def rms_norm_forward(self, x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None,
+                         /) -> tuple[Tensor, Tensor, Tensor]: ...
+    def rms_norm_quantize(
+        self, x: Tensor, weight: Tensor, eps: float, delta: Tensor | None, for_training: bool,
+        scales: str, with_values: bool,
+        /) -> tuple[Tensor, Tensor | None, QTensor, Tensor | None]: ...
+    def rms_norm_squares(self, total: Tensor, weight: Tensor, inverse_rms: Tensor, scales: str,
+                         /) -> QTensor: ...
+    def rms_norm_backward(self, dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor,
+                          dresidual: Tensor | None = None, /) -> tuple[Tensor, Tensor]: ...
+    def swiglu_forward(self, gate_up: Tensor, /) -> Tensor: ...
+    def swiglu_quantize(self, gate_up: Tensor, scales: str, /) -> QTensor: ...
+    def swiglu_quantize_with_values(self, gate_up: Tensor, scales: str,
+                                    /) -> tuple[QTensor, Tensor]: ...
+    def swiglu_backward(self, dy: Tensor, gate_up: Tensor, /) -> Tensor: ...
+    def swiglu_backward_quantize(self, dy: Tensor, gate_up: Tensor, format: FP8Format, scales: str,
+                                 /) -> tuple[QTensor, QTensor, QTensor]: ...
+    def swiglu_backward_values_(self, dy: Tensor, gate_up: Tensor, scales: str,
+                                /) -> tuple[QTensor, Tensor]: ...
+
+
+class _Attention(Protocol):
+    """Attention from qkv on; decode, prefill and training give a token the same bits."""
+
+    SPLIT_KEYS: int  # keys of a sum, unless the plan deviates
+
+    def qk_norm_rotary_cache(
+        self, qkv: Tensor, positions: Tensor, table: Tensor, norms: tuple[Tensor, Tensor] | None,
+        eps: float, num_heads: int, cache: KeyValueCodes, slots: Tensor | None, scales: str,
+        /) -> Tensor: ...
+    def qk_norm_rotary_backward(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, positions: Tensor, table: Tensor,
+        norms: tuple[Tensor, Tensor] | None, eps: float,
+        /) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+    def attend_batch(self, q: Tensor, codes: KeyValueCodes, tiles: QueryTiles,
+                     /) -> tuple[Tensor, Tensor]: ...
+    def attention_backward(
+        self, do: Tensor, q: Tensor, codes: KeyValueCodes, o: Tensor, lse: Tensor,
+        tiles: QueryTiles, /) -> tuple[Tensor, Tensor, Tensor]: ...
+    def attend_equal_lengths(self, q: Tensor, k: Tensor, v: Tensor, length: int,
+                             /) -> tuple[Tensor, *tuple[Tensor, ...]]: ...
+    def attend_equal_lengths_backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, rest: tuple[Tensor, ...],
+        length: int, /) -> tuple[Tensor, Tensor, Tensor]: ...
+    def attend_prefill(self, q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, split_keys: int,
+                       /) -> Tensor: ...
+    def attend_prefill_quantized(self, q: Tensor, pages: KeyValueCodes, tiles: QueryTiles,
+                                 scales: str, split_keys: int, /) -> QTensor: ...
+    def attend_decode(
+        self, q: Tensor, pages: KeyValueCodes, block_tables: Tensor, lengths: Tensor, longest: int,
+        split_keys: int, queries: SequenceQueries | None, /) -> Tensor: ...
+    def attend_decode_quantized(
+        self, q: Tensor, pages: KeyValueCodes, block_tables: Tensor, lengths: Tensor, longest: int,
+        scales: str, split_keys: int, queries: SequenceQueries | None, /) -> QTensor: ...
+
+
+class Kernels(_Fused, _Attention, Protocol):
+    """A device's kernels; those below are named like the public operation that they compute."""
+
+    def adamw_(self, master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor,
+               scalars: AdamWScalars, /) -> None: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
     def block_squares(self, x: Tensor, /) -> Tensor: ...
     def swiglu(self, gate_up: Tensor, /) -> Tensor: ...
 
     # kernels.logprob; the second also makes the logits, one chunk of rows at a time
-    def chosen_logprobs(
-        self, logits: Tensor, chosen: Tensor, temperature: float, /
-    ) -> tuple[Tensor, Tensor]: ...
+    def chosen_logprobs(self, logits: Tensor, chosen: Tensor, temperature: float,
+                        /) -> tuple[Tensor, Tensor]: ...
     def lm_head_logprobs(
         self, hidden: Tensor, master: Tensor, weight: Tensor, chosen: Tensor, temperature: float,
-        *, recompute: bool, gradients: Gradients,
-    ) -> tuple[Tensor, Tensor]: ...
+        *, recompute: bool, gradients: Gradients) -> tuple[Tensor, Tensor]: ...
 
     # kernels.sampling
-    def sample(
-        self, logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor,
-        filtered: bool, /,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def sample(self, logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor,
+               top_k: Tensor, filtered: bool, /) -> tuple[Tensor, Tensor, Tensor]: ...
     def add_noise_(self, logits: Tensor, bits: Tensor, scale: float, counter: int, /) -> Tensor: ...
 
     # kernels.decode and kernels.draft
     def next_inputs(self, state: DecodeState, rows: Tensor, page_size: int, /) -> DecodeInputs: ...
-    def take_draws(
-        self, state: DecodeState, rows: Tensor, tokens: Tensor, logprobs: Tensor, lse: Tensor,
-        out: Drawn, /,
-    ) -> None: ...
-    def propose(
-        self, draft_text: DraftText, state: DecodeState, rows: Tensor, longest_only: bool, /
-    ) -> Drafts: ...
+    def take_draws(self, state: DecodeState, rows: Tensor, tokens: Tensor, logprobs: Tensor,
+                   lse: Tensor, out: Drawn, /) -> None: ...
+    def propose(self, draft_text: DraftText, state: DecodeState, rows: Tensor, longest_only: bool,
+                /) -> Drafts: ...
     def verify_inputs(
         self, state: DecodeState, draft_text: DraftText, drafts: Drafts, rows: Tensor,
-        page_size: int, width: int, size: int, /,
-    ) -> VerifyInputs: ...
+        page_size: int, width: int, size: int, /) -> VerifyInputs: ...
     def take_verified(
         self, state: DecodeState, draft_text: DraftText, drafts: Drafts, inputs: VerifyInputs,
-        rows: Tensor, tokens: Tensor, logprobs: Tensor, lse: Tensor, out: Verified, width: int, /,
-    ) -> None: ...
-    # fmt: on
+        rows: Tensor, tokens: Tensor, logprobs: Tensor, lse: Tensor, out: Verified, width: int,
+        /) -> None: ...
+
+
+# fmt: on
 
 
 @functools.cache
@@ -76,6 +131,17 @@ def _hopper() -> Kernels:
     return hopper
 
 
+TABLES: dict[str, Callable[[], Kernels]] = {"hopper": _hopper}  # by the backend's name
+
+
 def kernels_of(x: Tensor) -> Kernels | None:
     """Return the kernels of a tensor's device; None: compute the reference."""
-    return None if backend_of(x) is REFERENCE else _hopper()
+    backend = backend_of(x)
+    return None if backend is REFERENCE else TABLES[backend.name]()
+
+
+def device_kernels(x: Tensor) -> Kernels:
+    """Return the kernels of a tensor whose device has some."""
+    kernels = kernels_of(x)
+    assert kernels is not None, f"{x.device} computes references"
+    return kernels

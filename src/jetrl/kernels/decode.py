@@ -45,8 +45,7 @@ from jetrl.kernels.sampling import random_bits
 
 def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInputs:
     """Return the inputs of the next forward of the sequences in slots rows, int64 [B]."""
-    kernels = kernels_of(rows)
-    if kernels is not None:
+    if (kernels := kernels_of(rows)) is not None:
         return kernels.next_inputs(state, rows, page_size)
     active = state.active[rows] > 0
     position = torch.where(active, state.position[rows], 0).long()
@@ -72,8 +71,7 @@ def take_draws(
     A sequence ends with a stop id, at its limit, and if its lse is not finite. State changes in
     place; the draws are written to the line of `out.count`, which then counts one more.
     """
-    kernels = kernels_of(rows)
-    if kernels is not None:
+    if (kernels := kernels_of(rows)) is not None:
         kernels.take_draws(state, rows, tokens, logprobs, lse, out)
         return
     active = state.active[rows] > 0
@@ -117,8 +115,7 @@ def verify_inputs(
         size: the rows of the forward, R, from B to B * Q.
     """
     assert len(rows) <= size <= len(rows) * width, f"{size} rows of {len(rows)} sequences"
-    kernels = kernels_of(rows)
-    if kernels is not None:
+    if (kernels := kernels_of(rows)) is not None:
         return kernels.verify_inputs(state, draft_text, drafts, rows, page_size, width, size)
     active = state.active[rows] > 0
     position = torch.where(active, state.position[rows], 0).long()
@@ -199,8 +196,7 @@ def take_verified(
     Also extends draft_text and updates its quality. Takes tokens, int64 [R], and their logprobs and
     lse, float32 [R]; an lse that is not finite means no draw.
     """
-    kernels = kernels_of(rows)
-    if kernels is not None:
+    if (kernels := kernels_of(rows)) is not None:
         on_device = (tokens, logprobs, lse)
         kernels.take_verified(state, draft_text, drafts, inputs, rows, *on_device, out, width)
         return

@@ -38,8 +38,7 @@ def propose(
     Args:
         longest_only: whether only the longest n-grams lead to a draft.
     """
-    kernels = kernels_of(rows)
-    if kernels is not None:
+    if (kernels := kernels_of(rows)) is not None:
         return kernels.propose(draft_text, state, rows, longest_only)
     text, width = draft_text.text, draft_text.width
     own = rows * width

@@ -1,17 +1,28 @@
 """The table of Hopper's kernels: one name for each entry of `kernels.backend.Kernels`."""
 
+# ruff: noqa: F401, I001  (names for the protocol, in few lines)
+
 from __future__ import annotations
 
-from jetrl.kernels.adamw_hopper import adamw_ as adamw_
-from jetrl.kernels.decode_hopper import next_inputs as next_inputs
-from jetrl.kernels.decode_hopper import propose as propose
-from jetrl.kernels.decode_hopper import take_draws as take_draws
-from jetrl.kernels.decode_hopper import take_verified as take_verified
-from jetrl.kernels.decode_hopper import verify_inputs as verify_inputs
-from jetrl.kernels.logprob_hopper import chosen_logprobs as chosen_logprobs
-from jetrl.kernels.logprob_hopper import lm_head_logprobs as lm_head_logprobs
-from jetrl.kernels.norm_hopper import block_squares as block_squares
-from jetrl.kernels.norm_hopper import rms_norm as rms_norm
-from jetrl.kernels.sampling_hopper import add_noise_ as add_noise_
-from jetrl.kernels.sampling_hopper import sample as sample
-from jetrl.kernels.swiglu_hopper import swiglu as swiglu
+from jetrl.kernels.adamw_hopper import adamw_
+from jetrl.kernels.attention.backward import attention_backward
+
+# fmt: off
+from jetrl.kernels.attention.hopper import (
+    SPLIT_KEYS, attend_batch, attend_decode, attend_decode_quantized, attend_equal_lengths,
+    attend_equal_lengths_backward, attend_prefill, attend_prefill_quantized,
+)
+from jetrl.kernels.decode_hopper import (
+    next_inputs, propose, take_draws, take_verified, verify_inputs,
+)
+from jetrl.kernels.logprob_hopper import chosen_logprobs, lm_head_logprobs
+from jetrl.kernels.norm_hopper import (
+    block_squares, rms_norm, rms_norm_backward, rms_norm_forward, rms_norm_quantize,
+    rms_norm_squares,
+)
+from jetrl.kernels.rotary_hopper import qk_norm_rotary_backward, qk_norm_rotary_cache
+from jetrl.kernels.sampling_hopper import add_noise_, sample
+from jetrl.kernels.swiglu_hopper import (
+    swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_backward_values_, swiglu_forward,
+    swiglu_quantize, swiglu_quantize_with_values,
+)

@@ -58,8 +58,7 @@ def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple
         Log-probs float32 [R], differentiable in the logits; moments float32 [2, R], which are not:
         entropies in nats, and variances of -logp in nats^2.
     """
-    kernels = kernels_of(logits)
-    if kernels is not None:
+    if (kernels := kernels_of(logits)) is not None:
         return kernels.chosen_logprobs(logits, chosen, temperature)
     per_row = logits.new_full((len(chosen), 1), temperature)
     return _ChosenLogprobs.apply(logits, chosen, per_row)

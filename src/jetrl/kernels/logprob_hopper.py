@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.exponential_hopper import LOG2_E
+from jetrl.precision.backend import rows_at_once
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.hopper.gemm import bf16_matmul_hopper
-from jetrl.precision.layout import rows_at_once
 
 # Pinned: the bits of every log-prob depend on both.
 BLOCK = 4096

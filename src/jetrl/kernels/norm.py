@@ -35,8 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: bfloat16 or float32.
         weight: [D], already rounded to x's dtype; the gradient passes through that rounding.
     """
-    kernels = kernels_of(x)
-    if kernels is not None and x.dtype == torch.bfloat16:
+    if (kernels := kernels_of(x)) is not None and x.dtype == torch.bfloat16:
         return kernels.rms_norm(x, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
 
@@ -70,8 +69,7 @@ def block_squares(x: Tensor) -> Tensor:
     """
     if x.dim() != 2:
         x = x.reshape(1, -1)
-    kernels = kernels_of(x)
-    if kernels is not None:
+    if (kernels := kernels_of(x)) is not None:
         return kernels.block_squares(x)
     sums = [block.double().square().sum() for block in x.split(BLOCK_ROWS) if len(block)]
     return torch.stack(sums)[:, None] if sums else x.new_empty((0, 1), dtype=torch.float64)

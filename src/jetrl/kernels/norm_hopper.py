@@ -14,7 +14,6 @@ groups from the saved sum of x and delta and the inverse rms.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
+from jetrl.precision.hopper.layout import cdiv, empty_row_groups, empty_turned_squares
 from jetrl.precision.hopper.quantize import (
     abs_bits,
     round_to_bfloat16,
@@ -33,7 +33,6 @@ from jetrl.precision.hopper.quantize import (
     scale_and_multiplier,
     tile_rule,
 )
-from jetrl.precision.layout import cdiv, empty_row_groups, empty_turned_squares
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, QTensor
 
@@ -199,32 +198,10 @@ def _backward_kernel(
     tl.store(partial_ptr + program.to(tl.int64) * WIDTH + columns, dweight, mask=mask)
 
 
-@dataclass(frozen=True)
-class NormQuantized:
-    """The residual stream at a decoder block's entrance, and its quantized norm.
-
-    Attributes:
-        total: bfloat16 [T, D], x + delta (x itself without delta).
-        inverse_rms: float32 [T], or None if not for training.
-        rows: 1 x 128 groups [T, D] of the norm.
-        values: bfloat16 [T, D], the norm, or None if not asked for.
-    """
-
-    total: Tensor
-    inverse_rms: Tensor | None
-    rows: QTensor
-    values: Tensor | None = None
-
-
 def rms_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    delta: Tensor | None = None,
-    for_training: bool = False,
-    scales: str = "fp32",
-    with_values: bool = False,
-) -> NormQuantized:
+    x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, for_training: bool = False,
+    scales: str = "fp32", with_values: bool = False,
+) -> tuple[Tensor, Tensor | None, QTensor, Tensor | None]:  # fmt: skip
     """Return quantize(rms_norm(x + delta)), whose BF16 result is written only if asked for.
 
     Args:
@@ -234,6 +211,10 @@ def rms_norm_quantize(
         for_training: whether the inverse rms is kept for backward.
         scales: "fp32" or "pow2", the quantizer's scales.
         with_values: whether the BF16 result is written as well, for an adapter.
+
+    Returns:
+        x + delta [T, D] (x itself without delta); the inverse rms, float32 [T], or None; the norm
+        in 1 x 128 groups [T, D]; and in BF16, or None.
     """
     _check(x, weight, delta)
     num_rows, width = x.shape
@@ -244,7 +225,7 @@ def rms_norm_quantize(
         inverse = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     values = torch.empty_like(x) if with_values else None
     _launch_rows(x, weight, eps, delta, total, values, inverse, rows, rule("e4m3", scales))
-    return NormQuantized(total, inverse, rows, values)
+    return total, inverse, rows, values
 
 
 def rms_norm_squares(
@@ -280,16 +261,9 @@ def rms_norm_forward(
 
 
 def _launch_rows(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    delta: Tensor | None,
-    total: Tensor,
-    y: Tensor | None,
-    inverse: Tensor | None,
-    rows: QTensor | None,
-    options: dict[str, Any],
-) -> None:
+    x: Tensor, weight: Tensor, eps: float, delta: Tensor | None, total: Tensor, y: Tensor | None,
+    inverse: Tensor | None, rows: QTensor | None, options: dict[str, Any],
+) -> None:  # fmt: skip
     """Launch _row_kernel, one program per row; x stands in for each tensor that is not used."""
     num_rows, width = x.shape
     if not num_rows:

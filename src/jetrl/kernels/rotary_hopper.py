@@ -23,7 +23,6 @@ Legend: T tokens, H query heads, G key-value heads, D head size.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -32,12 +31,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.kernels.attention.layout import CODES, KeyValueCodes, stored_dtype
+from jetrl.kernels.attention.layout import CODES, KeyValueCodes
 from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.launch import OVERLAPPED, gluon_let_next_start, gluon_wait_for_previous
-from jetrl.precision.layout import cdiv
+from jetrl.precision.hopper.layout import cdiv
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS
-from jetrl.settings.presets import key_and_value_formats
 
 _HEADS = 8  # heads of a program; no bit depends on it
 _FEW_TOKENS = 256  # up to a decode step's: a program is launched for its latency
@@ -286,16 +284,9 @@ def _forward_kernel(
 
 
 def qk_norm_rotary_cache(
-    qkv: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    norm_weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    num_heads: int,
-    cache: KeyValueCodes,
-    slots: Tensor | None,
-    scales: str = "fp32",
-) -> Tensor:
+    qkv: Tensor, positions: Tensor, table: Tensor, norm_weights: tuple[Tensor, Tensor] | None,
+    eps: float, num_heads: int, cache: KeyValueCodes, slots: Tensor | None, scales: str = "fp32",
+) -> Tensor:  # fmt: skip
     """Return normed and rotated queries, bfloat16 [T, H, D], and write keys and values to a cache.
 
     Args:
@@ -335,18 +326,6 @@ def qk_norm_rotary_cache(
         num_warps=num_warps, maxnreg=88, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     return q
-
-
-def dense_cache(
-    tokens: int, groups: int, head_dim: int, kv_format: str, device: torch.device | str
-) -> KeyValueCodes:
-    """Return an empty cache, one slot per token, for training: codes [T, G, D]."""
-    tensors: list[Any] = []
-    for stored in key_and_value_formats(kv_format):
-        codes = torch.empty(tokens, groups, head_dim, dtype=stored_dtype(stored), device=device)
-        scales = codes.new_empty(codes.shape[:2], dtype=torch.float32) if stored in CODES else None
-        tensors += [codes, scales]
-    return KeyValueCodes(*tensors)
 
 
 # Tokens of a program: fixed, so that the weights' gradients have the same bits on every GPU.
@@ -491,15 +470,9 @@ def _sum_kernel(
 
 
 def qk_norm_rotary_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    qkv: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    norm_weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, positions: Tensor, table: Tensor,
+    norm_weights: tuple[Tensor, Tensor] | None, eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of qkv, bfloat16, and of the norms' weights, float32 [D] or None.
 
     Args:

@@ -81,8 +81,7 @@ def sample(
         log-sum-exp above its largest logit, float32 [R], not finite for a row without a draw (its
         logits are NaN or all -inf).
     """
-    kernels = kernels_of(logits)
-    if kernels is not None:
+    if (kernels := kernels_of(logits)) is not None:
         return kernels.sample(logits, bits, temperature, top_p, top_k, filtered)
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)[:, None]
@@ -126,8 +125,7 @@ def with_noise(logits: Tensor, bits: Tensor, scale: float) -> Tensor:
     """
     if scale == 0.0:
         return logits
-    kernels = kernels_of(logits)
-    if kernels is not None:
+    if (kernels := kernels_of(logits)) is not None:
         return kernels.add_noise_(logits, bits, scale, NOISE_COUNTER)
     return logits.add_(normal_noise(bits, logits.shape[1]).mul_(scale))
 

@@ -26,8 +26,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     Args:
         gate_up: bfloat16 or float32 [T, 2F], the gate's columns first.
     """
-    kernels = kernels_of(gate_up)
-    if kernels is not None and gate_up.dtype == torch.bfloat16:
+    if (kernels := kernels_of(gate_up)) is not None and gate_up.dtype == torch.bfloat16:
         return kernels.swiglu(gate_up)
     return _SwiGLU.apply(gate_up)
 

@@ -40,6 +40,12 @@ from jetrl.precision.hopper.launch import (
     multiprocessors,
     wait_for_previous,
 )
+from jetrl.precision.hopper.layout import (
+    cdiv,
+    empty_row_groups,
+    empty_token_groups,
+    empty_turned_squares,
+)
 from jetrl.precision.hopper.quantize import (
     load_tile,
     round_to_bfloat16,
@@ -48,7 +54,6 @@ from jetrl.precision.hopper.quantize import (
     store_row_groups,
     tile_rule,
 )
-from jetrl.precision.layout import cdiv, empty_row_groups, empty_token_groups, empty_turned_squares
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, FP8Format, QTensor
 

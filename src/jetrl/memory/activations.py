@@ -1,6 +1,6 @@
 """Bytes of activations, and of gradients in flight, during an update.
 
-Counted from the tensors of models/layer_hopper and kernels/logprob_hopper, and compared with a GPU
+Counted from the tensors of models/layer_fused and kernels/logprob_hopper, and compared with a GPU
 by tests/gpu/test_memory.py.
 
 Products of a micro-batch are held next to the sums of gradients. On one GPU only lm_head's is. On
@@ -23,7 +23,7 @@ from jetrl.models.adapter import LoRA
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
-from jetrl.precision.layout import rows_at_once
+from jetrl.precision.backend import rows_at_once
 from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
 

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from jetrl.kernels.attention.layout import CODES, QueryTiles, stored_dtype
 from jetrl.kernels.attention.reference import attend_packed, quantize_keys_and_values, stored_values
+from jetrl.models.attention_fused import attend_packed_fused
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import Rotary, tell
 from jetrl.models.packed import Stems
+from jetrl.precision.backend import REFERENCE, backend_for
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
 from jetrl.settings.presets import key_and_value_formats
@@ -75,7 +77,7 @@ class PackedKeyValues:
         stems: Stems | None = None,
     ) -> None:
         device = cu_seqlens.device if device is None else device
-        on_gpu = device.type == "cuda" and plan.kv != "fp32"
+        on_gpu = backend_for(device) is not REFERENCE and plan.kv != "fp32"
         self._plan = plan
         self._cu_seqlens = cu_seqlens if on_gpu else cu_seqlens.to(device)
         self._tiles: QueryTiles | None = None
@@ -92,9 +94,7 @@ class PackedKeyValues:
         """Return attention as in `KeyValues.attend`, differentiable."""
         plan = self._plan
         if self._tiles is not None:
-            from jetrl.models.attention_hopper import attend_packed_hopper
-
-            return attend_packed_hopper(qkv, rope, self._tiles, plan, self._length)
+            return attend_packed_fused(qkv, rope, self._tiles, plan, self._length)
         q, k, v = rope.heads(qkv)
         if rope.trace is not None:  # codes are made again for the trace
             stored = quantize_keys_and_values(k.detach(), v.detach(), plan.kv, plan.scales)

@@ -33,6 +33,7 @@ from jetrl.models.block import Block, DenseShape
 from jetrl.models.dense import DenseBlock
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import RMSNorm, Rotary, Trace, fuses, prefixed, tell
+from jetrl.models.layer_fused import add_norm_fused, norm_linear_fused
 from jetrl.models.rope import frequencies_of
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import backend_of
@@ -255,9 +256,7 @@ def norm_linear(
     This is the reference; BF16 tensors on a GPU use the fused form, with the same forward bits.
     """
     if fuses(x):
-        from jetrl.models.layer_hopper import norm_linear_hopper
-
-        return norm_linear_hopper(x, delta, norm, linear, side, trace)
+        return norm_linear_fused(x, delta, norm, linear, side, trace)
     x = x if delta is None else x + delta
     normed = norm(x)
     tell(trace, "input_norm", normed)
@@ -267,8 +266,6 @@ def norm_linear(
 def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
     """Return norm(x + delta) [T, D], the end of the decoder."""
     if fuses(x):
-        from jetrl.models.layer_hopper import add_norm_hopper
-
-        return add_norm_hopper(x, delta, norm)
+        return add_norm_fused(x, delta, norm)
     normed: Tensor = norm(x + delta)
     return normed

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from jetrl.kernels.swiglu import swiglu
+from jetrl.models.dense_fused import norm_mlp_fused
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import Trace, fuses, tell
 from jetrl.models.weights import Weights
@@ -36,10 +37,8 @@ class DenseBlock(nn.Module):
         BF16 tensors on a GPU use the fused form, whose forward has the same bits.
         """
         if fuses(x):
-            from jetrl.models.dense_hopper import norm_mlp_hopper
-
             linears = (self.gate_up, self.down)
-            x, delta = norm_mlp_hopper(x, delta, self.norm, linears, side, trace)
+            x, delta = norm_mlp_fused(x, delta, self.norm, linears, side, trace)
         else:
             x = x + delta
             normed = self.norm(x)

@@ -26,6 +26,7 @@ from jetrl.models.packed import Stems, token_positions, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.tiny import RandomWeights
 from jetrl.models.weights import Weights
+from jetrl.precision.backend import BACKENDS, backend_for
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.types import PlainText
 
@@ -250,19 +251,10 @@ def check_device(
 ) -> None:
     """Raise a UserError for a device, or a model on a device, without kernels.
 
-    `elsewhere` means a Hopper GPU of another machine.
+    `elsewhere` means a GPU of another machine, of the first backend.
     """
     if device.type in ("cpu", "meta"):
         return
-    if not elsewhere:
-        if device.type != "cuda" or not torch.cuda.is_available():
-            raise UserError(f"device {device}: not there; use run.device=cpu")
-        from jetrl.precision.hopper.gemm import require_hopper
-
-        require_hopper(device)
-    group = config.num_heads // config.num_kv_heads
-    if plan.kv != "fp32" and (config.head_dim not in (64, 128) or group > 16):
-        raise UserError(
-            f"the GPU's attention takes head_dim 64 or 128 and at most 16 query heads a key "
-            f"head, not {config.head_dim} and {group}; use run.device=cpu, or the fp32 preset"
-        )
+    backend = BACKENDS[0] if elsewhere else backend_for(device)
+    if plan.kv != "fp32":
+        backend.check_attention(config.head_dim, config.num_heads // config.num_kv_heads)

@@ -147,8 +147,7 @@ def add_adapter(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
 
 def project_down(x: Tensor, weight: AdapterWeight) -> Tensor:
     """Return u = x A^T, bfloat16 [T, P * R], of x bfloat16 [T, K]."""
-    arithmetic = arithmetic_of(x)
-    if arithmetic is not None:
+    if (arithmetic := arithmetic_of(x)) is not None:
         return arithmetic.project_down(x, weight.down, weight.arrived)
     return bf16_matmul(x, weight.down)
 

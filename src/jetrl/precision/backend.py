@@ -1,25 +1,29 @@
 """The backend of a device: the kernels that compute there, and what they promise.
 
 Every operation has a reference in plain PyTorch: its specification, and what runs on a CPU. A
-device with kernels has a table of them, `Arithmetic` for this package and `kernels.backend.Kernels`
-for the rest: a module with these names. Public operations take the table of their tensor's device.
-A table is imported with the first tensor of its device, since a CPU has no Triton.
+device with kernels has two tables of them: `Arithmetic` for this package, and for the rest
+`kernels.backend.Kernels`. A table is a module with these names. Public operations take the table of
+their tensor's device. It is imported with the first of them, since a CPU has no Triton.
+
+Nothing else chooses by the kind of GPU: a new one is a record in `BACKENDS` and its two tables.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from jetrl.errors import UserError
 from jetrl.precision.quantize import FP8Format, QTensor
 
 if TYPE_CHECKING:
     from jetrl.precision.adapter import AdapterWeight
-    from jetrl.precision.nvfp4 import HopperNVFP4, NVFP4Tensor
+    from jetrl.precision.nvfp4 import NVFP4Tensor, OrderedNVFP4
 
 
 class Arithmetic(Protocol):
@@ -31,9 +35,9 @@ class Arithmetic(Protocol):
     def bf16_matmul_free(self, a: Tensor, b: Tensor, out_dtype: torch.dtype, /) -> Tensor: ...
 
     # precision.nvfp4
-    def nvfp4_order(self, q: NVFP4Tensor, /) -> HopperNVFP4: ...
-    def nvfp4_matmul(self, x: Tensor, w: HopperNVFP4, out_dtype: torch.dtype, /) -> Tensor: ...
-    def nvfp4_dgrad(self, dy: Tensor, w: HopperNVFP4, /) -> Tensor: ...
+    def nvfp4_order(self, q: NVFP4Tensor, /) -> OrderedNVFP4: ...
+    def nvfp4_matmul(self, x: Tensor, w: OrderedNVFP4, out_dtype: torch.dtype, /) -> Tensor: ...
+    def nvfp4_dgrad(self, dy: Tensor, w: OrderedNVFP4, /) -> Tensor: ...
 
     # precision.quantize, by the operands of a linear layer
     def quantize_rows(self, x: Tensor, format: FP8Format, scales: str, /) -> QTensor: ...
@@ -46,6 +50,9 @@ class Arithmetic(Protocol):
         self, w: Tensor, format: FP8Format, scales: str, out: QTensor | None, /
     ) -> QTensor: ...
     def turned_weight(self, q: QTensor, /) -> QTensor: ...
+    def empty_weight(
+        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device, /
+    ) -> QTensor: ...
 
     # precision.adapter
     def project_down(self, x: Tensor, down: Tensor, arrived: Tensor, /) -> Tensor: ...
@@ -57,45 +64,111 @@ class Arithmetic(Protocol):
         self, x: Tensor, b: QTensor, adapter: AdapterWeight, scales: str, /
     ) -> tuple[Tensor, Tensor]: ...
     def nvfp4_adapted_matmul(
-        self, x: Tensor, w: HopperNVFP4, adapter: AdapterWeight, /
+        self, x: Tensor, w: OrderedNVFP4, adapter: AdapterWeight, /
     ) -> tuple[Tensor, Tensor]: ...
 
     # precision.gradients
     def add_products(self, products: Tensor, total: Tensor | None, begun: bool, /) -> Tensor: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Backend:
-    """A kind of device: how it computes, and what it promises.
+    """A kind of device: which GPUs it takes, how it computes, and what it promises.
 
     Attributes:
-        arithmetic: The kernels of this package; None: the references are computed.
+        table: Imports the kernels of this package.
         fused: The dtype of activations for which a decoder layer's operations are fused; or None.
         stable_row_sums: Whether torch sums per row in the same order at any number of rows.
         logits_at_once: The float32 logits of one chunk of rows in training.
+        gpus, capabilities: What it takes: in words, and as CUDA compute capabilities.
+        head_dims, max_group: What attention takes: sizes of heads, and query heads per key head.
     """
 
     name: str
-    arithmetic: Arithmetic | None
+    table: Callable[[], Arithmetic | None]
     fused: torch.dtype | None
     stable_row_sums: bool
     logits_at_once: int
+    gpus: str = ""
+    capabilities: tuple[tuple[int, int], ...] = ()
+    head_dims: tuple[int, ...] = ()
+    max_group: int = 0
+
+    @functools.cached_property
+    def arithmetic(self) -> Arithmetic | None:
+        """The kernels of this package; None: the references are computed."""
+        return self.table()
+
+    def check_attention(self, head_dim: int, group: int) -> None:
+        """Raise a UserError for heads, `group` of queries per key head, without a kernel."""
+        if head_dim not in self.head_dims or group > self.max_group:
+            sizes = " or ".join(map(str, self.head_dims))
+            raise UserError(
+                f"the GPU's attention takes head_dim {sizes} and at most {self.max_group} query "
+                f"heads a key head, not {head_dim} and {group}; use run.device=cpu, or the fp32 "
+                "preset"
+            )
 
 
-REFERENCE = Backend("reference", None, None, stable_row_sums=True, logits_at_once=2**24)
+def _hopper() -> Arithmetic:
+    from jetrl.precision.hopper import operations
+
+    return operations
+
+
+REFERENCE = Backend("reference", lambda: None, None, stable_row_sums=True, logits_at_once=2**24)
+HOPPER = Backend(
+    "hopper",
+    _hopper,
+    fused=torch.bfloat16,
+    stable_row_sums=False,
+    logits_at_once=2**27,
+    gpus="a Hopper card (9.0: H100, H200)",
+    capabilities=((9, 0),),
+    head_dims=(64, 128),
+    max_group=16,
+)
+BACKENDS = (HOPPER,)  # of GPUs; a plan for another machine means the first
+SUPPORTED = " or ".join(backend.gpus for backend in BACKENDS)
+
+
+def accelerator(device: torch.device | None = None) -> Backend | None:
+    """Return the backend that takes a GPU of this machine, by default the current; or None."""
+    if not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    return next((b for b in BACKENDS if capability in b.capabilities), None)
 
 
 @functools.cache
-def _hopper() -> Backend:
-    from jetrl.precision.hopper import operations
-
-    return Backend("hopper", operations, torch.bfloat16, False, logits_at_once=2**27)
+def backend_for(device: torch.device) -> Backend:
+    """Return the backend of a device; a UserError says why there is none."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        if (backend := accelerator(device)) is not None:
+            return backend
+        major, minor = torch.cuda.get_device_capability(device)
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; FP8 on "
+            f"the GPU needs {SUPPORTED}; use device=cpu here"
+        )
+    if device.type not in ("cpu", "meta"):
+        raise UserError(f"device {device}: not there; use run.device=cpu")
+    return REFERENCE
 
 
 def backend_of(x: Tensor) -> Backend:
-    return _hopper() if x.is_cuda else REFERENCE
+    """Return the backend of a tensor's device: a look-up, since every operation asks."""
+    return backend_for(x.device) if x.is_cuda else REFERENCE
 
 
 def arithmetic_of(x: Tensor) -> Arithmetic | None:
     """Return the kernels of a tensor's device for this package; None: compute the reference."""
     return backend_of(x).arithmetic
+
+
+def rows_at_once(vocabulary: int) -> int:
+    """Return how many rows of float32 logits a GPU's lm_head holds at a time: 2 GiB.
+
+    The log-probs are made in chunks of so many rows; the size changes none of their bits.
+    """
+    return max(64, 2**29 // vocabulary // 64 * 64)  # 64 rows fill a tile of the GEMM

@@ -29,8 +29,7 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
         a: [M, K] in groups of 1 x 128; the last group of a row may be smaller.
         b: [N, K] in groups of 128 x 128, on the CPU also of 1 x 128; the last may be smaller.
     """
-    arithmetic = arithmetic_of(a.codes)
-    if arithmetic is not None:
+    if (arithmetic := arithmetic_of(a.codes)) is not None:
         return arithmetic.fp8_matmul(a, b, out_dtype)
     assert a.shape[1] == b.shape[1], f"[M, K] and [N, K], not {a.shape} and {b.shape}"
     assert a.block == (1, FP8_BLOCK), f"groups {a.block}"
@@ -53,8 +52,7 @@ def bf16_matmul(
     Args:
         exact: Pin the order of sums. False leaves it to a GPU's library, by the number of rows.
     """
-    arithmetic = arithmetic_of(a)
-    if arithmetic is not None:
+    if (arithmetic := arithmetic_of(a)) is not None:
         matmul = arithmetic.bf16_matmul if exact else arithmetic.bf16_matmul_free
         return matmul(a, b, out_dtype)
     return exact_matmul(a, b.mT).float().to(out_dtype)

@@ -448,8 +448,7 @@ class OrderedGradients(Gradients):
 
 def _summed(total: Tensor | None, products: Tensor, begun: bool = True) -> Tensor:
     """Return total + products[0] + products[1] + ..., each sum rounded to float32."""
-    arithmetic = arithmetic_of(products)
-    if arithmetic is not None:
+    if (arithmetic := arithmetic_of(products)) is not None:
         return arithmetic.add_products(products, total, begun)
     begun = begun and total is not None
     if total is None:

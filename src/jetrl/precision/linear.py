@@ -26,7 +26,7 @@ from jetrl.precision.adapter import (
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul, free_matmul
 from jetrl.precision.gradients import Gradients
-from jetrl.precision.nvfp4 import HopperNVFP4, NVFP4Weight
+from jetrl.precision.nvfp4 import NVFP4Weight, OrderedNVFP4
 from jetrl.precision.nvfp4_products import nvfp4_dgrad, nvfp4_matmul
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
 from jetrl.precision.quantize import QTensor, dequantize, quantize
@@ -37,8 +37,7 @@ GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes grouped 1 x 12
 
 def quantize_input(x: Tensor, plan: PrecisionPlan) -> QTensor:
     """Return X [T, K] as FProp reads it: groups of 1 x 128."""
-    arithmetic = arithmetic_of(x)
-    if arithmetic is not None:
+    if (arithmetic := arithmetic_of(x)) is not None:
         return arithmetic.quantize_rows(x, "e4m3", plan.scales)
     return quantize(x, (1, FP8_BLOCK), "e4m3", plan.scales)
 
@@ -49,8 +48,7 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
     The groups are squares of 128 x 128, or with `wgrad_input` 1x128 columns of 128 tokens.
     """
     squares = plan.wgrad_input == "128x128"
-    arithmetic = arithmetic_of(x)
-    if arithmetic is not None:
+    if (arithmetic := arithmetic_of(x)) is not None:
         if squares:
             return arithmetic.quantize_squares(x, plan.scales)
         return arithmetic.quantize_tokens(x, "e4m3", plan.scales)
@@ -62,8 +60,7 @@ def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMM
     format = plan.grad_output
     if not isinstance(weight, QTensor) or format == "bf16":
         return dy
-    arithmetic = arithmetic_of(dy)
-    if arithmetic is None:
+    if (arithmetic := arithmetic_of(dy)) is None:
         return quantize(dy, (1, FP8_BLOCK), format, plan.scales)
     rows = arithmetic.quantize_rows(dy, format, plan.scales)
     return _widened(rows, len(dy)) if format == "e5m2" else rows
@@ -83,8 +80,7 @@ def quantize_output_gradient(
     format = plan.grad_output
     if not isinstance(weight, QTensor) or format == "bf16":
         return dy, dy
-    arithmetic = arithmetic_of(dy)
-    if arithmetic is None:
+    if (arithmetic := arithmetic_of(dy)) is None:
         rows = quantize(dy, (1, FP8_BLOCK), format, plan.scales)
         return rows, quantize(dy, (FP8_BLOCK, 1), format, plan.scales)
     rows, tokens = arithmetic.quantize_rows_and_tokens(dy, format, plan.scales)
@@ -187,12 +183,11 @@ def adapted_fprop(
         x: X [T, K] as the weight needs it, as of `fprop`.
         values: X before it was quantized, bfloat16 [T, K].
     """
-    arithmetic = arithmetic_of(values)
-    if arithmetic is not None and isinstance(weight, QTensor) and bias is None:
+    arithmetic = arithmetic_of(values) if bias is None else None
+    if arithmetic is not None and isinstance(weight, QTensor):
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
         return arithmetic.adapted_matmul(x, values, weight, adapter)
-    if arithmetic is not None and isinstance(weight, NVFP4Weight) and bias is None:
-        assert isinstance(weight, HopperNVFP4), "kernels read a weight in their order"
+    if arithmetic is not None and isinstance(weight, OrderedNVFP4):
         return arithmetic.nvfp4_adapted_matmul(values, weight, adapter)
     y = fprop(x, weight, plan)
     if bias is not None:

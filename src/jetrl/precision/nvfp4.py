@@ -1,4 +1,4 @@
-"""NVFP4: weights of a frozen base in 4.5 bits per value, and the order of their bytes for Hopper.
+"""NVFP4: weights of a frozen base in 4.5 bits per value, and the order of their bytes on Hopper.
 
 A value is an E2M1 code (0, 0.5, 1, 1.5, 2, 3, 4, 6 and negatives) times an E4M3 scale per 16 values
 along K, times one float32 scale of the matrix. Code times group scale is exact in BF16, so a
@@ -14,8 +14,8 @@ float32 rounding:
 A group of zeros has codes 0 and scale 2**-9. The sign of a value that rounds to zero is kept. If
 any value is not finite, s is NaN, and all values come back as NaN.
 
-In the kernels' order (`HopperNVFP4`) one load of 16 bytes gives a thread what it unpacks for 32
-rows and 128 values along K:
+In the order of Hopper's kernels (`hopper_order`) one load of 16 bytes gives a thread what it
+unpacks for 32 rows and 128 values along K:
 
     rows      n = 32 unit + 8 w + g                            w < 4: warps, g < 8: lanes
     columns   k = 128 block + 16 q + 8 h + 2 t + p             q < 8: groups, h < 2, t < 4: lanes,
@@ -182,12 +182,13 @@ class RowFactors:
 
 
 @dataclass(frozen=True)
-class HopperNVFP4:
-    """A weight [N, K] in NVFP4, in the order of the kernels; 4.5 bits per value.
+class OrderedNVFP4:
+    """A weight [N, K] in NVFP4, in the order of its device's kernels; 4.5 bits per value.
 
     Attributes:
-        codes: int32 [N / 32 * K / 128 * 16, 32], as above; a unit's rows follow each other.
-        scales: int32 [N / 32, K / 128 * 64], as above.
+        codes: On Hopper int32 [N / 32 * K / 128 * 16, 32], as above; a unit's rows follow each
+            other.
+        scales: On Hopper int32 [N / 32, K / 128 * 64], as above.
         factor: The matrix's scale over `WIDENED_FACTOR`, or those of its rows: sums of products are
             multiplied by it.
         shape: [N, K].
@@ -208,8 +209,8 @@ def parts_of(n: int, k: int) -> tuple[int, int]:
     return -(-k // columns), columns
 
 
-def hopper_order(q: NVFP4Tensor) -> HopperNVFP4:
-    """Return a weight in the order of the kernels, on its device.
+def hopper_order(q: NVFP4Tensor) -> OrderedNVFP4:
+    """Return a weight in the order of Hopper's kernels, on its device.
 
     Args:
         q: [N, K], N a multiple of 32 and K of 128, with scales that are finite and not negative.
@@ -226,7 +227,7 @@ def hopper_order(q: NVFP4Tensor) -> HopperNVFP4:
         part = NVFP4Tensor(q.codes[rows], q.scales[rows], q.scale)
         codes[start : start + step] = _code_words(part, blocks)
         scales[start : start + step] = _scale_words(part, blocks)
-    return HopperNVFP4(codes.view(-1, 32), scales, _factor(q), q.shape)
+    return OrderedNVFP4(codes.view(-1, 32), scales, _factor(q), q.shape)
 
 
 def _factor(q: NVFP4Tensor) -> float | RowFactors:
@@ -265,4 +266,4 @@ def _scale_words(q: NVFP4Tensor, blocks: int) -> Tensor:
 
 
 # As checkpoints keep a weight, or in the order of a GPU's kernels.
-NVFP4Weight = NVFP4Tensor | HopperNVFP4
+NVFP4Weight = NVFP4Tensor | OrderedNVFP4

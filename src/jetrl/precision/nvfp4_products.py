@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jetrl.precision.backend import Arithmetic, arithmetic_of
 from jetrl.precision.exact import exact_matmul
-from jetrl.precision.nvfp4 import HopperNVFP4, NVFP4Tensor, NVFP4Weight, widened
+from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight, OrderedNVFP4, widened
 
 
 def in_device_order(q: NVFP4Tensor) -> NVFP4Weight:
@@ -30,7 +30,7 @@ def nvfp4_matmul(x: Tensor, w: NVFP4Weight, out_dtype: torch.dtype = torch.bfloa
         w: The weight [N, K].
         out_dtype: The dtype of the product, to which float32 sums are rounded.
     """
-    if isinstance(w, HopperNVFP4):
+    if isinstance(w, OrderedNVFP4):
         return _arithmetic(x).nvfp4_matmul(x, w, out_dtype)
     assert (x.dtype, x.shape[1]) == (torch.bfloat16, w.shape[1]), f"{x.dtype} {list(x.shape)}"
     return (exact_matmul(x, widened(w).mT).float() * w.row_scales).to(out_dtype)
@@ -42,7 +42,7 @@ def nvfp4_dgrad(dy: Tensor, w: NVFP4Weight) -> Tensor:
     Args:
         dy: bfloat16 [M, N].
     """
-    if isinstance(w, HopperNVFP4):
+    if isinstance(w, OrderedNVFP4):
         return _arithmetic(dy).nvfp4_dgrad(dy, w)
     left, wide = dy.float(), widened(w).float()
     if not w.rows:

@@ -20,7 +20,6 @@ from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
-from jetrl.precision.layout import empty_weight
 from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight, quantize_nvfp4
 from jetrl.precision.nvfp4_products import in_device_order
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan, Rounding, ScaleRule, Side
@@ -154,8 +153,13 @@ class QuantizedWeight:
         assert rounding.format != "fp32", "a weight that is read as it is cannot be divided"
         if rounding.format != "fp8":
             return torch.empty(self.shape, dtype=torch.bfloat16, device=self.master.device)
-        rows, columns = self.shape
-        return empty_weight(rows, columns, FORMATS["e4m3"][0], self.master.device)
+        (rows, columns), device, dtype = self.shape, self.master.device, FORMATS["e4m3"][0]
+        if (arithmetic := arithmetic_of(self.master)) is not None:
+            return arithmetic.empty_weight(rows, columns, dtype, device)
+        blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
+        scales = torch.empty(blocks, dtype=torch.float32, device=device)
+        codes = torch.empty(rows, columns, dtype=dtype, device=device)
+        return QTensor(codes, scales, (FP8_BLOCK, FP8_BLOCK))
 
     def _rounded(self, rounding: Rounding, into: StoredWeight | None = None) -> StoredWeight:
         """Return the master weight in a rounding, written over `into` if that is given."""
@@ -190,8 +194,7 @@ class QuantizedWeight:
 def _fp8(weight: Tensor, scales: ScaleRule, into: StoredWeight | None = None) -> QTensor:
     """Return float32 [N, K] in FP8, written over `into` if that is given."""
     earlier = into if isinstance(into, QTensor) else None
-    arithmetic = arithmetic_of(weight)
-    if arithmetic is not None:
+    if (arithmetic := arithmetic_of(weight)) is not None:
         return arithmetic.quantize_weight(weight, "e4m3", scales, earlier)
     quantized = quantize(weight, (FP8_BLOCK, FP8_BLOCK), scales=scales)
     if earlier is None:

@@ -34,9 +34,11 @@ from jetrl.kernels.attention.layout import (
     stored_dtype,
 )
 from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values, stored_values
+from jetrl.kernels.backend import device_kernels
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import Rotary
+from jetrl.precision.backend import REFERENCE, backend_for
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
 from jetrl.rollout.launched_step import to_device
@@ -180,6 +182,10 @@ class _OverPages:
     def rows(self) -> Tensor | None:
         return None if self.last is None else self.last.rows
 
+    def _stored(self, layer: int) -> Tensor:
+        """Return the values of the tokens' keys and values, float32 [T, 2 * G, D], for a trace."""
+        return torch.cat([x.values(layer, self.slots) for x in (self.keys, self.values)], dim=1)
+
     def _queries(self, q: Tensor, last: bool) -> tuple[Tensor, AttentionWork]:
         """Return the queries of q [T, H, D] that attend in a layer, and their work."""
         if last and self.last is not None:
@@ -193,8 +199,7 @@ class PagedKeyValues(_OverPages):
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
         attended = self.attend_heads(layer, *rope.heads(qkv), last).flatten(-2, -1)
         if rope.trace is not None:
-            stored = [x.values(layer, self.slots) for x in (self.keys, self.values)]
-            rope.trace("keys and values", torch.cat(stored, dim=1))
+            rope.trace("keys and values", self._stored(layer))
         return attended
 
     def attend_heads(
@@ -222,7 +227,7 @@ class PagedKeyValues(_OverPages):
         return out
 
 
-class HopperKeyValues(_OverPages):
+class DeviceKeyValues(_OverPages):
     """The `KeyValues` of one forward on a GPU, by kernels that read pages in place.
 
     Decode and prefill chunks have their own kernels, with the same bits per token. With decode's
@@ -231,40 +236,33 @@ class HopperKeyValues(_OverPages):
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
         """Implement `KeyValues.attend`, with codes for the next linear layer if that is FP8."""
-        from jetrl.kernels.attention.hopper import (
-            SPLIT_KEYS,
-            attend_decode,
-            attend_decode_quantized,
-            attend_prefill,
-            attend_prefill_quantized,
-            stored_values,
-        )
-        from jetrl.kernels.rotary_hopper import qk_norm_rotary_cache
-
         # Norm, rotate, quantize and write the new tokens, in one kernel.
         pages = KeyValueCodes(*self.keys.layer(layer), *self.values.layer(layer))
-        q = qk_norm_rotary_cache(
+        kernels = device_kernels(qkv)
+        q = kernels.qk_norm_rotary_cache(
             qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, pages,
             self.slots, self.plan.scales,
         )  # fmt: skip
         if rope.trace is not None:
             rope.trace("rotary", q)
-            rope.trace("keys and values", stored_values(pages, self.slots))
+            rope.trace("keys and values", self._stored(layer))
         # Attend; the kernel writes the next layer's FP8 codes itself unless a trace wants values.
         q, work = self._queries(q, last)
         format = self.plan.linear_format("rollout", layer, len(self.keys.codes))
         watched = rope.trace is not None or rope.as_values
         as_codes, scales = format == "fp8" and not watched, self.plan.scales
-        split = self.plan.sampler_deviation.attention_split or SPLIT_KEYS
+        split = self.plan.sampler_deviation.attention_split or kernels.SPLIT_KEYS
         if isinstance(work, DecodeWork):
             batch = work.tables, work.lengths, work.longest
             if as_codes:
-                return attend_decode_quantized(q, pages, *batch, scales, split, work.queries)
-            return attend_decode(q, pages, *batch, split, work.queries).flatten(1)
+                return kernels.attend_decode_quantized(
+                    q, pages, *batch, scales, split, work.queries
+                )
+            return kernels.attend_decode(q, pages, *batch, split, work.queries).flatten(1)
         assert not isinstance(work, list), "kernels attend in tiles"
         if as_codes:
-            return attend_prefill_quantized(q, pages, work, scales, split)
-        return attend_prefill(q, pages, work, split).flatten(1)
+            return kernels.attend_prefill_quantized(q, pages, work, scales, split)
+        return kernels.attend_prefill(q, pages, work, split).flatten(1)
 
 
 def part_of(items: list[Span], page_size: int, device: torch.device) -> Part:
@@ -352,7 +350,7 @@ class PagedCache:
     ) -> None:
         plan = plan.on("rollout")
         # No kernel reads pages of FP32.
-        self.reads_pages_in_place = device.type == "cuda" and plan.kv != "fp32"
+        self.reads_pages_in_place = backend_for(device) is not REFERENCE and plan.kv != "fp32"
         assert not self.reads_pages_in_place or page_size == GPU_PAGE_SIZE, f"pages of {page_size}"
         self.num_pages, self.page_size = num_pages, page_size
         self._plan = plan
@@ -402,7 +400,7 @@ class PagedCache:
 
     def key_values(
         self, spans: Sequence[Span], ends: bool = False
-    ) -> PagedKeyValues | HopperKeyValues:
+    ) -> PagedKeyValues | DeviceKeyValues:
         """Return the `KeyValues` of a forward over spans, which fill rows 0 to T in order.
 
         With `ends` the output is only that of each span's last token, [spans, H * D].
@@ -410,7 +408,7 @@ class PagedCache:
         assert self.ready, "the pages' memory has been given back"
         device = self._keys.codes.device
         slots_T = to_device(self._slots(spans), device)
-        source = HopperKeyValues if self.reads_pages_in_place else PagedKeyValues
+        source = DeviceKeyValues if self.reads_pages_in_place else PagedKeyValues
         last = None
         if ends:  # The last layer's queries: a token per span, behind all of its keys.
             rows = to_device([span.row + span.length - 1 for span in spans], device)
@@ -438,6 +436,6 @@ class PagedCache:
             slots.append(pages * self.page_size + at % self.page_size)
         return np.concatenate(slots)
 
-    def decode_key_values(self, slots: Tensor, work: DecodeWork) -> HopperKeyValues:
+    def decode_key_values(self, slots: Tensor, work: DecodeWork) -> DeviceKeyValues:
         """Return the `KeyValues` of decode for slots int64 [B] of tokens, negative for padding."""
-        return HopperKeyValues(self._keys, self._values, self._plan, slots, work)
+        return DeviceKeyValues(self._keys, self._values, self._plan, slots, work)

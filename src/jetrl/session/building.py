@@ -25,6 +25,7 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
 from jetrl.models.tiny import RandomWeights, character_tokenizer
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.backend import accelerator
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import Settings
 from jetrl.settings.model_sections import AdapterSettings, RewardSettings
@@ -261,13 +262,12 @@ def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
 
 
 def choose_device(name: str) -> str:
-    """Return the device that run.device names: `auto` is a Hopper GPU, else the CPU.
+    """Return the device that run.device names: `auto` is a GPU with kernels, else the CPU.
 
     The GPU of a rank of several is the one with the rank's number on its machine.
     """
     if name == "auto":
-        hopper_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-        name = "cuda" if hopper_gpu else "cpu"
+        name = "cpu" if accelerator() is None else "cuda"
     return f"cuda:{world().local_rank}" if name == "cuda" and world().size > 1 else name
 
 

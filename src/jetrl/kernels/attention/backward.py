@@ -35,7 +35,7 @@ from jetrl.kernels.attention.backward_lists import (
 )
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, check_queries
 from jetrl.kernels.exponential_hopper import LOG2_E
-from jetrl.precision.layout import cdiv, round_up
+from jetrl.precision.hopper.layout import cdiv, round_up
 
 _ROWS = 16  # keys of a program that adds parts: 16 KB of each part with 128 channels
 _STEP = 64  # rows of the inner loops

@@ -39,8 +39,8 @@ from jetrl.kernels.attention.pages import (
 )
 from jetrl.precision.hopper import gluon_names, tile
 from jetrl.precision.hopper.launch import OVERLAPPED, gluon_let_next_start, gluon_wait_for_previous
+from jetrl.precision.hopper.layout import empty_row_groups
 from jetrl.precision.hopper.quantize import quantize_rows
-from jetrl.precision.layout import empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 
@@ -277,14 +277,9 @@ def decode_kernel(
 
 
 def attend_decode(
-    q: Tensor,
-    pages: KeyValueCodes,
-    block_tables: Tensor,
-    lengths: Tensor,
-    max_length: int,
-    split_keys: int = SPLIT_KEYS,
-    queries: SequenceQueries | None = None,
-) -> Tensor:
+    q: Tensor, pages: KeyValueCodes, block_tables: Tensor, lengths: Tensor, max_length: int,
+    split_keys: int = SPLIT_KEYS, queries: SequenceQueries | None = None,
+) -> Tensor:  # fmt: skip
     """Return the attention of one query per sequence, or of a few, over its pages.
 
     A query sees the keys up to its own, and its bits do not depend on other queries. May be
@@ -307,15 +302,9 @@ def attend_decode(
 
 
 def attend_decode_quantized(
-    q: Tensor,
-    pages: KeyValueCodes,
-    block_tables: Tensor,
-    lengths: Tensor,
-    max_length: int,
-    scales: str = "fp32",
-    split_keys: int = SPLIT_KEYS,
-    queries: SequenceQueries | None = None,
-) -> QTensor:
+    q: Tensor, pages: KeyValueCodes, block_tables: Tensor, lengths: Tensor, max_length: int,
+    scales: str = "fp32", split_keys: int = SPLIT_KEYS, queries: SequenceQueries | None = None,
+) -> QTensor:  # fmt: skip
     """Return `quantize_rows(attend_decode(...).flatten(1))`, with the same bits.
 
     With head_dim 128 the BF16 rows are never written; with 64 a group is two heads, which may
@@ -335,17 +324,10 @@ def attend_decode_quantized(
 
 
 def _launch(
-    q: Tensor,
-    pages: KeyValueCodes,
-    block_tables: Tensor,
-    lengths: Tensor,
-    max_length: int,
-    o: Tensor,
-    o_scales: Tensor | None,
-    scales: str,
-    split_keys: int,
+    q: Tensor, pages: KeyValueCodes, block_tables: Tensor, lengths: Tensor, max_length: int,
+    o: Tensor, o_scales: Tensor | None, scales: str, split_keys: int,
     queries: SequenceQueries | None,
-) -> None:
+) -> None:  # fmt: skip
     """Check the arguments of `attend_decode` and launch its kernels, which write o."""
     group = check_queries(q, pages)
     rows, heads, head_dim = q.shape

@@ -58,8 +58,8 @@ from jetrl.kernels.attention.layout import (
 from jetrl.precision.hopper import gluon_names
 from jetrl.precision.hopper import tile as tile_rules
 from jetrl.precision.hopper.launch import multiprocessors
+from jetrl.precision.hopper.layout import empty_row_groups
 from jetrl.precision.hopper.quantize import quantize_rows
-from jetrl.precision.layout import empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 
@@ -466,14 +466,9 @@ def attend_prefill_quantized(
 
 
 def _launch(
-    q: Tensor,
-    staged: StagedKeys,
-    tiles: QueryTiles,
-    o: Tensor,
-    o_scales: Tensor | None,
-    scales: str,
-    split_keys: int,
-) -> Tensor:
+    q: Tensor, staged: StagedKeys, tiles: QueryTiles, o: Tensor, o_scales: Tensor | None,
+    scales: str, split_keys: int,
+) -> Tensor:  # fmt: skip
     """Check the arguments of `attend_tiles`, launch the kernel, and return the log-sum-exp."""
     group = check_queries(q, staged.codes)
     num_queries, heads, head_dim = q.shape

@@ -33,20 +33,9 @@ from jetrl.kernels.attention.layout import KeyValueCodes as KeyValueCodes
 from jetrl.kernels.attention.layout import QueryTiles as QueryTiles
 
 
-def stored_values(codes: KeyValueCodes, slots: Tensor | None = None) -> Tensor:
-    """Return the numbers that stored keys and values stand for, float32 [T, 2 * G * D], keys first.
-
-    Args:
-        codes: a packed batch [T, G, D], or pages [P, 64, G, D].
-        slots: int64 [T], the tokens' slots in the pages; None for a packed batch.
-    """
-
-    def wide(x: Tensor, scales: Tensor | None) -> Tensor:
-        values = x.float() if scales is None else x.float() * scales[..., None]
-        values = values if slots is None else values.flatten(0, 1)[slots]
-        return values.flatten(1)
-
-    return torch.cat([wide(codes.k, codes.k_scales), wide(codes.v, codes.v_scales)], dim=1)
+def attend_batch(q: Tensor, codes: KeyValueCodes, tiles: QueryTiles) -> tuple[Tensor, Tensor]:
+    """Return the attention of q over a packed batch's codes, and the log-sum-exp, for training."""
+    return attend_tiles(q, stage_keys(codes, tiles), tiles)
 
 
 _aten = torch.ops.aten

@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, Run, backward_lists
 from jetrl.precision.quantize import FORMATS, CodeFormat
+from jetrl.settings.presets import key_and_value_formats
 
 # The codes of the stored formats that have scales.
 CODES: dict[str, CodeFormat] = {"fp8": "e4m3", "int8": "int8"}
@@ -46,9 +48,8 @@ class KeyValueCodes:
     v_scales: Tensor | None
 
     def __post_init__(self) -> None:
-        scaled, head_dim = self.k_scales is not None, self.k.shape[-1]
+        scaled = self.k_scales is not None
         dtypes = [stored_dtype(format) for format in (CODES if scaled else ("bf16",))]
-        assert head_dim in (64, 128), f"heads of {head_dim}"
         for codes, scales in ((self.k, self.k_scales), (self.v, self.v_scales)):
             assert codes.dtype in dtypes, f"{codes.dtype}, scales: {scaled}"
             assert (codes.shape, codes.is_contiguous()) == (self.k.shape, True)
@@ -56,6 +57,19 @@ class KeyValueCodes:
             if scales is not None:
                 assert (scales.dtype, scales.shape) == (torch.float32, codes.shape[:-1])
                 assert scales.is_contiguous()
+
+    @staticmethod
+    def empty(
+        tokens: int, groups: int, head_dim: int, kv_format: str, device: torch.device | str
+    ) -> KeyValueCodes:
+        """Return an unset cache, one slot per token, for training: codes [T, G, D]."""
+        tensors: list[Any] = []
+        for stored in key_and_value_formats(kv_format):
+            codes = torch.empty(tokens, groups, head_dim, dtype=stored_dtype(stored), device=device)
+            has_scales = stored in CODES
+            scales = codes.new_empty(codes.shape[:2], dtype=torch.float32) if has_scales else None
+            tensors += [codes, scales]
+        return KeyValueCodes(*tensors)
 
     @property
     def scaled(self) -> bool:
@@ -72,12 +86,13 @@ class KeyValueCodes:
 
 
 def check_queries(q: Tensor, codes: KeyValueCodes) -> int:
-    """Check that queries, bfloat16 [T, H, D], fit the keys, and return H / G."""
+    """Check that queries, bfloat16 [T, H, D], fit the keys and Hopper's kernels; return H / G."""
     heads, head_dim = q.shape[1:]
     group, rest = divmod(heads, codes.num_heads)
     assert (q.dtype, q.ndim, q.is_contiguous()) == (torch.bfloat16, 3, True)
     assert q.device.type == codes.k.device.type == "cuda"
     assert (head_dim, rest) == (codes.head_dim, 0), f"{heads} query heads of {head_dim}"
+    assert head_dim in (64, 128), f"heads of {head_dim}"
     assert 1 <= group <= 16, f"{group} query heads share a key-value head: at most 16 can"
     return group
 

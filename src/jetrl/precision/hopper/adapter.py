@@ -38,7 +38,7 @@ from jetrl.precision.hopper.launch import (
     let_next_start,
     wait_for_previous,
 )
-from jetrl.precision.layout import cdiv, empty_row_groups
+from jetrl.precision.hopper.layout import cdiv, empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 

@@ -26,7 +26,7 @@ from jetrl.precision.hopper.gemm_rows import rows_matmul, tiles_beside
 from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
 from jetrl.precision.hopper.quantize import quantize_rows
-from jetrl.precision.nvfp4 import HopperNVFP4
+from jetrl.precision.nvfp4 import OrderedNVFP4
 from jetrl.precision.quantize import QTensor
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def quantized_adapted_matmul(
 
 
 def nvfp4_adapted_matmul(
-    x: Tensor, w: HopperNVFP4, adapter: AdapterWeight, form: Form | None = None
+    x: Tensor, w: OrderedNVFP4, adapter: AdapterWeight, form: Form | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return x @ w^T with the adapter's product added, and u, of x bfloat16 [T, K]."""
     x = x if x.is_contiguous() else x.contiguous()

@@ -29,7 +29,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 from jetrl.errors import UserError
 from jetrl.precision.hopper.gemm_rows import rows_matmul
 from jetrl.precision.hopper.launch import MULTIPROCESSORS
-from jetrl.precision.layout import first_rows, padded_rows, round_up
+from jetrl.precision.hopper.layout import first_rows, padded_rows, round_up
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor
 
@@ -37,16 +37,6 @@ Backend = Literal["cublas", "deep_gemm", "triton"]
 _FEW_ROWS = 64  # one tile of wgmma: whatever the weight, `gemm_rows` is the fastest
 # The rows of a weight beyond which DeepGEMM is slow with 65 to 128 rows of X.
 _WIDE = 128 * MULTIPROCESSORS
-
-
-def require_hopper(device: torch.device | int | None = None) -> None:
-    """Check that a device has block-scaled FP8 GEMMs (compute capability 9.0)."""
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) != (9, 0):
-        raise UserError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; FP8 on "
-            "the GPU needs a Hopper card (9.0: H100, H200); use device=cpu here"
-        )
 
 
 @functools.cache

@@ -51,7 +51,7 @@ from jetrl.precision.hopper.launch import (
     gluon_wait_for_previous,
     room_beside,
 )
-from jetrl.precision.layout import cdiv
+from jetrl.precision.hopper.layout import cdiv
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor
 

@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper.gemm import pinned_bf16_reductions
+from jetrl.precision.hopper.layout import cdiv
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
 from jetrl.precision.hopper.nvfp4_unpack import (
     CODE_WORDS,
@@ -27,14 +28,13 @@ from jetrl.precision.hopper.nvfp4_unpack import (
     step_words,
     unpack_step,
 )
-from jetrl.precision.layout import cdiv
 from jetrl.precision.nvfp4 import (
     BLOCK,
     FEW_ROWS,
     ROWS_AT_ONCE,
     SCALED_ROWS_AT_ONCE,
     UNIT,
-    HopperNVFP4,
+    OrderedNVFP4,
     RowFactors,
     parts_of,
 )
@@ -65,7 +65,7 @@ def widen_kernel(
         gl.store(corner + rows[:, None] * K + (columns + i * 64)[None, :], values)
 
 
-def widened_hopper(w: HopperNVFP4) -> Tensor:
+def widened_hopper(w: OrderedNVFP4) -> Tensor:
     """Return a weight's widened values times `WIDENED_FACTOR`, bfloat16 [N, K]."""
     n, k = w.shape
     out = torch.empty(n, k, dtype=torch.bfloat16, device=w.codes.device)
@@ -77,7 +77,7 @@ def widened_hopper(w: HopperNVFP4) -> Tensor:
 
 
 def nvfp4_matmul_hopper(
-    x: Tensor, w: HopperNVFP4, out_dtype: torch.dtype = torch.bfloat16, widen: bool | None = None
+    x: Tensor, w: OrderedNVFP4, out_dtype: torch.dtype = torch.bfloat16, widen: bool | None = None
 ) -> Tensor:
     """Return X @ W^T, out_dtype [M, N]; a row has the same bits at any M."""
     assert (x.dtype, x.shape[1]) == (torch.bfloat16, w.shape[1]), f"{x.dtype} {list(x.shape)}"
@@ -95,7 +95,7 @@ def nvfp4_matmul_hopper(
         return _scaled_product(x, wide.t(), factor)
 
 
-def nvfp4_dgrad_hopper(dy: Tensor, w: HopperNVFP4) -> Tensor:
+def nvfp4_dgrad_hopper(dy: Tensor, w: OrderedNVFP4) -> Tensor:
     """Return dX = dY @ W, bfloat16 [M, K]."""
     wide = widened_hopper(w)
     if not isinstance(w.factor, RowFactors):

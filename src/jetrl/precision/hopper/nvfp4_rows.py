@@ -53,6 +53,7 @@ from jetrl.precision.hopper.launch import (
     program_bytes,
     room_beside,
 )
+from jetrl.precision.hopper.layout import cdiv
 from jetrl.precision.hopper.nvfp4_unpack import (
     CODE_WORDS,
     SCALE_LINE,
@@ -60,8 +61,7 @@ from jetrl.precision.hopper.nvfp4_unpack import (
     step_words,
     unpack_step,
 )
-from jetrl.precision.layout import cdiv
-from jetrl.precision.nvfp4 import BLOCK, UNIT, HopperNVFP4, RowFactors, parts_of
+from jetrl.precision.nvfp4 import BLOCK, UNIT, OrderedNVFP4, RowFactors, parts_of
 
 MOST_ROWS = 128  # of a program
 _REGISTERS = 65536  # of an SM
@@ -526,7 +526,7 @@ def nvfp4_rows_kernel(
 
 def nvfp4_rows_matmul(
     x: Tensor,
-    w: HopperNVFP4,
+    w: OrderedNVFP4,
     out_dtype: torch.dtype = torch.bfloat16,
     tiles: Tiles | None = None,
     adapter: AdapterOperands | None = None,

@@ -31,7 +31,7 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
-from jetrl.precision.layout import (
+from jetrl.precision.hopper.layout import (
     cdiv,
     empty_row_groups,
     empty_token_groups,

@@ -1,4 +1,4 @@
-"""The trainer's attention on Hopper, from qkv on, as one autograd function.
+"""The trainer's attention on a GPU, from qkv on, as one autograd function.
 
 Forward normalizes and rotates query and key heads and quantizes keys and values in one pass, then
 attends to the stored codes, with the bits of decode and prefill (`kernels.attention`). Backward
@@ -14,20 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.backward import attention_backward
-from jetrl.kernels.attention.forward import attend_tiles, stage_keys
-from jetrl.kernels.attention.hopper import (
-    attend_equal_lengths,
-    attend_equal_lengths_backward,
-    stored_values,
-)
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
-from jetrl.kernels.rotary_hopper import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
+from jetrl.kernels.attention.reference import stored_values
+from jetrl.kernels.backend import device_kernels
 from jetrl.models.layer import Rotary, tell
 from jetrl.precision.plan import PrecisionPlan
 
 
-def attend_packed_hopper(
+def attend_packed_fused(
     qkv: Tensor, rope: Rotary, tiles: QueryTiles, plan: PrecisionPlan, length: int | None
 ) -> Tensor:
     """Return causal attention of a packed batch, bfloat16 [T, H * D], differentiable.
@@ -49,46 +43,43 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        rope: Rotary,
-        tiles: QueryTiles,
-        plan: PrecisionPlan,
-        length: int | None,
-    ) -> Tensor:
+        ctx: Any, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, rope: Rotary,
+        tiles: QueryTiles, plan: PrecisionPlan, length: int | None,
+    ) -> Tensor:  # fmt: skip
         # Rotated queries [T, H, D], and keys and values as a cache stores them, [T, G, D].
-        codes = dense_cache(len(qkv), rope.num_kv_heads, rope.head_dim, plan.kv, qkv.device)
-        q = qk_norm_rotary_cache(
+        kernels, sizes = device_kernels(qkv), (len(qkv), rope.num_kv_heads, rope.head_dim)
+        codes = KeyValueCodes.empty(*sizes, plan.kv, qkv.device)
+        q = kernels.qk_norm_rotary_cache(
             qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, codes,
             None, plan.scales,
         )  # fmt: skip
+        keys, values = (codes.k, codes.k_scales), (codes.v, codes.v_scales)
         if rope.trace is not None:
             tell(rope.trace, "rotary", q)
-            tell(rope.trace, "keys and values", stored_values(codes))
+            stored = [stored_values(*keys), stored_values(*values)]
+            tell(rope.trace, "keys and values", torch.cat(stored, dim=1))
         if length is None:
-            o, *kept = attend_tiles(q, stage_keys(codes, tiles), tiles)
+            o, *kept = kernels.attend_batch(q, codes, tiles)
         else:
-            o, *kept = attend_equal_lengths(q, codes.k, codes.v, length)
-        stored = (codes.k, codes.k_scales, codes.v, codes.v_scales)
-        ctx.save_for_backward(qkv, q, *stored, o, *kept)
+            o, *kept = kernels.attend_equal_lengths(q, codes.k, codes.v, length)
+        ctx.save_for_backward(qkv, q, *keys, *values, o, *kept)
         ctx.rope, ctx.tiles, ctx.length = rope, tiles, length
         return o.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q, k, k_scales, v, v_scales, o, *kept = ctx.saved_tensors
-        do = grads[0].contiguous().view(q.shape)
+        do, kernels = grads[0].contiguous().view(q.shape), device_kernels(qkv)
         # Through attention, with the keys and values that forward attended to.
         if ctx.length is None:
             codes = KeyValueCodes(k, k_scales, v, v_scales)
-            heads = attention_backward(do, q, codes, o, kept[0], ctx.tiles)
+            heads = kernels.attention_backward(do, q, codes, o, kept[0], ctx.tiles)
         else:
-            heads = attend_equal_lengths_backward(do, q, k, v, o, tuple(kept), ctx.length)
+            rest, length = tuple(kept), ctx.length
+            heads = kernels.attend_equal_lengths_backward(do, q, k, v, o, rest, length)
         # Through the rotation and the norms of query and key heads.
         rope = ctx.rope
-        gradients = qk_norm_rotary_backward(
+        gradients = kernels.qk_norm_rotary_backward(
             *heads, qkv, rope.positions, rope.table, rope.norm_weights, rope.eps
         )
         return (*gradients, None, None, None, None)

@@ -23,7 +23,6 @@ from jetrl.precision.quantize import QTensor
 
 # cuBLAS cuts K into parts (another order of sums) for some shapes of fewer rows; 64 cost nothing,
 # since the tensor core's tile has 64 rows anyway.
-_CHUNK_LOGITS = 2**29  # float32 logits: 2 GiB
 MIN_ROWS = 64
 
 
@@ -101,11 +100,3 @@ def empty_weight(
     scales = make(rows // FP8_BLOCK, padded, dtype=torch.float32, device=device)
     codes = torch.empty(rows, columns, dtype=dtype, device=device)
     return QTensor(codes, scales[:, :blocks], (FP8_BLOCK, FP8_BLOCK))
-
-
-def rows_at_once(vocabulary: int) -> int:
-    """Return how many rows of float32 logits a GPU holds at a time: 2 GiB, a multiple of 64.
-
-    The head's log-probs are made in chunks of so many rows; the size changes none of their bits.
-    """
-    return max(64, _CHUNK_LOGITS // vocabulary // 64 * 64)  # 64 rows fill a tile of the GEMM

@@ -1,4 +1,4 @@
-"""The dense block on Hopper, one autograd function, so that codes flow (`models.layer_hopper`).
+"""The dense block on a GPU, one autograd function, so that codes flow (`models.layer_fused`).
 
     total = x + delta;  y = down(swiglu(gate_up(norm(total))))
 
@@ -17,16 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.swiglu_hopper import (
-    swiglu_backward,
-    swiglu_backward_quantize,
-    swiglu_backward_values_,
-    swiglu_forward,
-    swiglu_quantize,
-    swiglu_quantize_with_values,
-)
 from jetrl.models.layer import RMSNorm, Trace, tell
-from jetrl.models.layer_hopper import NONE, Fixed, enter, entered_again
+from jetrl.models.layer_fused import NONE, Fixed, enter, entered_again
 from jetrl.precision.adapter import adapter_gradients, rank_gradient
 from jetrl.precision.linear import (
     GEMMInput,
@@ -41,15 +33,11 @@ from jetrl.precision.linear import (
 from jetrl.precision.plan import Side
 
 
-def norm_mlp_hopper(
-    x: Tensor,
-    delta: Tensor,
-    norm: RMSNorm,
-    linears: tuple[Linear, Linear],
-    side: Side,
+def norm_mlp_fused(
+    x: Tensor, delta: Tensor, norm: RMSNorm, linears: tuple[Linear, Linear], side: Side,
     trace: Trace | None,
-) -> tuple[Tensor, Tensor]:
-    """`models.dense.DenseBlock.forward` on Hopper."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`models.dense.DenseBlock.forward` on a GPU."""
     gate_up, down = linears
     fixed = Fixed.of(norm, linears, side, trace)
     if gate_up.adapter is None and down.adapter is None:
@@ -64,20 +52,19 @@ def norm_mlp_hopper(
 class _NormMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        delta: Tensor,
-        norm: Tensor,
-        gate_up_master: Tensor,
-        down_master: Tensor,
-        s: Fixed,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, delta: Tensor, norm: Tensor, gate_up_master: Tensor,
+        down_master: Tensor, s: Fixed,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         # The norm's and SwiGLU's outputs are made as the codes that the GEMM behind them reads.
         total, inverse, entered, _ = enter(x, delta, s)
         tell(s.trace, "post_norm", entered)
         gate_up = fprop(entered, s.linears[0].weight, s.plan)
         tell(s.trace, "gate_up", gate_up)
-        gated = swiglu_quantize(gate_up, s.plan.scales) if s.fp8 else swiglu_forward(gate_up)
+        gated = (
+            s.kernels.swiglu_quantize(gate_up, s.plan.scales)
+            if s.fp8
+            else s.kernels.swiglu_forward(gate_up)
+        )
         tell(s.trace, "swiglu", gated)
         y = fprop(gated, s.linears[1].weight, s.plan)
         if s.keep:
@@ -117,34 +104,27 @@ def _swiglu_backward(
     """Return dY of gate_up for DGrad and WGrad, and swiglu(gate_up) for WGrad of `down`."""
     plan = s.plan
     if s.fp8 and plan.grad_output == "e4m3" and not plan.widens_wgrad:
-        return swiglu_backward_quantize(dgated, gate_up, plan.grad_output, plan.scales)
-    dgate_up = swiglu_backward(dgated, gate_up)
-    y = quantize_for_wgrad(swiglu_forward(gate_up), plan) if s.fp8 else kept[0]
+        return s.kernels.swiglu_backward_quantize(dgated, gate_up, plan.grad_output, plan.scales)
+    dgate_up = s.kernels.swiglu_backward(dgated, gate_up)
+    y = quantize_for_wgrad(s.kernels.swiglu_forward(gate_up), plan) if s.fp8 else kept[0]
     return *quantize_output_gradient(dgate_up, s.linears[0].weight, plan), y
 
 
 class _AdaptedNormMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        delta: Tensor,
-        norm: Tensor,
-        gate_up_a: Tensor | None,
-        gate_up_b: Tensor | None,
-        down_a: Tensor | None,
-        down_b: Tensor | None,
-        s: Fixed,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, delta: Tensor, norm: Tensor, gate_up_a: Tensor | None,
+        gate_up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None, s: Fixed,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         total, inverse, entered, values = enter(x, delta, s, with_values=True)
         tell(s.trace, "post_norm", entered)
         gate_up, u_gate_up = s.linears[0].forward(entered, values)
         del entered, values
         tell(s.trace, "gate_up", gate_up)
         if s.fp8:
-            entered, values = swiglu_quantize_with_values(gate_up, s.plan.scales)
+            entered, values = s.kernels.swiglu_quantize_with_values(gate_up, s.plan.scales)
         else:
-            entered = values = swiglu_forward(gate_up)
+            entered = values = s.kernels.swiglu_forward(gate_up)
         tell(s.trace, "swiglu", entered)
         y, u_down = s.linears[1].forward(entered, values)
         if s.keep:
@@ -178,12 +158,12 @@ def _through_swiglu(
     codes: GEMMInput | None = None
     fused = s.fp8 and down.plan.grad_output == "e4m3"
     if fused:  # SwiGLU's output takes the place of its gradient
-        codes, dgate_up = swiglu_backward_values_(dgated, gate_up, down.plan.scales)
+        codes, dgate_up = s.kernels.swiglu_backward_values_(dgated, gate_up, down.plan.scales)
     da = db = None
     if down.adapter is not None:
-        values = dgated if fused else swiglu_forward(gate_up)
+        values = dgated if fused else s.kernels.swiglu_forward(gate_up)
         da, db, _ = adapter_gradients(dy, values, u_down, down.adapter, du)
         del values
     if not fused:
-        dgate_up = swiglu_backward(dgated, gate_up)
+        dgate_up = s.kernels.swiglu_backward(dgated, gate_up)
     return dgate_up, codes, da, db

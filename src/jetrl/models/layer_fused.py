@@ -1,4 +1,4 @@
-"""A norm and the linear layer after it on Hopper, each one autograd function, so that codes flow.
+"""A norm and the linear layer after it on a GPU, each one autograd function, so that codes flow.
 
 They compose the operations that `models.decoder` names, with the same bits in the forward
 (tests/gpu/test_flow.py). The norm writes the codes that FProp reads, so its BF16 result is neither
@@ -22,12 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.norm_hopper import (
-    rms_norm_backward,
-    rms_norm_forward,
-    rms_norm_quantize,
-    rms_norm_squares,
-)
+from jetrl.kernels.backend import Kernels, device_kernels
 from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.precision.adapter import AdapterWeight, adapter_gradients
 from jetrl.precision.gradients import Gradients
@@ -101,12 +96,13 @@ class Fixed:
     gradients: Gradients
     keep: bool
     trace: Trace | None
+    kernels: Kernels
 
     @staticmethod
     def of(norm: RMSNorm, linears: Sequence[Linear], side: Side, trace: Trace | None) -> Fixed:
         fused = tuple(FusedLinear.of(linear, side) for linear in linears)
-        keep, gradients = torch.is_grad_enabled(), linears[0].gradients
-        return Fixed(norm.eps, norm.rounded, fused, gradients, keep, trace)
+        keep, gradients, weight = torch.is_grad_enabled(), linears[0].gradients, norm.rounded
+        return Fixed(norm.eps, weight, fused, gradients, keep, trace, device_kernels(weight))
 
     @property
     def plan(self) -> PrecisionPlan:
@@ -119,7 +115,7 @@ class Fixed:
 
     def normed(self, total: Tensor) -> Tensor:
         """Return the norm of the residual stream in BF16, computed again."""
-        return rms_norm_forward(total, self.norm_weight, self.eps)[0]
+        return self.kernels.rms_norm_forward(total, self.norm_weight, self.eps)[0]
 
     def leave(
         self, dnormed: Tensor, total: Tensor, inverse: Tensor, dtotal: Tensor
@@ -128,13 +124,14 @@ class Fixed:
 
         The residual stream's gradient `dtotal` joins inside the norm's.
         """
-        return rms_norm_backward(dnormed, total, self.norm_weight, inverse, dtotal.contiguous())
+        weight, dtotal = self.norm_weight, dtotal.contiguous()
+        return self.kernels.rms_norm_backward(dnormed, total, weight, inverse, dtotal)
 
 
-def norm_linear_hopper(
+def norm_linear_fused(
     x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
 ) -> tuple[Tensor, Tensor]:
-    """`models.decoder.norm_linear` on Hopper."""
+    """`models.decoder.norm_linear` on a GPU."""
     fixed = Fixed.of(norm, (linear,), side, trace)
     if linear.adapter is None:
         total, y = _NormLinear.apply(x, delta, norm.weight, linear.weight, fixed)
@@ -144,8 +141,8 @@ def norm_linear_hopper(
     return total, y
 
 
-def add_norm_hopper(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
-    """`models.decoder.add_norm` on Hopper."""
+def add_norm_fused(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
+    """`models.decoder.add_norm` on a GPU."""
     y: Tensor = _AddNorm.apply(x, delta, norm.weight, norm.rounded, norm.eps)
     return y
 
@@ -155,10 +152,11 @@ def enter(
 ) -> tuple[Tensor, Tensor | None, GEMMInput, Tensor | None]:
     """Return x + delta, the inverse rms, and the norm as FProp reads it and in BF16 if asked."""
     if not s.fp8:
-        y, inverse, total = rms_norm_forward(x, s.norm_weight, s.eps, delta)
+        y, inverse, total = s.kernels.rms_norm_forward(x, s.norm_weight, s.eps, delta)
         return total, inverse, y, y
-    n = rms_norm_quantize(x, s.norm_weight, s.eps, delta, s.keep, s.plan.scales, with_values)
-    return n.total, n.inverse_rms, n.rows, n.values
+    return s.kernels.rms_norm_quantize(
+        x, s.norm_weight, s.eps, delta, s.keep, s.plan.scales, with_values
+    )
 
 
 def entered_again(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: Fixed) -> GEMMInput:
@@ -166,7 +164,7 @@ def entered_again(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: Fix
     if not s.fp8:
         return kept[0]
     if s.plan.wgrad_input == "128x128":
-        return rms_norm_squares(total, s.norm_weight, inverse, s.plan.scales)
+        return s.kernels.rms_norm_squares(total, s.norm_weight, inverse, s.plan.scales)
     return quantize_for_wgrad(s.normed(total), s.plan)
 
 
@@ -204,14 +202,9 @@ class _NormLinear(torch.autograd.Function):
 class _AdaptedNormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        delta: Tensor | None,
-        norm: Tensor,
-        a: Tensor | None,
-        b: Tensor | None,
+        ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, a: Tensor | None, b: Tensor | None,
         s: Fixed,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         total, inverse, entered, values = enter(x, delta, s, with_values=True)
         tell(s.trace, "input_norm", entered)
         y, u = s.linears[0].forward(entered, values)
@@ -235,7 +228,7 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, delta: Tensor, norm: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
-        y, inverse, total = rms_norm_forward(x, weight, eps, delta)
+        y, inverse, total = device_kernels(x).rms_norm_forward(x, weight, eps, delta)
         ctx.save_for_backward(total, inverse)
         ctx.weight = weight
         return y
@@ -243,5 +236,6 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total, inverse = ctx.saved_tensors
-        dx, dweight = rms_norm_backward(grads[0].contiguous(), total, ctx.weight, inverse)
+        dy, kernels = grads[0].contiguous(), device_kernels(total)
+        dx, dweight = kernels.rms_norm_backward(dy, total, ctx.weight, inverse)
         return dx, dx, dweight, None, None
