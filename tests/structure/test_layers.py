@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from jetrl.precision.backend import BACKENDS
+
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -46,8 +48,9 @@ ALLOWED: dict[str, set[str]] = {
 # What the kernels may know of the precision package: how numbers are rounded, not which plan.
 KERNELS_MAY_IMPORT = tuple(
     f"jetrl.precision.{name}."
-    for name in ["backend", "quantize", "exact", "hopper", "gradients", "plan.FP8_BLOCK"]
-)
+    for name in ["backend", "gemm", "quantize", "exact", "gradients", "plan.FP8_BLOCK"]
+) + tuple(f"jetrl.precision.{backend.name}." for backend in BACKENDS)
+BACKEND = f"({'|'.join(backend.name for backend in BACKENDS)})"
 
 # What a function may import where it runs: an optional package, and a module that needs one, such
 # as a backend's tables, which need triton.
@@ -101,7 +104,7 @@ def offences(path: Path, text: str | None = None) -> list[str]:
         if part == "kernels" and target == "precision":
             wrong = not f"{name}.".startswith(KERNELS_MAY_IMPORT)
         if part not in ("kernels", "precision"):  # which kernels run is for the tables to say
-            wrong |= re.search(r"hopper\b", name) is not None
+            wrong |= re.search(rf"[._]{BACKEND}\b", name) is not None
         if wrong:
             found.append(f"{path.relative_to(SOURCE.parent)}:{line}: {part} must not import {name}")
     return found
@@ -146,8 +149,8 @@ def inside_functions(path: Path, text: str | None = None) -> list[str]:
 
 def is_table(name: str) -> bool:
     """Return True if a name is of a module of tables, or of another that needs a GPU's packages."""
-    form = r"jetrl\.(kernels\.hopper|precision\.\w+\.operations|rollout\.mapped_memory\b.*)"
-    return re.fullmatch(form, name) is not None
+    tables = rf"kernels\.{BACKEND}|precision\.{BACKEND}\.operations"
+    return re.fullmatch(rf"jetrl\.({tables}|rollout\.mapped_memory\b.*)", name) is not None
 
 
 def test_imports_inside_functions_are_for_optional_packages() -> None:
