@@ -26,8 +26,8 @@ from torch import Tensor
 
 from jetrl.kernels.exponential_hopper import LOG2_E
 from jetrl.precision.backend import rows_at_once
+from jetrl.precision.gemm import bf16_matmul
 from jetrl.precision.gradients import Gradients
-from jetrl.precision.hopper.gemm import bf16_matmul_hopper
 
 # Pinned: the bits of every log-prob depend on both.
 BLOCK = 4096
@@ -250,7 +250,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ones = torch.ones_like(results[0])
         for start in range(0, len(chosen), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits = bf16_matmul_hopper(hidden[rows], weight, torch.float32)
+            logits = bf16_matmul(hidden[rows], weight, torch.float32)
             results[:, rows] = reduced = _reduce(logits, chosen[rows], temperature)
             if kept is not None:
                 _logit_gradient(
@@ -279,7 +279,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if kept is not None:
                 gradient = kept[rows]
             else:
-                logits = bf16_matmul_hopper(hidden[rows], weight, torch.float32)
+                logits = bf16_matmul(hidden[rows], weight, torch.float32)
                 gradient = _logit_gradient(
                     logits, chosen[rows], softmax[:, rows], ones[rows], ctx.temperature,
                     torch.empty_like(logits, dtype=torch.bfloat16),
