@@ -8,9 +8,16 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.runs import open_trackers
+from jetrl.settings.sections import TrackerSettings
+
+
+def opened(path, *names, config=None, **settings):
+    return open_trackers(TrackerSettings(names=names, **settings), path, config or {})
 
 
 class FakeRun:
+    offline = False
+
     def __init__(self, fails=False):
         self.fails, self.logged, self.finished, self.summary = fails, [], 0, {}
 
@@ -47,7 +54,8 @@ def fake_wandb(monkeypatch):
 
 def test_wandb_gets_run_and_metrics(fake_wandb, tmp_path):
     run = fake_wandb()
-    trackers = open_trackers(["wandb"], "project", tmp_path, {"train": {"lr": 1e-3}})
+    arguments = {"config": {"train": {"lr": 1e-3}}, "project": "project", "group": "seeds"}
+    trackers = opened(tmp_path, "wandb", **arguments)
     trackers.log(3, {"reward/mean": 0.5})
     trackers.close(lambda: {"reward/mean/last": 0.5})
     trackers.close()
@@ -55,10 +63,40 @@ def test_wandb_gets_run_and_metrics(fake_wandb, tmp_path):
     assert run.summary == {"summary/reward/mean/last": 0.5}
     assert run.finished == 1
     first = run.arguments
-    open_trackers(["wandb"], "project", tmp_path, {"train": {"lr": 1e-3}})
+    opened(tmp_path, "wandb", **arguments)
     assert run.arguments == first, "a resumed run continues its curves"
-    assert (first["project"], first["name"]) == ("project", tmp_path.name)
-    assert (first["resume"], first["config"]) == ("allow", {"train": {"lr": 1e-3}})
+    assert arguments.items() <= first.items()
+    assert (first["resume"], first["name"]) == ("allow", tmp_path.name)
+    assert len(run.logged) == 1, "online, wandb has the earlier steps"
+
+
+def test_the_project_is_the_setting_or_the_environment(fake_wandb, monkeypatch, tmp_path):
+    run = fake_wandb()
+    for variable, setting, expected in (
+        (None, None, "jetrl"),
+        ("mine", None, "mine"),
+        ("mine", "set", "set"),
+    ):
+        monkeypatch.delenv("WANDB_PROJECT", raising=False)
+        if variable:
+            monkeypatch.setenv("WANDB_PROJECT", variable)
+        opened(tmp_path, "wandb", project=setting)
+        assert run.arguments["project"] == expected
+        assert "group" not in run.arguments, "WANDB_RUN_GROUP is wandb's to read"
+
+
+def test_a_run_resumed_offline_sends_its_earlier_steps_again(fake_wandb, make_run):
+    run, path = fake_wandb(), make_run(sft=2, steps=3)
+    run.offline = True
+    opened(path, "wandb")
+    assert run.logged == [], "the first attempt"
+    opened(path, "wandb")
+    sent = [metrics for _, metrics in run.logged]
+    assert [metrics["step"] for metrics in sent][:3] == [1, 2, 0]
+    assert sent[-1]["step"] == 3
+    assert ["timing/step_s" in metrics for metrics in sent if "sft/loss" in metrics] == [False] * 2
+    assert "reward/mean" in sent[-1]
+    assert not any("time" in metrics or "phase" in metrics for metrics in sent)
 
 
 def test_trackio_and_tensorboard(monkeypatch, tmp_path):
@@ -74,7 +112,7 @@ def test_trackio_and_tensorboard(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     monkeypatch.setitem(sys.modules, "tensorboard.summary", summary)
     monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
-    trackers = open_trackers(["trackio", "tensorboard"], "p", tmp_path, {})
+    trackers = opened(tmp_path, "trackio", "tensorboard", group="seeds")
     trackers.log(1, {"reward/mean": 0.5})
     trackers.close(lambda: {"steps": 1})
     assert trackio.logged == [(1, {"reward/mean": 0.5}), (1, {"summary/steps": 1})]
@@ -84,21 +122,17 @@ def test_trackio_and_tensorboard(monkeypatch, tmp_path):
 def test_what_cannot_start_is_refused_and_the_others_are_closed(fake_wandb, monkeypatch, tmp_path):
     run = fake_wandb()
     monkeypatch.setitem(sys.modules, "trackio", None)
-    for name, words in (
-        ("mlflow", "'mlflow' is none of wandb"),
-        ("trackio", "pip install trackio"),
-    ):
-        with pytest.raises(UserError, match=words):
-            open_trackers(["wandb", name], "p", tmp_path, {})
-    assert run.finished == 2
+    with pytest.raises(UserError, match="pip install trackio"):
+        opened(tmp_path, "wandb", "trackio")
+    assert run.finished == 1
     fake_wandb(error=RuntimeError("no API key"))
     with pytest.raises(UserError, match=r"wandb could not start .*no API key"):
-        open_trackers(["wandb"], "p", tmp_path, {})
+        opened(tmp_path, "wandb")
 
 
 def test_failing_tracker_is_logged_once_and_stops_nothing(fake_wandb, tmp_path, caplog):
     run = fake_wandb(fails=True)
-    trackers = open_trackers(["wandb"], "p", tmp_path, {})
+    trackers = opened(tmp_path, "wandb")
     with caplog.at_level(logging.WARNING):
         trackers.log(1, {"reward/mean": 0.5})
         trackers.log(2, {"reward/mean": 0.6})

@@ -103,9 +103,9 @@ def test_an_unknown_key_of_a_recipe_is_named_with_its_line(tmp_path: Path) -> No
         ("precision.preset=unifed", "'jet' or 'unified'"),
         ("train.activation_checkpointing=1", "boolean"),
         ("train.betas=[0.9, 1.0]", "less than 1"),
-        ("rollout.stop=END", "array"),
+        ("rollout.stop=5", "should be a valid string"),
         ('rollout.stop=["a", ""]', 'rollout.stop = "": String should have at least 1 character'),
-        ("trackers.names=['wandbb']", "'wandb', 'trackio' or 'tensorboard'"),
+        ("trackers=wandbb", "'wandb', 'trackio' or 'tensorboard'"),
         ("model.config=5", "an object or should be a valid string"),
         ("run.name=a/b", "one folder name"),
         ("task.options={day = 1979-05-27}", "task.options.day is a date; write it as text"),
@@ -115,6 +115,14 @@ def test_a_wrong_value_is_refused_and_named(override: str, words: str) -> None:
     text = message(override)
     assert text.startswith(f"override {override!r}: ")
     assert words in text
+
+
+def test_a_list_takes_a_plain_value_and_none(tmp_path: Path) -> None:
+    recipe = write(tmp_path / "r.toml", 'trackers = "wandb"\n[rollout]\nstop = "END"\n')
+    settings = load_config(recipe)
+    assert (settings.trackers.names, settings.rollout.stop) == (("wandb",), ("END",))
+    assert load_config(None, ["trackers=trackio"]).trackers.names == ("trackio",)
+    assert load_config(recipe, ["trackers=none"]).trackers.names == ()
 
 
 def test_a_wrong_value_of_a_recipe_is_named_with_its_line(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from jetrl.errors import UserError
+from jetrl.runs.directory import RunDirectory
+from jetrl.settings.sections import DEFAULT_PROJECT, TrackerSettings
 
 log = logging.getLogger("jetrl.runs.trackers")
 
@@ -39,10 +42,10 @@ class Trackers:
         self._last_step = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._last_step = max(self._last_step, step)
+        self._last_step = step
         for name, tracker in self._trackers.items():
             with self._reporting(name, f"could not take the metrics of step {step}"):
-                tracker.log(step, metrics)
+                tracker.log(step, _metrics_of(metrics))
 
     def close(self, summary: Callable[[], Mapping[str, float]] | None = None) -> None:
         """Close every tracker, after sending the run's summary if given; may be called twice."""
@@ -68,18 +71,22 @@ class Trackers:
             log.warning("tracker %s %s (%s); no further failure is logged", name, failure, reason)
 
 
-def open_trackers(
-    names: Sequence[str], project: str, run_path: Path, config: Mapping[str, Any]
-) -> Trackers:
-    """Start the trackers of settings.trackers.
+def _metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Leave out the time of supervised updates, which count from one as the steps of RL do."""
+    left_out = "timing/step_s" if "sft/loss" in record else ""
+    return {name: record[name] for name in record if "/" in name and name != left_out}
+
+
+def open_trackers(settings: TrackerSettings, run_path: Path, config: Mapping[str, Any]) -> Trackers:
+    """Start the trackers of the settings.
 
     Trackers keep their files in the run directory, whose name is the run's. A missing package or a
     failed start is a `UserError`.
     """
     opened: dict[str, Tracker] = {}
     try:
-        for name in names:
-            opened[name] = _start(name, project, run_path, dict(config))
+        for name in settings.names:
+            opened[name] = _start(name, settings, run_path, dict(config))
     except UserError:
         Trackers(opened).close()
         raise
@@ -93,8 +100,6 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _module(name: str) -> ModuleType:
-    if name not in _OPENERS:
-        raise UserError(f"trackers.names: {name!r} is none of {', '.join(_OPENERS)}")
     try:
         return importlib.import_module(_OPENERS[name][0])
     except ImportError as error:
@@ -103,26 +108,34 @@ def _module(name: str) -> ModuleType:
         ) from None
 
 
-def _start(name: str, project: str, path: Path, config: dict[str, Any]) -> Tracker:
+def _start(name: str, settings: TrackerSettings, path: Path, config: dict[str, Any]) -> Tracker:
     module = _module(name)
+    own = {"project": settings.project or os.environ.get("WANDB_PROJECT", DEFAULT_PROJECT)}
+    if settings.group is not None:
+        own["group"] = settings.group
     try:
-        return _OPENERS[name][1](module, project, path, config)
+        return _OPENERS[name][1](module, own, path, config)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"trackers.names: {name} could not start ({reason}): log in, or use it offline"
-        ) from error
+        help_ = "run `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else "log in"
+        raise UserError(f"trackers.names: {name} could not start ({reason}): {help_}") from error
 
 
-def _wandb(wandb: ModuleType, project: str, path: Path, config: dict[str, Any]) -> Tracker:
+def _wandb(wandb: ModuleType, own: dict[str, str], path: Path, config: dict[str, Any]) -> Tracker:
     # The id is kept with the run: a resumed run continues its curves, and another run of the same
     # name gets new ones.
     id_file = path / "wandb_id.txt"
-    if not id_file.is_file():
+    resumes = id_file.is_file()
+    if not resumes:
         id_file.write_text(secrets.token_hex(8))
-    own = {"name": path.name, "id": id_file.read_text().strip(), "dir": path}
-    run = wandb.init(project=project, resume="allow", config=config, **own)
+    own = {**own, "name": path.name, "id": id_file.read_text().strip()}
+    run = wandb.init(resume="allow", config=config, dir=path, **own)
     run.define_metric("*", step_metric="step")
+    # Offline, each attempt has a folder of its own, and `wandb sync` keeps the last one that it
+    # read: so the last one has all steps.
+    if resumes and getattr(run, "offline", False):
+        for record in RunDirectory(path).metrics():
+            run.log({**_metrics_of(record), "step": record["step"]})
     # Not wandb's own step, which may only grow: warm-up and RL each count from one, and a resumed
     # run repeats the steps after its checkpoint.
     return Tracker(
@@ -132,15 +145,19 @@ def _wandb(wandb: ModuleType, project: str, path: Path, config: dict[str, Any]) 
     )
 
 
-def _trackio(trackio: ModuleType, project: str, path: Path, config: dict[str, Any]) -> Tracker:
+def _trackio(
+    trackio: ModuleType, own: dict[str, str], path: Path, config: dict[str, Any]
+) -> Tracker:
     def send(step: int, metrics: Mapping[str, float]) -> None:
         trackio.log(dict(metrics), step=step)
 
-    trackio.init(project=project, name=path.name, resume="allow", config=config)
+    trackio.init(name=path.name, resume="allow", config=config, **own)
     return Tracker(send, send, trackio.finish)
 
 
-def _tensorboard(summary: ModuleType, project: str, path: Path, config: dict[str, Any]) -> Tracker:
+def _tensorboard(
+    summary: ModuleType, own: dict[str, str], path: Path, config: dict[str, Any]
+) -> Tracker:
     writer = summary.Writer(str(path / "tensorboard"))
 
     def send(step: int, metrics: Mapping[str, float]) -> None:

@@ -105,7 +105,7 @@ class Session:
             return hang_state(context.engine, context.policy)
 
         attempt = settings, context, stack, self._resumes, self._began
-        self.run = run = TrainingRun(*attempt, settings.trackers.names, hang_state=state)
+        self.run = run = TrainingRun(*attempt, hang_state=state)
 
         # What outlives a step is registered with the checkpoints.
         checkpoints = run.checkpoints

@@ -26,7 +26,6 @@ from jetrl.settings.loading import Settings
 from jetrl.tasks import Task
 from jetrl.training.micro_batches import MicroBatchSize
 from jetrl.training.sft import Pair, RewardTrainer, SftTrainer
-from jetrl.types import StepStats
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,7 @@ class SupervisedUpdates:
                 if value is not None:
                     metrics[self.held_out_metric] = value
             # The line is written before the checkpoint: a resume drops lines after its checkpoint.
-            stats = StepStats(update, metrics)
-            run.directory.write_step(stats, "sft")
-            run.display.step(stats)
+            run.write_line(update, metrics, phase="sft")
             # This may ask to stop; all ranks decide together whether they do.
             run.stops.check_time(metrics["timing/step_s"], run.checkpoints.ending_s)
             self._save_or_stop(update, is_last=is_whole_run and self._is_over(update, value))

@@ -28,6 +28,7 @@ from jetrl.rollout.options import Progress
 from jetrl.runs import Console, RunDirectory, open_trackers, summary_of, write_report
 from jetrl.runs.attempts import StatusFile
 from jetrl.runs.follower import FOLDER, open_run_directory
+from jetrl.runs.schemas import Phase
 from jetrl.runs.storage import storing
 from jetrl.runs.trackers import Trackers
 from jetrl.session.checkpoints import RunCheckpoints
@@ -217,7 +218,6 @@ class TrainingRun:
         stack: contextlib.ExitStack,
         resume: bool,
         began: float,
-        trackers: Sequence[str] = (),
         hang_state: Callable[[], list[str]] = list,
     ) -> None:
         self.settings, self.context = settings, context
@@ -244,8 +244,8 @@ class TrainingRun:
         self.trackers = Trackers({})
 
         def open_all() -> None:
-            values, project = settings.model_dump(mode="json"), settings.trackers.project
-            self.trackers = open_trackers(trackers, project, path, values)
+            values = settings.model_dump(mode="json")
+            self.trackers = open_trackers(settings.trackers, path, values)
 
         world().from_first("the trackers", open_all)  # every rank raises an error of rank 0's
         stack.callback(lambda: self.trackers.close(lambda: summary_of(self.directory.history())))
@@ -303,10 +303,14 @@ class TrainingRun:
             self.display.note(f"micro-batches of up to {tokens} tokens{why}")
 
     def write_line(
-        self, step: int, metrics: Mapping[str, float], samples: Sequence[Sample] = ()
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        samples: Sequence[Sample] = (),
+        phase: Phase = "rl",
     ) -> None:
         stats = StepStats(step, metrics, samples)
-        self.directory.write_step(stats)
+        self.directory.write_step(stats, phase)
         self.display.step(stats)
         self.trackers.log(step, metrics)
 

@@ -29,6 +29,7 @@ __all__ = ["Settings", "describe", "find_recipe", "load_config", "packaged_recip
 logger = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
+SHORT = {"task": "name", "trackers": "names"}  # `task=gsm8k` is `task.name=gsm8k`
 _NO_TOML = (ValueError, RecursionError)  # also a number of 5,000 digits, or 1,000 brackets
 
 
@@ -36,10 +37,10 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
     """Return the settings of a TOML recipe and of `key=value` overrides, the last one winning.
 
     An override's value is read as TOML if the setting is not text (`1e-6`, `true`, `["a"]`),
-    unchanged if it is text, and `none` unsets. `task=NAME` is short for `task.name=NAME`; another
-    task than the recipe's replaces its whole [task] section. An override of model.path replaces the
-    recipe's model.config and its tokenizer; a warning says so. Relative paths stay relative to the
-    working folder.
+    unchanged if it is text, and `none` unsets. `task=NAME` is short for `task.name=NAME`,
+    `trackers=wandb` for `trackers.names=["wandb"]`; another task than the recipe's replaces its
+    whole [task] section. An override of model.path replaces the recipe's model.config and its
+    tokenizer; a warning says so. Relative paths stay relative to the working folder.
 
     Args:
         recipe: A TOML file, or the name of a packaged recipe (`demo`), which run.name defaults to;
@@ -57,6 +58,9 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
         path = find_recipe(recipe)
         tree, names = _read_toml(path, origins), [str(path), *names]
     origins[""] = " and ".join(names) or "the settings"
+    for section in SHORT.keys() & tree.keys():
+        if not isinstance(tree[section], dict):  # trackers = "wandb", above the first section
+            tree[section] = {SHORT[section]: tree[section]}
     _set_aside(tree, overrides)
     for override in overrides:
         _apply_override(tree, override, origins)
@@ -148,8 +152,8 @@ def _apply_override(tree: dict[str, Any], override: str, origins: Origins) -> No
     key = key.strip()
     if not equals or not all(key.split(".")):
         raise UserError(f"override {override!r}: write it as section.key=value")
-    if key == "task":
-        key = "task.name"
+    if key in SHORT:
+        key = f"{key}.{SHORT[key]}"
     elif key in Settings.model_fields:
         raise UserError(f"override {override!r}: {key} is a section; name a key of it")
     for replaced in [other for other in origins if other.startswith(f"{key}.")]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 # Below 2**63, which is what a tensor, a seed and a counter hold.
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
@@ -15,6 +15,14 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Mass = Annotated[float, Field(gt=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+
+
+ONE_OR_MORE = BeforeValidator(_as_tuple)
+"""For a list setting: takes a plain value (`trackers.names = "wandb"`) or none, too."""
 
 
 class Section(BaseModel):

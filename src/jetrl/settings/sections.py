@@ -19,6 +19,7 @@ from jetrl.settings.algorithms import ALGORITHMS, Algorithm, AlgorithmSettings
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.presets import PRESETS, is_fp8
 from jetrl.settings.section import (
+    ONE_OR_MORE,
     Beta,
     Mass,
     NonNegative,
@@ -189,7 +190,7 @@ class RolloutSettings(Section):
     """keep the most probable tokens up to this mass; 1: all"""
     top_k: NonNegative = 0
     """keep this many most probable tokens; 0: all"""
-    stop: tuple[Text, ...] = ()
+    stop: Annotated[tuple[Text, ...], ONE_OR_MORE] = ()
     """strings that end a completion, in addition to the task's"""
     max_batch_size: Positive = 256
     """maximum sequences decoded together"""
@@ -359,13 +360,18 @@ class ReportSettings(Section):
     """rollouts shown in report.html"""
 
 
-class TrackerSettings(Section):
-    """The section `[trackers]`: services that metrics are sent to as well."""
+DEFAULT_PROJECT = "jetrl"
 
-    names: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = ()
-    """also send metrics to these (extra: trackers)"""
-    project: str = "jetrl"
-    """project name at the tracker"""
+
+class TrackerSettings(Section):
+    """The section `[trackers]`: services that metrics are sent to as well (docs/trackers.md)."""
+
+    names: Annotated[tuple[Literal["wandb", "trackio", "tensorboard"], ...], ONE_OR_MORE] = ()
+    """also send metrics to these (extra: trackers); `trackers = "wandb"` is short for one"""
+    project: Text | None = None
+    """project name at the tracker; unset: $WANDB_PROJECT, or jetrl"""
+    group: Text | None = None
+    """group of runs at the tracker, such as the seeds of one experiment"""
 
 
 class Settings(Section):
