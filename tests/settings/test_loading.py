@@ -9,7 +9,6 @@ from tools.documents.settings import with_tables
 
 from jetrl.errors import UserError
 from jetrl.settings.loading import (
-    NAMES_ELSEWHERE,
     Settings,
     describe,
     find_recipe,
@@ -68,21 +67,17 @@ def test_override_values(override: str, section: str, key: str, value: object) -
         ("train.lrr=1", "did you mean train.lr?"),
         ("rollout.max_token=3", "did you mean rollout.max_tokens?"),
         ("max_tokens=3", "did you mean rollout.max_tokens or eval.max_tokens?"),
-        ("train.learning_rate=1", "here it is train.lr (docs/coming-from.md)"),
+        ("train.learning_rate=1", "here it is train.lr"),
         ("num_generations=8", "here it is rollout.samples_per_prompt"),
-        ("zebra.lr=3", "known sections: run, model, adapter"),
+        ("trian.lr=3", "did you mean train.lr?"),
+        ("zebra.stripes=3", "known sections: run, model, adapter"),
+        ("model=Qwen/Qwen3-8B", "name a key, such as model.path"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(override: str, hint: str) -> None:
     text = message(override)
-    assert text.startswith(f"override {override!r}: unknown setting {override.split('=')[0][:4]}")
+    assert text.startswith(f"override {override!r}: ")
     assert hint in text
-
-
-def test_names_of_other_libraries_lead_to_settings_that_there_are() -> None:
-    known = {full for full, *_ in describe()}
-    assert {name for name in NAMES_ELSEWHERE.values() if name not in known} == set()
-    assert [name for name in NAMES_ELSEWHERE if any(k.endswith(f".{name}") for k in known)] == []
 
 
 def test_an_unknown_key_of_a_recipe_is_named_with_its_line(tmp_path: Path) -> None:

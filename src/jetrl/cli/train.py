@@ -196,7 +196,7 @@ def _unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path)
     """Return a sentence about the recipe's settings that a resumed run does not use, or ""."""
     from jetrl.runs.directory import settings_that_differ
     from jetrl.runs.format import clip, visible
-    from jetrl.settings.loading import toml_value
+    from jetrl.settings.messages import toml_value
 
     def word(value: Any) -> str:
         return "unset" if value is None else clip(toml_value(value), _MOST_OF_A_VALUE)

@@ -7,7 +7,6 @@ nearest one, and every error names the recipe and its line, or the override.
 from __future__ import annotations
 
 import datetime
-import difflib
 import json
 import logging
 import math
@@ -22,6 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from jetrl.errors import UserError, nearest
+from jetrl.settings.messages import Origins, explain, origin, toml_key, toml_value
 from jetrl.settings.sections import Settings
 
 __all__ = ["Settings", "describe", "find_recipe", "load_config", "packaged_recipes", "to_toml"]
@@ -70,7 +70,7 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
     try:
         return Settings.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
-        raise UserError(_explain(error, origins)) from None
+        raise UserError(explain(error, Settings, origins)) from None
 
 
 def packaged_recipes() -> list[str]:
@@ -92,20 +92,6 @@ def find_recipe(recipe: str | Path) -> Path:
         raise UserError(f"recipe {recipe}: no TOML file; is it a task? Then write task={recipe}")
     hint = nearest(path.stem, packaged_recipes())
     raise UserError(f"recipe {recipe}: no such file or packaged recipe{hint}")
-
-
-Origins = dict[str, str]
-"""The origin of each setting for messages, by dotted key; "": of all of them."""
-
-
-def _origin(key: str, origins: Origins) -> str:
-    """Return the origin of a key, else of its section, else of something inside it."""
-    parts = key.split(".")
-    for end in range(len(parts), 0, -1):  # a.b.c, a.b, a
-        if (prefix := ".".join(parts[:end])) in origins:
-            return origins[prefix]
-    inside = [where for other, where in origins.items() if other.startswith(f"{key}.")]
-    return inside[-1] if inside else origins[""]
 
 
 def _read_toml(path: Path, origins: Origins) -> dict[str, Any]:
@@ -155,7 +141,9 @@ def _apply_override(tree: dict[str, Any], override: str, origins: Origins) -> No
     if key in SHORT:
         key = f"{key}.{SHORT[key]}"
     elif key in Settings.model_fields:
-        raise UserError(f"override {override!r}: {key} is a section; name a key of it")
+        section_model = typing.cast(type[BaseModel], Settings.model_fields[key].annotation)
+        first = f"{key}.{next(iter(section_model.model_fields))}"
+        raise UserError(f"override {override!r}: {key} is a section; name a key, such as {first}")
     for replaced in [other for other in origins if other.startswith(f"{key}.")]:
         del origins[replaced]
     origins[key] = f"override {override!r}"
@@ -194,68 +182,28 @@ def _check_tree(
 ) -> None:
     for key, value in tree.items():
         full = ".".join((*path, key))
-        if key not in model.model_fields:
-            hint = _nearest(key, model, path)
-            raise UserError(f"{_origin(full, origins)}: unknown setting {full}; {hint}")
-        section = model.model_fields[key].annotation
+        section = model.model_fields[key].annotation if key in model.model_fields else None
         if isinstance(section, type) and issubclass(section, BaseModel):
             if not isinstance(value, Mapping):
-                where = _origin(full, origins)
+                where = origin(full, origins)
                 raise UserError(f"{where}: {full} is a section: write [{full}] above its keys")
             _check_tree(value, section, (*path, key), origins)
         else:
             _reject_unwritable(full, value, origins)
 
 
-def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
-    """Return a hint for an unknown key: a similar name here, or the same or similar elsewhere."""
-    here = list(model.model_fields)
-    everywhere: dict[str, list[str]] = {}
-    for full, *_ in describe():
-        everywhere.setdefault(full.split(".")[1], []).append(full)
-    if path and key in everywhere:
-        return f"did you mean {' or '.join(everywhere[key])}?"
-    if key in NAMES_ELSEWHERE:
-        return f"here it is {NAMES_ELSEWHERE[key]} (docs/coming-from.md)"
-    prefix = ".".join((*path, ""))
-    if near := difflib.get_close_matches(key, here, n=1, cutoff=0.6):
-        return f"did you mean {prefix}{near[0]}?"
-    if near := difflib.get_close_matches(key, everywhere, n=1, cutoff=0.75):
-        return f"did you mean {' or '.join(everywhere[near[0]])}?"
-    return f"known {'in ' + '.'.join(path) if path else 'sections'}: {', '.join(here)}"
-
-
 def _reject_unwritable(full: str, value: Any, origins: Origins) -> None:
     """Refuse values of TOML that JSON lacks: dates, NaN and infinity."""
     if isinstance(value, datetime.date | datetime.time):
-        raise UserError(f"{_origin(full, origins)}: {full} is a date; write it as text, in quotes")
+        raise UserError(f"{origin(full, origins)}: {full} is a date; write it as text, in quotes")
     if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{_origin(full, origins)}: {full} = {value}: a finite number is expected")
+        raise UserError(f"{origin(full, origins)}: {full} = {value}: a finite number is expected")
     if isinstance(value, Mapping):
         for key, item in value.items():
             _reject_unwritable(f"{full}.{key}", item, origins)
     elif isinstance(value, list):
         for item in value:
             _reject_unwritable(full, item, origins)
-
-
-def _explain(error: ValidationError, origins: Origins) -> str:
-    """Return a line for each wrong setting; the branches of a union are joined by `or`."""
-    messages: dict[str, list[str]] = {}
-    heads: dict[str, str] = {}
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"][:2])
-        message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        if item["type"] == "missing":
-            message = "has too few values"
-        if item["type"] == "value_error":
-            heads[key] = _origin(key, origins) if "." in key else origins[""]
-        else:
-            value = "none" if item["input"] is None else item["input"]
-            heads[key] = f"{_origin(key, origins)}: {key} = {toml_value(value)}"
-        if message not in messages.setdefault(key, []):
-            messages[key].append(message)
-    return "\n".join(f"{heads[key]}: {' or '.join(texts)}" for key, texts in messages.items())
 
 
 def to_toml(settings: Settings, *, defaults: bool = True) -> str:
@@ -274,7 +222,7 @@ def to_toml(settings: Settings, *, defaults: bool = True) -> str:
         for table, items in tables.items():
             if items:
                 lines += ["", f"[{name}.{table}]"]
-                lines += [f"{_toml_key(key)} = {toml_value(value)}" for key, value in items.items()]
+                lines += [f"{toml_key(key)} = {toml_value(value)}" for key, value in items.items()]
         lines.append("")
     return "\n".join(lines)
 
@@ -282,25 +230,6 @@ def to_toml(settings: Settings, *, defaults: bool = True) -> str:
 def as_override(value: object) -> str:
     """Return a setting's value as written after `section.key=` on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
-
-
-def toml_value(value: Any) -> str:
-    """Return a setting's value as written after `key =` in TOML."""
-    if isinstance(value, dict):
-        inside = ", ".join(f"{_toml_key(str(k))} = {toml_value(v)}" for k, v in value.items())
-        return f"{{ {inside} }}" if inside else "{}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    if isinstance(value, str):
-        # A TOML basic string takes JSON's escapes, but no surrogates and no raw DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return repr(value)
 
 
 def describe(model: type[BaseModel] = Settings) -> Iterator[tuple[str, str, str, str]]:
@@ -332,35 +261,3 @@ def _type_name(annotation: Any) -> str:
             return f"list of {_type_name(arguments[0])}"
         return f"[{', '.join(map(_type_name, arguments))}]"
     return _TYPE_NAMES[origin or annotation]
-
-
-# Settings by the names that they have in other libraries.
-_ELSEWHERE = {
-    "adapter.alpha": "lora_alpha",
-    "adapter.rank": "lora_rank",
-    "adapter.rslora": "use_rslora",
-    "adapter.targets": "target_modules",
-    "algorithm.aggregation": "loss_agg_mode",
-    "algorithm.clip": "clip_ratio clip_ratio_low epsilon",
-    "algorithm.clip_high": "clip_ratio_high epsilon_high",
-    "algorithm.dual_clip": "clip_ratio_c delta",
-    "algorithm.kl": "beta kl_coef kl_loss_coef",
-    "algorithm.name": "adv_estimator loss_type",
-    "algorithm.normalize_std": "scale_rewards",
-    "checkpoint.every": "save_freq save_steps",
-    "eval.every": "eval_steps test_freq",
-    "loop.steps": "max_steps total_training_steps",
-    "model.path": "model_name model_name_or_path",
-    "rollout.max_tokens": "max_completion_length max_new_tokens max_response_length",
-    "rollout.prompts_per_step": "batch_size train_batch_size",
-    "rollout.samples_per_prompt": "num_generations rollouts_per_example",
-    "run.dir": "output_dir",
-    "trackers.names": "logger report_to",
-    "train.activation_checkpointing": "gradient_checkpointing",
-    "train.grad_clip": "max_grad_norm",
-    "train.lr": "learning_rate",
-    "train.schedule": "lr_scheduler_type",
-    "train.tokens_per_micro_batch": "gradient_accumulation_steps per_device_train_batch_size",
-    "train.updates_per_step": "ppo_mini_batch_size steps_per_generation",
-}
-NAMES_ELSEWHERE = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}

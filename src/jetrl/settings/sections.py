@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from jetrl.errors import UserError
 from jetrl.settings import model_sections
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm, AlgorithmSettings
+from jetrl.settings.messages import explain
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.presets import PRESETS, is_fp8
 from jetrl.settings.section import (
@@ -375,7 +377,11 @@ class TrackerSettings(Section):
 
 
 class Settings(Section):
-    """The settings of a run, made by `loading.load_config` and written by `loading.to_toml`."""
+    """The settings of a run, made by `loading.load_config` and written by `loading.to_toml`.
+
+    Raises:
+        UserError: A key is unknown, or a value is wrong or conflicts with another.
+    """
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
@@ -399,6 +405,14 @@ class Settings(Section):
     watchdog: WatchdogSettings = WatchdogSettings()
     report: ReportSettings = ReportSettings()
     trackers: TrackerSettings = TrackerSettings()
+
+    def __init__(self, **sections: Any) -> None:
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            raise UserError(explain(error, type(self), {"": "Settings"})) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # not called for JSON
 
     @model_validator(mode="after")
     def agree(self) -> Settings:

@@ -1,0 +1,109 @@
+"""Names of TRL, verl, prime-rl and unsloth: each is answered with a setting, or with why not."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from tools.documents.elsewhere import with_names
+
+from jetrl import Settings
+from jetrl.errors import UserError
+from jetrl.settings.loading import describe, load_config
+from jetrl.settings.messages import elsewhere, hint
+from jetrl.tasks.dataset import Dataset
+
+ROOT = Path(__file__).parents[2]
+LINES = Path(__file__).with_name("names_elsewhere.txt").read_text(encoding="utf-8").splitlines()
+NAMES = " ".join(line for line in LINES if not line.startswith("#")).split()
+KEYS = {key for key, *_ in describe()}
+ANSWERED = re.compile(r"here it is|jetrl has no such setting|did you mean")
+
+
+def test_names_lead_to_settings_that_there_are() -> None:
+    options = {f"task.options.{name}" for name in inspect.signature(Dataset).parameters}
+    here = {key.partition("=")[0] for row in elsewhere() for key in row.here}
+    assert here - KEYS - options == {"--resume"}
+    assert all(row.words for row in elsewhere() if not row.here)
+
+
+def test_a_name_is_in_one_row() -> None:
+    """A name with two rows has two answers: only a library's own ambiguity may need that."""
+    own = [name for row in elsewhere() for name in row.names if name in KEYS and name in row.here]
+    rows = {name: [row for row in elsewhere() if name in row.names] for name in NAMES}
+    assert [name for name, found in rows.items() if len(found) > 1] == []
+    assert set(own) <= {
+        "model.path",
+        "rollout.temperature",
+        "rollout.top_p",
+        "rollout.top_k",
+        "algorithm.gamma",
+        "rollout.stop",
+    }
+
+
+def test_names_of_real_configs_are_answered() -> None:
+    unanswered = [name for name in NAMES if not ANSWERED.search(hint(name.split("."), Settings))]
+    assert len(NAMES) > 400
+    assert unanswered == []
+
+
+@pytest.mark.parametrize("prefix", ["", "actor_rollout_ref.", "train."])
+def test_each_name_of_the_table_gets_its_own_answer(prefix: str) -> None:
+    for row in elsewhere():
+        for name in row.names:
+            full = f"{prefix}{name.replace('*', 'x')}"
+            if full in KEYS or full in Settings.model_fields:
+                continue
+            got = hint(full.split("."), Settings)
+            assert str(row) in got or any(key in got for key in row.here), full
+
+
+def test_a_misspelt_name_is_answered_too() -> None:
+    """Every ninth name without one of its letters."""
+    names = [name for name in NAMES if len(name) > 6][::9]
+    answers = {name: hint((name[:-4] + name[-3:]).split("."), Settings) for name in names}
+    missed = [name for name, answer in answers.items() if not ANSWERED.search(answer)]
+    assert len(missed) <= len(names) / 10, missed
+
+
+def test_the_tables_of_verl_are_answered_line_by_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "verl.toml"
+    text = (
+        "[actor_rollout_ref.actor.optim]\nlr = 1e-6\n[trainer]\ntotal_epochs = 15\nlogger = 'x'\n"
+    )
+    recipe.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_config(recipe)
+    assert [line.partition(": ")[2] for line in str(caught.value).splitlines()] == [
+        "unknown setting actor_rollout_ref.actor.optim.lr; here it is train.lr",
+        f"unknown setting trainer.total_epochs; {hint(('total_epochs',), Settings)}",
+        "unknown setting trainer.logger; here it is trackers.names",
+    ]
+    assert f"{recipe}, line 4: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sections, words",
+    [
+        (
+            {"train": {"learning_rate": 1}},
+            "Settings: unknown setting train.learning_rate; here it is train.lr",
+        ),
+        ({"train": {"lr": "fast"}}, 'Settings: train.lr = "fast": should be a valid number'),
+        ({"train": 3}, "Settings: train = 3: "),
+        ({"nope": {}}, "Settings: unknown setting nope; "),
+        ({"rollout": {"samples_per_prompt": 1}}, "Settings: rollout.samples_per_prompt = 1: grpo"),
+    ],
+)
+def test_settings_in_python_raise_user_errors(sections: dict, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Settings(**sections)
+    assert str(caught.value).startswith(words)
+
+
+def test_the_document_has_the_table() -> None:
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    assert with_names(text) == text, "run: make docs"
