@@ -68,7 +68,7 @@ def test_an_empty_data_set_a_missing_file_and_text_that_is_not_utf8(tmp_path):
         prompts(write(tmp_path / "empty.jsonl", "", ""))
     with pytest.raises(UserError, match="no such file or folder"):
         get_task("gsm8k", path=tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match=r"the folder has no test.jsonl"):
+    with pytest.raises(UserError, match=r"the folder has no test.jsonl \(or .parquet"):
         prompts(str(tmp_path), "test")
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "caf\xe9"}')
     with pytest.raises(UserError, match=r"latin.jsonl, line 1: not UTF-8 text"):

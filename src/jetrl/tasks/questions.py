@@ -12,7 +12,7 @@ from typing import Any
 from jetrl.errors import UserError, nearest
 from jetrl.tasks.answers import answer_key, check_math, gold_answer, load_math_verify
 from jetrl.tasks.base import Format, Task, question_content
-from jetrl.tasks.rows import SUFFIXES, Row, check_path, read_rows
+from jetrl.tasks.rows import Row, check_path, read_rows, split_files
 from jetrl.types import Prompt, Score
 
 INSTRUCTION = (
@@ -213,9 +213,7 @@ class Benchmark(Task):
         """Return the data set's own split, or `test` for a folder that lacks it."""
         folder = Path(self._path).expanduser()
         stored = self.source.split
-        if folder.is_dir() and not any((folder / f"{stored}{end}").is_file() for end in SUFFIXES):
-            return "test"
-        return stored
+        return "test" if folder.is_dir() and stored not in split_files(folder) else stored
 
     def _prompt(self, number: int, row: Row, where: str) -> Prompt:
         question = str(_column(row, self.source.question, where)).strip()

@@ -1,14 +1,19 @@
-"""Rows of data: objects with fields, from JSONL, Parquet or the package `datasets`.
+"""Rows of data: objects with fields, from JSONL, JSON, CSV, Parquet or the package `datasets`.
 
 Each row comes with its file and line, or its number, for messages.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import csv
 import importlib
+import io
 import json
+import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,18 +22,19 @@ from jetrl.errors import UserError
 from jetrl.files import MOST_TEXT
 
 Row = Mapping[str, Any]
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv")
 FORMS = (
-    "give a folder with train.jsonl and test.jsonl (or .parquet), one such file, a folder that "
-    "`datasets` has saved, or the name of a data set such as openai/gsm8k"
+    "give a folder with train.jsonl and test.jsonl (or .json, .csv, .parquet), one such file, a "
+    "folder that `datasets` has saved, or the name of a data set such as openai/gsm8k"
 )
+_SHARD = re.compile(r"-\d+-of-\d+$")  # train-00000-of-00002.parquet
 _SAVED = ("dataset_dict.json", "state.json")  # of save_to_disk: a dictionary of splits, or one
 
 
 def check_path(path: str) -> None:
     """Raise `UserError` for a path that does not exist and cannot be a data set's name."""
     location = Path(path).expanduser()
-    local = location.suffix in (".json", *SUFFIXES) or path.startswith((".", "/", "~"))
+    local = location.suffix in SUFFIXES or path.startswith((".", "/", "~"))
     local = local or ("/" in path and location.parent.is_dir())  # a mistyped data/NAME
     if not location.exists() and (local or path.count("/") > 1):
         raise UserError(f"task.path = {path}: no such file or folder; {FORMS}")
@@ -43,8 +49,20 @@ def splits_of(path: str) -> list[str] | None:
         contents = json.loads((location / "dataset_dict.json").read_text(encoding="utf-8"))
         return [str(split) for split in contents["splits"]]
     if location.is_dir():
-        return sorted({file.stem for file in location.iterdir() if file.suffix in SUFFIXES})
+        return sorted(split_files(location), key=lambda split: (split != "train", split))
     return []
+
+
+def split_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the files of each split, such as train.jsonl, in a folder or in its folder `data`."""
+    splits: dict[str, list[Path]] = {}
+    for place in (folder, folder / "data"):
+        for suffix in SUFFIXES:
+            found: dict[str, list[Path]] = {}
+            for file in sorted(place.glob(f"*{suffix}")):
+                found.setdefault(_SHARD.sub("", file.stem), []).append(file)
+            splits = found | splits
+    return splits
 
 
 def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tuple[Row, str]]:
@@ -53,45 +71,90 @@ def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tupl
     if location.is_dir() and any((location / name).is_file() for name in _SAVED):
         return _saved_rows(location, split)
     if location.is_dir():
-        files = [location / f"{split}{suffix}" for suffix in SUFFIXES]
-        existing = [file for file in files if file.is_file()]
-        if not existing:
-            raise UserError(f"task.path = {path}: the folder has no {split}.jsonl or .parquet")
-        location = existing[0]
-    if location.is_file():
-        return _parquet_rows(location) if location.suffix == ".parquet" else read_jsonl(location)
-    return _named_rows(path, split, config)
+        files = split_files(location)
+        if split not in files:
+            needs = f"{split}.jsonl (or {', '.join(SUFFIXES[1:])})"
+            has = ", ".join(files) or "none"
+            raise UserError(f"task.path = {path}: the folder has no {needs}; its splits: {has}")
+        return chain.from_iterable(map(file_rows, files[split]))
+    return file_rows(location) if location.is_file() else _named_rows(path, split, config)
 
 
-def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
-    """Yield the objects of a JSONL file, each with its file and line; skip blank lines."""
+def file_rows(file: Path) -> Iterator[tuple[Row, str]]:
+    """Return the rows of a file, each with its file and line, or its number."""
+    if file.suffix == ".parquet":
+        return _parquet_rows(file)
+    if file.suffix in (".csv", ".tsv"):
+        return _csv_rows(file)
+    stripped = (line.removeprefix(codecs.BOM_UTF8).strip() for line in _lines(file))
+    is_array = next(filter(None, stripped), b"").startswith(b"[")
+    return _array_rows(file) if is_array else _jsonl_rows(file)
+
+
+def _jsonl_rows(file: Path) -> Iterator[tuple[Row, str]]:
     for number, contents in enumerate(_lines(file), start=1):
         where = f"{file}, line {number}"
         if len(contents) > MOST_TEXT:
             raise UserError(f"{where}: longer than {MOST_TEXT / 2**20:g} MiB, too long for a row")
-        try:
-            line = contents.decode("utf-8-sig" if number == 1 else "utf-8")  # editors put a mark
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8 text ({error.reason})") from None
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            hint = "; JSONL has one object a line" if line.lstrip().startswith("[") else ""
-            problem = f"not JSON: {error.msg} (column {error.colno}){hint}"
-            raise UserError(f"{where}: {problem}") from None
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
-            raise UserError(f"{where}: not JSON that can be read: {error}") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: a JSON object is expected, not {line[:40]!r}")
-        if "\\ud" in line.lower():
-            try:
-                json.dumps(row, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                half = error.object[error.start : error.end]
-                raise UserError(f"{where}: {half!r} is half of a character") from None
-        yield row, where
+        text = _decoded(contents, where, number == 1)
+        if text.strip():
+            yield _object(_loads(text, file, number), where), where
+
+
+def _array_rows(file: Path) -> Iterator[tuple[Row, str]]:
+    text = _decoded(b"".join(_lines(file)), str(file), True)
+    for number, row in enumerate(_loads(text, file)):
+        where = f"{file}, row {number}"
+        yield _object(row, where), where
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[Row, str]]:
+    csv.field_size_limit(MOST_TEXT)
+    text = _decoded(b"".join(_lines(file)), str(file), True)
+    delimiter = max(",;\t", key=text.partition("\n")[0].count)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        for row in reader:
+            where = f"{file}, line {reader.line_num}"
+            if None in row or None in row.values():
+                columns = len(reader.fieldnames or ())
+                raise UserError(
+                    f"{where}: not one value for each of the header's {columns} columns"
+                )
+            yield row, where
+    except csv.Error as error:
+        raise UserError(f"{file}, after line {reader.line_num}: not CSV: {error}") from None
+
+
+def _decoded(contents: bytes, where: str, is_start: bool) -> str:
+    try:
+        return contents.decode("utf-8-sig" if is_start else "utf-8")  # editors put a mark
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 text ({error.reason})") from None
+
+
+def _loads(text: str, file: Path, line: int = 1) -> Any:
+    """Return the value of a JSON text, which begins at a line of a file."""
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise UserError(f"{file}, line {line}: {half!r} is half of a character") from None
+    except json.JSONDecodeError as error:
+        where = f"{file}, line {line + error.lineno - 1}"
+        form = "; write one object per line, or one array of objects"
+        raise UserError(f"{where}: not JSON: {error.msg} (column {error.colno}){form}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
+        raise UserError(f"{file}, line {line}: not JSON that can be read: {error}") from None
+
+
+def _object(row: Any, where: str) -> Row:
+    if isinstance(row, dict):
+        return row
+    raise UserError(f"{where}: a JSON object is expected, not {str(row)[:40]!r}")
 
 
 def _lines(file: Path) -> Iterator[bytes]:
@@ -148,6 +211,11 @@ def value_at(row: Row, path: str) -> Any:
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
+
+
+def has_field(row: Row, path: str) -> bool:
+    """Return whether a row has a field of a name or dotted path, which may be null."""
+    return path in row or value_at(row, path) is not None
 
 
 def import_package(name: str, why: str, extra: str = "data") -> ModuleType:

@@ -15,7 +15,7 @@ from pydantic import Field
 from jetrl.errors import UserError
 from jetrl.settings.section import Positive, Share
 from jetrl.tasks.base import HeldOutShare, Task
-from jetrl.tasks.rows import read_jsonl
+from jetrl.tasks.rows import file_rows
 from jetrl.types import Prompt, Score
 
 OPERATORS = "+-"
@@ -30,7 +30,7 @@ NumPrompts = Annotated[int, Field(ge=1, le=10**7)]
 def only_these(prompts: Sequence[Prompt], file: Path, label: str) -> list[Prompt]:
     """Return the prompts whose `id` is in a file of JSON lines, in their own order."""
     chosen: set[str] = set()
-    for row, where in read_jsonl(file):
+    for row, where in file_rows(file):
         if not isinstance(row.get("id"), str):
             raise UserError(f'{where}: no object with an "id" that is a text')
         chosen.add(row["id"])
