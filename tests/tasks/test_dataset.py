@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 
@@ -177,7 +179,8 @@ def test_a_checker_of_ones_own(tmp_path: Path) -> None:
             r"line 2: id '1' is also that of .*line 1",
         ),
         ([ROWS[0], {"prompt": None, "answer": "1"}], {}, r"line 2: field 'prompt' is empty"),
-        (["["], {}, r"line 1: not JSON: .*; JSONL has one object a line"),
+        (["[", '{"a": 1},', "]"], {}, r"rows.jsonl, line 3: not JSON: .*one array of objects$"),
+        (['[{"prompt": "?"}, 5]'], {}, r"rows.jsonl, row 1: a JSON object is expected, not '5'"),
         ([], {}, r"no rows in split 'rows'"),
         (['{"prompt": "?", "answer": NaN}'], {}, r"line 1: field 'answer' \(the answer\) is nan"),
         (
@@ -253,7 +256,7 @@ def test_a_dotted_path_names_a_part_of_a_row(tmp_path):
 def test_a_template_cannot_print_the_answer(tmp_path, options):
     path = write(tmp_path / "rows.jsonl", *ROWS)
     with pytest.raises(UserError, match=r"template takes \{\w+.*put spaces inside"):
-        get_task("dataset", path=path, **options)
+        read_prompts(get_task("dataset", path=path, **options), "train")
     spaced = options["template"].replace("{", "{ ").replace("}", " }")
     prompts = read_prompts(get_task("dataset", path=path, template=spaced), "train")
     assert prompts[0].asked == spaced
@@ -287,3 +290,117 @@ def test_wrong_paths_say_what_there_is(tmp_path, options, message):
     write(tmp_path / "train.jsonl", VERL)
     with pytest.raises(UserError, match=message):
         read_prompts(get_task("dataset", path=str(tmp_path), **options), "train")
+
+
+def csv_of(rows, delimiter):
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, rows[0], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return lines.getvalue()
+
+
+LONG = [{"prompt": 'a, "b"\nc;\u2028?', "answer": "1"}, *ROWS]
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("rows.json", json.dumps(LONG, indent=1)),
+        ("rows.json", "\n".join(map(json.dumps, LONG))),
+        ("rows.jsonl", "\ufeff \n" + json.dumps(LONG)),
+        ("rows.csv", "\ufeff" + csv_of(LONG, ",")),
+        ("rows.csv", csv_of(LONG, ";")),
+        ("rows.tsv", csv_of(LONG, "\t")),
+    ],
+)
+def test_every_form_has_the_same_rows(tmp_path, name, text):
+    path = Path(write(tmp_path / "expected.jsonl", *LONG))
+    expected = read_prompts(get_task(str(path)), "train")
+    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    assert read_prompts(get_task(str(tmp_path / name)), "train") == expected
+
+
+def test_a_folder_of_the_hub_has_shards_in_data(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    write(tmp_path / "data" / "train-00000-of-00002.jsonl", *ROWS[:2])
+    write(tmp_path / "data" / "train-00001-of-00002.jsonl", *ROWS[2:])
+    write(tmp_path / "data" / "test.jsonl", *ROWS[:3])
+    task = get_task(str(tmp_path))
+    assert task.splits[0] == "train"
+    assert [len(read_prompts(task, split)) for split in ("train", "test")] == [20, 3]
+    with pytest.raises(UserError, match="no split 'dev'; it has 'train', 'dataset_infos', 'test'"):
+        read_prompts(task, "dev")
+    with pytest.raises(UserError, match=r"task.path = x: give one"):
+        get_task(str(tmp_path), path="x")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("prompt,answer\na,1,2\n", r"line 2: not one value for each of the header's 2 columns"),
+        ("prompt,answer\na\n", "line 2: not one value for each"),
+        ('prompt,answer\n"a"b,1\n', "after line 1: not CSV: .* expected after"),
+        ("prompt|answer\na|1\n", r"line 2: no field 'prompt'; did you mean prompt\|answer"),
+        ("", "no rows in split"),
+    ],
+)
+def test_bad_tables_are_named_by_file_and_line(tmp_path, text, message):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_prompts(get_task(str(tmp_path / "rows.csv")), "train")
+
+
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}
+FIVE, SIX = ({"role": "assistant", "content": text} for text in "56")
+
+
+@pytest.mark.parametrize(
+    "row, answer, worked, pair",
+    [
+        (VERL, "5", None, None),
+        ({"prompt": [USER], "solution": "5", "messages": [SIX, FIVE]}, "5", None, None),
+        ({"problem": "2+3?", "solution": "so \\boxed{5}", "answer": 5}, "5", None, None),
+        ({"prompt": "2+3?", "completion": "5"}, None, "5", None),
+        ({"prompt": [USER], "completion": [FIVE]}, None, "5", None),
+        ({"messages": [USER, FIVE]}, None, "5", None),
+        ({"messages": [USER], "answer": "5"}, "5", None, None),
+        ({"prompt": [USER], "chosen": [FIVE], "rejected": [SIX]}, None, None, ("5", "6")),
+        ({"chosen": [USER, FIVE], "rejected": [USER, SIX]}, None, None, ("5", "6")),
+        ({"prompt": "2+3?", "chosen": "5", "rejected": "6"}, None, None, ("5", "6")),
+    ],
+)
+def test_rows_of_verl_and_trl_are_read_as_they_are(tmp_path, row, answer, worked, pair):
+    task = get_task(str(Path(write(tmp_path / "train.jsonl", row)).parent))
+    (prompt,) = read_prompts(task, "train")
+    assert (prompt.messages, prompt.answer) == ((USER,), answer)
+    assert (task.demonstration(prompt), task.preference(prompt)) == (worked, pair)
+    if answer is None:
+        for scored in (task.self_test, lambda: task.score(prompt, "5")):
+            with pytest.raises(UserError, match=r"row train-0 has none: .*if you only fine-tune"):
+                scored()
+        assert get_task(str(tmp_path), checker="none").score(prompt, "5") == 0
+
+
+@pytest.mark.parametrize(
+    "row, options, message",
+    [
+        ({"chosen": "H: 2+3? A: 5", "rejected": "H: 2+3? A: 6"}, {}, "no field 'prompt'"),
+        ({"messages": [FIVE], "answer": "5"}, {}, "field 'messages' is \\[\\], not a text or"),
+        (
+            {"prompt": "?", "gold": 5},
+            {},
+            "no field 'answer'; there is: prompt, gold .*options.answ",
+        ),
+        (
+            {"prompt": "?", "messages": [USER, FIVE]},
+            {"demonstration": "messages"},
+            r"field 'messages' \(the demonstration\): expected one message of the assistant, after",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_read_as_they_are(tmp_path, row, options, message):
+    write(tmp_path / "train.jsonl", row)
+    with pytest.raises(UserError, match=message):
+        read_prompts(get_task(str(tmp_path), **options), "train")

@@ -1,4 +1,4 @@
-r"""Prompts from your own data: JSONL, Parquet, or whatever the `datasets` package loads.
+r"""Prompts from your own data: JSONL, JSON, CSV, Parquet, or what the `datasets` package loads.
 
 Options name the fields of the prompt and of the answer, and the checker of completions:
 
@@ -8,6 +8,7 @@ Options name the fields of the prompt and of the answer, and the checker of comp
     regex               the first group of the last match of `pattern`, except for spaces around it;
                         without an answer, any match is right
     file.py:function    function(prompt, completion) of your file: a number or a Score
+    none                0 for all: for supervised training, or next to a reward model
 
 The first three give 1 or 0. `math` and `regex` have a part `answered`: 1 if the completion has an
 answer in the expected form.
@@ -27,12 +28,21 @@ from typing import Any
 from jetrl.errors import UserError, nearest
 from jetrl.tasks.answers import answer_key, check_math, gold_answer, load_math_verify
 from jetrl.tasks.base import Format, HeldOutShare, Task, question_content, to_stops
-from jetrl.tasks.rows import Row, check_path, read_rows, splits_of, value_at
+from jetrl.tasks.rows import Row, check_path, has_field, read_rows, splits_of, value_at
 from jetrl.tasks.user_files import load_function
 from jetrl.types import Prompt, Score
 
 # A field in a template. A dotted path begins with a letter: {0.5} is LaTeX.
 _FIELD = re.compile(r"\{(\w+|[^\W\d]\w*(?:\.\w+)+)\}")
+# Fields of a role that is not named: of several the first that a row has.
+_USUAL = {
+    "prompt": ("prompt", "question", "problem", "messages", "chosen"),
+    "answer": ("answer", "reward_model.ground_truth", "solution", "ground_truth"),
+    "demonstration": ("completion", "messages"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+    "id": (),
+}
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{(?=.*['"]role['"]\s*:)(?=.*['"]content['"]\s*:)""", re.S)
 
 
@@ -40,16 +50,18 @@ class Dataset(Task):
     """The rows of a file, a folder or a data set's name, each one per prompt.
 
     A field is named by its key, or by a dotted path to a part of it (reward_model.ground_truth).
+    Without a name it is the first of `_USUAL` that the row has, which reads the rows of verl and
+    TRL as they are; "": none.
 
     Args:
-        path: A folder with `train.jsonl` and `test.jsonl` (or .parquet); one such file; a folder
-            that `datasets` saved; or a name that `datasets` loads, such as openai/gsm8k.
+        path: A folder with `train.jsonl` and `test.jsonl` (or .json, .csv, .parquet); one such
+            file; a folder that `datasets` saved; or a name that `datasets` loads.
         prompt: Field of the question: a text, or a list of messages with role and content (or the
-            JSON of one).
-        answer: Field of the right answer, a text or a number; "": none.
-        demonstration: Field of a worked completion for supervised training; "": none.
-        chosen: Field of the better of two completions, for a reward model; "": none.
-        rejected: Field of the worse of two completions; "": none.
+            JSON of one). Unnamed `messages` or `chosen` end before the assistant's last message.
+        answer: Field of the right answer, a text or a number.
+        demonstration: Field of a worked completion for supervised training.
+        chosen: Field of the better of two completions, for a reward model.
+        rejected: Field of the worse of two completions.
         id: Field that names a row; "": its split and number.
         template: The question, with `{field}` for fields of the row but not for the answer or a
             completion; default: only the prompt field.
@@ -64,11 +76,11 @@ class Dataset(Task):
     def __init__(
         self,
         path: str,
-        prompt: str = "prompt",
-        answer: str = "answer",
-        demonstration: str = "",
-        chosen: str = "",
-        rejected: str = "",
+        prompt: str | None = None,
+        answer: str | None = None,
+        demonstration: str | None = None,
+        chosen: str | None = None,
+        rejected: str | None = None,
         id: str = "",
         template: str | None = None,
         checker: str = "math",
@@ -80,18 +92,22 @@ class Dataset(Task):
         seed: int = 0,
         config: str | None = None,
     ) -> None:
-        if not answer and checker in ("math", "exact"):
+        if answer == "" and checker in ("math", "exact"):
             raise UserError(f"task.options.answer is empty: checker {checker!r} needs an answer")
         check_path(path)
         self.path, self.config = path, config
         self.template, self.format = template, format
         self.test_share, self.seed = test_share, seed
-        self.fields = {"prompt": prompt, "answer": answer, "demonstration": demonstration, "id": id}
+        self.fields: dict[str, str | None] = {
+            "prompt": prompt,
+            "answer": answer,
+            "demonstration": demonstration,
+            "id": id,
+        }
         self.fields |= {"chosen": chosen, "rejected": rejected}
-        self._check_template()
         self.stop = to_stops(stop, "task.options.stop")
         self._check = get_checker(checker, pattern, strict)
-        self._needs_answer, self._strict = checker == "math", strict
+        self._checker, self._strict = checker, strict
         self._own_splits = splits_of(path)
         if self._own_splits:
             self.splits = tuple(self._own_splits)
@@ -114,24 +130,63 @@ class Dataset(Task):
         return prompts
 
     def score(self, prompt: Prompt, completion: str) -> float | Score:
+        self._require_answer(prompt)
         return self._check(prompt, completion)
+
+    def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
+        cases = [*super().self_test()]
+        self._require_answer(cases[0][0])
+        return cases
+
+    def _require_answer(self, prompt: Prompt) -> None:
+        if prompt.answer is None and self._needs_answer:
+            what = (
+                f"{self.path}: checker {self._checker!r} needs an answer, and row {prompt.id} has"
+            )
+            named = "name the answer's field in task.options.answer"
+            instead = "set task.options.checker (file.py:function, or none if you only fine-tune)"
+            raise UserError(f"{what} none: {named}, or {instead}")
+
+    @property
+    def _needs_answer(self) -> bool:
+        return self._checker in ("math", "exact", "regex") and self.fields["answer"] != ""
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
         """Return the answer that the checker `math` reads; None for other checkers."""
-        return answer_key(completion, self._strict) if self._needs_answer else None
+        return answer_key(completion, self._strict) if self._checker == "math" else None
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        worked = value_at(prompt.metadata, self.fields["demonstration"])
-        return None if worked is None else str(worked)
+        return self._completion(prompt, "demonstration", f"row {prompt.id}")
 
     def preference(self, prompt: Prompt) -> tuple[str, str] | None:
-        better, worse = (value_at(prompt.metadata, self.fields[n]) for n in ("chosen", "rejected"))
-        return None if better is None or worse is None else (str(better), str(worse))
+        pair = (self._completion(prompt, n, f"row {prompt.id}") for n in ("chosen", "rejected"))
+        better, worse = pair
+        return None if better is None or worse is None else (better, worse)
 
-    def _check_template(self) -> None:
+    def _completion(self, prompt: Prompt, role: str, where: str) -> str | None:
+        """Return a completion: a text, or the assistant's message after those of the prompt."""
+        name = self._name(prompt.metadata, role)
+        value = value_at(prompt.metadata, name)
+        if not _are_messages(value):
+            return self._text(prompt.metadata, role, where)
+        *before, last = ((message["role"], message["content"]) for message in value)
+        asked = [(message["role"], message["content"]) for message in prompt.messages or ()]
+        if last[0] == "assistant" and before in ([], asked):
+            return str(last[1])
+        if self.fields[role] is None:
+            return None
+        needs = "one message of the assistant, after those of the prompt or alone"
+        raise UserError(f"{where}: field {name!r} (the {role}): expected {needs}")
+
+    def _name(self, row: Row, role: str) -> str:
+        """Return the field of a role, named or usual; "" without one."""
+        given = self.fields[role]
+        return next((n for n in _USUAL[role] if has_field(row, n)), "") if given is None else given
+
+    def _check_template(self, row: Row) -> None:
         for field in _FIELD.findall(self.template or ""):
             for role in ("answer", "demonstration", "chosen", "rejected"):
-                if f"{self.fields[role]}.".startswith(f"{field}."):
+                if f"{self._name(row, role)}.".startswith(f"{field}."):
                     what = f"takes {{{field}}}, the field of task.options.{role}"
                     other = f"put spaces inside to write it as it is: {{ {field} }}"
                     raise UserError(f"task.options.template {what}; take it out, or {other}")
@@ -145,19 +200,17 @@ class Dataset(Task):
         return [row for n, row in enumerate(rows) if (n in held_out) == (split == "test")]
 
     def _prompt(self, number: str, row: Row, where: str) -> Prompt:
-        if self.template is None:
-            question = _messages(self._field(row, "prompt", where), self.fields["prompt"], where)
-        else:
-            question = _FIELD.sub(lambda m: self._fill(row, m[1], where), self.template)
-        answer = self._text(row, "answer", where)
-        if self._needs_answer and not gold_answer(answer or ""):
-            what = f"{where}: field {self.fields['answer']!r} (the answer) is {answer!r:.60}"
+        self._check_template(row)
+        question, answer = self._question(row, where), self._text(row, "answer", where)
+        if answer is None and self._needs_answer:
+            if not any(self._name(row, role) for role in ("demonstration", "chosen")):
+                _value(row, "answer", where, "task.options.answer names it")
+        elif self._checker == "math" and not gold_answer(answer or ""):
+            what = f"{where}: field {self._name(row, 'answer')!r} (the answer) is {answer!r:.60}"
             why = "the checker 'math' reads no answer in it"
             raise UserError(f"{what}: {why}; give a number or LaTeX, or drop the row")
-        for name in ("demonstration", "chosen", "rejected"):
-            self._text(row, name, where)
         prompt_id = self._text(row, "id", where) or number
-        field = f"{where}: field {self.fields['prompt']!r}"
+        field = f"{where}: field {self._name(row, 'prompt')!r}"
         if isinstance(question, list | tuple) and question:
             content: dict[str, Any] = {"messages": tuple(_message(m, field) for m in question)}
             if self.format == "text":
@@ -166,24 +219,38 @@ class Dataset(Task):
             content = question_content(self.format, question)
         else:
             raise UserError(f"{field} is {question!r:.60}, not a text or a list of messages")
-        return Prompt(id=prompt_id, answer=answer, metadata=dict(row), **content)
+        prompt = Prompt(id=prompt_id, answer=answer, metadata=dict(row), **content)
+        for name in ("demonstration", "chosen", "rejected"):
+            self._completion(prompt, name, where)
+        return prompt
+
+    def _question(self, row: Row, where: str) -> Any:
+        """Return a row's question: a text or messages."""
+        if self.template is not None:
+            return _FIELD.sub(lambda m: self._fill(row, m[1], where), self.template)
+        name = self._name(row, "prompt") or "prompt"
+        value = _messages(_value(row, name, where, "task.options.prompt names it"), name, where)
+        if self.fields["prompt"] is None and name in ("messages", "chosen"):
+            if _are_messages(value) and value[-1]["role"] == "assistant":
+                return value[:-1]
+            if name == "chosen":  # a text has no prompt in it
+                _value(row, "prompt", where, "task.options.prompt names it")
+        return value
 
     def _text(self, row: Row, role: str, where: str) -> str | None:
         """Return a text field, or a number as its text; None if the role has no field."""
-        if not self.fields[role]:
+        name = self._name(row, role)
+        if not name:
             return None
-        value = self._field(row, role, where)
+        value = _value(row, name, where, f"task.options.{role} names it")
         whole = isinstance(value, int) and not isinstance(value, bool)  # of any number of digits
         number = whole or (isinstance(value, float) and math.isfinite(value))
         if not isinstance(value, str) and not number:
-            what = f"field {self.fields[role]!r} (the {role}) is {value!r:.60}"
-            hint = _parts(self.fields[role], value)
+            what = f"field {name!r} (the {role}) is {value!r:.60}"
+            hint = _parts(name, value)
             raise UserError(f"{where}: {what}, not a text or a number{hint}")
         # written out; str says 1e-05
         return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
-
-    def _field(self, row: Row, role: str, where: str) -> Any:
-        return _value(row, self.fields[role], where, f"task.options.{role} names it")
 
     def _fill(self, row: Row, field: str, where: str) -> str:
         value = _value(row, field, where, "task.options.template takes it")
@@ -261,11 +328,13 @@ def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> 
     if name == "math":
         load_math_verify()
         return lambda prompt, completion: check_math(prompt.answer or "", completion, strict)
+    if name == "none":
+        return lambda prompt, text: 0.0
     if name == "exact":
         return lambda prompt, text: float(text.strip() == (prompt.answer or "").strip())
     if name == "regex":
         return _regex(pattern)
-    near = nearest(name, ("math", "exact", "regex"))
+    near = nearest(name, ("math", "exact", "regex", "none"))
     raise UserError(f"task.options.checker = {name!r}{near} (also possible: file.py:function)")
 
 
