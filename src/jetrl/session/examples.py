@@ -22,7 +22,8 @@ def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
     if answer is None or model.tokenizer is None:
         raise UserError(
             f"supervised training needs worked answers, and task {task.label} has none for prompt "
-            f"{encoded.prompt.id!r}; set sft.steps=0, or give the task a demonstration method"
+            f"{encoded.prompt.id!r}: name the field that has them in task.options.demonstration, "
+            "or give a task of your own a demonstration method"
         )
     # An answer may have turns, with what the environment said between them.
     turns = [Turn(answer)] if isinstance(answer, str) else list(answer)

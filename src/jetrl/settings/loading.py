@@ -81,6 +81,8 @@ def packaged_recipes() -> list[str]:
 def find_recipe(recipe: str | Path) -> Path:
     """Return the file of a recipe, by its path or by the name of a packaged recipe."""
     path = Path(recipe)
+    if path.suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
+        raise UserError(f"recipe {path}: rows, not a TOML file; write task={path}")
     if path.is_file():
         return path
     name = str(recipe).removesuffix(".toml")

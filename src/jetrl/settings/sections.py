@@ -123,7 +123,7 @@ class TaskSettings(Section):
     """The section `[task]`: the source of prompts and scores, and the limits of a score."""
 
     name: str = "arithmetic"
-    """a built-in name, reasoning_gym:NAME, or file.py:Class"""
+    """a built-in name, rows such as mine.jsonl, reasoning_gym:NAME, or file.py:Class"""
     path: str | None = None
     """data file or folder, if the task reads one"""
     split: str = "train"

@@ -3,6 +3,7 @@
 get_task("arithmetic", digits=2)              a built-in
 get_task("mix", tasks=[...])                  several tasks, mixed by weight
 get_task("reasoning_gym:chain_sum", seed=7)   any reasoning-gym data set
+get_task("mine.jsonl")                        your own rows: the task `dataset` with this path
 get_task("my_task.py:MyTask", path="data/")   a class in a file of yours
 """
 
@@ -24,6 +25,7 @@ from jetrl.tasks.base import Task, check_options, check_values, naming_errors, o
 from jetrl.tasks.dataset import Dataset
 from jetrl.tasks.questions import SOURCES, Benchmark, Gsm8k, benchmark_name
 from jetrl.tasks.reasoning import ReasoningGym
+from jetrl.tasks.rows import SUFFIXES
 from jetrl.tasks.toys import Arithmetic, Multiplication, Program
 from jetrl.tasks.user_files import load_task_class
 from jetrl.types import Prompt, Reply, Turn
@@ -201,8 +203,12 @@ def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) ->
     if name in BUILT_IN:
         return build(BUILT_IN[name], name, options)
     benchmark = benchmark_name(name)
+    if benchmark is None and (Path(name).suffix in SUFFIXES or Path(name).expanduser().is_dir()):
+        if path is not None:
+            raise UserError(f"task {name} names rows, and so does task.path = {path}: give one")
+        return build(Dataset, "dataset", {**options, "path": name})
     if benchmark is None:
-        also = "also possible: reasoning_gym:NAME, file.py:Class"
+        also = "also possible: rows such as mine.jsonl, reasoning_gym:NAME, file.py:Class"
         raise UserError(f"unknown task {name!r}{nearest(name, [*BUILT_IN, *SOURCES])} ({also})")
     return build(Benchmark, name, {**options, "set": benchmark})
 
