@@ -33,11 +33,11 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import NullFormatter
 
 from jetrl.runs.format import percent
-from jetrl.runs.plots import COLORS, LINES, SIZE_INCHES, Chart, finish
+from jetrl.runs.plots import COLORS, LINES, Chart, finish, legend_above, legend_columns
 
 MISMATCH = "mismatch/k3_kl"
 DASHES = ("-", "--", ":", "-.")
-AXES_INCHES, LEGEND_ROW_INCHES = 2.4, 0.19  # height of a plot without its legend, and of its rows
+AXES_INCHES, LEGEND_ROW_INCHES = 2.2, 0.25  # height of a plot without its legend, and of its rows
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _curve_chart(
                 markersize=3,
             )
         finish(axes, kind.unit, 1)
-        legend_above(axes, [definition.label(arm) for arm in bands])
+        legend_above(axes)
         if kind.log:
             axes.set_yscale("log")
             label_powers(axes.yaxis)
@@ -206,23 +206,10 @@ def _band(
     return columns[0], columns[1], columns[2], columns[3]
 
 
-def legend_above(axes: Axes, names: Sequence[str]) -> None:
-    """Give a plot of several lines a legend above, in as many columns as its width has room for."""
-    if len(names) > 1:
-        columns = _columns(names)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
-
-
 def height_with_legend(names: Sequence[str]) -> float:
     """Return the height in inches of a plot with a legend above it."""
-    rows = math.ceil(len(names) / _columns(names)) if len(names) > 1 else 0
+    rows = math.ceil(len(names) / legend_columns(names)) if len(names) > 1 else 0
     return AXES_INCHES + LEGEND_ROW_INCHES * rows
-
-
-def _columns(names: Sequence[str]) -> int:
-    """Return the columns of a legend, as many as a plot's width has room for."""
-    column_inches = 0.5 + 0.075 * max(map(len, names))
-    return max(1, min(4, int(0.85 * SIZE_INCHES[0] / column_inches)))
 
 
 ROW_INCHES = 0.3  # height of a row of the plots that have a row for each arm
@@ -461,7 +448,7 @@ def _draw(
     axes.set_xlim(zero / 2, max(right, 10 * zero) * 1.5)
     axes.set_xlabel("K3 KL, nats")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
-    legend_above(axes, _legend(lines))
+    legend_above(axes)
     return drawn
 
 

@@ -62,8 +62,8 @@ PALETTE = {
 }
 COLORS = {name: light for name, (light, _) in PALETTE.items()}
 LINES = ("blue", "amber", "green", "violet", "pink", "slate", "teal", "brown")
-SIZE_INCHES = (5.4, 2.5)
-PNG_DPI = 160
+SIZE_INCHES = (4.4, 2.3)  # as wide as in a column of the report, so that letters keep their size
+PNG_DPI = 200
 MAX_POINTS = 400
 SMOOTH_FROM = 40
 MOST_DRAWN = 1e100  # sums and squares of such values are finite
@@ -79,6 +79,7 @@ STYLE: dict[Any, Any] = {
     **{"legend.frameon": False, "legend.fontsize": 8},
     **{"lines.linewidth": 1.8, "lines.solid_capstyle": "round"},
 }
+CHART_STYLE: dict[Any, Any] = {**STYLE, "font.size": 12, "legend.fontsize": 12}
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,16 @@ ChartOf = Callable[[Records], Chart | None]
 
 def to_png(chart: Chart, path: Path) -> None:
     """Draw a chart, with its title, as a PNG on white."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(CHART_STYLE):
         figure, axes = _figure(chart)
-        figure.suptitle(chart.title, x=0.02, ha="left", fontsize=11, fontweight="bold")
+        figure.suptitle(chart.title, x=0.02, ha="left", fontsize=13, fontweight="bold")
         chart.draw(axes)
         figure.savefig(path, format="png", dpi=PNG_DPI, facecolor="white")
 
 
 def to_svg(chart: Chart) -> str:
     """Return a chart as an SVG element for an HTML page, which defines `--plot-NAME` colors."""
-    with mpl.rc_context({**STYLE, "svg.hashsalt": f"jetrl {chart.key}"}):
+    with mpl.rc_context({**CHART_STYLE, "svg.hashsalt": f"jetrl {chart.key}"}):
         figure, axes = _figure(chart)
         chart.draw(axes)
         buffer = io.StringIO()
@@ -167,7 +168,26 @@ def finish(axes: Axes, unit: str, num_lines: int = 1) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.3g}%"))
         axes.set_ylabel("")
     if num_lines > 1:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.2)
+        legend_above(axes)
+
+
+def legend_above(axes: Axes) -> None:
+    """Give a chart of several lines a legend, in as many columns as the chart has room for."""
+    names = axes.get_legend_handles_labels()[1]
+    place: dict[str, Any] = {"loc": "outside upper left", "handlelength": 1.2}
+    columns = legend_columns(names)
+    if len(names) > 1 and isinstance(axes.figure, Figure):
+        axes.figure.legend(**place, ncols=columns, handletextpad=0.5, columnspacing=1.0)
+
+
+def legend_columns(names: Sequence[str]) -> int:
+    """Return the columns of a legend: columns are filled one after the other."""
+    for columns in range(min(4, len(names)), 1, -1):
+        groups = np.array_split(np.array([len(name) for name in names]), columns)
+        inches = [0.45 + 0.095 * int(group.max()) for group in groups]
+        if sum(inches) < SIZE_INCHES[0]:
+            return columns
+    return 1
 
 
 def thin(
@@ -332,7 +352,7 @@ CHARTS: tuple[ChartOf, ...] = (
     _lines(
         *("signal", "Where signal is lost", "share"),
         {
-            "reward/zero_std_groups": "groups of equal reward",
+            "reward/zero_std_groups": "equal-reward groups",
             "response_length/clip_ratio": "answers cut off",
             "policy/clip_fraction": "tokens clipped",
         },
