@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
+from jetrl.precision.hopper.launch import let_next_start, overlapped, wait_for_previous
 from jetrl.precision.hopper.layout import cdiv, empty_row_groups, empty_turned_squares
 from jetrl.precision.hopper.quantize import (
     abs_bits,
@@ -283,7 +283,7 @@ def _launch_rows(
         rows.scales.stride(1) if rows else 0,
         delta is not None, y is not None, inverse is not None, rows is not None,
         few, width, padded, eps,
-        **options, num_warps=num_warps, enable_fp_fusion=False, **OVERLAPPED,
+        **options, num_warps=num_warps, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.kernels.attention.layout import CODES, KeyValueCodes
 from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.launch import OVERLAPPED, gluon_let_next_start, gluon_wait_for_previous
+from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_previous, overlapped
 from jetrl.precision.hopper.layout import cdiv
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS
 
@@ -323,7 +323,7 @@ def qk_norm_rotary_cache(
         norm_weights is not None, head_dim, rounds, eps,
         _MAXIMA[cache.k.dtype], _MAXIMA[cache.v.dtype], AMAX_FLOOR, scales == "pow2",
         _heads_layout(head_dim, num_warps),
-        num_warps=num_warps, maxnreg=88, enable_fp_fusion=False, **OVERLAPPED,
+        num_warps=num_warps, maxnreg=88, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     return q
 

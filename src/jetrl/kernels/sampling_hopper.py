@@ -32,7 +32,7 @@ from jetrl.kernels.logprob_hopper import (
     scaled_logits,
     statistics_of_lanes,
 )
-from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
+from jetrl.precision.hopper.launch import let_next_start, overlapped, wait_for_previous
 
 WEIGHT_ONE = tl.constexpr(2.0**40)  # the weight of the most probable token
 _LANES = 64  # of a program, of the BLOCK / 4 of a row: two warps
@@ -335,16 +335,16 @@ def sample(
         return tokens, logprobs, lse
     _sample_lanes_kernel[rows, BLOCK // 4 // _LANES](
         logits, temperature, lanes, vocabulary, stride, BLOCK, _LANES,
-        num_warps=_LANES // 32, enable_fp_fusion=False, **OVERLAPPED,
+        num_warps=_LANES // 32, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     _sample_blocks_kernel[rows, blocks](
         logits, temperature, lanes, sums, best, vocabulary, blocks, stride, BLOCK,
-        num_warps=NUM_WARPS, enable_fp_fusion=False, **OVERLAPPED,
+        num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     _sample_draw_kernel[(rows,)](
         logits, bits, temperature, lanes, sums, best, tokens, logprobs, row_max, lse,
         vocabulary, blocks, stride, triton.next_power_of_2(blocks), BLOCK,
-        num_warps=NUM_WARPS, enable_fp_fusion=False, **OVERLAPPED,
+        num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     if filtered:
         _filtered_kernel[(rows,)](

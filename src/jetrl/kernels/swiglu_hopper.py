@@ -35,9 +35,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from jetrl.kernels.exponential_hopper import gluon_sigmoid, sigmoid
 from jetrl.precision.hopper import gluon_names, tile
 from jetrl.precision.hopper.launch import (
-    OVERLAPPED,
     let_next_start,
     multiprocessors,
+    overlapped,
     wait_for_previous,
 )
 from jetrl.precision.hopper.layout import (
@@ -162,7 +162,7 @@ def _launch_rows(gate_up: Tensor, y: Tensor | None, rows: QTensor | None, scales
         rows.scales if rows else gate_up,
         num_rows, width, rows.scales.stride(1) if rows else 0, column_blocks,
         rows_of_program(num_rows), y is not None, rows is not None,
-        **rule("e4m3", scales), num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
+        **rule("e4m3", scales), num_warps=4, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from jetrl.kernels.attention.pages import (
     store_split,
 )
 from jetrl.precision.hopper import gluon_names, tile
-from jetrl.precision.hopper.launch import OVERLAPPED, gluon_let_next_start, gluon_wait_for_previous
+from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_previous, overlapped
 from jetrl.precision.hopper.layout import empty_row_groups
 from jetrl.precision.hopper.quantize import quantize_rows
 from jetrl.precision.plan import FP8_BLOCK
@@ -359,10 +359,10 @@ def _launch(
         int(torch.cuda.is_current_stream_capturing()),
         pages.num_heads, group, head_dim, BLOCK_KEYS, split_keys // BLOCK_KEYS, width > 1, in_tile,
         pages.scaled, score_scale(head_dim, pages.scaled), *rule,
-        num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
+        num_warps=1, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(heads, rows)](
             part, state, keys, *out, splits, heads, head_dim, split_keys, pages.scaled, 8, *rule,
-            num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
+            num_warps=1, enable_fp_fusion=False, **overlapped(),
         )  # fmt: skip

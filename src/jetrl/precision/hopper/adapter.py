@@ -32,10 +32,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.precision.hopper import gluon_names, tile
 from jetrl.precision.hopper.launch import (
-    OVERLAPPED,
     gluon_let_next_start,
     gluon_wait_for_previous,
     let_next_start,
+    overlapped,
     wait_for_previous,
 )
 from jetrl.precision.hopper.layout import cdiv, empty_row_groups
@@ -360,7 +360,7 @@ def project_down_rows(
         0 if codes is None else codes.scales.stride(1), chunks,
         int(torch.cuda.is_current_stream_capturing()), signal, CHUNK, rows, ranks,
         codes is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2",
-        num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
+        num_warps=4, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     return out
 
@@ -478,7 +478,7 @@ def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
         _down_kernel[(cdiv(num_rows, _ROWS), cdiv(rank, block))](
             x, down, out, num_rows, num_columns, rank, x.stride(0), cdiv(num_columns, CHUNK),
             CHUNK, _ROWS, block, _DEPTH,
-            num_warps=4, num_stages=4, enable_fp_fusion=False, **OVERLAPPED,
+            num_warps=4, num_stages=4, enable_fp_fusion=False, **overlapped(),
         )  # fmt: skip
     return out
 
@@ -492,6 +492,6 @@ def project_up_hopper(y: Tensor, u: Tensor, up: Tensor, columns: Tensor) -> Tens
         _up_kernel[(cdiv(num_rows, _ROWS), cdiv(num_outputs, _OUTPUTS))](
             y, u, up, columns, num_rows, num_outputs, u.stride(0), rank, _ROWS, _OUTPUTS,
             min(64, 1 << (rank - 1).bit_length()),
-            num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
+            num_warps=4, enable_fp_fusion=False, **overlapped(),
         )  # fmt: skip
     return y

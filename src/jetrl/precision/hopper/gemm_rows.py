@@ -45,10 +45,10 @@ from jetrl.precision.hopper.adapter import (
 from jetrl.precision.hopper.launch import (
     BARRIER,
     MULTIPROCESSORS,
-    OVERLAPPED,
     fitting_stages,
     gluon_let_next_start,
     gluon_wait_for_previous,
+    overlapped,
     room_beside,
 )
 from jetrl.precision.hopper.layout import cdiv
@@ -402,6 +402,6 @@ def rows_matmul(
         # Of all warps: those that multiply take over most registers of the four that load.
         maxnreg=128 if tiles.block_m == 64 else 168,
         enable_fp_fusion=False,
-        **OVERLAPPED,
+        **overlapped(),
     )  # fmt: skip
     return out

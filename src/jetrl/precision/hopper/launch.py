@@ -2,12 +2,12 @@
 
 Overlap (programmatic dependent launch) lets a kernel start while the one before ends. Decode is a
 chain of kernels of a few microseconds, and a launch costs one of them. A kernel launched with
-`OVERLAPPED` may start once every program of the one before has called `let_next_start` or ended.
+`overlapped()` may start once every program of the one before has called `let_next_start` or ended.
 Most call it at once; the product of a linear layer calls it when its X can be read, so the next
 product can begin to copy its weight. Before `wait_for_previous` a kernel may only set itself up and
 read what no kernel of the forward writes: weights, page tables, old pages. Since every kernel waits
-before it ends, one that has waited sees all earlier writes. Without the launch attribute, both are
-no-operations.
+before it ends, one that has waited sees all earlier writes. Without the launch attribute, as below
+compute capability 9.0, both are no-operations.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -31,9 +31,7 @@ _OF_SYSTEM = 1024  # bytes that the system has next to each program's
 def program_bytes(stages: int, stage: int, beside: int) -> int:
     """Return the most bytes of shared memory that a program takes; what Triton adds may be less.
 
-    Args:
-        stage: Bytes of a stage of all rings, its barriers among them.
-        beside: Bytes of all else, such as the tiles of an adapter.
+    A `stage` is of all rings, with its barriers; `beside` is all else, such as an adapter's tiles.
     """
     return stages * stage + beside + TRITONS_OWN
 
@@ -48,7 +46,6 @@ def room_beside(other: int, programs: int = 1) -> int:
     return (SHARED_MEMORY - other) // programs - _OF_SYSTEM
 
 
-OVERLAPPED = {"launch_pdl": True}
 MULTIPROCESSORS = 132  # of an H100 or H200 in an SXM socket, for which products are cut into tiles
 
 
@@ -58,24 +55,29 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def overlapped() -> dict[str, bool]:
+    """Return the launch attribute of kernels that overlap: none below compute capability 9.0."""
+    return {"launch_pdl": True} if torch.cuda.get_device_capability() >= (9, 0) else {}
+
+
 @triton.jit
 def wait_for_previous():
     """Wait until the kernel before has ended and its writes are seen (see the module)."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    if tl.target_info.cuda_capability_geq(9, 0):
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], tl.int32, False, 1)
 
 
 @triton.jit
 def let_next_start():
     """Let the next kernel start, once every program has called this (see the module)."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    if tl.target_info.cuda_capability_geq(9, 0):
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], tl.int32, False, 1
+        )
 
 
-# A Gluon kernel can call only functions of Gluon, since Triton compiles the two otherwise. Where a
-# body means the same in both, the function is written for Triton, and a second `jit` makes Gluon's
-# of it.
+# A Gluon kernel calls only functions of Gluon. If a body means the same in both languages, it is
+# written for Triton, and a second `jit` makes Gluon's function of it.
 gluon_wait_for_previous = gluon.jit(wait_for_previous.fn)
 gluon_let_next_start = gluon.jit(let_next_start.fn)

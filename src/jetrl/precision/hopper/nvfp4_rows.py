@@ -46,10 +46,10 @@ from jetrl.precision.hopper.adapter import (
 from jetrl.precision.hopper.launch import (
     BARRIER,
     MULTIPROCESSORS,
-    OVERLAPPED,
     SHARED_MEMORY,
     fitting_stages,
     gluon_let_next_start,
+    overlapped,
     program_bytes,
     room_beside,
 )
@@ -571,6 +571,6 @@ def nvfp4_rows_matmul(
         parts // (rings * chains), tiles.sides, tiles.units, block_m, tiles.group, tiles.rounds,
         rank, ready is not None, (*[4] * others, *[1] * copies),
         (*[tiles.registers] * others, *[24] * copies), CODE_WORDS, SCALE_LINE,
-        num_warps=4, maxnreg=tiles.registers, enable_fp_fusion=False, **OVERLAPPED,
+        num_warps=4, maxnreg=tiles.registers, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     return out

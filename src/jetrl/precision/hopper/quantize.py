@@ -30,7 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
-from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
+from jetrl.precision.hopper.launch import let_next_start, overlapped, wait_for_previous
 from jetrl.precision.hopper.layout import (
     cdiv,
     empty_row_groups,
@@ -238,7 +238,7 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -
         _rows_kernel[(cdiv(num_rows, rows_of_program(num_rows)) * column_blocks,)](
             x, rows.codes, rows.scales, num_rows, num_columns, x.stride(0), rows.scales.stride(1),
             column_blocks, rows_of_program(num_rows), **rule(format, scales),
-            num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
+            num_warps=4, enable_fp_fusion=False, **overlapped(),
         )  # fmt: skip
     return rows
 
