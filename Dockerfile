@@ -1,5 +1,6 @@
-# jetrl for a machine with an H100 or H200: `docker build -t jetrl .`, then
+# jetrl for a machine with an H100 or H200: `docker build -t jetrl .` (or podman build), then
 #   docker run --rm --gpus all jetrl                               jetrl doctor: what works here
+#   docker run --rm jetrl jetrl train demo                         the demo, which needs no GPU
 #   docker run --rm --gpus all --ipc host -v "$PWD/runs:/jetrl/runs" \
 #       -v "$HOME/.cache/huggingface:/cache" jetrl jetrl train qwen3-1.7b-gsm8k
 # The image has the nvcc of a CUDA 13 toolkit, with which DeepGEMM compiles its kernels when they are

@@ -1,4 +1,4 @@
-"""The wheel holds its recipes and data, and the lines of the Dockerfile fit the project."""
+"""An installed wheel is enough to train, and the lines of the Dockerfile fit the project."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -20,54 +23,69 @@ ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
+# The demo with two steps of a model of one layer.
+TINY = """sft.steps=0 sft.until=none loop.steps=2 rollout.prompts_per_step=4 eval.prompts=4
+train.updates_per_step=1 model.config.num_hidden_layers=1"""
+
+
+def built(kind: str, source: Path, out: Path) -> Path:
+    """Build an sdist or a wheel without a network; return its file."""
+    build = f"import setuptools.build_meta as b, sys; print(b.build_{kind}(sys.argv[1]))"
+    words = [sys.executable, "-c", build, str(out)]
+    done = subprocess.run(words, cwd=source, check=True, capture_output=True, text=True)
+    return out / done.stdout.split()[-1]
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the sources without a network."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new virtual environment with the wheel of the sdist, and this one's dependencies."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("recipes", "data", "src"):
-        shutil.copytree(
-            ROOT / name,
-            source / name,
-            symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
-        )
-    build = "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])"
-    words = [sys.executable, "-c", build, str(out)]
-    subprocess.run(words, cwd=source, check=True, capture_output=True)
-    (file,) = out.glob("*.whl")
-    return file
-
-
-def test_a_wheel_has_the_recipes_the_data_and_the_program(wheel: Path, tmp_path: Path) -> None:
-    """The unpacked wheel and its dependencies are enough: no file of the repository is used."""
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
+    with tarfile.open(built("sdist", source, out)) as archive:
+        archive.extractall(out, filter="data")
+    (unpacked,) = out.glob("jetrl-*/")
+    wheel = built("wheel", unpacked, out)
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-        names = set(archive.namelist())
-    data = ("py.typed", "runs/report.css", "runs/metrics.txt", "tasks/gsm8k/LICENSE")
-    assert {f"jetrl/{name}" for name in data} <= names
+        names = archive.namelist()
     assert not any(name.startswith(("tests/", "tools/", "benchmarks/")) for name in names)
-    environment = dict(os.environ, PYTHONPATH=str(tmp_path))
+    environment = out / "venv"
+    venv.create(environment, with_pip=True)
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    pip = [environment / "bin" / "python", "-m", "pip", "install", *options, wheel]
+    subprocess.run(pip, check=True, capture_output=True)
+    (packages,) = environment.glob("lib/*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return environment
 
-    def python(*words: str) -> str:
-        command = [sys.executable, "-P", *words]
+
+def test_an_installed_wheel_needs_no_checkout(installed: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def ran(*words: str, code: int = 0) -> str:
+        command = [installed / "bin" / words[0], *words[1:]]
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
         )
-        return done.stdout
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
 
-    listed = json.loads(python("-m", "jetrl", "recipes", "--json"))
+    listed = json.loads(ran("jetrl", "recipes", "--json"))
     assert [recipe["name"] for recipe in listed] == packaged_recipes()
-    bench = [sys.executable, "-P", "-m", "jetrl", "bench", "step"]
-    refused = subprocess.run(bench, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "comes with a checkout" in refused.stderr
+    assert "comes with a checkout" in ran("jetrl", "bench", "step", code=2)
     program = (
         "import jetrl; from jetrl.tasks import get_task; task = get_task('gsm8k'); "
         "print(jetrl.__file__, len(task.prompts('train')), len(task.prompts('test')))"
     )
-    assert python("-c", program).split() == [str(tmp_path / "jetrl/__init__.py"), "7473", "1319"]
+    file, *sizes = ran("python", "-c", program).split()
+    assert Path(file).is_relative_to(installed)
+    assert sizes == ["7473", "1319"]
+    assert "step 2/2" in ran("jetrl", "train", "demo", *TINY.split())
+    assert (tmp_path / "runs" / "demo" / "report.html").is_file()
+    assert "12+07=" in ran("jetrl", "sample", "runs/demo", "12+07=", "--max-tokens", "4")
 
 
 def test_the_dockerfile_copies_what_the_wheel_is_built_from() -> None:
