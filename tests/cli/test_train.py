@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import tomllib
 import types
 from collections.abc import Callable
@@ -148,28 +147,6 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
     assert (small.code, "2.8 GiB are free" in small.err) == (2, True)
     assert jetrl("train", "demo", "--gpus=2").err.startswith("error: --gpus goes with --dry-run")
     assert "--gpu-memory -1: should be above 0" in jetrl(*words, "--gpu-memory=-1").err
-
-
-@pytest.mark.parametrize(
-    "file, message",
-    [
-        ("model.safetensors", "model.safetensors: truncated or not a safetensors file"),
-        ("tokenizer.json", "its tokenizer has no vocabulary: none of merges.txt"),
-    ],
-)
-def test_a_spoilt_model_is_refused_before_a_run_is_made(
-    file: str, message: str, jetrl: Callable, tiny_model: Path, tmp_path: Path
-) -> None:
-    model = shutil.copytree(tiny_model, tmp_path / "model")
-    if file == "model.safetensors":
-        (model / file).write_bytes((model / file).read_bytes()[:-100])
-    else:  # transformers then makes an empty tokenizer
-        (model / file).unlink()
-        (model / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    words = ["demo", *SMALL, f"run.dir={tmp_path / 'runs'}", f"model.path={model}"]
-    done = jetrl("train", *words, "model.config=none", "model.tokenizer=none")
-    assert (done.code, message in done.err) == (2, True), done.err
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_real_run_from_the_command_line(

@@ -201,16 +201,3 @@ def test_a_base_in_nvfp4_with_noise_is_exact_and_resumes_with_the_same_bits(tmp_
     sigmas = [line["noise/sigma"] for line in lines]
     assert sigmas == pytest.approx([0, 0.05, (0.05 * 0.01) ** 0.5, 0.01])
     assert is_as_uncut_after_step_2(uncut, tmp_path / "cut", *options)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["precision.base=nvfp4"], r"base = nvfp4.*adapter\.kind=lora"),
-        (["adapter.noise_start=0.01"], r"noise_start is set.*adapter\.kind"),
-        (["adapter.kind=lora", "adapter.noise_start=1e-4"], r"noise_start = 0\.0001 is below"),
-    ],
-)
-def test_nvfp4_and_noise_where_they_mean_nothing_are_refused(words: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_config("demo", words)

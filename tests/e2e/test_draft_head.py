@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from tests.e2e.small import SMALL, metrics, without_last_checkpoint
 
 from jetrl import load_config, train
-from jetrl.errors import UserError
 from jetrl.runs import RunDirectory
 
 TINY = [
@@ -101,8 +100,3 @@ def test_a_run_may_get_a_head_later_change_it_and_lose_it_again(runs: Any, tmp_p
     train(settings(tmp_path, "later", "rollout.speculation=off", "loop.steps=6"), resume=True)
     files = {file.name for file in (cut / "checkpoints" / "step_000006").iterdir()}
     assert "draft_head.safetensors" not in files
-
-
-def test_a_head_without_steps_that_train_it_is_refused() -> None:
-    with pytest.raises(UserError, match=r"rollout\.speculation = head needs loop\.steps above 0"):
-        load_config("demo", ["rollout.speculation=head", "loop.steps=0"])

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.e2e.small import metrics, without_last_checkpoint
 
 from jetrl import load_config, train
-from jetrl.errors import UserError
 from jetrl.runs import RunDirectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -62,8 +60,3 @@ def test_turns_are_exact_recorded_shown_and_resumed(tmp_path: Path) -> None:
     without_last_checkpoint(run.path, tmp_path / "cut")
     resumed = train(settings(tmp_path, "loop.steps=2", name="cut"), resume=True)
     assert metrics(resumed.run_path)[-1] == metrics(run.path)[-1]
-
-
-def test_turns_of_a_task_that_has_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="task arithmetic has no turns"):
-        train(load_config("demo", [f"run.dir={tmp_path}", "task.max_turns=2"]))

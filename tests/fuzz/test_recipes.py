@@ -70,7 +70,7 @@ def test_random_overrides(attempt, tmp_path):
 NAMES = ["../x", "/tmp/x", "a/b", "..", ".", "a\\b", " a", "a\n", "a\0b", "\x1b[2J", ""]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "x" * 200])
+@pytest.mark.parametrize("name", [*NAMES, "x" * 200, None])
 def test_a_run_name_is_one_folder(name, tmp_path):
     """The name may come from a recipe or from Python, which may leave the settings' check out."""
     settings = load_config("demo", [f"run.dir={tmp_path}/runs"])

@@ -29,15 +29,6 @@ def test_layout_and_settings_read_back(tmp_path, synthetic):
         assert run.path == tmp_path / "demo"
 
 
-@pytest.mark.parametrize("name", [None, "a/b", "..", " a", "a\n", "x" * 200])
-def test_name_that_is_no_folder_name_is_refused(tmp_path, name, synthetic):
-    settings = synthetic.settings_for(tmp_path)
-    section = settings.run.model_copy(update={"name": name})
-    with pytest.raises(UserError, match=r"run\.name"):
-        RunDirectory.create(settings.model_copy(update={"run": section}), synthetic.PLAN)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_name_in_use_nothing_to_resume_and_another_plan_are_refused(tmp_path, create):
     with pytest.raises(UserError, match="nothing to resume"):
         create(resume=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ BAD: list[tuple[str, ...]] = [  # what the message has, and the words
     ("for a model that is not trained", NVFP4),
     ("is missing; config.json asks", "model.path={dir}/other-shape"),
     ("no weights", "model.path={dir}/no-weights"),
+    ("model.safetensors: truncated or not a safetensors file", "model.path={dir}/cut"),
+    ("no vocabulary: none of merges.txt", "model.path={dir}/no-words", "model.tokenizer=none"),
     ("head_dim", "model.config.head_dim=33"),
     ("the model has 2 layers", "precision.last_layers_bf16=3"),
     ("has layer 7", "sampler_deviation.bf16_layers=[7]"),
@@ -37,16 +40,16 @@ BAD: list[tuple[str, ...]] = [  # what the message has, and the words
     ("context of 17 tokens is shorter", "reference.path={dir}/short", "algorithm.kl=0.1"),
     ("not the policy's", "reference.path={dir}/base", "algorithm.kl=0.1"),
     ("nowhere", "critic.path={dir}/nowhere", *PPO),
-    ("a head for tokens", "reward.model_path={dir}/base", JUDGED),
+    ("Qwen3ForCausalLM has a head for tokens", "reward.model_path={dir}/base", JUDGED),
     ("score.weight [1, 576] is missing", "reward.model_path={dir}/narrow", JUDGED),
     ("num_pages = 1000000000", "rollout.num_pages=1000000000"),
     ("KV cache too small", "rollout.num_pages=1", "rollout.page_size=16"),
-    ("is not exact", "rollout.oversample=0.5", "precision.preset=mixed"),
-    ("corrects nothing", "algorithm.correction=tis"),
+    ("use precision.preset=unified or jet", "rollout.oversample=0.5", "precision.preset=mixed"),
+    ("corrects nothing under the exact plan 'unified'", "algorithm.correction=tis"),
     ("nowhere.py", "algorithm.name=nowhere.py:loss"),
     ("nowhere.py", "task=nowhere.py:Own"),
     ("no such option", "task.options.nothing=1"),
-    ("has no turns", "task.max_turns=3"),
+    ("task arithmetic has no turns", "task.max_turns=3"),
     ("worked answers", "task={dir}/plain.py:Plain", "sft.steps=2"),
     ("have 10 tokens", "task={dir}/plain.py:Long", "sft.steps=1", *CONTEXT_9),
     ("cannot score", "task={dir}/plain.py:Broken"),
@@ -83,6 +86,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, changed in {
         "other-shape": {"num_hidden_layers": 3, "tie_word_embeddings": False},
         "no-weights": {},
+        "cut": {},
+        "no-words": {},
         "narrow": {
             "architectures": ["Qwen3ForSequenceClassification"],
             "num_labels": 1,
@@ -92,66 +97,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = json.loads((shutil.copytree(base, path / name) / "config.json").read_text())
         (path / name / "config.json").write_text(json.dumps(config | changed))
     (path / "no-weights" / "model.safetensors").unlink()
+    os.truncate(path / "cut" / "model.safetensors", 10_000)
+    (path / "no-words" / "tokenizer.json").unlink()  # transformers then makes an empty tokenizer
+    words = {"tokenizer_class": "Qwen2Tokenizer"}
+    (path / "no-words" / "tokenizer_config.json").write_text(json.dumps(words))
     (path / "runs" / "used").mkdir(parents=True)
     (path / "runs" / "used" / "config.toml").touch()
     return path
 
 
-@pytest.mark.parametrize("row", BAD, ids=lambda row: f"{row[0]}-{row[1]}")
-def test_a_dry_run_refuses_what_a_start_refuses(
-    row: tuple[str, ...],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(opening, "free_bytes", lambda _: 2**34)
-    weights_are_not_read(monkeypatch)
-    message, *given = row
-    words = ["demo", f"run.dir={folder / 'runs'}", "sft.until=none", "task.workers=0"]
-    words += ["rollout.max_tokens=12", *(word.replace("{dir}", str(folder)) for word in given)]
-    if not any(word.startswith("sft.steps") for word in words):
-        words.append("sft.steps=0")
-    before = sorted(folder.rglob("*"))
-    codes, errors = [], []
-    for options in ([], ["--dry-run"]):
-        codes.append(main(["train", *words, *options]))
-        errors.append(capsys.readouterr().err)
-    assert message in errors[0]
-    assert errors[0] == errors[1]
-    assert codes == [2, 2]
-    assert sorted(folder.rglob("*")) == before
-
-
-PAIRS = [
+PAIRS = [  # of a reward model
     (FP8_ROWS, "model.config.hidden_size=576"),
     ("has none for prompt", "task={dir}/plain.py:Plain"),
     ("is in use", "run.name=used"),
     ("vocab_size is 5", "model.config.vocab_size=5"),
 ]
+COMMANDS = {"train": ["train", "demo"], "sft": ["sft", "demo", "--task", "reward"]}
 
 
-@pytest.mark.parametrize("row", PAIRS, ids=lambda row: row[0])
-def test_so_does_that_of_a_reward_model(
+@pytest.mark.parametrize(
+    "command, row",
+    [*(("train", row) for row in BAD), *(("sft", row) for row in PAIRS)],
+    ids=lambda part: part if isinstance(part, str) else f"{part[0]}-{part[1]}",
+)
+def test_a_dry_run_refuses_what_a_start_refuses(
+    command: str,
     row: tuple[str, ...],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    weights_are_not_read(monkeypatch)
-    message, *given = row
-    words = ["sft", "demo", "--task", "reward", f"run.dir={folder / 'runs'}", "sft.until=none"]
-    words += [word.replace("{dir}", str(folder)) for word in given]
-    errors = []
-    for options in ([], ["--dry-run"]):
-        assert main([*words, *options]) == 2
-        errors.append(capsys.readouterr().err)
-    assert message in errors[0]
-    assert errors[0] == errors[1]
-
-
-def weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a start fail where it makes a model with weights."""
     for name in ("build_policy", "build_scalar_model"):
         made = getattr(opening, name)
 
@@ -162,6 +137,22 @@ def weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
             return made(settings, plan, alphabet, device)
 
         monkeypatch.setattr(opening, name, outline)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(opening, "free_bytes", lambda _: 2**34)
+    message, *given = row
+    words = [*COMMANDS[command], f"run.dir={folder / 'runs'}", "sft.until=none", "task.workers=0"]
+    words += ["rollout.max_tokens=12", *(word.replace("{dir}", str(folder)) for word in given)]
+    if command == "train" and not any(word.startswith("sft.steps") for word in words):
+        words.append("sft.steps=0")
+    before = sorted(folder.rglob("*"))
+    codes, errors = [], []
+    for options in ([], ["--dry-run"]):
+        codes.append(main([*words, *options]))
+        errors.append(capsys.readouterr().err)
+    assert message in errors[0]
+    assert errors[0] == errors[1]
+    assert codes == [2, 2]
+    assert sorted(folder.rglob("*")) == before
 
 
 OF_GPUS = [

@@ -196,6 +196,15 @@ def test_packaged_recipes_are_valid_and_round_trip(name: str, tmp_path: Path) ->
         ),
         (["data.explore=0.3"], "data.explore = 0.3 means nothing with data.order = shuffle"),
         (["model.path=a", "model.config=b"], "model.path and model.config are both set"),
+        (["algorithm.name=ppo"], "ppo needs a critic, as with critic.path=policy"),
+        (["critic.path=policy"], "grpo has no critic"),
+        (["rollout.speculation=head", "loop.steps=0"], "= head needs loop.steps above 0"),
+        (["reward.rule=0.0"], "both 0"),
+        (["reward.model=0.5"], "needs reward.model_path"),
+        (["reward.model_path=x"], "reward.model = 0"),
+        (["precision.base=nvfp4"], "is not trained: set adapter.kind=lora"),
+        (["adapter.noise_start=0.01"], "noise_start is set: set adapter.kind=lora"),
+        (["adapter.kind=lora", "adapter.noise_start=1e-4"], "noise_start = 0.0001 is below"),
     ],
 )
 def test_settings_that_do_not_agree_are_refused_with_words(
