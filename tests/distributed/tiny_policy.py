@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import torch
+from tests.training.shared import config
 
 from jetrl.distributed.collectives import whole_tensor
 from jetrl.distributed.shards import Shard
@@ -16,22 +16,10 @@ from jetrl.settings.loading import Settings
 from jetrl.training.optimizer import Optimizer
 from jetrl.types import Completion, Prompt, Sample, Score
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 300,  # two whole blocks of rows, and a ragged one
-    "hidden_size": 128,  # one block: of several ranks one owns it, the others no row
-    "intermediate_size": 384,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+# Rows of the vocabulary are two whole blocks and a ragged one; of a hidden size of one block one of
+# several ranks owns it, and the others no row.
+SIZES = {"vocab_size": 300, "intermediate_size": 384, "max_position_embeddings": 2048}
+CONFIG = config(**SIZES, num_key_value_heads=2, tie_word_embeddings=False)
 
 
 def make_policy(seed: int, states: str = "compact") -> tuple[Policy, Optimizer]:

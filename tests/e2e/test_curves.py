@@ -7,6 +7,7 @@ another order.
 from __future__ import annotations
 
 import numpy as np
+from tests.training.shared import config
 
 from jetrl import Policy, load_config
 from jetrl.precision import PrecisionPlan
@@ -14,20 +15,7 @@ from jetrl.training.sft import SftTrainer
 from jetrl.types import Example
 
 STEPS, WINDOW = 60, 10
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+CONFIG = config(vocab_size=64, intermediate_size=256, num_hidden_layers=2, num_key_value_heads=2)
 
 
 def chains(seed: int) -> list[list[Example]]:

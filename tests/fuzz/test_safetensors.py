@@ -10,19 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.models.stored_weights import our_config
 
 from jetrl.errors import UserError
 from jetrl.models import hf
-from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.families import parameter_shapes
 from jetrl.models.tiny import RandomWeights
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    **{"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
-    **{"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "rms_norm_eps": 1e-6},
-    **{"max_position_embeddings": 16, "tie_word_embeddings": True},
-}
-MODEL = ModelConfig.from_hf(CONFIG)
+MODEL = our_config(tied=True, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

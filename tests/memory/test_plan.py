@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from benchmarks.shapes import SHAPES
+from tests.training.shared import config
 
 from jetrl.errors import UserError
 from jetrl.memory.fitting import check_fits, shown
@@ -29,22 +30,10 @@ from jetrl.settings.loading import load_config
 
 GIB = 2**30
 STAGED = 8 * (2 * 128 * 2 + 4 * 4)  # bytes of a token, of 8 heads of 128
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-}
+WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+CONFIG = config(**WIDTHS, vocab_size=512, num_hidden_layers=2, num_key_value_heads=2)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
-LARGE = ModelConfig.from_hf(SHAPES["qwen3-8b"])
+SMALL, LARGE = ModelConfig.from_hf(CONFIG), ModelConfig.from_hf(SHAPES["qwen3-8b"])
 
 
 def row(plan: MemoryPlan, what: str, moment: str = "rollout") -> int:
@@ -75,11 +64,10 @@ def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: boo
 
 
 def test_a_base_in_nvfp4_is_counted_as_it_is() -> None:
-    config = ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True})
     asked = settings("adapter.kind=lora", "precision.base=nvfp4", "precision.first_layers_bf16=1")
     plan = PrecisionPlan.from_settings(asked.precision)
-    policy = Policy(config, plan, dict(RandomWeights(config, 0)), trains=lambda name: False)
-    assert row(MemoryPlan(asked, config), "quantized weights") == held(policy)
+    policy = Policy(SMALL, plan, dict(RandomWeights(SMALL, 0)), trains=lambda name: False)
+    assert row(MemoryPlan(asked, SMALL), "quantized weights") == held(policy)
 
 
 def test_prompts_are_counted_once_for_their_completions() -> None:
@@ -148,18 +136,17 @@ def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
 
 
 def test_the_draft_head_and_texts_of_drafts_count() -> None:
-    config = ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True})
-    policy = Policy(config, PrecisionPlan.preset("unified"), dict(RandomWeights(config, 0)))
+    policy = Policy(SMALL, PrecisionPlan.preset("unified"), dict(RandomWeights(SMALL, 0)))
     head = DraftHead(policy, 3, 0)
     elements = sum(master.numel() for master in head.masters.values())
     kept = sum(w.nbytes for w in head.weights.values()) + head.rows.nbytes
-    plan = MemoryPlan(settings("rollout.speculation=head", "draft_head.most_tokens=100"), config)
-    expected = (4 + 8) * elements + kept + 100 * config.hidden_size * 2
+    plan = MemoryPlan(settings("rollout.speculation=head", "draft_head.most_tokens=100"), SMALL)
+    expected = (4 + 8) * elements + kept + 100 * SMALL.hidden_size * 2
     assert row(plan, "draft head: weights") == pytest.approx(expected, rel=0.05)  # norms apart
     words = ["rollout.max_batch_size=48", "rollout.speculation=text"]
-    text = Speculation("text", 48, config.max_position_embeddings, policy.device).text
+    text = Speculation("text", 48, SMALL.max_position_embeddings, policy.device).text
     kept = text.text.nbytes + text.tables.nbytes + 3 * 4 * (GPU_ARCHIVE - CPU_ARCHIVE)
-    plan = MemoryPlan(settings(*words), config, load=Workload(48, 64, 48, 64))
+    plan = MemoryPlan(settings(*words), SMALL, load=Workload(48, 64, 48, 64))
     assert row(plan, "text of drafts") == pytest.approx(kept, rel=1e-3)
 
 
@@ -167,9 +154,7 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "head_dim": 64}
     path = make_tiny(tmp_path / "other", **sizes)
     one = settings("algorithm.name=ppo", f"critic.path={path}", f"reference.path={path}")
-    plan = MemoryPlan(
-        one, ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True}), OtherModels.of(one)
-    )
+    plan = MemoryPlan(one, SMALL, OtherModels.of(one))
     critic = ScalarModel.from_language_model(path, PrecisionPlan.preset("unified"))
     masters = sum(4 * p.numel() for p in critic.master_weights().values())
     assert row(plan, "critic: weights") == 3 * masters + held(critic)
@@ -246,13 +231,12 @@ def test_adapters_have_room_on_one_card(
 
 @pytest.mark.parametrize("preset", ["unified", "fp32"])
 def test_a_base_and_its_adapter_are_those_of_a_policy(preset: str) -> None:
-    config = ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True})
     lora = LoRA(5, 10.0, targets=("q_proj", "v_proj", "down_proj"), train_norms=True)
     plan = PrecisionPlan.preset(preset)
-    policy = Policy(config, plan, RandomWeights(config, 0), adapter=Adapter.new(config, lora, 0))
+    policy = Policy(SMALL, plan, RandomWeights(SMALL, 0), adapter=Adapter.new(SMALL, lora, 0))
     words = [f"precision.preset={preset}", "adapter.kind=lora", "adapter.rank=5"]
     words += ['adapter.targets=["q_proj", "v_proj", "down_proj"]', "adapter.train_norms=true"]
-    planned = MemoryPlan(settings(*words), config)
+    planned = MemoryPlan(settings(*words), SMALL)
     masters = sum(4 * p.numel() for p in policy.master_weights().values())
     assert row(planned, "master weights of the adapter") == masters
     assert row(planned, "gradients", "optimizer") == masters

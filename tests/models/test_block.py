@@ -42,11 +42,9 @@ class Experts(Block):
 
     def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         count, inner = self.num_experts, self.moe_intermediate_size
-        linears = {
-            "gate_up.weight": (count * 2 * inner, hidden),
-            "down.weight": (count * hidden, inner),
-        }
-        return {"post_norm.weight": (hidden,), "router.weight": (count, hidden), **linears}
+        linears = {"gate_up": (count * 2 * inner, hidden), "down": (count * hidden, inner)}
+        shapes = {"post_norm": (hidden,), "router": (count, hidden), **linears}
+        return {f"{name}.weight": shape for name, shape in shapes.items()}
 
     def stored_names(self, fused: bool) -> dict[str, tuple[str, ...]]:
         experts = [f"mlp.experts.{number}" for number in range(self.num_experts)]
@@ -138,9 +136,8 @@ def test_files_have_every_expert_and_the_router_is_no_linear_layer(path: Path) -
 
 def test_keys_are_the_blocks_own(path: Path, tmp_path: Path) -> None:
     config, _ = read_model(path)
-    fields = config.flat()
-    absent = fields["norm_topk_prob"]  # so transformers' default
-    assert (absent, fields["moe_intermediate_size"]) == (False, 128)
+    fields = config.flat()  # absent is norm_topk_prob: so transformers' default
+    assert (fields["norm_topk_prob"], fields["moe_intermediate_size"]) == (False, 128)
     with pytest.raises(UserError, match=r"config\.json: num_experts = 0: should be greater than"):
         ModelConfig.from_hf({**config.raw, "num_experts": 0})
     with pytest.raises(UserError, match="qwen3 has no num_experts: intermediate_size"):

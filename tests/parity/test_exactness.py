@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training.shared import config
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.models import dense
@@ -14,21 +15,8 @@ from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.session.parity import check_policy, locate, measure, random_prompts, self_check
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.2,
-}
+SIZES = {"vocab_size": 256, "intermediate_size": 256, "max_position_embeddings": 256}
+CONFIG = config(**SIZES, num_hidden_layers=2, initializer_range=0.2)
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
