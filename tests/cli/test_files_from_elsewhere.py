@@ -13,21 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.cli.test_models import DIGITS
 
 from jetrl import load_config, train
 from jetrl.training.checkpoint_files import fingerprint
 
-TASK = """
-from jetrl.tasks import Task
-from jetrl.types import Prompt
-
-class Digits(Task):
-    alphabet = "0123456789+="
-    def prompts(self, split): return [Prompt(id=str(i), text=f"{i}+1=") for i in range(4)]
-    def score(self, prompt, completion): return len(completion) / 100
-
-def check(prompt, completion): return 1.0
-"""
+TASK = DIGITS + "def check(prompt, completion): return 1.0\n"
 ALGORITHM = """
 def loss(tokens): return -tokens.trainer_logprobs * tokens.advantages
 """

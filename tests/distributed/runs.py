@@ -5,16 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.reliability.faults import SUMS
+
 from jetrl import load_config, train
 from jetrl.runs import RunDirectory, reproducible
 
-TASK = Path(__file__).parents[1] / "reliability" / "soak_task.py"
 SMALL = [
-    f"task.name={TASK}:Digits",
-    "task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}",
-    "task.workers=0",
-    "model.config.num_hidden_layers=1",
-    "model.config.max_position_embeddings=64",
+    *SUMS,
     "sft.steps=3",
     "sft.until=2.0",
     "sft.check_every=2",
@@ -25,7 +22,6 @@ SMALL = [
     "algorithm.dynamic_sampling=true",
     "eval.every=2",
     "eval.prompts=5",
-    "train.lr=3e-3",
     "train.updates_per_step=2",
     "train.warmup_steps=0",
     "train.tokens_per_micro_batch=48",

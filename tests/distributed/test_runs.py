@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.distributed.ranks import run_ranks
 from tests.distributed.runs import STEPS_ALONE, results, run_small, same_bytes
+from tests.e2e.small import before_call
 
 from jetrl import load_config
 from jetrl.cli.main import main
@@ -131,24 +132,10 @@ def test_rare_parts_of_a_run_have_the_same_results_on_two_ranks(tmp_path: Path) 
     assert any("half of a character" in record["failure"] for record in records)
 
 
-def _at(owner: Any, name: str, call: int, act: Any) -> None:
-    """Let `act` run before the n-th call (from 1) of a function, in this process from now on."""
-    original, calls = getattr(owner, name), 0
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            act()
-        return original(*args, **kwargs)
-
-    setattr(owner, name, wrapped)
-
-
 def _terminated(folder: str, on_ranks: tuple[int, ...], name: str) -> str:
     """Return how a run ends with SIGTERM on some ranks in the sampling of step 3, and go on."""
     if world().rank in on_ranks:
-        _at(verbs, "sample_prompts", 3, lambda: signal.raise_signal(signal.SIGTERM))
+        before_call(verbs, "sample_prompts", 3, lambda: signal.raise_signal(signal.SIGTERM))
     try:
         run_small(folder, name, *THREE)
     except Terminated as end:
@@ -193,11 +180,11 @@ def _trouble(folder: str) -> list[str]:
 
     original = RolloutEngine.generate, PromptOrder.draw
     if world().rank == 1:
-        _at(RolloutEngine, "generate", 2, not_finite)
+        before_call(RolloutEngine, "generate", 2, not_finite)
     end_of("nan", NonFiniteError)
     RolloutEngine.generate = original[0]  # type: ignore[method-assign]
     if world().rank == 1:
-        _at(Trainer, "step", 2, one_prompt_less)
+        before_call(Trainer, "step", 2, one_prompt_less)
     end_of("prompts", RanksDiffer)
     PromptOrder.draw = original[1]  # type: ignore[method-assign]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from jetrl.runs import RunDirectory, reproducible
 
@@ -44,8 +45,26 @@ def task_of(path: Path, body: str) -> str:
     return f"{file}:Sum"
 
 
-def metrics(path: Path) -> list[dict[str, float]]:
-    return [{"step": r["step"], **reproducible(r)} for r in RunDirectory.open(path).metrics()]
+def metrics(path: Path, phase: str | None = None) -> list[dict[str, float]]:
+    return [{"step": r["step"], **reproducible(r)} for r in RunDirectory.open(path).metrics(phase)]
+
+
+def before_call(owner: Any, name: str, call: int, act: Any, put: Any = setattr) -> None:
+    """Let `act` run before the n-th call (from 1) of a function, in this process from now on."""
+    original, calls = getattr(owner, name), 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            act()
+        return original(*args, **kwargs)
+
+    put(owner, name, wrapped)
+
+
+def cut() -> None:
+    raise RuntimeError("cut")
 
 
 def without_last_checkpoint(run: Path, copy: Path) -> Path:

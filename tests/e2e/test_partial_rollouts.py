@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.small import SMALL
+from tests.distributed.runs import results
+from tests.e2e.small import SMALL, without_last_checkpoint
 
 from jetrl import load_config, train
-from jetrl.errors import UserError
-from jetrl.runs import RunDirectory, reproducible
-from jetrl.session import RunResult, Session
-from jetrl.session.step import Step
+from jetrl.runs import RunDirectory
+from jetrl.session import RunResult
 
 TINY = [
     *SMALL,
@@ -59,30 +58,10 @@ def test_completions_cross_steps_and_the_new_tokens_are_exact(uncut: RunResult) 
     assert mixed, "a completion of two policies"
 
 
-def test_cut_and_resumed_equals_uncut(
-    uncut: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Session.update
-
-    def cut_at_step_4(self: Session, step: Step) -> Any:
-        if step.number == 4:
-            raise RuntimeError("cut")
-        return original(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Session, "update", cut_at_step_4)
-        with pytest.raises(RuntimeError, match="cut"):
-            train(settings(tmp_path, name="cut"))
+def test_cut_and_resumed_equals_uncut(uncut: RunResult, tmp_path: Path) -> None:
+    without_last_checkpoint(uncut.run_path, tmp_path / "cut")
     resumed = train(settings(tmp_path, name="cut"), resume=True)
-
-    def rows(path: Path) -> Any:
-        run = RunDirectory.open(path)
-        return [
-            [reproducible(r) for r in run.metrics("rl")],
-            [json.dumps(run.rollouts(step)) for step in run.rollout_steps()],
-        ]
-
-    assert rows(resumed.run_path) == rows(uncut.run_path)
+    assert results(resumed.run_path) == results(uncut.run_path)
     left, right = (r.checkpoint_path / "masters.safetensors" for r in (resumed, uncut))
     assert left.read_bytes() == right.read_bytes()
 
@@ -107,8 +86,3 @@ def test_turned_on_and_off_where_a_run_goes_on(tmp_path: Path) -> None:
     last = run.metrics("rl")[-2:]
     assert [r.get("partial_rollout/unfinished") for r in last] == [0, None]
     assert all(len(run.rollouts(step)) == 12 for step in run.rollout_steps())
-
-
-def test_an_inexact_plan_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unified or jet"):
-        train(settings(tmp_path, "precision.preset=mixed"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e.small import SMALL
+from tests.e2e.small import SMALL, before_call, cut, metrics, task_of
 
 from jetrl import load_config, train
 from jetrl.cli.main import main
@@ -15,7 +15,7 @@ from jetrl.errors import UserError
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
-from jetrl.runs import RunDirectory, reproducible
+from jetrl.runs import RunDirectory
 from jetrl.session import open as opening
 from jetrl.session.session import Session
 from jetrl.training.sft import RewardTrainer
@@ -60,28 +60,20 @@ def test_cut_and_resumed_equals_uncut(tmp_path: Path, monkeypatch: pytest.Monkey
         return main(["sft", "demo", *words, f"run.name={name}", "--task", "reward", *more])
 
     assert train_it("uncut") == 0
-    step = RewardTrainer.step
-
-    def killed(trainer: RewardTrainer, pairs: Any) -> Any:
-        if trainer.optimizer.num_updates == 3:
-            raise RuntimeError("killed")
-        return step(trainer, pairs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(RewardTrainer, "step", killed)
-        with pytest.raises(RuntimeError, match="killed"):
+        before_call(RewardTrainer, "step", 4, cut, patch.setattr)
+        with pytest.raises(RuntimeError, match="cut"):
             train_it("cut")
     assert train_it("cut", "--resume") == 0
-    uncut, cut = tmp_path / "uncut", tmp_path / "cut"
-    a, b = (
-        [reproducible(line) for line in RunDirectory.open(path).metrics()] for path in (uncut, cut)
-    )
-    assert a == b
-    assert [i + 1 for i, line in enumerate(a) if "reward_model/eval_accuracy" in line] == [2, 4, 5]
+    uncut, resumed = tmp_path / "uncut", tmp_path / "cut"
+    lines = metrics(uncut)
+    assert metrics(resumed) == lines
+    evaluated = [i + 1 for i, line in enumerate(lines) if "reward_model/eval_accuracy" in line]
+    assert evaluated == [2, 4, 5]
     model = Path("model") / "model.safetensors"
-    assert (uncut / model).read_bytes() == (cut / model).read_bytes()
+    assert (uncut / model).read_bytes() == (resumed / model).read_bytes()
     assert train_it("cut", "--resume", "sft.steps=6", "report.enabled=true") == 0
-    page = (cut / "report.html").read_text()
+    page = (resumed / "report.html").read_text()
     assert "6 supervised updates" in page
     assert "Pairs in the right order" in page
 
@@ -96,70 +88,33 @@ def test_its_score_is_weighed_into_the_reward(judge: Path, tmp_path: Path) -> No
     assert line["reward/part/model"] != 0
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["reward.rule=0.0"], "both 0"),
-        (["reward.model=0.5"], "needs reward.model_path"),
-        (["reward.model_path=x"], "reward.model = 0"),
-    ],
-)
-def test_weights_that_mean_nothing_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_config("demo", words)
-
-
 def test_what_is_no_reward_model_of_the_policy_is_refused(judge: Path, tmp_path: Path) -> None:
     other = make_tiny(tmp_path / "other", vocab_size=128, alphabet="0123456789+=ab")
     words = [*TINY, "sft.steps=2", f"run.dir={tmp_path}", f"model.path={other}", "reward.model=0.5"]
     words += ["model.config=none", "model.tokenizer=none"]
     with pytest.raises(UserError, match=r"reward\.model_path = .* its tokenizer is not the policy"):
         train(load_config("demo", [*words, f"reward.model_path={judge / 'out'}"]))
-    with pytest.raises(UserError, match="Qwen3ForCausalLM has a head for tokens"):
-        train(load_config("demo", [*words, f"reward.model_path={other}"]))
-
-
-PAIRS = """
-from jetrl.tasks import Task
-from jetrl.types import Prompt
-
-class Pairs(Task):
-    alphabet = "0123456789+="
-
-    def prompts(self, split):
-        return [Prompt(id=f"p{i}", text=f"{i}+{i}=") for i in range(9)]
-
-    def preference(self, prompt):
-        return BODY
-
-    def self_test(self):
-        return []
-
-    def score(self, prompt, completion):
-        return 0.0
-"""
 
 
 def with_pairs(tmp_path: Path, body: str) -> list[str]:
-    file = tmp_path / "pairs.py"
-    file.write_text(PAIRS.replace("BODY", body))
+    preference = f"def preference(self, prompt):\n        return {body}"
+    task = task_of(tmp_path, f"return 0.0\n\n    {preference}")
     words = [word for word in TINY if not word.startswith("task.options")]
-    words += ["sft.steps=2", "eval.prompts=2", f"task={file}:Pairs", f"run.dir={tmp_path / 'runs'}"]
+    words += ["sft.steps=2", "eval.prompts=2", f"task={task}", f"run.dir={tmp_path / 'runs'}"]
     return ["sft", "demo", *words, "--task", "reward"]
 
 
 def test_a_dry_run_says_what_is_odd_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = with_pairs(tmp_path, "('1', '1' if prompt.id == 'p3' else '123')")
+    words = with_pairs(tmp_path, "('1', '1' if prompt.id == '3' else '123')")
     assert main([*words, "--dry-run"]) == 0
-    assert "1 of 9 pairs are the same completion twice" in capsys.readouterr().out
+    assert "1 of 20 pairs are the same completion twice" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
     "body, message",
     [
-        ("('1', '1' * (5000 if prompt.id == 'p7' else 1))", "prompt 'p7' and its completion"),
-        ("None if prompt.id == 'p8' else ('1', '2')", "has none for prompt 'p8'"),
+        ("('1', '1' * (5000 if prompt.id == '7' else 1))", "prompt '7' and its completion"),
         ("'12'", "its preference is not two texts"),
     ],
 )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.small import SMALL, metrics, task_of
+from tests.e2e.small import SMALL, before_call, cut, metrics, task_of
 
 from jetrl import Policy, load_config, train
-from jetrl.errors import MismatchError, RunStopped, StorageError, UserError
+from jetrl.errors import MismatchError, RunStopped, UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
 from jetrl.session import RunResult, Session
-from jetrl.training import checkpoint_files
 from jetrl.training.sft import SftTrainer
 
 TINY = [
@@ -77,10 +75,6 @@ def test_a_run_leaves_what_it_promises(uncut: RunResult) -> None:
     assert model.tokenizer.decode(model.tokenizer.encode("12+34=")) == "12+34="
 
 
-class CutError(Exception):
-    """A run is cut in the middle of a call."""
-
-
 @pytest.mark.parametrize(
     ("owner", "method", "call"),
     [
@@ -101,17 +95,9 @@ def test_cut_and_resumed_equals_uncut(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    original, calls = getattr(owner, method), []
-
-    def cut(self: Any, *args: Any) -> Any:
-        calls.append(method)
-        if len(calls) == call:
-            raise CutError
-        return original(self, *args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(owner, method, cut)
-        with pytest.raises(CutError):
+        before_call(owner, method, call, cut, patch.setattr)
+        with pytest.raises(RuntimeError, match="cut"):
             train(settings(tmp_path))
     saved = tmp_path / "run" / "checkpoints" / "sft"
     if owner is SftTrainer:
@@ -123,45 +109,12 @@ def test_cut_and_resumed_equals_uncut(
     assert not saved.exists(), "the warm-up is over"
 
 
-def test_a_checkpoint_that_cannot_be_written_stops_the_run(
-    uncut: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_run_cannot_go_on_with_is_refused(
+    uncut: RunResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another thread writes, so the lines of the step are whole, and the run can be resumed."""
-    write = checkpoint_files.write_tensors
-
-    def full_disk(path: Path, tensors: Any) -> Any:
-        if "step_000002" in str(path) and "sft" not in str(path):
-            raise OSError(28, "No space left on device")
-        return write(path, tensors)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "write_tensors", full_disk)
-        with pytest.raises(StorageError, match=r"step_000002 could not be written: No space left"):
-            train(settings(tmp_path))
-    run = RunDirectory.open(tmp_path / "run")
-    assert (run.state(), run.metrics()[-1]["step"] < 4) == ("stopped", True)
-    assert is_as_uncut(train(settings(tmp_path), resume=True), uncut)
-
-
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(
-    uncut: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(uncut.run_path, tmp_path / "run")
-    same = train(settings(tmp_path), resume=True)
-    assert "all steps of loop.steps=4 are done" in capsys.readouterr().out
-    assert is_as_uncut(same, uncut)
-    assert same.checkpoint_path is not None
-    damaged = same.checkpoint_path / "masters.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-7])
-    resumed = train(settings(tmp_path), resume=True)
-    printed = capsys.readouterr().out
-    assert "step_000004 is damaged" in printed
-    assert "resumed after step 2" in printed
-    assert is_as_uncut(resumed, uncut)
-
-
-def test_what_a_run_cannot_go_on_with_is_refused(uncut: RunResult, tmp_path: Path) -> None:
     runs = uncut.run_path.parent
+    assert is_as_uncut(train(settings(runs), resume=True), uncut)
+    assert "all steps of loop.steps=4 are done" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"'run' is in use.*--resume"):
         train(settings(runs))
     # The policy as the warm-up left it is not there any more.

@@ -28,7 +28,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,10 +37,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import faults
 import torch
-from kill_and_resume import SMALL, check_same, fingerprint, forked
+from kill_and_resume import SMALL, check_same, fingerprint, fork, forked
 from torch.distributed import TCPStore
 
-from jetrl.cli.main import main as command
 from jetrl.distributed.peers import peers
 from jetrl.distributed.process_group import FILES
 from jetrl.training.checkpoint import Checkpoints
@@ -156,23 +154,15 @@ def _fork(
     rank: int, size: int, port: int, arguments: list[str], log: Path, prepare: Callable[[int], None]
 ) -> int:
     """Start one rank; return its process."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        torch.set_num_threads(1)
+
+    def begin() -> None:
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
         os.environ |= {name: str(value) for name, value in {**own, **store, **agent}.items()}
         prepare(rank)
-        faults.redirect(log)
-        code = command(arguments)
-        sys.stdout.flush()
-        os._exit(code)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(99)
+
+    return fork(arguments, log, begin)
 
 
 @contextlib.contextmanager

@@ -21,17 +21,20 @@ from jetrl.session import Session
 from jetrl.training.optimizer import Optimizer
 
 TASK = Path(__file__).with_name("soak_task.py")
-SMALL = [
+SUMS = [
     f"task.name={TASK}:Digits",
     "task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}",
     "task.workers=0",
     "train.lr=3e-3",
+    "model.config.num_hidden_layers=1",
+    "model.config.max_position_embeddings=64",
+]
+SMALL = [
+    *SUMS,
     "rollout.prompts_per_step=4",
     "rollout.samples_per_prompt=4",
     "rollout.max_tokens=6",
     "checkpoint.every=2",
-    "model.config.num_hidden_layers=1",
-    "model.config.max_position_embeddings=64",
 ]
 
 

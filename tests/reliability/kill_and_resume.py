@@ -61,28 +61,30 @@ class Attempt:
     code: int
 
 
+def fork(arguments: list[str], log: Path, prepare: Callable[[], None]) -> int:
+    """Start `jetrl ARGUMENTS` in a fork of this process, which calls `prepare` first."""
+    if child := os.fork():
+        return child
+    try:
+        torch.set_num_threads(1)
+        prepare()
+        faults.redirect(log)
+        code = jetrl(arguments)
+        sys.stdout.flush()
+        os._exit(code)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(99)
+
+
 def forked(
     arguments: list[str],
     log: Path,
     prepare: Callable[[], None] = lambda: None,
     kill_after_s: float | None = None,
 ) -> Attempt:
-    """Run `jetrl ARGUMENTS` in a fork of this process, which may be killed after some seconds.
-
-    The fork calls `prepare` first.
-    """
-    child = os.fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)
-            prepare()
-            faults.redirect(log)
-            code = jetrl(arguments)
-            sys.stdout.flush()
-            os._exit(code)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(99)
+    """Run `jetrl ARGUMENTS` in a fork of this process, which may be killed after some seconds."""
+    child = fork(arguments, log, prepare)
     ended, status = 0, 0
     if kill_after_s is not None:
         deadline = time.monotonic() + kill_after_s

@@ -20,6 +20,7 @@ import pytest
 from jetrl import train
 from jetrl.cli.main import main
 from jetrl.errors import StorageError
+from jetrl.runs import RunDirectory
 from jetrl.session import Session
 from jetrl.training.checkpoint import Checkpoints
 
@@ -114,19 +115,20 @@ def test_a_file_that_cannot_be_opened(
     assert train(small("loop.steps=4"), resume=True).steps == 4
 
 
-@pytest.mark.parametrize("failing, every", [(1, 1), (3, 1), (1, 2), (2, 2)])
-def test_any_checkpoint_of_the_warm_up(
+@pytest.mark.parametrize("failing, every", [(1, 1), (3, 1), (1, 2), (2, 2), (5, 1)])
+def test_any_checkpoint(
     failing: int,
     every: int,
     small: Callable[..., Any],
     same: Callable[[Path, Path], bool],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The disk is full from a checkpoint on, and has room again when the run is resumed.
+    """The disk is full from one of the warm-up or of a step on, and has room again on resuming.
 
     The checkpoint fails in the background, so the line of the next update is written.
     """
-    words = ("sft.steps=4", "sft.examples_per_step=4", f"checkpoint.every={every}", "loop.steps=1")
+    words = ("sft.steps=4", "sft.examples_per_step=4", f"checkpoint.every={every}", "loop.steps=2")
     uncut = train(small(*words, name="uncut"))
     begun = 0
 
@@ -142,6 +144,7 @@ def test_any_checkpoint_of_the_warm_up(
         patch.setattr(Checkpoints, "write", full)
         with pytest.raises(StorageError, match="go on with --resume"):
             train(small(*words))
+    assert RunDirectory.open(tmp_path / "run").state() == "stopped"
     assert same(train(small(*words), resume=True).run_path, uncut.run_path)
 
 

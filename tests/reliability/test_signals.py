@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.e2e.small import before_call
 
 from jetrl import train
 from jetrl.cli.main import main as jetrl
@@ -37,17 +38,12 @@ def signalled(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *numbers: int
 ) -> None:
     """Let signals arrive within the n-th call (from 1) of a method."""
-    original, calls = getattr(owner, name), 0
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            for number in numbers:
-                signal.raise_signal(number)
-        return original(*args, **kwargs)
+    def arrive() -> None:
+        for number in numbers:
+            signal.raise_signal(number)
 
-    monkeypatch.setattr(owner, name, wrapped)
+    before_call(owner, name, call, arrive, monkeypatch.setattr)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.e2e.small import metrics, task_of
 
 import jetrl.precision.linear as linear
 from jetrl import load_config, train
@@ -17,7 +19,7 @@ from jetrl.errors import NonFiniteError
 from jetrl.models import dense
 from jetrl.models.policy import Policy
 from jetrl.rollout.prefill import Prefill
-from jetrl.runs import RunDirectory, anomalies, reproducible
+from jetrl.runs import RunDirectory, anomalies
 from jetrl.session import Session
 from jetrl.session.step import Step
 from jetrl.training.extras.critic import Critic
@@ -26,33 +28,16 @@ from jetrl.training.optimizer import Optimizer
 TINY = """sft.steps=0 rollout.prompts_per_step=4 rollout.samples_per_prompt=4 rollout.max_tokens=5
 eval.every=0 train.updates_per_step=1 train.warmup_steps=0 train.lr=1e-3 checkpoint.every=1
 report.enabled=false model.config.num_hidden_layers=2 model.config.max_position_embeddings=32"""
-TASK = """
-from jetrl.tasks import Task
-from jetrl.types import Prompt
-
-class Sum(Task):
-    alphabet = "0123456789+="
-
-    def prompts(self, split):
-        return [Prompt(id=str(i), text=f"{i}+{i}=", answer=str(2 * i)) for i in range(20)]
-
-    def score(self, prompt, completion):
-        return float(sum(map(ord, completion)) % 3)  # so that groups differ at once
+SCORE = """return float(sum(map(ord, completion)) % 3)  # so that groups differ at once
 
     def demonstration(self, prompt):
-        return prompt.answer
-"""
+        return prompt.answer"""
+lines = functools.partial(metrics, phase="rl")
 
 
 def settings(path: Path, *overrides: str, name: str = "run") -> Any:
-    file = path / "sums.py"
-    file.write_text(TASK)
-    where = [f"task={file}:Sum", f"run.dir={path}", f"run.name={name}"]
+    where = [f"task={task_of(path, SCORE)}", f"run.dir={path}", f"run.name={name}"]
     return load_config("demo", [*TINY.split(), *where, *overrides])
-
-
-def lines(path: Path) -> list[dict[str, float]]:
-    return [{"step": r["step"], **reproducible(r)} for r in RunDirectory.open(path).metrics("rl")]
 
 
 def masters(path: Path) -> bytes:
