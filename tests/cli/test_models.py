@@ -244,9 +244,7 @@ def test_a_run_directory_stands_for_its_exported_model(tiny_model: Path, tmp_pat
     assert open_policy(tiny_model, None, "auto").plan.name == "unified"
 
 
-def test_a_run_that_was_cut_stands_for_its_last_checkpoint(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_was_cut_stands_for_its_last_checkpoint(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "runs" / "cut", None, "unified")
     alphabet = get_task("arithmetic").alphabet
     settings = load_config("demo", ["run.seed=5"])
