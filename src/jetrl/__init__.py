@@ -15,12 +15,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jetrl.errors import UserError as UserError
     from jetrl.loop import train as train
     from jetrl.models.policy import Policy as Policy
     from jetrl.precision import PrecisionPlan as PrecisionPlan
     from jetrl.rollout.engine import RolloutEngine as RolloutEngine
     from jetrl.settings.loading import Settings as Settings
     from jetrl.settings.loading import load_config as load_config
+    from jetrl.tasks.base import Task as Task
     from jetrl.types import Completion as Completion
     from jetrl.types import Prompt as Prompt
     from jetrl.types import SamplingParams as SamplingParams
@@ -37,6 +39,8 @@ _HOME = {
     "SamplingParams": "types",
     "Score": "types",
     "Settings": "settings.loading",
+    "Task": "tasks.base",
+    "UserError": "errors",
     "load_config": "settings.loading",
     "train": "loop",
 }
@@ -60,8 +64,13 @@ _RENAMED = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        what = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(what, name=name, obj=sys.modules[__name__])  # Python adds the nearest
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class _RenamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):

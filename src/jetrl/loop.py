@@ -8,18 +8,43 @@ with the mismatch measured before any weight changes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jetrl.session import RunResult, Session
+from jetrl.session.from_python import settings_of
 from jetrl.session.ranks import joined_in_script
 from jetrl.settings.loading import Settings
 
 
-def train(settings: Settings, resume: bool = False) -> RunResult:
+def train(
+    settings: Settings | str | Path | None = None,
+    resume: bool = False,
+    *,
+    model: Any = None,
+    data: Any = None,
+    rewards: Any = (),
+    reward_weights: Sequence[float] | None = None,
+    task: Any = None,
+    **sections: Any,
+) -> RunResult:
     """Run reinforcement learning to its end, `loop.steps`, or resume it from its last checkpoint.
+
+        train("mine.toml")
+        train(model="Qwen/Qwen3-1.7B", rewards=[f, g], data="rows.jsonl", train={"lr": 2e-6})
 
     In a script that torchrun started as several ranks, the ranks are joined, and an error ends all
     of them with its exit code instead of being raised.
+
+    Args:
+        settings: Settings, or a recipe: a file, or a packaged one by name.
+        model: The model's directory or hub name.
+        data: Rows (dicts), or their file, folder or name.
+        rewards: Functions (session/from_python.py), or names of checkers, such as "math".
+        reward_weights: A factor for each of them; default: 1 each.
+        task: A task's name, class or instance, in place of data and rewards.
+        sections: Other settings; a dict for `model`, `data` or `task` is that section too.
 
     Raises:
         UserError: Settings, data or a model that cannot be used, before anything is trained.
@@ -27,6 +52,8 @@ def train(settings: Settings, resume: bool = False) -> RunResult:
         KeyboardInterrupt, Terminated: Ctrl-C, SIGTERM; checkpoint and report are written. A second
             signal ends the run at once, with the last checkpoint good.
     """
+    own = {"model": model, "data": data, "rewards": rewards, "task": task}
+    settings = settings_of(settings, **own, reward_weights=reward_weights, **sections)
     with joined_in_script(settings, resume) as resumed, Session(settings, resumed) as session:
         session.warm_up()  # supervised, if sft.steps > 0
         session.evaluate_start()

@@ -47,6 +47,7 @@ def test_overrides_win_over_the_recipe_and_later_ones_over_earlier(tmp_path: Pat
         ('rollout.stop=["</a>", "\\n"]', "rollout", "stop", ("</a>", "\n")),
         ("run.name=2024-05-01", "run", "name", "2024-05-01"),
         ('run.name="a b"', "run", "name", "a b"),
+        ("model=Qwen/Qwen3-8B", "model", "path", "Qwen/Qwen3-8B"),
         ("model.path=some/dir = x", "model", "path", "some/dir = x"),
         ("task=my.py:MyTask", "task", "name", "my.py:MyTask"),
         ("task.options={digits = 2}", "task", "options", {"digits": 2}),
@@ -71,7 +72,7 @@ def test_override_values(override: str, section: str, key: str, value: object) -
         ("num_generations=8", "here it is rollout.samples_per_prompt"),
         ("trian.lr=3", "did you mean train.lr?"),
         ("zebra.stripes=3", "known sections: run, model, adapter"),
-        ("model=Qwen/Qwen3-8B", "name a key, such as model.path"),
+        ("rollout=3", "name a key, such as rollout.prompts_per_step"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(override: str, hint: str) -> None:

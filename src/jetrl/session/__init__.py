@@ -2,6 +2,7 @@
 
 session           the verbs of the loop
 step              a step's record, sampling parameters, dynamic sampling and metrics
+from_python       settings from a program's functions and rows
 open, building    checks before the start; models and data
 training_run      run directory, console, phases, memory peaks
 prompt_order      which prompts per step draws

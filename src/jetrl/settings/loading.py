@@ -29,23 +29,29 @@ __all__ = ["Settings", "describe", "find_recipe", "load_config", "packaged_recip
 logger = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
-SHORT = {"task": "name", "trackers": "names"}  # `task=gsm8k` is `task.name=gsm8k`
+SHORT = {"model": "path", "task": "name", "trackers": "names"}  # `task=gsm8k` is `task.name=gsm8k`
 _NO_TOML = (ValueError, RecursionError)  # also a number of 5,000 digits, or 1,000 brackets
 
 
-def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Settings:
+def load_config(
+    recipe: str | Path | Settings | None = None,
+    overrides: Sequence[str] = (),
+    sections: Mapping[str, Any] | None = None,
+) -> Settings:
     """Return the settings of a TOML recipe and of `key=value` overrides, the last one winning.
 
     An override's value is read as TOML if the setting is not text (`1e-6`, `true`, `["a"]`),
     unchanged if it is text, and `none` unsets. `task=NAME` is short for `task.name=NAME`,
-    `trackers=wandb` for `trackers.names=["wandb"]`; another task than the recipe's replaces its
-    whole [task] section. An override of model.path replaces the recipe's model.config and its
-    tokenizer; a warning says so. Relative paths stay relative to the working folder.
+    `model=PATH` for `model.path=PATH`, `trackers=wandb` for `trackers.names=["wandb"]`; another
+    task than the recipe's replaces its whole [task] section. An override of model.path replaces the
+    recipe's model.config and its tokenizer; a warning says so. Relative paths stay relative to the
+    working folder.
 
     Args:
         recipe: A TOML file, or the name of a packaged recipe (`demo`), which run.name defaults to;
-            None: no recipe.
+            settings to be changed; None: no recipe.
         overrides: Settings as `section.key=value`.
+        sections: Settings as `{"train": {"lr": 2e-6}}`, which overrides win over.
 
     Raises:
         UserError: An unknown recipe, the TOML does not parse, a key is unknown, or a value
@@ -54,10 +60,19 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
     tree: dict[str, Any] = {}
     origins: Origins = {}
     names = ["the overrides"] if overrides else []
-    if recipe is not None:
+    if isinstance(recipe, Settings):
+        tree = recipe.model_dump(mode="json", exclude_unset=True)
+    elif recipe is not None:
         path = find_recipe(recipe)
         tree, names = _read_toml(path, origins), [str(path), *names]
     origins[""] = " and ".join(names) or "the settings"
+    for section, given in (sections or {}).items():
+        old = tree.get(section)
+        if section == "task" and isinstance(old, dict) and isinstance(given, Mapping):
+            old = old if given.get("name", old.get("name")) == old.get("name") else None
+        tree[section] = _merged(old, given)
+        keys = [f"{section}.{key}" for key in given] if isinstance(given, Mapping) else [section]
+        origins.update(dict.fromkeys(keys, f"argument {section}"))
     for section in SHORT.keys() & tree.keys():
         if not isinstance(tree[section], dict):  # trackers = "wandb", above the first section
             tree[section] = {SHORT[section]: tree[section]}
@@ -65,12 +80,18 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
     for override in overrides:
         _apply_override(tree, override, origins)
     _check_tree(tree, Settings, (), origins)
-    if recipe is not None:
+    if isinstance(recipe, str | Path):
         tree.setdefault("run", {}).setdefault("name", path.stem)
     try:
-        return Settings.model_validate_json(json.dumps(tree), strict=True)
+        return Settings.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         raise UserError(explain(error, Settings, origins)) from None
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not isinstance(old, dict) or not isinstance(new, Mapping):
+        return new
+    return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
 
 
 def packaged_recipes() -> list[str]:
@@ -120,7 +141,7 @@ def _read_toml(path: Path, origins: Origins) -> dict[str, Any]:
 def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     """Drop a recipe's settings for its own task or model if overrides name another one."""
     words = [(key.strip(), text.strip()) for key, _, text in (o.partition("=") for o in overrides)]
-    given = {"task.name" if key == "task" else key: text for key, text in words}
+    given = {f"{key}.{SHORT[key]}" if key in SHORT else key: text for key, text in words}
     task, model = tree.get("task"), tree.get("model")
     name = _parse_value(given.get("task.name", "none"), is_text=True)
     if isinstance(task, dict) and "task.name" in given and name != task.get("name"):

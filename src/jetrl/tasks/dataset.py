@@ -7,7 +7,8 @@ Options name the fields of the prompt and of the answer, and the checker of comp
     exact               the whole completion, except for spaces around it
     regex               the first group of the last match of `pattern`, except for spaces around it;
                         without an answer, any match is right
-    file.py:function    function(prompt, completion) of your file: a number or a Score
+    file.py:function    function(prompt, completion) of your file: a number or a Score; also with
+                        the signatures of TRL and verl (rewards.py)
     none                0 for all: for supervised training, or next to a reward model
 
 The first three give 1 or 0. `math` and `regex` have a part `answered`: 1 if the completion has an
@@ -20,16 +21,16 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError, nearest
 from jetrl.tasks.answers import answer_key, check_math, gold_answer, load_math_verify
 from jetrl.tasks.base import Format, HeldOutShare, Task, question_content, to_stops
+from jetrl.tasks.live import PREFIX
+from jetrl.tasks.rewards import Checker, reward_function, weighted
 from jetrl.tasks.rows import Row, check_path, has_field, read_rows, splits_of, value_at
-from jetrl.tasks.user_files import load_function
 from jetrl.types import Prompt, Score
 
 # A field in a template. A dotted path begins with a letter: {0.5} is LaTeX.
@@ -65,6 +66,8 @@ class Dataset(Task):
         id: Field that names a row; "": its split and number.
         template: The question, with `{field}` for fields of the row but not for the answer or a
             completion; default: only the prompt field.
+        checker: One of the above, or several, whose rewards are added.
+        weights: Factors of several checkers' rewards; default: 1 each.
         strict: Whether the checker math accepts only marked answers.
         format: "chat" makes a user's message of a text, "text" leaves it plain.
         test_share: Fraction of the rows held out as `test`, if the data has no splits.
@@ -83,7 +86,8 @@ class Dataset(Task):
         rejected: str | None = None,
         id: str = "",
         template: str | None = None,
-        checker: str = "math",
+        checker: str | list[str] = "math",
+        weights: list[float] | None = None,
         pattern: str | None = None,
         strict: bool = False,
         format: Format = "chat",
@@ -92,7 +96,8 @@ class Dataset(Task):
         seed: int = 0,
         config: str | None = None,
     ) -> None:
-        if answer == "" and checker in ("math", "exact"):
+        names = [checker] if isinstance(checker, str) else checker
+        if answer == "" and {"math", "exact"} & {*names}:
             raise UserError(f"task.options.answer is empty: checker {checker!r} needs an answer")
         check_path(path)
         self.path, self.config = path, config
@@ -106,8 +111,8 @@ class Dataset(Task):
         }
         self.fields |= {"chosen": chosen, "rejected": rejected}
         self.stop = to_stops(stop, "task.options.stop")
-        self._check = get_checker(checker, pattern, strict)
-        self._checker, self._strict = checker, strict
+        self._check = get_checker(checker, pattern, strict, weights)
+        self._checkers, self._strict = names, strict
         self._own_splits = splits_of(path)
         if self._own_splits:
             self.splits = tuple(self._own_splits)
@@ -140,20 +145,19 @@ class Dataset(Task):
 
     def _require_answer(self, prompt: Prompt) -> None:
         if prompt.answer is None and self._needs_answer:
-            what = (
-                f"{self.path}: checker {self._checker!r} needs an answer, and row {prompt.id} has"
-            )
+            checker = self._checkers[0]
+            what = f"{self.path}: checker {checker!r} needs an answer, and row {prompt.id} has"
             named = "name the answer's field in task.options.answer"
             instead = "set task.options.checker (file.py:function, or none if you only fine-tune)"
             raise UserError(f"{what} none: {named}, or {instead}")
 
     @property
     def _needs_answer(self) -> bool:
-        return self._checker in ("math", "exact", "regex") and self.fields["answer"] != ""
+        return bool({"math", "exact", "regex"} & {*self._checkers}) and self.fields["answer"] != ""
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
         """Return the answer that the checker `math` reads; None for other checkers."""
-        return answer_key(completion, self._strict) if self._checker == "math" else None
+        return answer_key(completion, self._strict) if self._checkers == ["math"] else None
 
     def demonstration(self, prompt: Prompt) -> str | None:
         return self._completion(prompt, "demonstration", f"row {prompt.id}")
@@ -205,7 +209,7 @@ class Dataset(Task):
         if answer is None and self._needs_answer:
             if not any(self._name(row, role) for role in ("demonstration", "chosen")):
                 _value(row, "answer", where, "task.options.answer names it")
-        elif self._checker == "math" and not gold_answer(answer or ""):
+        elif "math" in self._checkers and not gold_answer(answer or ""):
             what = f"{where}: field {self._name(row, 'answer')!r} (the answer) is {answer!r:.60}"
             why = "the checker 'math' reads no answer in it"
             raise UserError(f"{what}: {why}; give a number or LaTeX, or drop the row")
@@ -313,18 +317,32 @@ def _message(item: object, field: str) -> Mapping[str, str]:
     raise UserError(f"{field} has the message {item!r:.60}, which needs a role and a content")
 
 
-Checker = Callable[[Prompt, str], float | Score]
-
-
-def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> Checker:
-    """Return the checker called `name`."""
-    file, colon, function = name.rpartition(":")
-    if pattern is not None and name != "regex":
+def get_checker(
+    name: str | Sequence[str],
+    pattern: str | None = None,
+    strict: bool = False,
+    weights: Sequence[float] | None = None,
+) -> Checker:
+    """Return the checker called `name`, or the weighted sum of several."""
+    names = [name] if isinstance(name, str) else [*name]
+    if pattern is not None and "regex" not in names:
         raise UserError("task.options.pattern: only the checker 'regex' has one")
-    if strict and name != "math":
+    if strict and "math" not in names:
         raise UserError("task.options.strict: only the checker 'math' takes it")
-    if colon and file.endswith(".py"):
-        return load_function(Path(file), function)
+    if not names:
+        raise UserError("task.options.checker = []: name one or more")
+    if isinstance(name, str) and weights is None:
+        return _one_checker(name, pattern, strict)
+    words = [one.rpartition(":")[2] for one in names]
+    labels = [w if words.count(w) == 1 else f"{w}-{n}" for n, w in enumerate(words, start=1)]
+    checkers = (_one_checker(one, pattern, strict) for one in names)
+    return weighted(dict(zip(labels, checkers, strict=True)), weights)
+
+
+def _one_checker(name: str, pattern: str | None, strict: bool) -> Checker:
+    file, colon, _ = name.rpartition(":")
+    if colon and (file.endswith(".py") or name.startswith(PREFIX)):
+        return reward_function(name)
     if name == "math":
         load_math_verify()
         return lambda prompt, completion: check_math(prompt.answer or "", completion, strict)

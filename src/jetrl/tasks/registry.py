@@ -23,6 +23,7 @@ from jetrl.settings.section import NonNegativeFloat, Section, Text
 from jetrl.settings.sections import TaskSettings
 from jetrl.tasks.base import Task, check_options, check_values, naming_errors, option_key
 from jetrl.tasks.dataset import Dataset
+from jetrl.tasks.live import PREFIX, live
 from jetrl.tasks.questions import SOURCES, Benchmark, Gsm8k, benchmark_name
 from jetrl.tasks.reasoning import ReasoningGym
 from jetrl.tasks.rows import SUFFIXES
@@ -195,6 +196,9 @@ def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) ->
     if name.startswith("reasoning_gym:"):
         dataset = name.removeprefix("reasoning_gym:")
         return build(ReasoningGym, name, {**options, "dataset": dataset})
+    if name.startswith(PREFIX):
+        task = live(name, "task.name")
+        return task if isinstance(task, Task) else build(task, name, options)
     file, colon, class_name = name.rpartition(":")
     if name.endswith(".py"):
         raise UserError(f"task {name}: add the class, as in {name}:MyTask")

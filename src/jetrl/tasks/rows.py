@@ -20,6 +20,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.files import MOST_TEXT
+from jetrl.tasks.live import PREFIX, live
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv")
@@ -33,6 +34,8 @@ _SAVED = ("dataset_dict.json", "state.json")  # of save_to_disk: a dictionary of
 
 def check_path(path: str) -> None:
     """Raise `UserError` for a path that does not exist and cannot be a data set's name."""
+    if path.startswith(PREFIX):
+        return
     location = Path(path).expanduser()
     local = location.suffix in SUFFIXES or path.startswith((".", "/", "~"))
     local = local or ("/" in path and location.parent.is_dir())  # a mistyped data/NAME
@@ -42,6 +45,8 @@ def check_path(path: str) -> None:
 
 def splits_of(path: str) -> list[str] | None:
     """Return a folder's splits; None for one file or saved set, [] for a name to be loaded."""
+    if path.startswith(PREFIX):
+        return None
     location = Path(path).expanduser()
     if location.is_file() or (location / "state.json").is_file():
         return None
@@ -67,6 +72,8 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 
 def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tuple[Row, str]]:
     """Return the rows of a split, or of a single file, with their `data/train.jsonl, line 7`."""
+    if path.startswith(PREFIX):
+        return ((row, f"data, row {n}") for n, row in enumerate(live(path, "task.path")))
     location = Path(path).expanduser()
     if location.is_dir() and any((location / name).is_file() for name in _SAVED):
         return _saved_rows(location, split)

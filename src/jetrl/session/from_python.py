@@ -1,0 +1,126 @@
+"""Settings of a Python program: functions, rows and tasks get the names that settings have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.settings.loading import Settings, load_config
+from jetrl.tasks import Task
+from jetrl.tasks.live import PREFIX, name_of
+
+logger = logging.getLogger(__name__)
+
+
+def settings_of(
+    settings: Settings | str | Path | None = None,
+    *,
+    model: str | Path | Mapping[str, Any] | None = None,
+    data: str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    rewards: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] = (),
+    reward_weights: Sequence[float] | None = None,
+    task: str | Mapping[str, Any] | type[Task] | Task | None = None,
+    **sections: Any,
+) -> Settings:
+    """Return the settings of `jetrl.train`: a recipe's or the defaults, changed by the others.
+
+    A reward function or task at the top of another file is named by that file, and scores in worker
+    processes with the limits of [task]. Any other is called in this process, without limits.
+
+    Args:
+        settings: Settings, or a recipe: a file, or a packaged one by name.
+        model: The directory or hub name (model.path).
+        data: Rows, or their file, folder or name (task.path); every column reaches the rewards.
+        rewards: Functions, each as in tasks/rewards.py, or names of checkers, such as "math".
+        reward_weights: A factor for each of the rewards; default: 1 each.
+        task: A task's name, class or instance, in place of data and rewards.
+        sections: Settings by section; a dict for `model`, `data` or `task` is the section too.
+
+    Raises:
+        UserError: An argument or a setting is unknown or wrong.
+    """
+    if not isinstance(settings, Settings | str | Path | None):
+        kind = type(settings).__name__
+        raise UserError(
+            f"settings: a {kind}; give a recipe's path or a Settings, or model= and so on"
+        )
+    # Settings of the arguments that are no sections.
+    overrides: list[str] = []
+    names = _names(rewards)
+    own = _task_section(task, data, names, reward_weights)
+    if names and not {"name", "path"} & own.keys() and settings is None:
+        raise UserError("rewards: there is nothing to score; add data=, rows or their file")
+    # A model by its name is an override, which puts a recipe's own config aside.
+    if isinstance(model, str | Path):
+        overrides.append(f"model.path={model}")
+    elif model is not None and not isinstance(model, Mapping):
+        raise UserError(f"model: a {type(model).__name__}; give its directory or hub name")
+    # Sections, as they are or with these settings. Without a recipe the run needs a name.
+    tables = {"model": model, "data": data}
+    given = sections | {key: table for key, table in tables.items() if isinstance(table, Mapping)}
+    if own:
+        given["task"] = own
+    words = [Path(model).name] if isinstance(model, str | Path) else []
+    words += [name.rpartition(":")[2] for name in names[:1]]
+    run = sections.get("run", {})
+    if words and settings is None and isinstance(run, Mapping):
+        given["run"] = {"name": "-".join(words).lower(), **run}
+    return load_config(settings, overrides, given)
+
+
+def _task_section(
+    task: Any, data: Any, names: list[str], weights: Sequence[float] | None
+) -> dict[str, Any]:
+    """Return the section [task] of a task, rows and the names of reward functions."""
+    own: dict[str, Any] = {}
+    if isinstance(task, Mapping):
+        own = dict(task)
+    elif task is not None:
+        own = {"name": task if isinstance(task, str) else name_of(task)}
+    if data is not None and not isinstance(data, Mapping):
+        own = {"name": "dataset", "path": _path(data), **own}
+    options = own.get("options", {})
+    if (names or weights is not None) and isinstance(options, Mapping):
+        checker = names[0] if len(names) == 1 and weights is None else names
+        factors = {} if weights is None else {"weights": weights}
+        own["options"] = {"checker": checker, **factors, **options}
+    # Workers are other processes: they have only what a file can give them.
+    live = [name for name in (str(own.get("name")), *names) if name.startswith(PREFIX)]
+    if live:
+        own.setdefault("workers", 0)
+        limits = "without task.timeout_s and task.memory_mib, which functions of another file have"
+        shown = ", ".join(name.removeprefix(PREFIX) for name in live)
+        logger.warning("%s: called in this process, %s", shown, limits)
+    return own
+
+
+def _path(data: Any) -> str:
+    """Return rows as task.path: their path, or the name of rows in memory."""
+    if isinstance(data, str | Path):
+        return str(data)
+    try:
+        rows = list(data)
+    except TypeError:
+        raise UserError(f"data: a {type(data).__name__}; give rows (dicts) or a path") from None
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise UserError(f"data, row {number}: {row!r:.60} is no dict of columns")
+    return name_of(rows, "data")
+
+
+def _names(rewards: Any) -> list[str]:
+    given = [rewards] if callable(rewards) or isinstance(rewards, str) else [*rewards]
+    for reward in given:
+        if not callable(reward) and not isinstance(reward, str):
+            what = f"rewards: {reward!r:.60} is no function"
+            raise UserError(f"{what}; a reward model is reward={{'model_path': ..., 'model': 1.0}}")
+    labels = [getattr(reward, "__name__", type(reward).__name__) for reward in given]
+    return [
+        reward
+        if isinstance(reward, str)
+        else name_of(reward, label if labels.count(label) == 1 else f"{label}-{number}")
+        for number, (reward, label) in enumerate(zip(given, labels, strict=True), start=1)
+    ]
