@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from benchmarks.shapes import SHAPES
 from tests.training.shared import config
 
 from jetrl.errors import UserError
-from jetrl.memory.fitting import check_fits, shown
+from jetrl.memory.fitting import DoesNotFitError, check_fits, shown
 from jetrl.memory.pages import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload
 from jetrl.models.adapter import Adapter, LoRA
@@ -75,7 +76,7 @@ def test_prompts_are_counted_once_for_their_completions() -> None:
         "rollout.prompts_per_step=4", "rollout.samples_per_prompt=16", "train.updates_per_step=1"
     )
     assert Workload.of(one, LARGE, longest_prompt=100) == Workload(
-        sequences=64, tokens=100 + one.rollout.max_tokens, trained=64, prompts=400
+        sequences=64, tokens=100 + one.rollout.max_tokens, trained=64, prompts=400, prompt=100
     )
     held_out = settings("eval.every=1", "eval.prompts=200", "rollout.max_batch_size=50")
     load = Workload.of(held_out, LARGE, 10)
@@ -129,10 +130,31 @@ def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
     assert both in refused(105 * GIB)
     assert "no setting makes it fit" in refused(12 * GIB)
     assert "does not fit in CPU memory" in refused(40 * GIB, device="cpu")
+    assert "it fits with adapter.kind=lora: " in refused(60 * GIB)
     # A reference that can wait elsewhere is the first thing to move.
+    load = Workload(256, 512, 256, 8192)
+    assert "it fits with precision.base=nvfp4: 2" in refused(22 * GIB, "adapter.kind=lora")
+    both = "it fits with adapter.kind=lora precision.base=nvfp4: 2"
+    assert both in refused(22 * GIB)
     recomputed, load = "train.activation_checkpointing=true", Workload(256, 512, 256, 8192)
     least = MemoryPlan(settings(recomputed), LARGE, None, load, tokens=1024).peak + 2 * GIB
     assert "it fits with reference.offload=true" in refused(least, "algorithm.kl=0.1", recomputed)
+
+
+def test_shorter_answers_are_proposed_if_one_sequence_is_too_long() -> None:
+    long = replace(LARGE, max_position_embeddings=40960)
+    words = ["model.config.max_position_embeddings=40960", "adapter.kind=lora", "eval.every=1"]
+    asked = settings("rollout.max_tokens=32768", *words)
+    load = Workload.of(asked, long, 1000)
+    with pytest.raises(DoesNotFitError) as error:
+        check_fits(asked, long, OtherModels(), load, "cuda", 50 * GIB)
+    shorter = [way for way in error.value.ways if "rollout.max_tokens" in way.changes]
+    assert [way.changes for way in shorter] == [{"rollout.max_tokens": 8192}]
+    assert shorter[0].fitted.plan.needed <= 50 * GIB
+    changed = settings("rollout.max_tokens=8192", *words)
+    load = Workload.of(changed, long, 1000)
+    again = check_fits(changed, long, OtherModels(), load, "cuda", 50 * GIB)
+    assert again.plan.needed == shorter[0].fitted.plan.needed
 
 
 def test_the_draft_head_and_texts_of_drafts_count() -> None:

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from pydantic import ValidationError
+
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
@@ -16,7 +18,10 @@ from jetrl.settings.loading import Settings, as_override
 
 STEP = 1024  # Micro-batches are planned in multiples of so many tokens.
 _MORE_GPUS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried if a run does not fit
-_Remedy = tuple[str, str, object]  # section, key and value of a setting
+_SHORT_ANSWER = 256  # tokens: no shorter completions are proposed
+_MOST_WAYS = 3  # of one kind that are proposed
+_PINNED = "distributed.same_bits_down_to"
+Changes = dict[str, object]  # values of settings by their dotted names
 _FEW_SEQUENCES = 256  # Decode's graphs and logits take little for so many at once.
 
 
@@ -32,6 +37,39 @@ class Fitted:
     plan: MemoryPlan
     tokens: int
     free: int | None
+
+
+@dataclass(frozen=True)
+class Way:
+    """Changes with which a run fits.
+
+    Attributes:
+        cards: The number of GPUs; 0: as many as before.
+    """
+
+    changes: Changes
+    cards: int
+    fitted: Fitted
+
+    def __str__(self) -> str:
+        words = " ".join(f"{key}={as_override(value)}" for key, value in self.changes.items())
+        where = f"with {words}"
+        if self.cards:
+            where = f"on {self.cards} GPUs like this one (torchrun --nproc-per-node)"
+            where += f", with {words}" if words else ""
+        plan = self.fitted.plan
+        size = f"{plan.needed / GIB:.1f} GiB{' on each' if self.cards else ''}"
+        most = f"in micro-batches of up to {plan.micro_batch.tokens} tokens"
+        rate = "; train.lr is then about ten times higher" if "adapter.kind" in self.changes else ""
+        return f"it fits {where}: {size}, {most}{rate}"
+
+
+class DoesNotFitError(UserError):
+    """A run does not fit; `ways` are the smallest changes with which it does."""
+
+    def __init__(self, message: str, ways: list[Way]) -> None:
+        super().__init__(message)
+        self.ways = ways
 
 
 @dataclass(frozen=True)
@@ -51,7 +89,7 @@ class _Run:
 
     def largest(self, free: int) -> Fitted | None:
         """Return the plan with the largest micro-batches that fit; None if no size does."""
-        most = self.settings.train.tokens_per_micro_batch
+        most = self.tokens
         fewest = self.settings.distributed.same_bits_down_to or self.cards
         for tokens in (most, *range((most - 1) // STEP * STEP, 0, -STEP)):
             plans = [replace(self, cards=n).plan(free, tokens) for n in {fewest, self.cards}]
@@ -59,24 +97,33 @@ class _Run:
                 return Fitted(self.plan(free, tokens), tokens, free)
         return None
 
-    def fits_with(self, remedies: Sequence[_Remedy], free: int, cards: int = 0) -> str:
-        """Return in words how the run fits with some settings changed; "" if it does not."""
-        settings = self.settings
-        for section, key, value in remedies:
-            new = getattr(settings, section).model_copy(update={key: value})
-            settings = settings.model_copy(update={section: new})
-        run = replace(self, settings=settings, cards=cards or self.cards)
+    def with_changes(self, changes: Changes, cards: int) -> _Run | None:
+        """Return the run with some settings changed; None if they conflict with others."""
+        tree = self.settings.model_dump(exclude_unset=True)
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            tree[section] = {**tree.get(section, {}), name: value}
+        try:
+            settings = Settings.model_validate(tree)
+            PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+        except (ValidationError, UserError):
+            return None
+        longest = min(self.load.tokens, self.load.prompt + settings.longest_answer)
+        load = replace(self.load, tokens=longest) if "rollout.max_tokens" in changes else self.load
+        return replace(self, settings=settings, load=load, cards=cards)
+
+    def way(self, changes: Changes, free: int, cards: int = 0) -> Way | None:
+        """Return how the run fits with some settings changed, or on more GPUs; None if not."""
+        run = self.with_changes(changes, cards or self.cards)
+        # The smallest micro-batch first: most changes do not even help that.
+        if run is None or run.plan(free, min(STEP, self.tokens)).needed > free:
+            return None
         fitted = run.largest(free)
-        if fitted is None:
-            return ""
-        words = " ".join(f"{part}.{key}={as_override(value)}" for part, key, value in remedies)
-        where = f"with {words}"
-        if cards:
-            where = f"on {cards} GPUs like this one (torchrun --nproc-per-node)"
-            where += f", with {words}" if words else ""
-        size = f"{fitted.plan.needed / GIB:.1f} GiB{' on each' if cards else ''}"
-        most = f"in micro-batches of up to {fitted.plan.micro_batch.tokens} tokens"
-        return f"it fits {where}: {size}, {most}"
+        return None if fitted is None else Way(changes, cards, fitted)
+
+    @property
+    def tokens(self) -> int:
+        return self.settings.train.tokens_per_micro_batch
 
 
 def check_fits(
@@ -97,7 +144,7 @@ def check_fits(
         cards: The number of GPUs; None: one per process.
 
     Raises:
-        UserError: The run does not fit; the message names settings that would.
+        DoesNotFitError: The run does not fit; the message names settings that would.
     """
     tokens = settings.train.tokens_per_micro_batch
     run = _Run(settings, config, others, load, world().size if cards is None else cards)
@@ -117,7 +164,9 @@ def check_fits(
         if free is not None and needed > free:
             what = "weights, optimizer states and gradients"
             sizes = f"{what} take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
-            raise UserError(f"the model does not fit in CPU memory: {sizes}\n\n{shown(plan)}")
+            plans = "to plan for a GPU: --dry-run --gpu-memory 80"
+            message = f"the model does not fit in CPU memory: {sizes}; {plans}\n\n{shown(plan)}"
+            raise UserError(message)
         return Fitted(plan, tokens, free)
     fitted = run.largest(free)
     if fitted is not None:
@@ -127,45 +176,84 @@ def check_fits(
     where, each = ("the GPU", "") if tightest.cards == 1 else (f"{tightest.cards} GPUs", " on each")
     sizes = f"{least.needed / GIB:.1f} GiB{each}, and {free / GIB:.1f} GiB are free"
     why = f"even with micro-batches of {least.micro_batch.tokens} tokens it needs {sizes}"
-    plan_and_advice = f"{shown(least)}\n\n{_advice(tightest, free)}"
-    raise UserError(f"the model does not fit on {where}: {why}\n\n{plan_and_advice}")
+    ways = _ways(tightest, free)
+    nothing = "no setting makes it fit: use a smaller model or a GPU with more memory"
+    advice = "\n".join(map(str, ways)) or nothing
+    message = f"the model does not fit on {where}: {why}\n\n{shown(least)}\n\n{advice}"
+    raise DoesNotFitError(message, ways)
 
 
-def _advice(run: _Run, free: int) -> str:
-    """Return, in words, the fewest settings with which the run fits, and the fewest GPUs."""
-    remedies = list(_remedies(run))
-    sets = (itertools.combinations(remedies, n) for n in range(1, len(remedies) + 1))
-    by_settings = (run.fits_with(chosen, free) for chosen in itertools.chain(*sets))
+def _ways(run: _Run, free: int) -> list[Way]:
+    """Return the smallest changes with which a run fits: of all parameters, LoRA's, more GPUs."""
+    remedies, shorter = list(_remedies(run)), list(_shorter_answers(run))
+    base: Changes = {"precision.base": "nvfp4"}
+    if run.settings.adapter.kind is None:
+        whole = _smallest(run, [*remedies, *shorter], {}, free)
+        lora = _smallest(run, [*remedies, base, *shorter], {"adapter.kind": "lora"}, free)
+        ways = [*whole, *lora]
+    else:
+        ways = whole = _smallest(run, [*remedies, base, *shorter], {}, free)
     # More GPUs hold less each, unless forwards read the master weights.
     divided = PrecisionPlan.from_settings(run.settings.precision).rest != "fp32"
     counts = [n for n in _MORE_GPUS if divided and n > run.cards]
-    pinned = bool(run.settings.distributed.same_bits_down_to)
-    by_cards = (
-        run.fits_with((*chosen, *[("distributed", "same_bits_down_to", n)] * pinned), free, n)
-        for chosen in dict.fromkeys(((), tuple(remedies)))
-        for n in counts
-    )
-    found = [next(filter(None, ways), "") for ways in (by_settings, by_cards)]
-    nothing = "no setting makes it fit: use a smaller model or a GPU with more memory"
-    nothing += ", or lower rollout.max_tokens" if run.load.sequences else ""
-    return "\n".join(filter(None, found)) or nothing
+    pinned = run.settings.distributed.same_bits_down_to
+    saving = [] if whole else [dict(pair for remedy in remedies for pair in remedy.items())]
+    for changes in ({}, *saving):
+        by_cards = (
+            run.way({**changes, **({_PINNED: n} if pinned else {})}, free, n) for n in counts
+        )
+        if found := next(filter(None, by_cards), None):
+            return [*ways, found]
+    return ways
 
 
-def _remedies(run: _Run) -> Iterator[_Remedy]:
-    """Yield settings that save memory, the cheapest first."""
-    settings = run.settings
-    train = settings.train
+def _smallest(run: _Run, remedies: Sequence[Changes], always: Changes, free: int) -> list[Way]:
+    """Return up to three sets of remedies with which a run fits, all of the fewest settings."""
+    remedies = [remedy for remedy in remedies if run.with_changes({**always, **remedy}, run.cards)]
+    all_of_them = dict(pair for r in (always, *remedies) for pair in r.items())
+    if run.way(all_of_them, free) is None:
+        return []
+    for count in range(len(remedies) + 1):
+        found: dict[tuple[str, ...], Way] = {}
+        for chosen in itertools.combinations(remedies, count):
+            changes = dict(always)
+            for remedy in chosen:
+                changes |= remedy
+            keys = tuple(changes)
+            twice = len(keys) < len(always) + sum(map(len, chosen))  # of one setting
+            if not twice and keys not in found and (way := run.way(changes, free)):
+                found[keys] = way
+                if len(found) == _MOST_WAYS:
+                    break
+        if found:
+            return list(found.values())
+    return []
+
+
+def _remedies(run: _Run) -> Iterator[Changes]:
+    """Yield changes that save memory, those that cost the least first."""
+    settings, train = run.settings, run.settings.train
     measured = settings.reference.path is not None or settings.algorithm.kl > 0
     if measured and not settings.reference.offload:
-        yield "reference", "offload", True
+        yield {"reference.offload": True}
     if settings.reward.model_path is not None and not settings.reward.offload:
-        yield "reward", "offload", True
+        yield {"reward.offload": True}
     if train.optimizer_states == "fp32":
-        yield "train", "optimizer_states", "compact"
+        yield {"train.optimizer_states": "compact"}
     if run.load.of_a_rank(settings, run.cards).sequences > _FEW_SEQUENCES:
-        yield "rollout", "max_batch_size", _FEW_SEQUENCES
+        yield {"rollout.max_batch_size": _FEW_SEQUENCES}
     if not train.activation_checkpointing:
-        yield "train", "activation_checkpointing", True
+        yield {"train.activation_checkpointing": True}
+
+
+def _shorter_answers(run: _Run) -> Iterator[Changes]:
+    """Yield halves of the maximum completion, the longest first."""
+    settings, answer = run.settings, run.settings.longest_answer
+    while run.load.sequences and (answer := answer // 2) >= _SHORT_ANSWER:
+        shorter: Changes = {"rollout.max_tokens": answer}
+        if (settings.eval.max_tokens or 0) > answer:
+            shorter["eval.max_tokens"] = answer
+        yield shorter
 
 
 _LEAST = GIB / 2000  # bytes: less is 0.000 in the table

@@ -86,6 +86,7 @@ class Workload:
         continues: Whether forwards over prompts read keys of earlier tokens (replies of an
             environment, continued completions).
         most_held: Maximum tokens of all sequences at once; None: each may be the longest.
+        prompt: Tokens of the longest prompt.
     """
 
     sequences: int
@@ -95,6 +96,7 @@ class Workload:
     together: int = 1
     continues: bool = False
     most_held: int | None = None
+    prompt: int = 0
 
     @staticmethod
     def of(
@@ -110,9 +112,9 @@ class Workload:
         """
         rollout, held_out = settings.rollout, settings.eval
         most = rollout.prompts_per_step * rollout.samples_per_prompt
-        answer, sequences, prompts = rollout.max_tokens, most, rollout.prompts_per_step
+        answer, sequences = settings.longest_answer, most
+        prompts = rollout.prompts_per_step
         if held_out.every:
-            answer = max(answer, held_out.max_tokens or 0)
             sequences = max(sequences, (held_out.prompts or most) * held_out.samples)
             prompts = max(prompts, held_out.prompts or most)
         prompt = answer if longest_prompt is None else longest_prompt
@@ -122,6 +124,7 @@ class Workload:
             trained=-(-most // settings.train.updates_per_step),
             prompts=prompts * prompt,
             continues=(max_turns or settings.task.max_turns or 1) > 1 or rollout.oversample > 0,
+            prompt=prompt,
         )
 
     @staticmethod

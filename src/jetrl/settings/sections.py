@@ -80,7 +80,8 @@ class RunSettings(Section):
     """The section `[run]`: the run's directory, seed, limits and device."""
 
     name: str | None = None
-    """name of the run's directory; unset: the recipe's"""
+    """name of the run's directory; unset: the recipe's, or on the command line the model's and the
+    task's"""
     dir: str = "runs"
     """folder that holds run directories"""
     seed: NonNegative = 0
@@ -425,6 +426,11 @@ class Settings(Section):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    @property
+    def longest_answer(self) -> int:
+        """Maximum tokens of a completion, in training or in an evaluation."""
+        return max(self.rollout.max_tokens, (self.eval.every and self.eval.max_tokens) or 0)
 
     def _learning_problems(self) -> Iterator[str]:
         rollout, train = self.rollout, self.train
