@@ -1,6 +1,6 @@
 """A task of your own: spell a word backwards.
 
-    jetrl train task=examples/reverse_words.py:ReverseWords task.options.letters=5 run.name=words
+    jetrl train demo task=examples/reverse_words.py:ReverseWords run.name=words
 
 A task is a class with `prompts` (what is asked) and `score` (what an answer is worth); the rest is
 optional. docs/tasks.md goes through this file line by line.

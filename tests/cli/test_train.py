@@ -43,11 +43,11 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> FakeLoop:
     return fake
 
 
-def test_train_without_a_recipe_runs_the_demo_and_says_what_next(
+def test_train_of_the_demo_says_what_next(
     jetrl: Callable, loop: FakeLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where nobody has made the run of this name
-    done = jetrl("train")
+    done = jetrl("train", "demo")
     assert loop.calls == [("train", load_config("demo"), {"resume": False})]
     assert done.code == 0
     assert done.out.startswith("demo, unchanged, takes about 4 minutes on two CPU cores; ")
@@ -71,6 +71,7 @@ def test_train_without_a_recipe_runs_the_demo_and_says_what_next(
 @pytest.mark.parametrize(
     "words, message",
     [
+        ([], "    jetrl train demo "),
         (["demoo"], "recipe demoo: no such file or packaged recipe; did you mean demo?"),
         (["my/task.py:Mine"], "is it a task? Then write task=my/task.py:Mine"),
         (["demo", "train.lrr=1"], "did you mean train.lr?"),
@@ -83,6 +84,24 @@ def test_bad_words_are_refused_before_anything_starts(
 ) -> None:
     done = jetrl("train", *words)
     assert (done.code, message in done.err, loop.calls) == (2, True, [])
+
+
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        (["model.path=Qwen/Qwen3-8B", "task=gsm8k"], "qwen3-8b-gsm8k"),
+        (["model.path=m/", "task=dataset", "task.path=d/own.jsonl"], "m-own"),
+        (["model.config=c.json", "task=my/task.py:Mine"], "mine"),
+        (["run.name=given", "model.path=m"], "given"),
+    ],
+)
+def test_without_a_recipe_the_defaults_hold(
+    words: list[str], name: str, jetrl: Callable, loop: FakeLoop
+) -> None:
+    assert jetrl("train", *words, "train.lr=2e-6").code == 0
+    [(_, settings, _)] = loop.calls
+    assert settings == load_config(None, [*words, "train.lr=2e-6", f"run.name={name}"])
+    assert (settings.sft.steps, settings.run.device) == (0, "auto")
 
 
 def test_sft_needs_steps_and_a_free_out(jetrl: Callable, loop: FakeLoop, tmp_path: Path) -> None:
@@ -120,8 +139,11 @@ def test_dry_run_prints_settings_plan_and_memory_and_starts_nothing(
     done = jetrl("train", "demo", "--dry-run", "train.lr=0.125")
     assert done.code == 0, done.err
     assert tomllib.loads(done.out)["train"]["lr"] == 0.125  # the rest is in comments
+    assert "keep_last" not in done.out, "a default"
     (tmp_path / "again.toml").write_text(done.out)
     assert load_config(tmp_path / "again.toml") == load_config("demo", ["train.lr=0.125"])
+    whole = jetrl("train", "demo", "--dry-run", "train.lr=0.125", "--verbose").out
+    assert tomllib.loads(whole)["checkpoint"]["keep_last"] == 2
     assert "# precision plan: unified" in done.out
     assert "#   rollout linears" in done.out
     assert "GiB" in done.out
@@ -137,7 +159,10 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
     one, four = (jetrl(*words, *shape, "--gpus", count) for count in "14")
     assert (one.code, four.code) == (0, 0), four.err
     assert "# memory plan\n" in one.out
-    assert "# memory plan of each of 4 GPUs\n" in four.out
+    assert "# memory plan of each of 4 GPUs with 80 GiB (this machine has none" in four.out
+    at_a_desk = jetrl(*words, *shape, "run.device=auto")
+    assert "# memory plan of a GPU with 80 GiB (this machine has none" in at_a_desk.out
+    assert "# memory plan\n" in jetrl(*words, "run.device=auto").out, "tiny: for this CPU"
 
     def masters(text: str) -> float:
         return float(text.partition("master weights, FP32")[2].split()[0])

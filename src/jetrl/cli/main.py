@@ -25,7 +25,7 @@ from jetrl.memory.cpu import keep_freed
 from jetrl.untrusted import trust_only
 
 COMMANDS = {
-    "train": "train with reinforcement learning from a recipe (default: the demo)",
+    "train": "train with reinforcement learning, from a recipe or settings",
     "sft": "fine-tune on a task's worked answers, or train a reward model",
     "sample": "generate completions of prompts",
     "eval": "evaluate a model on a task: mean@n, pass@k and maj@k",
@@ -183,7 +183,7 @@ def _from_checkout(command: str) -> ModuleType:
 def usage() -> str:
     about = "FP8 reinforcement learning of language models, with bit-equal sampling and training."
     commands = (f"  {name:8} {words}" for name, words in COMMANDS.items())
-    more = "`jetrl COMMAND --help` lists the arguments of a command. To start: jetrl train"
+    more = "`jetrl COMMAND --help` lists the arguments of a command. To start: jetrl train demo"
     return "\n".join(["usage: jetrl COMMAND ...", "", about, "", *commands, "", more])
 
 

@@ -2,9 +2,9 @@
 
 For example:
 
-    jetrl train                                       the demo, on a CPU, in minutes
-    jetrl train recipes/gsm8k-smoke.toml              a recipe: a file, or a packaged one by name
-    jetrl train demo run.name=mine train.lr=1e-3      with some settings changed
+    jetrl train demo                                  the demo, on a CPU, in minutes
+    jetrl train mine.toml train.lr=1e-5               a recipe of yours, with a setting changed
+    jetrl train model.path=Qwen/Qwen3-1.7B task=gsm8k no recipe: the defaults, and these settings
     jetrl train demo run.name=mine --resume           continue an interrupted run
     torchrun --nproc-per-node 4 -m jetrl train ...    the same run on four GPUs, one process each
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import re
 import shlex
 import shutil
 import textwrap
@@ -37,13 +38,20 @@ if TYPE_CHECKING:
     from jetrl.types import Prompt, Sample
 
 RUNS_ON_RANKS = True
-DEFAULT_RECIPE = "demo"
 _GIB_OF_CUDA = 1.25  # of a GPU's nominal memory: the driver and a CUDA context, about
 _MEANING = 58  # column where a setting's meaning starts
 _MOST_CHARACTERS, _MOST_OF_A_VALUE = 800, 40  # of the sentence about a recipe's unused settings
 _LEFT = ("run", "report", "checkpoint", "model")  # what a run leaves
 _FIRST = ("task.name", "model.path")  # say most about another recipe
 _PLACE = {"run.name", "run.dir"}  # say which run, and not what it does
+_USUAL_GIB = 80  # of a GPU, if a dry run plans for one that is not here
+_NOTHING_NAMED = """\
+no recipe and no settings. For example:
+
+    jetrl train demo                                     about 4 minutes on two CPU cores
+    jetrl train qwen3-1.7b-gsm8k                         a packaged recipe (list: jetrl recipes)
+    jetrl init-recipe Qwen/Qwen3-1.7B rows.jsonl         write a recipe for a model and your rows
+    jetrl train model.path=Qwen/Qwen3-1.7B task=gsm8k    the defaults, and these settings"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,8 +75,11 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help=dry)
     gpus = "with --dry-run: plan the memory of a run on N GPUs, one process each"
     add("--gpus", type=int, metavar="N", help=gpus)
-    memory = "with --dry-run: plan for GPUs with this much memory, such as 80 or 141"
+    memory = "with --dry-run: plan for GPUs with this much memory, such as 80 or 141 (default: "
+    memory += f"this machine's GPU; without one, {_USUAL_GIB} for all but tiny models)"
     add("--gpu-memory", type=float, metavar="GIB", help=memory)
+    verbose = "with --dry-run: also print the settings that have their defaults"
+    add("--verbose", action="store_true", help=verbose)
 
 
 def _planned_machine(args: argparse.Namespace, settings: Settings) -> Machine:
@@ -76,19 +87,23 @@ def _planned_machine(args: argparse.Namespace, settings: Settings) -> Machine:
     import torch
 
     from jetrl.memory.plan import GIB
+    from jetrl.session.building import is_small, model_config
     from jetrl.session.open import Machine
 
     here, count = Machine.here(settings), args.gpus or launched_size()
-    if args.gpu_memory is not None:
-        return Machine("cuda", int((args.gpu_memory - _GIB_OF_CUDA) * GIB), count, True)
-    if count > 1 and here.device == "cpu" and not started_by_torchrun():
-        return Machine("cuda", None, count, True)  # of GPUs that are somewhere else
+    elsewhere = args.gpu_memory is not None or here.free is None
+    if here.device == "cpu" and not started_by_torchrun():
+        wanted = settings.run.device == "auto" and not is_small(model_config(settings))
+        elsewhere = elsewhere or count > 1 or wanted
+    if elsewhere:
+        free = int(((args.gpu_memory or _USUAL_GIB) - _GIB_OF_CUDA) * GIB)
+        return Machine("cuda", free, count, True)
     absent = args.gpus is not None and not torch.cuda.is_available()
     return replace(here, cards=count, elsewhere=absent)
 
 
 def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
-    """Return the settings of `[RECIPE] [KEY=VALUE ...]`; the default recipe is the demo.
+    """Return the settings of `[RECIPE] [KEY=VALUE ...]`; without a recipe, the defaults hold.
 
     A resume reads the run's own config.toml, and prints which settings of the recipe differ.
     """
@@ -99,7 +114,12 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
     recipes = [word for word in words if "=" not in word]
     if len(recipes) > 1:
         raise UserError(f"two recipes, {recipes[0]} and {recipes[1]}: a setting is KEY=VALUE")
-    settings = load_config(recipes[0] if recipes else DEFAULT_RECIPE, overrides)
+    if not words:
+        raise UserError(_NOTHING_NAMED)
+    settings = load_config(recipes[0] if recipes else None, overrides)
+    if settings.run.name is None:
+        run = settings.run.model_copy(update={"name": usual_name(settings)})
+        settings = settings.model_copy(update={"run": run})
     own = Path(settings.run.dir) / str(settings.run.name) / "config.toml"
     if resume and own.is_file():
         given, settings = settings, load_config(own, overrides)
@@ -108,6 +128,14 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
             tell(unused)
         settings = RunDirectory.settings_of_resume(settings)
     return settings
+
+
+def usual_name(settings: Settings) -> str:
+    """Return the run's name if no recipe gives one: its model's and its task's."""
+    task = settings.task
+    source = Path(task.path).stem if task.name == "dataset" and task.path else task.name
+    names = Path(settings.model.path or "").name, re.split("[/:]", source)[-1]
+    return "-".join(filter(None, names)).lower()
 
 
 def settings_help() -> str:
@@ -186,7 +214,7 @@ def _say_time(words: Sequence[str]) -> None:
     from jetrl.cli.recipes import description
     from jetrl.settings.loading import packaged_recipes
 
-    name = next((word for word in words if "=" not in word), DEFAULT_RECIPE)
+    name = next((word for word in words if "=" not in word), "")
     takes = description(name).get("takes") if name in packaged_recipes() else None
     if takes:
         print(f"{name}, unchanged, takes {takes}", flush=True)
@@ -292,10 +320,14 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
     from jetrl.memory.fitting import shown
     from jetrl.precision import PrecisionPlan
     from jetrl.session.open import TrainingContext, check_pairs, check_run
-    from jetrl.settings.loading import to_toml
+    from jetrl.settings.loading import Settings, to_toml
 
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
-    yield to_toml(settings)
+    tree = settings.model_dump()
+    if not args.verbose:
+        tree = settings.model_dump(exclude_defaults=True)
+        yield "# settings that differ from the defaults (--verbose: all)"
+    yield to_toml(Settings.model_validate(tree), defaults=False)
     yield f"# precision plan: {plan.name}"
     yield table(plan.describe(), indent="#   ") + "\n"
     files = files_named(settings.model_dump()) if resume else ()
@@ -307,17 +339,29 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
         if resume:
             stack.enter_context(trust_only())
         machine = _planned_machine(args, settings)
+        yield f"# memory plan{_of_gpus(args, machine)}"
         if getattr(args, "task", None) == "reward":
             checked: TrainingContext = check_pairs(settings, resume, machine)
         else:
             checked = check_run(settings, stack, resume, machine)
-    each = f" of each of {machine.cards} GPUs" if (machine.cards or 1) > 1 else ""
-    yield f"# memory plan{each}"
     yield shown(checked.memory.plan, indent="#   ")
     yield from (f"# {note}" for note in checked.notes)
     unread = [*_unread(settings, resume), *["proofs on the GPU"] * (machine.device != "cpu")]
     if unread:
         yield f"# not checked: {', '.join(unread)}"
+
+
+def _of_gpus(args: argparse.Namespace, machine: Machine) -> str:
+    """Return the GPUs of a memory plan in words, if they are several or are not here."""
+    from jetrl.memory.plan import GIB
+
+    several = (machine.cards or 1) > 1
+    each = f" of each of {machine.cards} GPUs" if several else ""
+    if not machine.elsewhere or machine.free is None or machine.device == "cpu":
+        return each
+    gib = machine.free / GIB + _GIB_OF_CUDA
+    asked = "" if args.gpu_memory else " (this machine has none; others: --gpu-memory GIB)"
+    return f"{each or ' of a GPU'} with {gib:g} GiB{asked}"
 
 
 def _unread(settings: Settings, resume: bool) -> Iterator[str]:

@@ -276,8 +276,13 @@ def limit_threads(config: ModelConfig) -> None:
 
     Threads wait for each other longer than they work, up to 30 times if other programs run too.
     """
-    if "OMP_NUM_THREADS" not in os.environ and num_parameters(config) < _SMALL_MODEL:
+    if "OMP_NUM_THREADS" not in os.environ and is_small(config):
         torch.set_num_threads(1)
+
+
+def is_small(config: ModelConfig) -> bool:
+    """Return whether a CPU trains a model in reasonable time."""
+    return num_parameters(config) < _SMALL_MODEL
 
 
 def model_config(settings: Settings) -> ModelConfig:
@@ -306,8 +311,9 @@ def model_config_dict(settings: Settings) -> dict[str, Any]:
         return config
     if config is None:
         raise UserError(
-            "no model: set model.path to a Hugging Face directory (`jetrl init` makes a small "
-            "one), or model.config to the contents of a config.json"
+            "no model: set model.path to a Hugging Face directory or hub name, as in "
+            "model.path=Qwen/Qwen3-1.7B (`jetrl init` makes a small model), or model.config to the "
+            "contents of a config.json"
         )
     try:
         contents = read_json(config)
