@@ -380,7 +380,7 @@ def test_rows_of_verl_and_trl_are_read_as_they_are(tmp_path, row, answer, worked
         for scored in (task.self_test, lambda: task.score(prompt, "5")):
             with pytest.raises(UserError, match=r"row train-0 has none: .*if you only fine-tune"):
                 scored()
-        assert get_task(str(tmp_path), checker="none").score(prompt, "5") == 0
+        assert get_task(str(tmp_path), checker="zero").score(prompt, "5") == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ Options name the fields of the prompt and of the answer, and the checker of comp
                         without an answer, any match is right
     file.py:function    function(prompt, completion) of your file: a number or a Score; also with
                         the signatures of TRL and verl (rewards.py)
-    none                0 for all: for supervised training, or next to a reward model
+    zero                0 for all: for supervised training, or next to a reward model
 
 The first three give 1 or 0. `math` and `regex` have a part `answered`: 1 if the completion has an
 answer in the expected form.
@@ -148,7 +148,7 @@ class Dataset(Task):
             checker = self._checkers[0]
             what = f"{self.path}: checker {checker!r} needs an answer, and row {prompt.id} has"
             named = "name the answer's field in task.options.answer"
-            instead = "set task.options.checker (file.py:function, or none if you only fine-tune)"
+            instead = "set task.options.checker (file.py:function, or zero if you only fine-tune)"
             raise UserError(f"{what} none: {named}, or {instead}")
 
     @property
@@ -346,13 +346,13 @@ def _one_checker(name: str, pattern: str | None, strict: bool) -> Checker:
     if name == "math":
         load_math_verify()
         return lambda prompt, completion: check_math(prompt.answer or "", completion, strict)
-    if name == "none":
+    if name == "zero":
         return lambda prompt, text: 0.0
     if name == "exact":
         return lambda prompt, text: float(text.strip() == (prompt.answer or "").strip())
     if name == "regex":
         return _regex(pattern)
-    near = nearest(name, ("math", "exact", "regex", "none"))
+    near = nearest(name, ("math", "exact", "regex", "zero"))
     raise UserError(f"task.options.checker = {name!r}{near} (also possible: file.py:function)")
 
 
