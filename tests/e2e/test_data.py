@@ -76,3 +76,12 @@ def test_rows_that_changed_are_noticed_by_a_resumed_run(tmp_path: Path, caplog: 
         file.write_text("".join(json.dumps(row | changed) + "\n" for row in rows))
         run(tmp_path, "cut", *words, f"loop.steps={steps}", resume=steps > 1)
     assert "not those of the checkpoint" in caplog.text
+
+
+def test_epochs_become_steps_and_a_resume_may_ask_for_more(tmp_path: Path) -> None:
+    task = "task=" + task_of(tmp_path, "return float(len(completion) % 2)")
+    done = run(tmp_path, "epochs", task, "loop.epochs=0.4")  # of 20 prompts, 4 per step
+    kept = load_config(done.run_path / "config.toml").loop
+    assert (done.steps, kept.steps, kept.epochs) == (2, 2, 0.4)
+    resumed = load_config(done.run_path / "config.toml", ["loop.steps=3"])
+    assert (resumed.loop.epochs, train(resumed, resume=True).steps) == (None, 3)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetrl.randomness import shares
-from jetrl.session.prompt_order import PromptDigest, PromptOrder
+from jetrl.session.prompt_order import PromptDigest, PromptOrder, with_steps
 from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import load_config
 from jetrl.types import Completion, Prompt, Sample, Score
@@ -62,6 +62,21 @@ def test_mixed_tasks_share_a_step_and_each_runs_through_its_own_epochs():
         for start in range(0, len(own) - size + 1, size):
             assert len(set(own[start : start + size])) == size
     assert drawn(order(tasks=tasks, weights={"a": 0.0, "b": 1.0}), 3, 8).count(0) == 0
+
+
+@pytest.mark.parametrize(
+    "word, steps", [("epochs=2", 7), ("epochs=0.1", 1), ("steps=3", 3), ("epochs=none", 100)]
+)
+def test_epochs_are_steps_over_the_prompts_that_are_trained_on(word, steps):
+    """Ten prompts count, and 3 are drawn per step."""
+    tasks = ["a"] * 10 + ["b"] * 5
+    prompts = [
+        EncodedPrompt(Prompt(id=str(i), text="?", task=t), (1,)) for i, t in enumerate(tasks)
+    ]
+    given = load_config(None, [f"loop.{word}", "rollout.prompts_per_step=3", "sft.steps=1"])
+    settings, note = with_steps(given, prompts, {"a": 1.0, "b": 0.0})
+    assert settings.loop.steps == steps
+    assert note.startswith("10 training prompts: an epoch is 3.333 steps (supervised: 0.1562 upd")
 
 
 @pytest.mark.parametrize("explore", [None, 0.1])

@@ -231,7 +231,8 @@ def _unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path)
 
     recipes, runs = (settings.model_dump(mode="json") for settings in (given, own))
     differing = settings_that_differ(recipes, runs)
-    keys = sorted(differing.keys() - _PLACE, key=lambda key: (key not in _FIRST, key))
+    place = _PLACE | ({"loop.steps"} if given.loop.epochs else set())
+    keys = sorted(differing.keys() - place, key=lambda key: (key not in _FIRST, key))
     unused = [f"{k} = {word(differing[k][0])} (the run: {word(differing[k][1])})" for k in keys]
     if not unused:
         return ""

@@ -41,7 +41,7 @@ from jetrl.session.building import (
 from jetrl.session.examples import preference_pair, trained_examples, worked_answer
 from jetrl.session.parity import check_correction, require_exact
 from jetrl.session.partial_rollouts import PartialRollouts
-from jetrl.session.prompt_order import PromptOrder
+from jetrl.session.prompt_order import PromptOrder, with_steps
 from jetrl.session.ranks import problem_of
 from jetrl.session.sampling import EncodedPrompt, encode_prompts, turns_of
 from jetrl.settings.loading import Settings
@@ -103,8 +103,13 @@ class RewardContext(TrainingContext):
 
 @dataclass(frozen=True)
 class CheckedRun(TrainingContext):
-    """A run of reinforcement learning that only its weights can still refuse."""
+    """A run of reinforcement learning that only its weights can still refuse.
 
+    Attributes:
+        settings: With the steps that loop.epochs asks for.
+    """
+
+    settings: Settings
     model: Policy
     objective: Objective
     max_turns: int
@@ -171,6 +176,8 @@ def check_run(
     max_turns = turns_of(task, task_settings.max_turns)
     policy = build_policy(settings, plan, task.alphabet, "meta")
     prompts = encode_prompts(policy, task, task_settings.split, system_prompt=system_prompt)
+    settings, epoch = with_steps(settings, prompts, task.weights)
+    notes.append(epoch)
     # Another task object is asked, since a task may give another answer each time.
     if settings.sft.steps:
         for _ in trained_examples(worked_answer, build_task(task_settings), policy, prompts):
@@ -209,7 +216,7 @@ def check_run(
     # The scoring processes start last; the stack ends them.
     scorer = stack.enter_context(Scorer.from_settings(task_settings))
     data = policy, task, prompts, memory, notes, ""
-    return CheckedRun(*data, objective, max_turns, eval_prompts, scorer)
+    return CheckedRun(*data, settings, objective, max_turns, eval_prompts, scorer)
 
 
 def check_pairs(
@@ -267,6 +274,7 @@ def open_context(
 ) -> RunContext:
     """Check a run, then load its models; the stack closes the scoring processes."""
     checked = check_run(settings, stack, resume)
+    settings = checked.settings
     plan, rollout = checked.model.plan, settings.rollout
     began = time.monotonic()
     with explained("loading the model", _ADVICE):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,22 @@ class PromptDigest:
                 "the training prompts or their answers are not those of the checkpoint (data, "
                 "options, system prompt or tokenizer changed); training continues on the new ones"
             )
+
+
+def with_steps(
+    settings: Settings, prompts: Sequence[EncodedPrompt], weights: Mapping[str, float]
+) -> tuple[Settings, str]:
+    """Return the settings with loop.epochs made loop.steps, and how many steps an epoch is."""
+    count = sum(weights.get(encoded.prompt.task, 1.0) > 0 for encoded in prompts)
+    epoch, loop = count / settings.rollout.prompts_per_step, settings.loop
+    if loop.epochs is not None:
+        loop = loop.model_copy(update={"steps": math.ceil(loop.epochs * epoch - 1e-9)})
+    note = f"{count:,} training prompts: an epoch is {epoch:,.4g} steps"
+    if settings.sft.steps:
+        note += f" (supervised: {count / settings.sft.examples_per_step:,.4g} updates)"
+    if loop.steps:
+        note += f", and loop.steps = {loop.steps} makes {loop.steps / epoch:.3g} epochs"
+    return settings.model_copy(update={"loop": loop}), note
 
 
 class PromptOrder:

@@ -100,6 +100,7 @@ class Session:
         # A resumed run has its own settings; the models come first, the run directory after them.
         settings = self.settings = settings_of_attempt(self.settings, self._resumes)
         self.context = context = open_context(settings, stack, self._resumes)
+        settings = self.settings = context.settings
 
         def state() -> list[str]:
             return hang_state(context.engine, context.policy)

@@ -139,9 +139,14 @@ def _read_toml(path: Path, origins: Origins) -> dict[str, Any]:
 
 
 def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Drop a recipe's settings for its own task or model if overrides name another one."""
+    """Drop a recipe's settings for its task, model or length if overrides name another one."""
     words = [(key.strip(), text.strip()) for key, _, text in (o.partition("=") for o in overrides)]
     given = {f"{key}.{SHORT[key]}" if key in SHORT else key: text for key, text in words}
+    lengths = [key for key in ("loop.steps", "loop.epochs") if given.get(key, "none") != "none"]
+    if len(lengths) == 2:
+        raise UserError("loop.steps and loop.epochs: give one of them")
+    if lengths and isinstance(loop := tree.get("loop"), dict):
+        tree["loop"] = {k: v for k, v in loop.items() if k not in ("steps", "epochs")}
     task, model = tree.get("task"), tree.get("model")
     name = _parse_value(given.get("task.name", "none"), is_text=True)
     if isinstance(task, dict) and "task.name" in given and name != task.get("name"):

@@ -278,6 +278,8 @@ class LoopSettings(Section):
 
     steps: NonNegative = 100
     """RL steps"""
+    epochs: PositiveFloat | None = None
+    """passes over the training prompts, in place of loop.steps; unset: loop.steps"""
 
 
 class SftSettings(Section):
@@ -483,6 +485,8 @@ class Settings(Section):
             yield f"critic.path is set, but algorithm.name = {name} has no critic; leave it out"
 
     def _single_problems(self) -> Iterator[str]:
+        if self.loop.epochs is not None and not self.loop.steps:
+            yield "loop.epochs needs loop.steps above 0, or unset"
         if self.rollout.speculation == "head" and not self.loop.steps:
             yield "rollout.speculation = head needs loop.steps above 0; take text or off"
         if self.eval.samples > 1 and self.eval.temperature == 0:
