@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
-from jetrl.config import load_config
+import pytest
 
+from jetrl.settings.loading import load_config, packaged_recipes
 from jetrl.tasks import build_task
 
 ROOT = Path(__file__).parents[1]
@@ -18,15 +18,32 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-def test_the_recipe_loads(tmp_path: Path) -> None:
-    (recipe,) = blocks("toml")
+def test_the_recipe_trains_on_own_rows_with_an_own_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (recipe,), (reward,) = blocks("toml"), blocks("python")
+    (row,) = re.findall(r"`(\{\"question.*?\})`", README)
     assert 10 <= len([line for line in recipe.splitlines() if line.strip()]) <= 14
-    (tmp_path / "mine.toml").write_text(recipe, encoding="utf-8")
-    settings = load_config(tmp_path / "mine.toml")
+    Path("mine.toml").write_text(recipe, encoding="utf-8")
+    Path("mine.py").write_text(reward, encoding="utf-8")
+    Path("mine.jsonl").write_text(f"{row}\n" * 4, encoding="utf-8")
+    settings = load_config("mine.toml")
     assert settings.run.name == "mine"
     assert settings.precision.preset == "unified"
     assert settings.train.optimizer_states == "compact"
-    assert list(build_task(settings.task).prompts("test"))
+    task = build_task(settings.task)
+    (prompt,) = task.prompts("test")
+    assert [task.score(prompt, text) for text in ("It is 7", "It is 8", "")] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("tables", ["models", "GPU", "recipe"])
+def test_the_tables_name_recipes_and_families_that_exist(tables: str) -> None:
+    (table,) = re.findall(rf"^\| {tables} \|.*\n\|.*\n((?:\|.*\n)+)", README, re.MULTILINE)
+    first = [row.split("|")[1] for row in table.splitlines()]
+    assert len(first) >= 4
+    if tables == "recipe":
+        assert {name.strip(" `") for name in first} <= set(packaged_recipes())
 
 
 def typed(command: str) -> list[str]:
@@ -47,11 +64,6 @@ def test_the_commands_exist() -> None:
     assert {"train", "doctor", "export"} <= commands
     folder = ROOT / "src" / "jetrl" / "cli"
     assert [name for name in commands if not (folder / f"{name}.py").is_file()] == []
-
-
-def test_python_blocks_are_python() -> None:
-    for block in blocks("python"):
-        ast.parse(block)
 
 
 def test_what_comes_before_the_list_of_documents_is_short() -> None:
