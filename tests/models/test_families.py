@@ -30,7 +30,7 @@ def config_json(family: str = "qwen3", **changes: object) -> dict[str, object]:
         "model_type": family,
         "vocab_size": 100,
         "hidden_size": 64,
-        "intermediate_size": 96,
+        **FAMILIES[family].block.tiny(),
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -56,7 +56,7 @@ WIDE = {  # no value is a default
     "num_hidden_layers": 7,
     "no_rope_layer_interval": 3,
 }
-SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
+SIZES = {"vocab_size", "hidden_size", "num_hidden_layers"}
 SIZES |= {"num_attention_heads", "max_position_embeddings"}
 
 
@@ -68,7 +68,7 @@ def test_an_absent_key_has_the_value_that_transformers_gives_it(
     full = config_json(family, **WIDE, tie_word_embeddings=family != "smollm3")
     full = {"sliding_window": None, "use_sliding_window": False, **full}
     file = {name: value for name, value in full.items() if name != key}
-    if key in SIZES:
+    if key in SIZES | FAMILIES[family].block.tiny().keys():
         with pytest.raises(UserError, match=f"{key} is missing"):
             ModelConfig.from_hf(file)
         return
@@ -179,8 +179,8 @@ def test_llama3_frequencies_are_those_of_transformers(head_dim: int, theta: floa
 
 
 REFUSED = [
-    ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
-     "Qwen3MoeForCausalLM .model_type qwen3_moe. is not supported; supported: qwen3"),
+    ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+     "GPT2LMHeadModel .model_type gpt2. is not supported; supported: qwen3"),
     ({"architectures": None, "model_type": "bert"}, "model_type bert. is not supported; supported"),
     ({"architectures": None, "model_type": None}, "no architecture .model_type None"),
     ({"model_type": "llama"}, "Qwen3ForCausalLM .model_type llama"),

@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from jetrl.errors import StorageError, UserError
 from jetrl.models import hf_save
+from jetrl.models.block import DenseShape
 from jetrl.models.chat import decode
 from jetrl.models.families import FAMILIES, parameter_shapes
 from jetrl.models.hf import eos_token_ids, load_tokenizer, read_generation_config, save_model
@@ -35,7 +36,8 @@ from jetrl.models.tiny import RandomWeights, character_tokenizer
 def their_model(family: str, tied: bool = False) -> PreTrainedModel:
     """A random model of transformers, biases and norms included."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, tie_word_embeddings=tied, pad_token_id=None)
+    sizes = FAMILIES[family].block.tiny() | SIZES
+    config = AutoConfig.for_model(family, **sizes, tie_word_embeddings=tied, pad_token_id=None)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -73,8 +75,9 @@ def test_round_trip_with_transformers(family: str, tied: bool, shard: str, tmp_p
     heads, halves = parts.get("qkv", ["q", "k", "v"]), parts.get("mlp", ["gate", "up"])
     stacked = torch.cat([theirs[f"{attention}.{part}_proj.weight"] for part in heads])
     assert torch.equal(weights["layers.1.qkv.weight"], stacked)
-    gate_up = torch.cat([theirs[f"{mlp}.{part}_proj.weight"] for part in halves])
-    assert torch.equal(weights["layers.1.gate_up.weight"], gate_up)
+    if isinstance(config.block, DenseShape):
+        gate_up = torch.cat([theirs[f"{mlp}.{part}_proj.weight"] for part in halves])
+        assert torch.equal(weights["layers.1.gate_up.weight"], gate_up)
     if config.qkv_bias:
         biases = torch.cat([theirs[f"{attention}.{part}_proj.bias"] for part in "qkv"])
         assert torch.equal(weights["layers.1.qkv.bias"], biases)
