@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from jetrl.precision.backend import HOPPER, accelerator
+
 sys.path.insert(0, str(Path(__file__).parent))  # small_models.py
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +26,11 @@ RESULTS = ROOT / "build" / "test-gpu.txt"
 KERNELS = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
 BEGAN = pytest.StashKey[float]()
 CACHED = pytest.StashKey[int]()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("hopper") and accelerator() is not HOPPER:
+        pytest.skip(f"needs {HOPPER.gpus}")
 
 
 @pytest.fixture(autouse=True)

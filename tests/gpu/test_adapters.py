@@ -33,7 +33,7 @@ from jetrl.settings.loading import load_config
 from jetrl.training.sft import SftTrainer
 from jetrl.types import Example
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 
 PARTS = [

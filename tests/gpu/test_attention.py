@@ -19,7 +19,7 @@ from jetrl.models.attention import PackedKeyValues
 from jetrl.models.layer import Rotary
 from jetrl.precision import PrecisionPlan
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 LENGTHS = [200, 1, 63, 64, 65, 1023, 1024, 1025, 2111]
 FORMATS = ["fp8", "int8", "bf16"]

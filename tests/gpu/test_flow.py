@@ -156,6 +156,7 @@ def gradients_of(p: Policy) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     "name, family",
     [(name, "qwen3") for name in PLANS]

@@ -10,7 +10,7 @@ from linears import assert_replays, layers, random
 from jetrl.precision.gemm import fp8_matmul
 from jetrl.precision.quantize import QTensor, quantize
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 KERNELS = "jetrl.precision.hopper.quantize"
 # (N, K): the linears of all families, then K/128 odd (scale padding) and a small model's

@@ -48,7 +48,7 @@ from jetrl.precision.nvfp4_products import nvfp4_matmul
 from jetrl.session.parity import check_policy, failures, measure, random_prompts
 from jetrl.settings.sections import Settings
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 LAYERS = layers("qwen3-8b", "qwen3-32b", "qwen3-0.6b")
 

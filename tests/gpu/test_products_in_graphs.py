@@ -17,7 +17,7 @@ from jetrl.precision.hopper.quantize import quantize_rows, quantize_weight
 from jetrl.precision.nvfp4 import OrderedNVFP4, hopper_order, quantize_nvfp4
 from jetrl.precision.quantize import QTensor
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 LAYERS, REPLAYS, RANK = 4, 400, 32
 Base = OrderedNVFP4 | QTensor

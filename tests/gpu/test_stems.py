@@ -53,6 +53,7 @@ def whole() -> Whole:
     return Whole(starts, stems)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("kv", ["fp8", "bf16", "int8", "int8+fp8"])
 @pytest.mark.parametrize("heads, groups, head_dim", [(8, 2, 128), (4, 4, 64)])
 @pytest.mark.parametrize("kept", [2**31, 0], ids=["dS kept", "dS made anew"])

@@ -9,7 +9,7 @@ from linears import assert_same
 from jetrl.kernels.swiglu import swiglu_ref
 from jetrl.precision.quantize import quantize
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 KERNELS = "jetrl.kernels.swiglu_hopper"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 COUNT, ROWS, COLUMNS = 64, 64, 128
 KINDS = ["normal", "wide", "sparse", "subnormal", "weights"]
