@@ -5,7 +5,9 @@ device with kernels has two tables of them: `Arithmetic` for this package, and f
 `kernels.backend.Kernels`. A table is a module with these names. Public operations take the table of
 their tensor's device. It is imported with the first of them, since a CPU has no Triton.
 
-Nothing else chooses by the kind of GPU: a new one is a record in `BACKENDS` and its two tables.
+Nothing else chooses by the kind of GPU: a new one is a record in `BACKENDS`, its two tables and the
+kernels that they name, of which some may be Hopper's. A table has every name, NVFP4 and adapters
+too. Attention is the table's even if `fused` is None; pages have 64 tokens, tiles 192 queries.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from jetrl.precision.adapter import AdapterWeight
     from jetrl.precision.nvfp4 import NVFP4Tensor, OrderedNVFP4
 
+# fmt: off
+
 
 class Arithmetic(Protocol):
     """A device's kernels, each with the bits of the public operation of its name."""
@@ -42,33 +46,30 @@ class Arithmetic(Protocol):
     # precision.quantize, by the operands of a linear layer
     def quantize_rows(self, x: Tensor, format: FP8Format, scales: str, /) -> QTensor: ...
     def quantize_tokens(self, x: Tensor, format: FP8Format, scales: str, /) -> QTensor: ...
-    def quantize_rows_and_tokens(
-        self, x: Tensor, format: FP8Format, scales: str, /
-    ) -> tuple[QTensor, QTensor]: ...
+    def quantize_rows_and_tokens(self, x: Tensor, format: FP8Format, scales: str,
+                                 /) -> tuple[QTensor, QTensor]: ...
     def quantize_squares(self, x: Tensor, scales: str, /) -> QTensor: ...
-    def quantize_weight(
-        self, w: Tensor, format: FP8Format, scales: str, out: QTensor | None, /
-    ) -> QTensor: ...
+    def quantize_weight(self, w: Tensor, format: FP8Format, scales: str, out: QTensor | None,
+                        /) -> QTensor: ...
     def turned_weight(self, q: QTensor, /) -> QTensor: ...
-    def empty_weight(
-        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device, /
-    ) -> QTensor: ...
+    def empty_weight(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device,
+                     /) -> QTensor: ...
 
     # precision.adapter
     def project_down(self, x: Tensor, down: Tensor, arrived: Tensor, /) -> Tensor: ...
     def project_up(self, y: Tensor, u: Tensor, up: Tensor, columns: Tensor, /) -> Tensor: ...
-    def adapted_matmul(
-        self, a: QTensor, values: Tensor, b: QTensor, adapter: AdapterWeight, /
-    ) -> tuple[Tensor, Tensor]: ...
-    def quantized_adapted_matmul(
-        self, x: Tensor, b: QTensor, adapter: AdapterWeight, scales: str, /
-    ) -> tuple[Tensor, Tensor]: ...
-    def nvfp4_adapted_matmul(
-        self, x: Tensor, w: OrderedNVFP4, adapter: AdapterWeight, /
-    ) -> tuple[Tensor, Tensor]: ...
+    def adapted_matmul(self, a: QTensor, values: Tensor, b: QTensor, adapter: AdapterWeight,
+                       /) -> tuple[Tensor, Tensor]: ...
+    def quantized_adapted_matmul(self, x: Tensor, b: QTensor, adapter: AdapterWeight, scales: str,
+                                 /) -> tuple[Tensor, Tensor]: ...
+    def nvfp4_adapted_matmul(self, x: Tensor, w: OrderedNVFP4, adapter: AdapterWeight,
+                             /) -> tuple[Tensor, Tensor]: ...
 
     # precision.gradients
     def add_products(self, products: Tensor, total: Tensor | None, begun: bool, /) -> Tensor: ...
+
+
+# fmt: on
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,8 +168,5 @@ def arithmetic_of(x: Tensor) -> Arithmetic | None:
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return how many rows of float32 logits a GPU's lm_head holds at a time: 2 GiB.
-
-    The log-probs are made in chunks of so many rows; the size changes none of their bits.
-    """
+    """Return how many rows of logits an lm_head on a GPU makes at once (2 GiB); no bit changes."""
     return max(64, 2**29 // vocabulary // 64 * 64)  # 64 rows fill a tile of the GEMM
