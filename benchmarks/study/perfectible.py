@@ -70,7 +70,13 @@ GROUNDS = {
             "eval.temperature=1.0",
         ],
     ),
-    "demo": Ground("arithmetic", {"max_operand": 29, "test_share": 0.2}, 12, "demo", []),
+    "demo": Ground(
+        "arithmetic",
+        {"max_operand": 29, "test_share": 0.2},
+        12,
+        str(HERE / "recipes" / "demo.toml"),
+        [],
+    ),
 }
 
 
