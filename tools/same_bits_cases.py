@@ -59,9 +59,15 @@ def jetrl(*words: str, output: str = "", killed_at: str = "") -> Command:
 
 COMMON = "run.dir=runs report.enabled=false checkpoint.keep_last=9"
 
+# The same in both trees, though the demo changes.
+MODEL = """
+    model.config.num_attention_heads=2 model.config.num_key_value_heads=2
+    model.config.initializer_range=0.02 sft.warmup_steps=0
+"""
+
 # A sum of two digits below 5, worked answers that are right half of the time: rewards vary at once.
 SUMS = f"""
-    {COMMON} task.options.max_operand=4 task.options.digits=1 task.options.mistakes=0.5
+    {COMMON} {MODEL} task.options.max_operand=4 task.options.digits=1 task.options.mistakes=0.5
     model.config.num_hidden_layers=1 model.config.max_position_embeddings=64
     sft.steps=60 sft.until=none sft.examples_per_step=16 sft.lr=3e-3
     rollout.prompts_per_step=6 rollout.samples_per_prompt=6 rollout.max_tokens=6
@@ -73,7 +79,8 @@ SUMS = f"""
 LENGTHS = "task.name=lengths.py:Lengths task.options={}"
 
 DEMO = f"""
-    train recipes/demo.toml {COMMON} run.name=demo task.options.max_operand=9
+    train recipes/demo.toml {COMMON} {MODEL} run.name=demo task.options.max_operand=9
+    task.options.mistakes=0.55 sft.lr=1e-3
     sft.steps=60 sft.until=2.0 sft.check_every=30 sft.examples_per_step=32
     rollout.prompts_per_step=12 eval.every=2 eval.prompts=12 checkpoint.every=2
     checkpoint.keep_best=1 loop.steps=5
