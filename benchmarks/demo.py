@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-STEPS = (0, 1, 10, 30, 60, 90, 120)
+STEPS = (0, 1, 10, 30, 50)
 ACCURACY = "eval/arithmetic/mean"
 TOKENS, DIFFERENT = "mismatch/num_tokens", "mismatch/num_different"
 NOT_KEPT = ("timing/", "throughput/", "memory/", "time")

@@ -50,7 +50,7 @@ def test_train_of_the_demo_says_what_next(
     done = jetrl("train", "demo")
     assert loop.calls == [("train", load_config("demo"), {"resume": False})]
     assert done.code == 0
-    assert done.out.startswith("demo, unchanged, takes about 4 minutes on two CPU cores; ")
+    assert done.out.startswith("demo, unchanged, takes about 3 minutes on two CPU cores; ")
     run = Path("runs") / "demo"
     assert done.out.splitlines()[-5:] == [
         f"run         {run}",
