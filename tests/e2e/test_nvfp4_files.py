@@ -23,6 +23,7 @@ from jetrl.runs import RunDirectory
 WORDS = [
     *SMALL,
     "sft.steps=1",
+    "sft.warmup_steps=0",
     "loop.steps=1",
     "train.lr=1e-2",
     "algorithm.kl=0.01",

@@ -25,6 +25,7 @@ TINY = [
     "task.options.max_operand=4",
     "task.options.digits=1",
     "sft.until=none",
+    "sft.warmup_steps=0",
     "sft.examples_per_step=16",
     "rollout.prompts_per_step=3",
     "eval.prompts=8",
