@@ -12,6 +12,7 @@ from jetrl.runs import RunDirectory, reproducible
 
 SMALL = [
     *SUMS,
+    "model.config.initializer_range=0.02",
     "sft.steps=3",
     "sft.until=2.0",
     "sft.check_every=2",
