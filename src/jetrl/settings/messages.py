@@ -101,6 +101,11 @@ def elsewhere() -> list[Elsewhere]:
     return rows
 
 
+@functools.cache
+def _named() -> dict[str, Elsewhere]:
+    return {name: row for row in elsewhere() for name in row.names}
+
+
 def hint(path: Sequence[str], settings: type[BaseModel]) -> str:
     """Return what to write instead of an unknown key, given as its parts."""
     keys: dict[str, list[str]] = {}  # full names by the last part
@@ -120,7 +125,7 @@ def hint(path: Sequence[str], settings: type[BaseModel]) -> str:
     ours = [key for key, fulls in keys.items() if in_section and f"{path[0]}.{key}" in fulls]
     if near := difflib.get_close_matches(last, ours, n=1, cutoff=0.6):
         return f"did you mean {path[0]}.{near[0]}?"
-    theirs = {name.split(".")[-1]: row for row in elsewhere() for name in row.names}
+    theirs = {name.split(".")[-1]: row for name, row in _named().items()}
     sections = [] if len(path) > 1 else list(settings.model_fields)
     for near_one in difflib.get_close_matches(last, [*keys, *theirs, *sections], n=1, cutoff=0.7):
         if near_one in keys:
@@ -136,36 +141,29 @@ def hint(path: Sequence[str], settings: type[BaseModel]) -> str:
 
 def _of_last_parts(path: Sequence[str]) -> list[Elsewhere]:
     """Return the rows whose names share the most last parts with a path, all of either or two."""
-    found: dict[int, list[Elsewhere]] = {}
-    for row in elsewhere():
-        for name in row.names:
-            parts = name.split(".")
-            pairs = zip(reversed(parts), reversed(path), strict=False)
-            common = next(
-                (n for n, (a, b) in enumerate(pairs) if a != b), min(len(parts), len(path))
-            )
-            if common >= min(2, len(parts), len(path)) and row not in found.setdefault(common, []):
-                found[common].append(row)
-    return found[max(found)] if found else []
+    for count in range(len(path), 0, -1):
+        end = f".{'.'.join(path[-count:])}"
+        rows = [
+            row
+            for name, row in _named().items()
+            if f".{name}".endswith(end) and (count > 1 or count == len(path) or f".{name}" == end)
+        ]
+        if rows:
+            return list(dict.fromkeys(rows))
+    return []
 
 
 def _around(path: Sequence[str]) -> list[Elsewhere]:
     """Return the row of a name such as `slurm.*` that covers a path."""
     inside = f".{'.'.join(path)}."
-    covering = {
-        name: row
-        for row in elsewhere()
-        for name in row.names
-        if name.endswith(".*") and f".{name[:-1]}" in inside
-    }
-    return [covering[max(covering, key=len)]] if covering else []
+    names = [name for name in _named() if name.endswith(".*") and f".{name[:-1]}" in inside]
+    return [_named()[max(names, key=len)]] if names else []
 
 
 def _similar_path(path: Sequence[str]) -> list[Elsewhere]:
-    names = {name: row for row in elsewhere() for name in row.names}
     for start in range(len(path) - 1):
-        if near := difflib.get_close_matches(".".join(path[start:]), names, n=1, cutoff=0.85):
-            return [names[near[0]]]
+        if near := difflib.get_close_matches(".".join(path[start:]), _named(), n=1, cutoff=0.85):
+            return [_named()[near[0]]]
     return []
 
 

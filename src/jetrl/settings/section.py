@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from jetrl.errors import UserError
 
 # Below 2**63, which is what a tensor, a seed and a counter hold.
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
@@ -35,6 +37,10 @@ class Section(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        instead = f"make others: jetrl.load_config(settings, ['SECTION.{name}=...'])"
+        raise UserError(f"settings do not change, so {name} = {value!r:.60} is refused; {instead}")
 
 
 def without_none(value: Any) -> Any:
