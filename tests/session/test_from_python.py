@@ -39,7 +39,7 @@ def test_functions_and_rows_become_settings(caplog: pytest.LogCaptureFixture) ->
     assert (made.model.path, made.train.lr, made.run.name) == (
         "Qwen/Qwen3-0.6B",
         2e-6,
-        "qwen3-0.6b-right",
+        "qwen3-0.6b-data",
     )
     assert (made.task.name, made.task.workers) == ("dataset", 0)
     assert made.task.options == {"checker": ["python:right", "exact"]}

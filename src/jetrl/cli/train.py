@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import re
 import shlex
 import shutil
 import textwrap
@@ -108,7 +107,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
     A resume reads the run's own config.toml, and prints which settings of the recipe differ.
     """
     from jetrl.runs.directory import RunDirectory
-    from jetrl.settings.loading import load_config
+    from jetrl.settings.loading import load_config, named
 
     overrides = [word for word in words if "=" in word]
     recipes = [word for word in words if "=" not in word]
@@ -116,10 +115,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
         raise UserError(f"two recipes, {recipes[0]} and {recipes[1]}: a setting is KEY=VALUE")
     if not words:
         raise UserError(_NOTHING_NAMED)
-    settings = load_config(recipes[0] if recipes else None, overrides)
-    if settings.run.name is None:
-        run = settings.run.model_copy(update={"name": usual_name(settings)})
-        settings = settings.model_copy(update={"run": run})
+    settings = named(load_config(recipes[0] if recipes else None, overrides))
     own = Path(settings.run.dir) / str(settings.run.name) / "config.toml"
     if resume and own.is_file():
         given, settings = settings, load_config(own, overrides)
@@ -128,14 +124,6 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
             tell(unused)
         settings = RunDirectory.settings_of_resume(settings)
     return settings
-
-
-def usual_name(settings: Settings) -> str:
-    """Return the run's name if no recipe gives one: its model's and its task's."""
-    task = settings.task
-    source = Path(task.path).stem if task.name == "dataset" and task.path else task.name
-    names = Path(settings.model.path or "").name, re.split("[/:]", source)[-1]
-    return "-".join(filter(None, names)).lower()
 
 
 def settings_help() -> str:

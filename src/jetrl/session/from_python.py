@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.settings.loading import Settings, load_config
+from jetrl.settings.loading import Settings, load_config, named
 from jetrl.tasks import Task
 from jetrl.tasks.live import PREFIX, name_of
 
@@ -58,17 +58,12 @@ def settings_of(
         overrides.append(f"model.path={model}")
     elif model is not None and not isinstance(model, Mapping):
         raise UserError(f"model: a {type(model).__name__}; give its directory or hub name")
-    # Sections, as they are or with these settings. Without a recipe the run needs a name.
+    # Sections, as they are or with these settings.
     tables = {"model": model, "data": data}
     given = sections | {key: table for key, table in tables.items() if isinstance(table, Mapping)}
     if own:
         given["task"] = own
-    words = [Path(model).name] if isinstance(model, str | Path) else []
-    words += [name.rpartition(":")[2] for name in names[:1]]
-    run = sections.get("run", {})
-    if words and settings is None and isinstance(run, Mapping):
-        given["run"] = {"name": "-".join(words).lower(), **run}
-    return load_config(settings, overrides, given)
+    return named(load_config(settings, overrides, given))
 
 
 def _task_section(

@@ -88,6 +88,17 @@ def load_config(
         raise UserError(explain(error, Settings, origins)) from None
 
 
+def named(settings: Settings) -> Settings:
+    """Return settings with a name of the run: unless they have one, its model's and its task's."""
+    task, run = settings.task, settings.run
+    source = Path(task.path).stem if task.name == "dataset" and task.path else task.name
+    words = Path(settings.model.path or "").name, re.split("[/:]", source)[-1]
+    run = (
+        run if run.name else run.model_copy(update={"name": "-".join(filter(None, words)).lower()})
+    )
+    return settings.model_copy(update={"run": run})
+
+
 def _merged(old: Any, new: Any) -> Any:
     if not isinstance(old, dict) or not isinstance(new, Mapping):
         return new
