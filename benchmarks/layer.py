@@ -45,11 +45,13 @@ from jetrl.models.policy import Policy
 from jetrl.precision import linear
 from jetrl.precision.plan import PrecisionPlan
 
-ROWS = {  # name: (plan of the layer, plan of its attention)
+ROWS = {  # name: (plan of the layer and its grad_output, plan of its attention)
     "bf16": ("bf16", "bf16"),
     "mixed": ("mixed", "mixed"),
     "jet": ("jet", "jet"),
     "unified": ("unified", "unified"),
+    "int8": ("int8", "int8"),
+    "int8, FP8 backward": ("int8 e4m3", "int8"),
     "unified, fastest attention": ("unified", "bf16"),
 }
 
@@ -90,7 +92,9 @@ class LayerBench:
     ) -> None:
         config = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 256}
         beside = Adapter.new(ModelConfig.from_hf(config), LoRA(rank, 32.0), 0) if rank else None
-        preset = PrecisionPlan.preset(plan)
+        name, _, gradients = plan.partition(" ")
+        preset = PrecisionPlan.preset(name)
+        preset = preset.replace(grad_output=gradients) if gradients else preset
         self.policy = Policy.from_config(config, preset, 0, "cuda", adapter=beside)
         layer = self.policy.decoder.layers[0]
         assert isinstance(layer, DecoderLayer)

@@ -63,6 +63,7 @@ def _train(
     [
         ("unified", True, "compact", 1, {}, (2, 3, 4)),
         ("unified", False, "compact", 2, {"grad_output": "bf16"}, (2,)),
+        ("int8", False, "compact", 1, {}, (3,)),
         ("bf16", True, "fp32", 1, {}, (3,)),
         ("mixed", False, "compact", 2, {"lm_head": "fp8"}, (2,)),
     ],

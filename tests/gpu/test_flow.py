@@ -35,7 +35,7 @@ def test_self_check() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("preset", ["unified", "jet"])
+@pytest.mark.parametrize("preset", ["unified", "jet", "int8"])
 def test_sampled_logprobs_are_the_trainers(preset: str, family: str) -> None:
     p = policy(preset, family)
     prompts = random_prompts(p, 12, 80, seed=2)
@@ -143,7 +143,7 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OPTIONS = {"grad_output": "bf16", "scales": "pow2", "last_layers_bf16": 1}
-PLANS = {name: PrecisionPlan.preset(name) for name in ("unified", "jet", "mixed", "bf16")}
+PLANS = {name: PrecisionPlan.preset(name) for name in ("unified", "jet", "int8", "mixed", "bf16")}
 PLANS |= {name: PLANS["unified"].replace(**{name: value}) for name, value in OPTIONS.items()}
 
 
@@ -187,7 +187,7 @@ def test_the_fused_flow_has_the_bits_of_its_parts(
     assert all(torch.equal(fused, other) for other in (again, checkpointed, parts))
     assert torch.equal(moments, parts_moments)
     # E4M3's rounding on both sides, at four linears of three layers; else ten BF16 roundings.
-    fp8 = p.plan.train_linear == "fp8" and p.plan.grad_output != "bf16"
+    fp8 = p.plan.train_linear in ("fp8", "int8") and p.plan.grad_output != "bf16"
     limit = 2**-4 * math.sqrt(2 * 4 * 3 / 3) if fp8 else 10 * 2**-9
     for key, true in gradients_of(p).items():
         assert (gradients[key] - true).norm() <= limit * true.norm(), key

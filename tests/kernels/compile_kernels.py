@@ -369,6 +369,26 @@ def small_operations() -> None:
         chosen_logprobs(logits, chosen, 0.7)[0].backward(torch.empty(70, device=META))
 
 
+def integers() -> None:
+    """Compile the operations of the `int8` plan, at odd and at wide shapes."""
+    from jetrl.kernels.norm_hopper import rms_norm_quantize
+    from jetrl.kernels.swiglu_hopper import swiglu_quantize
+    from jetrl.precision.hopper import int8
+    from jetrl.precision.quantize import empty_int8_rows
+
+    rms_norm_quantize(empty(5, 576), empty(576), 1e-6, scales="int8")
+    swiglu_quantize(empty(300, 2 * 12288), "int8")
+    for rows, k in ((5, 576), (300, 4096), (300, 24576)):
+        int8.int8_rows(empty(rows, k))
+    for tokens in (300, 20_000):  # in one pass, in two
+        int8.int8_tokens(empty(tokens, 960))
+    weight = empty_int8_rows(1152, 4096, META)
+    for rows in (5, 100, 200, 1000):
+        int8.int8_matmul(empty_int8_rows(rows, 4096, META), weight)
+    int8.int8_turned(weight)
+    int8.int8_squares_turned(weight)
+
+
 def nvfp4_weight_of(n: int, k: int, by_row: bool = False) -> Any:
     """Return an NVFP4 weight [n, k] without contents, with one scale or with scales of rows."""
     from jetrl.precision.nvfp4 import OrderedNVFP4, RowFactors
@@ -501,7 +521,7 @@ PIECES |= {
     work.__name__: work
     for work in (
         long_attention, nvfp4, other_options, speculation, small_operations, chains, lanes_of_rows,
-        adapters, adapters_on_nvfp4, nvfp4_shared_memory,
+        adapters, adapters_on_nvfp4, nvfp4_shared_memory, integers,
     )
 }  # fmt: skip
 

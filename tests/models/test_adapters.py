@@ -35,7 +35,7 @@ CONFIG = our_config(
     initializer_range=0.1,
 )
 SEQUENCES = [[1, 2, 3, 4, 5], [6, 7, 9]]
-PRESETS = ["unified", "jet", "mixed", "bf16", "fp32"]
+PRESETS = ["unified", "jet", "int8", "mixed", "bf16", "fp32"]
 
 
 def policy(preset: str = "unified", lora: LoRA | None = None, **changes: Any) -> Policy:
@@ -70,7 +70,7 @@ def test_a_new_adapter_changes_nothing_and_its_base_stays_the_reference(preset: 
     assert all(master.grad is not None for master in p.master_weights().values())
 
 
-@pytest.mark.parametrize("preset, batch", [("unified", 7), ("jet", 1)])
+@pytest.mark.parametrize("preset, batch", [("unified", 7), ("jet", 1), ("int8", 3)])
 def test_the_sampler_has_the_bits_of_the_trainer(preset: str, batch: int) -> None:
     p = moved(policy(preset, LoRA(3, 8.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"))))
     result = measure(p, num_prompts=4, max_tokens=10, max_batch_size=batch, gradients=True)

@@ -63,7 +63,7 @@ def test_scores_are_those_of_transformers(family, tmp_path: Path) -> None:
         assert score.item() == pytest.approx(expected, abs=10 * 20 * 128**0.5 * 2**-24)
 
 
-@pytest.mark.parametrize("preset", ["jet", "unified"])
+@pytest.mark.parametrize("preset", ["jet", "unified", "int8"])
 def test_a_score_does_not_depend_on_the_batch(preset) -> None:
     model = make(ScalarModel, preset)
     together = model.scores(sequences(), 1000)

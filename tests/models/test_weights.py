@@ -24,7 +24,7 @@ from jetrl.precision.quantized_weight import QuantizedWeight
 CONFIG = our_config(
     "qwen2", tied=True, vocab_size=128, hidden_size=128, intermediate_size=256, head_dim=64
 )
-PRESETS = ["unified", "jet", "mixed", "bf16", "fp32"]
+PRESETS = ["unified", "jet", "int8", "mixed", "bf16", "fp32"]
 
 
 def policy(preset: str = "unified") -> Policy:

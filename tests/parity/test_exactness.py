@@ -48,7 +48,8 @@ def policy(plan: PrecisionPlan | str, family: str = "qwen3") -> Policy:
 
 
 @pytest.mark.parametrize(
-    "preset, family", [("jet", "qwen3"), *(("unified", family) for family in FAMILIES)]
+    "preset, family",
+    [("jet", "qwen3"), ("int8", "qwen3"), *(("unified", family) for family in FAMILIES)],
 )
 def test_sampled_logprobs_are_the_trainers(preset: str, family: str) -> None:
     p = policy(preset, family)

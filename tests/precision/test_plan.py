@@ -18,6 +18,7 @@ TABLE = {  # docs/precision.md: rollout linears, training linears, keys and valu
     "alike": ("fp8", "fp8", "bf16", "bf16", "bf16"),
     "jet": ("fp8", "fp8", "bf16", "bf16", "bf16"),
     "unified": ("fp8", "fp8", "int8+fp8", "bf16", "bf16"),
+    "int8": ("int8", "int8", "int8", "bf16", "bf16"),
 }
 
 
@@ -26,7 +27,7 @@ def test_presets_are_the_table(name: str) -> None:
     plan = PrecisionPlan.preset(name)
     row = (plan.rollout_linear, plan.train_linear, plan.kv, plan.rest, plan.lm_head)
     assert row == TABLE[name]
-    assert plan.exact == (name in ("jet", "unified"))
+    assert plan.exact == (name in ("jet", "unified", "int8"))
     assert PrecisionPlan.from_dict(plan.to_dict()) == plan
 
 

@@ -96,7 +96,7 @@ def test_an_unknown_key_of_a_recipe_is_named_with_its_line(tmp_path: Path) -> No
         ("loop.steps=1.5", "should be a valid integer"),
         ("loop.steps=-1", "greater than or equal to 0"),
         ("rollout.top_p=0", "greater than 0"),
-        ("precision.preset=unifed", "'jet' or 'unified'"),
+        ("precision.preset=unifed", "'unified' or 'int8'"),
         ("train.activation_checkpointing=1", "boolean"),
         ("train.betas=[0.9, 1.0]", "less than 1"),
         ("rollout.stop=5", "should be a valid string"),

@@ -275,7 +275,7 @@ def make_settings(preset="unified", **train):
     return settings(train, precision={"preset": preset})
 
 
-@pytest.mark.parametrize("preset", ["jet", "unified"])
+@pytest.mark.parametrize("preset", ["jet", "unified", "int8"])
 def test_steps_are_exact_and_change_every_master(sample, preset):
     policy = make_policy(preset)
     before = snapshot(policy)

@@ -31,10 +31,11 @@ from jetrl.precision.hopper.quantize import (
     round_to_bfloat16,
     rule,
     scale_and_multiplier,
+    store_int8_row,
     tile_rule,
 )
 from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import FORMATS, QTensor
+from jetrl.precision.quantize import FORMATS, QTensor, empty_int8_rows
 
 _MAX_WIDTH = 16384
 _FEW_ROWS = 256  # up to a decode step's: a program is launched for its latency
@@ -83,8 +84,9 @@ def _row_kernel(
     x_ptr, delta_ptr, weight_ptr, total_ptr, y_ptr, inverse_ptr, codes_ptr, scales_ptr,
     scale_stride,
     HAS_DELTA: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_INVERSE: tl.constexpr,
-    QUANTIZE: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    EPS: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
+    QUANTIZE: tl.constexpr, INT8: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, EPS: tl.constexpr,
+    MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     """Add, norm and quantize one row, which stays in registers from its load to its codes.
 
@@ -126,7 +128,9 @@ def _row_kernel(
         y = round_to_bfloat16(x * inverse * weight.to(tl.float32))
         if WRITE_Y:
             tl.store(y_ptr + places, y.to(tl.bfloat16), mask=mask)
-        if QUANTIZE:
+        if INT8:
+            store_int8_row(y, row, columns, codes_ptr, scales_ptr, WIDTH, FLOOR_BITS)
+        elif QUANTIZE:
             GROUPS: tl.constexpr = PADDED // 128
             y = tl.reshape(y, (GROUPS, 128))
             groups = tl.arange(0, GROUPS)
@@ -209,7 +213,7 @@ def rms_norm_quantize(
         weight: bfloat16 [D].
         delta: bfloat16 [T, D], added to x; the sum is rounded to bfloat16.
         for_training: whether the inverse rms is kept for backward.
-        scales: "fp32" or "pow2", the quantizer's scales.
+        scales: "fp32" or "pow2", the quantizer's scales, or "int8" for rows of `precision.int8`.
         with_values: whether the BF16 result is written as well, for an adapter.
 
     Returns:
@@ -218,8 +222,11 @@ def rms_norm_quantize(
     """
     _check(x, weight, delta)
     num_rows, width = x.shape
-    assert width % FP8_BLOCK == 0, f"{width} columns"
-    rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], x.device)
+    if scales == "int8":
+        rows = empty_int8_rows(num_rows, width, x.device)
+    else:
+        assert width % FP8_BLOCK == 0, f"{width} columns"
+        rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], x.device)
     total, inverse = x if delta is None else torch.empty_like(x), None
     if for_training:
         inverse = torch.empty(num_rows, dtype=torch.float32, device=x.device)
@@ -282,7 +289,7 @@ def _launch_rows(
         rows.scales if rows else x,
         rows.scales.stride(1) if rows else 0,
         delta is not None, y is not None, inverse is not None, rows is not None,
-        few, width, padded, eps,
+        rows is not None and rows.rotated, few, width, padded, eps,
         **options, num_warps=num_warps, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
 

@@ -34,7 +34,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.kernels.exponential_hopper import gluon_sigmoid, sigmoid
 from jetrl.precision.hopper import gluon_names, tile
+from jetrl.precision.hopper.int8 import int8_rows, row_cut, row_layout, store_rows
 from jetrl.precision.hopper.launch import (
+    gluon_let_next_start,
+    gluon_wait_for_previous,
     let_next_start,
     multiprocessors,
     overlapped,
@@ -55,7 +58,7 @@ from jetrl.precision.hopper.quantize import (
     tile_rule,
 )
 from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import FORMATS, FP8Format, QTensor
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor, empty_int8_rows
 
 _ROWS = 32  # rows of a tile of the plain backward; each row's bits are its own
 
@@ -65,7 +68,8 @@ def store_values(ptr, y, rows, column, num_rows, num_columns):
     """Store y, float32 [R, 128], as bfloat16 at rows, int32 [R], of [num_rows, num_columns]."""
     columns = column * 128 + tl.arange(0, 128)
     places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    tl.store(ptr + places, y.to(tl.bfloat16), mask=(rows < num_rows)[:, None])
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    tl.store(ptr + places, y.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
@@ -102,10 +106,10 @@ def _rows_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward_rows_kernel(
-    dy_ptr, x_ptr, dx_ptr, num_rows, num_columns, column_blocks,
-    ROWS: tl.constexpr,
+    dy_ptr, x_ptr, dx_ptr, y_ptr, num_rows, num_columns, column_blocks,
+    ROWS: tl.constexpr, WRITE_Y: tl.constexpr,
 ):  # fmt: skip
-    """Make the gradients of ROWS rows of 128 columns of the gate and of up."""
+    """Make the gradients of ROWS rows of 128 columns of the gate and of up, and perhaps y."""
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
     dy = load_tile(dy_ptr, rows, column, num_rows, num_columns, num_columns)
@@ -117,9 +121,35 @@ def _backward_rows_kernel(
     dgate = dy * up * (share + silu * (1.0 - share))
     columns = column * 128 + tl.arange(0, 128)
     places = rows.to(tl.int64)[:, None] * 2 * num_columns + columns[None, :]
-    mask = (rows < num_rows)[:, None]
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     tl.store(dx_ptr + places, dgate.to(tl.bfloat16), mask=mask)
     tl.store(dx_ptr + places + num_columns, (dy * silu).to(tl.bfloat16), mask=mask)
+    if WRITE_Y:
+        store_values(y_ptr, silu * up, rows, column, num_rows, num_columns)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _int8_kernel(
+    x_ptr, y_ptr, codes_ptr, scales_ptr, num_rows, WRITE_Y: gl.constexpr, K: gl.constexpr,
+    ROWS: gl.constexpr, WIDTH: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr,
+    FLOOR: gl.constexpr,
+):  # fmt: skip
+    """Make y of ROWS whole rows and quantize it, as `precision.hopper.int8` does."""
+    LAYOUT: gl.constexpr = row_layout(gl.num_warps(), LANES, WARPS)
+    rows = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    mask = (rows < num_rows)[:, None] & (columns < K)[None, :]
+    gluon_let_next_start()
+    gluon_wait_for_previous()
+    places = x_ptr + (rows.to(gl.int64)[:, None] * 2 * K + columns[None, :])
+    gate = tile.widen(gl.load(places, mask=mask, other=0.0))
+    y = gate * gluon_sigmoid(gate) * tile.widen(gl.load(places + K, mask=mask, other=0.0))
+    y = tile.to_bfloat16(y)
+    if WRITE_Y:
+        gl.store(y_ptr + (rows.to(gl.int64)[:, None] * K + columns[None, :]), y, mask=mask)
+    store_rows(
+        tile.widen(y), rows, columns, mask, num_rows, codes_ptr, scales_ptr, K, LAYOUT, FLOOR
+    )
 
 
 def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
@@ -127,8 +157,10 @@ def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
 
     Args:
         gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
-        scales: "fp32" or "pow2", the quantizer's scales.
+        scales: "fp32" or "pow2", the quantizer's scales, or "int8" for rows of `precision.int8`.
     """
+    if scales == "int8":
+        return _int8_rows(gate_up, None)
     rows = empty_row_groups(*_check(gate_up), FORMATS["e4m3"][0], gate_up.device)
     _launch_rows(gate_up, None, rows, scales)
     return rows
@@ -136,10 +168,29 @@ def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
 
 def swiglu_quantize_with_values(gate_up: Tensor, scales: str = "fp32") -> tuple[QTensor, Tensor]:
     """Return the result of `swiglu_quantize`, and the BF16 result [T, F], from one pass."""
-    rows = empty_row_groups(*_check(gate_up), FORMATS["e4m3"][0], gate_up.device)
-    y = gate_up.new_empty(rows.shape)
+    y = gate_up.new_empty(_check(gate_up))
+    if scales == "int8":
+        return _int8_rows(gate_up, y), y
+    rows = empty_row_groups(y.shape[0], y.shape[1], FORMATS["e4m3"][0], gate_up.device)
     _launch_rows(gate_up, y, rows, scales)
     return rows, y
+
+
+def _int8_rows(gate_up: Tensor, y: Tensor | None) -> QTensor:
+    num_rows, width = _check(gate_up)
+    cut = row_cut(num_rows, width)
+    if cut is None:
+        values = gate_up.new_empty((num_rows, width)) if y is None else y
+        _launch_rows(gate_up, values, None, "fp32")
+        return int8_rows(values)
+    codes = empty_int8_rows(num_rows, width, gate_up.device)
+    if num_rows:
+        _int8_kernel[(triton.cdiv(num_rows, cut[0]),)](
+            gate_up, gate_up if y is None else y, codes.codes, codes.scales, num_rows,
+            y is not None, width, *cut[:4], AMAX_FLOOR, num_warps=cut[4], enable_fp_fusion=False,
+            **overlapped(),
+        )  # fmt: skip
+    return codes
 
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
@@ -152,7 +203,7 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
 def _launch_rows(gate_up: Tensor, y: Tensor | None, rows: QTensor | None, scales: str) -> None:
     """Launch _rows_kernel for y or its groups; gate_up stands in for tensors not written."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    column_blocks = width // FP8_BLOCK
+    column_blocks = triton.cdiv(width, FP8_BLOCK)
     if not num_rows:
         return
     _rows_kernel[(triton.cdiv(num_rows, rows_of_program(num_rows)) * column_blocks,)](
@@ -166,16 +217,19 @@ def _launch_rows(gate_up: Tensor, y: Tensor | None, rows: QTensor | None, scales
     )  # fmt: skip
 
 
-def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """Return the gradient of gate_up, bfloat16 [T, 2F], for that of the result, dy [T, F]."""
+def swiglu_backward(dy: Tensor, gate_up: Tensor, y: Tensor | None = None) -> Tensor:
+    """Return the gradient of gate_up, bfloat16 [T, 2F], for that of the result, dy [T, F].
+
+    The result itself is written to `y`, which may be dy.
+    """
     _check(gate_up, dy)
     dx = torch.empty_like(gate_up)
     num_rows, width = dy.shape
-    column_blocks = width // FP8_BLOCK
+    column_blocks = triton.cdiv(width, FP8_BLOCK)
     if num_rows:
         _backward_rows_kernel[(triton.cdiv(num_rows, _ROWS) * column_blocks,)](
-            dy, gate_up, dx, num_rows, width, column_blocks, _ROWS,
-            num_warps=4, enable_fp_fusion=False,
+            dy, gate_up, dx, dy if y is None else y, num_rows, width, column_blocks, _ROWS,
+            y is not None, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return dx
 
@@ -198,10 +252,9 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _check(gate_up: Tensor, dy: Tensor | None = None) -> tuple[int, int]:
-    """Check gate_up [T, 2F] and dy [T, F], F a multiple of 128, and return T and F."""
+    """Check gate_up [T, 2F] and dy [T, F], and return T and F."""
     num_rows, width = gate_up.shape
     assert (gate_up.dtype, gate_up.is_contiguous()) == (torch.bfloat16, True)
-    assert width % (2 * FP8_BLOCK) == 0, f"{width} columns"
     shape = num_rows, width // 2
     if dy is not None:
         assert (dy.dtype, dy.shape, dy.is_contiguous()) == (torch.bfloat16, shape, True)

@@ -71,7 +71,7 @@ def product_bytes(
         whole = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
         rows = rows if lora.train_embeddings else 0
         return head, 2 * head, (cards + 1) * whole + rows + 2 * head
-    in_bf16 = plan.train_linear == "fp8" and plan.grad_output != "bf16"
+    in_bf16 = plan.train_linear in ("fp8", "int8") and plan.grad_output != "bf16"
     parameters = parameter_shapes(config)
     *block, qkv, o = (
         (2 if in_bf16 else 4) * math.prod(parameters[f"layers.0.{linear}.weight"])
@@ -109,7 +109,7 @@ def kept_bytes(
     layers = []
     for layer in range(config.num_layers):
         format = plan.linear_format("train", layer, config.num_layers)
-        inputs = format != "fp8" and lora is None  # others are quantized again
+        inputs = format not in ("fp8", "int8") and lora is None  # others are quantized again
         # Of each norm the residual stream, the inverse rms, and the normalized values.
         entered = wide * hidden * (2 if inputs else 1) + 4
         layers.append(2 * entered + attention + wide * config.block.kept_values(hidden, inputs))
@@ -153,12 +153,12 @@ def logits_bytes(config: ModelConfig, tokens: int) -> int:
 def layer_backward_bytes(
     config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, adapted: bool = False
 ) -> int:
-    tokens, hidden, fp8 = batch.tokens, config.hidden_size, plan.train_linear == "fp8"
+    tokens, hidden, format = batch.tokens, config.hidden_size, plan.train_linear
     if adapted:
         wide = nvfp4_product_bytes(config, plan, tokens, backward=True)
-        mlp = config.block.adapted_backward_bytes(hidden, tokens, fp8, wide)
+        mlp = config.block.adapted_backward_bytes(hidden, tokens, format, wide)
     else:
-        mlp = config.block.backward_bytes(hidden, tokens, fp8, not batch.several, FP8_BLOCK)
+        mlp = config.block.backward_bytes(hidden, tokens, format, not batch.several, FP8_BLOCK)
     heads = 2 * (3 * config.num_heads + 4 * config.num_kv_heads) * config.head_dim * tokens
     sequences = -(-tokens // batch.longest)
     across = -(-batch.longest // backward_lists.BACKWARD_QUERIES)

@@ -61,8 +61,8 @@ class _NormMLP(torch.autograd.Function):
         gate_up = fprop(entered, s.linears[0].weight, s.plan)
         tell(s.trace, "gate_up", gate_up)
         gated = (
-            s.kernels.swiglu_quantize(gate_up, s.plan.scales)
-            if s.fp8
+            s.kernels.swiglu_quantize(gate_up, s.scales)
+            if s.coded
             else s.kernels.swiglu_forward(gate_up)
         )
         tell(s.trace, "swiglu", gated)
@@ -103,10 +103,11 @@ def _swiglu_backward(
 ) -> tuple[GEMMInput, GEMMInput, GEMMInput]:
     """Return dY of gate_up for DGrad and WGrad, and swiglu(gate_up) for WGrad of `down`."""
     plan = s.plan
-    if s.fp8 and plan.grad_output == "e4m3" and not plan.widens_wgrad:
+    if s.coded and plan.grad_output == "e4m3" and not plan.widens_wgrad:
         return s.kernels.swiglu_backward_quantize(dgated, gate_up, plan.grad_output, plan.scales)
-    dgate_up = s.kernels.swiglu_backward(dgated, gate_up)
-    y = quantize_for_wgrad(s.kernels.swiglu_forward(gate_up), plan) if s.fp8 else kept[0]
+    # SwiGLU's output takes the place of its gradient.
+    dgate_up = s.kernels.swiglu_backward(dgated, gate_up, dgated if s.coded else None)
+    y = quantize_for_wgrad(dgated, plan) if s.coded else kept[0]
     return *quantize_output_gradient(dgate_up, s.linears[0].weight, plan), y
 
 
@@ -121,8 +122,8 @@ class _AdaptedNormMLP(torch.autograd.Function):
         gate_up, u_gate_up = s.linears[0].forward(entered, values)
         del entered, values
         tell(s.trace, "gate_up", gate_up)
-        if s.fp8:
-            entered, values = s.kernels.swiglu_quantize_with_values(gate_up, s.plan.scales)
+        if s.coded:
+            entered, values = s.kernels.swiglu_quantize_with_values(gate_up, s.scales)
         else:
             entered = values = s.kernels.swiglu_forward(gate_up)
         tell(s.trace, "swiglu", entered)
@@ -156,7 +157,7 @@ def _through_swiglu(
         du = rank_gradient(dy, down.adapter)
         dgated.addmm_(du, down.adapter.down)
     codes: GEMMInput | None = None
-    fused = s.fp8 and down.plan.grad_output == "e4m3"
+    fused = s.coded and down.plan.grad_output == "e4m3"
     if fused:  # SwiGLU's output takes the place of its gradient
         codes, dgate_up = s.kernels.swiglu_backward_values_(dgated, gate_up, down.plan.scales)
     da = db = None

@@ -109,9 +109,15 @@ class Fixed:
         return self.linears[0].plan
 
     @property
-    def fp8(self) -> bool:
+    def coded(self) -> bool:
         """True if the linear layers multiply codes."""
         return isinstance(self.linears[0].weight, QTensor)
+
+    @property
+    def scales(self) -> str:
+        """The rule of the codes that FProp reads: "int8", or the plan's of FP8 scales."""
+        weight = self.linears[0].weight
+        return "int8" if isinstance(weight, QTensor) and weight.rotated else self.plan.scales
 
     def normed(self, total: Tensor) -> Tensor:
         """Return the norm of the residual stream in BF16, computed again."""
@@ -151,19 +157,19 @@ def enter(
     x: Tensor, delta: Tensor | None, s: Fixed, with_values: bool = False
 ) -> tuple[Tensor, Tensor | None, GEMMInput, Tensor | None]:
     """Return x + delta, the inverse rms, and the norm as FProp reads it and in BF16 if asked."""
-    if not s.fp8:
+    if not s.coded:
         y, inverse, total = s.kernels.rms_norm_forward(x, s.norm_weight, s.eps, delta)
         return total, inverse, y, y
     return s.kernels.rms_norm_quantize(
-        x, s.norm_weight, s.eps, delta, s.keep, s.plan.scales, with_values
+        x, s.norm_weight, s.eps, delta, s.keep, s.scales, with_values
     )
 
 
 def entered_again(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: Fixed) -> GEMMInput:
     """Return the normalized values as WGrad reads them: codes made again, or the kept BF16."""
-    if not s.fp8:
+    if not s.coded:
         return kept[0]
-    if s.plan.wgrad_input == "128x128":
+    if s.plan.wgrad_input == "128x128" and s.plan.grad_output != "int8":
         return s.kernels.rms_norm_squares(total, s.norm_weight, inverse, s.plan.scales)
     return quantize_for_wgrad(s.normed(total), s.plan)
 

@@ -143,8 +143,8 @@ class Weights:
         weight = self.quantized(name, f"{name}.weight", formats)
         bias_master = self.master(f"{name}.bias") if bias else None
         widened = self.device.type == "cuda" and self.plan.widens_wgrad
-        in_fp8 = formats["train"] == "fp8" and not widened
-        in_bf16 = in_fp8 and self.plan.grad_output != "bf16"
+        coded = formats["train"] in ("fp8", "int8") and not widened
+        in_bf16 = coded and self.plan.grad_output != "bf16"
         self._expect(weight, torch.bfloat16 if in_bf16 else torch.float32)
         beside = self._beside(name)
         return Linear(weight, bias_master, self.plan, self.dtype, self.gradients, beside)

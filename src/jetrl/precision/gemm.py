@@ -18,6 +18,7 @@ from torch import Tensor
 
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.exact import exact_matmul
+from jetrl.precision.int8 import int8_matmul
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor, codes_as_float64
 
@@ -42,6 +43,12 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
         partial = (a_codes[:, k] @ b_codes[:, k].mT).float()  # exact in float64
         out += partial * (a.scales[:, block, None] * b_scales[None, :, block])
     return out.to(out_dtype)
+
+
+def coded_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a @ b^T of codes, [M, N]: of FP8 or INT8."""
+    matmul = int8_matmul if b.codes.dtype == torch.int8 else fp8_matmul
+    return matmul(a, b, out_dtype)
 
 
 def bf16_matmul(

@@ -24,8 +24,15 @@ from jetrl.precision.adapter import (
     project_up,
 )
 from jetrl.precision.backend import arithmetic_of
-from jetrl.precision.gemm import bf16_matmul, fp8_matmul, free_matmul
+from jetrl.precision.gemm import bf16_matmul, coded_matmul, fp8_matmul, free_matmul
 from jetrl.precision.gradients import Gradients
+from jetrl.precision.int8 import (
+    int8_matmul,
+    int8_rows,
+    int8_squares_turned,
+    int8_tokens,
+    int8_turned,
+)
 from jetrl.precision.nvfp4 import NVFP4Weight, OrderedNVFP4
 from jetrl.precision.nvfp4_products import nvfp4_dgrad, nvfp4_matmul
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
@@ -35,8 +42,10 @@ from jetrl.precision.quantized_weight import Operand, QuantizedWeight, WeightOfC
 GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes grouped 1 x 128, or BF16 values
 
 
-def quantize_input(x: Tensor, plan: PrecisionPlan) -> QTensor:
-    """Return X [T, K] as FProp reads it: groups of 1 x 128."""
+def quantize_input(x: Tensor, weight: Operand, plan: PrecisionPlan) -> QTensor:
+    """Return X [T, K] as FProp reads it: groups of 1 x 128, or rows next to an INT8 weight."""
+    if isinstance(weight, QTensor) and weight.rotated:
+        return int8_rows(x)
     if (arithmetic := arithmetic_of(x)) is not None:
         return arithmetic.quantize_rows(x, "e4m3", plan.scales)
     return quantize(x, (1, FP8_BLOCK), "e4m3", plan.scales)
@@ -47,6 +56,8 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
 
     The groups are squares of 128 x 128, or with `wgrad_input` 1x128 columns of 128 tokens.
     """
+    if plan.grad_output == "int8":
+        return int8_tokens(x)
     squares = plan.wgrad_input == "128x128"
     if (arithmetic := arithmetic_of(x)) is not None:
         if squares:
@@ -60,6 +71,8 @@ def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMM
     format = plan.grad_output
     if not isinstance(weight, QTensor) or format == "bf16":
         return dy
+    if format == "int8":
+        return int8_rows(dy)
     if (arithmetic := arithmetic_of(dy)) is None:
         return quantize(dy, (1, FP8_BLOCK), format, plan.scales)
     rows = arithmetic.quantize_rows(dy, format, plan.scales)
@@ -80,6 +93,8 @@ def quantize_output_gradient(
     format = plan.grad_output
     if not isinstance(weight, QTensor) or format == "bf16":
         return dy, dy
+    if format == "int8":
+        return int8_rows(dy), int8_tokens(dy)
     if (arithmetic := arithmetic_of(dy)) is None:
         rows = quantize(dy, (1, FP8_BLOCK), format, plan.scales)
         return rows, quantize(dy, (FP8_BLOCK, 1), format, plan.scales)
@@ -159,10 +174,10 @@ def fprop(
     """
     if isinstance(weight, WeightOfCodedInputs):
         assert isinstance(x, Tensor), "X is coded here"
-        x, weight = dequantize(quantize_input(x, plan)).bfloat16(), weight.values
+        x, weight = dequantize(quantize_input(x, weight, plan)).bfloat16(), weight.values
     if isinstance(weight, QTensor):
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
-        return fp8_matmul(x, weight, out_dtype)
+        return coded_matmul(x, weight, out_dtype)
     assert isinstance(x, Tensor), "an NVFP4 or BF16 weight multiplies BF16 values"
     if isinstance(weight, NVFP4Weight):
         return nvfp4_matmul(x, weight, out_dtype)
@@ -184,7 +199,7 @@ def adapted_fprop(
         values: X before it was quantized, bfloat16 [T, K].
     """
     arithmetic = arithmetic_of(values) if bias is None else None
-    if arithmetic is not None and isinstance(weight, QTensor):
+    if arithmetic is not None and isinstance(weight, QTensor) and not weight.rotated:
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
         return arithmetic.adapted_matmul(x, values, weight, adapter)
     if arithmetic is not None and isinstance(weight, OrderedNVFP4):
@@ -205,7 +220,11 @@ def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
         rows: dY [T, N] in groups of 1 x 128, or BF16 values.
     """
     if isinstance(rows, QTensor):
-        assert isinstance(weight, QTensor), "codes of dY multiply an FP8 weight"
+        assert isinstance(weight, QTensor), "codes of dY multiply codes"
+        if rows.rotated:
+            return int8_matmul(rows, int8_turned(weight))
+        if weight.rotated:  # an FP8 backward behind an INT8 forward
+            return fp8_matmul(rows, int8_squares_turned(weight))
         arithmetic = arithmetic_of(weight.codes)
         # A GPU's GEMM wants the bytes in that order. They are turned for one product and dropped:
         # kept, they would take as much memory as the weights.
@@ -228,7 +247,7 @@ def wgrad(tokens: GEMMInput, x: GEMMInput, master: Tensor, gradients: Gradients)
     """
     if isinstance(tokens, QTensor):
         assert isinstance(x, QTensor), "codes of dY multiply codes of X"
-        return gradients.add(master, fp8_matmul(tokens.mT, x.mT))
+        return gradients.add(master, coded_matmul(tokens.mT, x.mT))
     return gradients.add_matmul(master, tokens, x)
 
 
@@ -249,7 +268,7 @@ class _LinearFunction(torch.autograd.Function):
             ctx.save_for_backward(x)
         ctx.dtype, ctx.master, ctx.gradients = x.dtype, master, gradients
         ctx.weight, ctx.plan = weight, plan
-        entered = quantize_input(x, plan) if isinstance(weight, QTensor) else x
+        entered = quantize_input(x, weight, plan) if isinstance(weight, QTensor) else x
         return fprop(entered, weight, plan, out_dtype)
 
     @staticmethod
@@ -288,10 +307,11 @@ class _AdaptedFunction(torch.autograd.Function):
         adapter: AdapterWeight,
     ) -> Tensor:
         arithmetic = arithmetic_of(x)
-        if arithmetic is not None and isinstance(weight, QTensor) and bias is None:
+        arithmetic = arithmetic if bias is None else None
+        if arithmetic is not None and isinstance(weight, QTensor) and not weight.rotated:
             y, u = arithmetic.quantized_adapted_matmul(x, weight, adapter, plan.scales)
         else:
-            entered = quantize_input(x, plan) if isinstance(weight, QTensor) else x
+            entered = quantize_input(x, weight, plan) if isinstance(weight, QTensor) else x
             y, u = adapted_fprop(entered, x, weight, plan, bias, adapter)
         ctx.save_for_backward(x, u)
         ctx.weight, ctx.plan, ctx.adapter = weight, plan, adapter

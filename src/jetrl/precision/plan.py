@@ -24,10 +24,11 @@ from jetrl.settings.presets import (
     PRESETS,
     BaseFormat,
     Format,
+    GradFormat,
     KVFormat,
     LinearFormat,
     ScaleRule,
-    is_fp8,
+    codes_alike,
     key_and_value_formats,
 )
 
@@ -73,7 +74,6 @@ NO_DEVIATION = SamplerDeviation()
 
 
 Side = Literal["rollout", "train"]
-GradFormat = Literal["e4m3", "e5m2", "bf16"]
 WGradInput = Literal["128x128", "1x128"]
 
 FP8_BLOCK = 128
@@ -92,7 +92,7 @@ class Rounding(NamedTuple):
         through_bf16: Whether codes are built from the master weight rounded to BF16.
     """
 
-    format: Literal["fp32", "bf16", "fp8", "fp8_weights", "nvfp4"]
+    format: Literal["fp32", "bf16", "fp8", "int8", "fp8_weights", "nvfp4"]
     scales: ScaleRule = "fp32"
     through_bf16: bool = False
 
@@ -108,13 +108,14 @@ class PrecisionPlan:
         kv: Keys and values, on both sides: one format for both, or the keys' + the values'.
         rest: Embeddings, norms and the residual stream.
         lm_head: The output projection, on both sides.
-        grad_output: dY as DGrad and WGrad read it if train_linear is fp8.
+        grad_output: dY as DGrad and WGrad read it if train_linear is fp8 or int8.
         scales: Float32 scales, or scales rounded up to powers of two.
         first_layers_bf16: Decoder layers at the start whose linears stay BF16 on both sides.
         last_layers_bf16: Decoder layers at the end whose linears stay BF16 on both sides.
         wgrad_input: The groups of X in WGrad: squares, or 1 x 128 along tokens.
         pinned_sums: Whether every sum has one order, whatever the batch; None: if the linear
-            layers of both sides are FP8. Without, a GPU's library chooses the order of BF16 sums.
+            layers of both sides multiply the same codes. Without, a GPU's library chooses the order
+            of BF16 sums.
         sampler_deviation: What the sampler computes otherwise than all of the above say.
         base: What stands for fp8 in the linears of a base that is not trained.
     """
@@ -139,13 +140,27 @@ class PrecisionPlan:
             formats = ", ".join(get_args(KVFormat))
             raise UserError(f"precision.kv = {self.kv!r}: use one of {formats}")
         own = self.sampler_deviation
-        alike = is_fp8(self.rollout_linear, self.train_linear) and own.linears is None
+        alike = self.rollout_linear == self.train_linear == "fp8" and own.linears is None
         if self.base == "nvfp4" and (own.weights_through_bf16 or not alike):
             raise UserError(
                 "precision.base = nvfp4 needs FP8 weights that both sides read alike: use "
                 "precision.preset = unified or jet, and leave sampler_deviation's linears and "
                 "weights_through_bf16 out"
             )
+
+        if self.train_linear == "int8":
+            given = {
+                "grad_output": self.grad_output != "e5m2",
+                "scales": self.scales == self.on("rollout").scales == "fp32",
+                "wgrad_input": self.wgrad_input == "128x128",
+            }
+            if wrong := [key for key, fits in given.items() if not fits]:
+                raise UserError(
+                    f"precision.{wrong[0]} = {getattr(self, wrong[0])} is for FP8: leave it out, "
+                    "or use precision.preset = unified or jet"
+                )
+        elif self.grad_output == "int8":
+            raise UserError("precision.grad_output = int8 needs precision.preset = int8")
 
     @staticmethod
     def preset(name: str) -> PrecisionPlan:
@@ -187,7 +202,7 @@ class PrecisionPlan:
         """True if all sums are in one order, on which equal bits of the two sides depend."""
         if self.pinned_sums is not None:
             return self.pinned_sums
-        return is_fp8(self.rollout_linear, self.train_linear)
+        return codes_alike(self.rollout_linear, self.train_linear)
 
     @property
     def widens_wgrad(self) -> bool:
@@ -313,11 +328,15 @@ class PrecisionPlan:
         names = {"bf16": "BF16", "fp32": "FP32"}
         names |= {"fp8": f"FP8 e4m3, {self.scales} scales", "int8": f"INT8, {self.scales} scales"}
         keys, values = (names[format] for format in key_and_value_formats(self.kv))
-        gradient = "BF16" if self.grad_output == "bf16" else f"FP8 {self.grad_output}"
-        rollout, training = names[self.rollout_linear], names[self.train_linear]
+        rotated = "INT8, rotated, one scale per row"
+        gradient = {"bf16": "BF16", "int8": rotated}.get(
+            self.grad_output, f"FP8 {self.grad_output}"
+        )
+        linears = names | {"int8": rotated}
+        rollout, training = linears[self.rollout_linear], linears[self.train_linear]
         if self.base == "nvfp4":
             rollout = training = "NVFP4 weights, frozen; BF16 activations"
-        elif self.train_linear == "fp8":
+        elif self.train_linear in ("fp8", "int8"):
             training += f" (FProp, DGrad, WGrad; output gradients {gradient})"
         rows = [
             ("rollout linears", rollout),

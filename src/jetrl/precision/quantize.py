@@ -18,6 +18,10 @@ INT8 (keys of `unified`; values, if a plan asks for it) has 127 instead of 448, 
 Integers know no NaN: a product that is no number has code 0. But a non-finite value makes its
 group's scale NaN or Inf, so all values of the group come back as NaN.
 
+The operands of the `int8` plan's products are rotated along K before that (`rotate`): a rotation of
+both leaves their product as it was, and spreads an outlier over 64 values, so that eight uniform
+bits serve all of them. A row along K is one group (`precision.int8`).
+
 Groups by operand of a product along K: the left one 1 x 128 (X in FProp, dY in DGrad, and dY along
 tokens, 128 x 1, in WGrad), the right one 128 x 128 (the weight, whose transpose is then a byte
 transpose, and X in WGrad). Keys and values: one group for each token and head.
@@ -41,6 +45,7 @@ FORMATS: dict[str, tuple[torch.dtype, float]] = {
     "int8": (torch.int8, 127.0),
 }
 AMAX_FLOOR = 2.0**-100
+ROTATION = 64  # values that are rotated together
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,14 @@ class QTensor:
         codes: float8_e4m3fn (or float8_e5m2, or int8) [..., M, K].
         scales: float32 [..., ceil(M/bm), ceil(K/bk)].
         block: (bm, bk), the rows and columns of a group of values that share a scale.
+        rotated: Whether the codes are of values rotated along their groups, which are whole rows,
+            or whole columns of a transpose.
     """
 
     codes: Tensor
     scales: Tensor
     block: tuple[int, int]
+    rotated: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -65,7 +73,8 @@ class QTensor:
     @property
     def mT(self) -> QTensor:  # noqa: N802  (torch's own name for a transpose of the last two)
         """The transpose, with the same bytes and scales: nothing is rounded again."""
-        return QTensor(self.codes.mT, self.scales.mT, (self.block[1], self.block[0]))
+        turned = (self.block[1], self.block[0])
+        return QTensor(self.codes.mT, self.scales.mT, turned, self.rotated)
 
 
 def quantize(
@@ -109,10 +118,33 @@ def quantize(
 
 
 def dequantize(q: QTensor) -> Tensor:
-    """Return float32 [..., M, K]: each code times its group's scale, one float32 product."""
+    """Return float32 [..., M, K]: each code times its group's scale, and rotated back."""
     groups = _group(q.codes.float(), q.block)
     values = groups * q.scales[..., :, None, :, None]
-    return values.flatten(-4, -3).flatten(-2, -1)[..., : q.shape[-2], : q.shape[-1]]
+    values = values.flatten(-4, -3).flatten(-2, -1)[..., : q.shape[-2], : q.shape[-1]]
+    if not q.rotated:
+        return values
+    return rotate(values) if q.block[0] == 1 else rotate(values.mT).mT
+
+
+def empty_int8_rows(rows: int, k: int, device: torch.device) -> QTensor:
+    """Return uninitialized codes [rows, K] of rotated values with a scale per row."""
+    codes = torch.empty(rows, k, dtype=torch.int8, device=device)
+    return QTensor(codes, torch.empty(rows, 1, device=device), (1, k), rotated=True)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Return x [..., K] times the Hadamard matrix of 64, divided by 8, in blocks along K: float32.
+
+    The matrix is its own inverse. Six stages add and subtract pairs of values, stage i those that
+    lie 2**i apart, so the bits are the same on every device. K is a multiple of 64.
+    """
+    y = x.float().unflatten(-1, (-1, ROTATION))
+    for _ in range(6):
+        # Each stage brings the pairs of the next one side by side.
+        even, odd = y[..., ::2], y[..., 1::2]
+        y = torch.cat([even + odd, even - odd], -1)
+    return (y * ROTATION**-0.5).flatten(-2)
 
 
 def codes_as_float64(codes: Tensor) -> Tensor:

@@ -20,10 +20,18 @@ from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.int8 import int8_rows
 from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight, quantize_nvfp4
 from jetrl.precision.nvfp4_products import in_device_order
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan, Rounding, ScaleRule, Side
-from jetrl.precision.quantize import FORMATS, QTensor, dequantize, quantize
+from jetrl.precision.quantize import (
+    FORMATS,
+    ROTATION,
+    QTensor,
+    dequantize,
+    empty_int8_rows,
+    quantize,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class WeightOfCodedInputs:
     values: Tensor
 
 
-StoredWeight = QTensor | NVFP4Weight | Tensor  # FP8 in 128 x 128 groups, NVFP4, or BF16
+StoredWeight = QTensor | NVFP4Weight | Tensor  # FP8 in 128 x 128 groups, INT8 rows, NVFP4, or BF16
 Operand = StoredWeight | WeightOfCodedInputs
 
 
@@ -58,8 +66,8 @@ class QuantizedWeight:
         noise: float32, added to the master weight before it is rounded; None: nothing.
 
     Raises:
-        UserError: A side reads FP8 or NVFP4, and a dimension is not a multiple of 128; or NVFP4,
-            and the weight is trained or has a value that is not finite.
+        UserError: A side reads FP8 or NVFP4, and a dimension is not a multiple of 128, or INT8, and
+            one is not of 64; or NVFP4, and the weight is trained or has a value that is not finite.
     """
 
     def __init__(
@@ -80,11 +88,15 @@ class QuantizedWeight:
         num_rows = len(master) if shard is None else shard.num_rows
         self.shape = torch.Size((num_rows, *master.shape[1:]))
         kept = {self._roundings[side] for side in sides}
-        coded = "NVFP4" if "nvfp4" in formats.values() else "FP8"
-        if set(formats.values()) - {"fp32", "bf16"} and any(n % FP8_BLOCK for n in self.shape):
+        read = set(formats.values()) - {"fp32", "bf16"}
+        coded = next((name for name in ("nvfp4", "int8") if name in read), "fp8").upper()
+        whole = read == {"int8"} and plan.grad_output != "e4m3"
+        multiple = ROTATION if whole else FP8_BLOCK
+        if read and any(n % multiple for n in self.shape):
+            others = "" if any(n % ROTATION for n in self.shape) else "int8 or "
             raise UserError(
-                f"layer {name}: {coded} needs dimensions that are multiples of {FP8_BLOCK}, "
-                f"and this weight is {list(self.shape)}; use precision.preset=bf16 (--plan bf16)"
+                f"layer {name}: {coded} needs dimensions that are multiples of {multiple}, not "
+                f"{list(self.shape)}; use precision.preset={others}bf16 (--plan bf16)"
             )
         if coded == "NVFP4" and not fixed:
             raise UserError(
@@ -122,7 +134,7 @@ class QuantizedWeight:
         for weight in self._stored.values():
             if isinstance(weight, QTensor):
                 gather_rows(weight.codes, self.shard.counts())
-                gather_rows(_with_padding(weight.scales), self.shard.counts(FP8_BLOCK))
+                gather_rows(_with_padding(weight.scales), self.shard.counts(weight.block[0]))
             else:
                 assert isinstance(weight, Tensor), "a weight in NVFP4 is whole on every rank"
                 gather_rows(weight, self.shard.counts())
@@ -151,6 +163,8 @@ class QuantizedWeight:
     def _empty(self, rounding: Rounding) -> StoredWeight:
         """Return the whole weight in a rounding, not filled yet."""
         assert rounding.format != "fp32", "a weight that is read as it is cannot be divided"
+        if rounding.format == "int8":
+            return empty_int8_rows(self.shape[0], self.shape[1], self.master.device)
         if rounding.format != "fp8":
             return torch.empty(self.shape, dtype=torch.bfloat16, device=self.master.device)
         (rows, columns), device, dtype = self.shape, self.master.device, FORMATS["e4m3"][0]
@@ -184,6 +198,8 @@ class QuantizedWeight:
             return in_device_order(quantized)
         if rounding.through_bf16:
             weight = weight.bfloat16().float()
+        if rounding.format == "int8":
+            return int8_rows(weight, into if isinstance(into, QTensor) else None)
         if rounding.format == "fp8_weights":
             weight = dequantize(_fp8(weight, rounding.scales))
         if rounding.format != "fp8":
@@ -208,8 +224,8 @@ def _own(whole: StoredWeight, shard: Shard) -> StoredWeight:
     """Return the rows of a quantized weight that this rank owns, sharing memory."""
     if isinstance(whole, Tensor):
         return whole[shard.own_rows]
-    blocks = slice(*(row // FP8_BLOCK for row in (shard.own_rows.start, shard.own_rows.stop)))
     assert isinstance(whole, QTensor), "a weight in NVFP4 is whole on every rank"
+    blocks = slice(*(n // whole.block[0] for n in (shard.own_rows.start, shard.own_rows.stop)))
     return replace(whole, codes=whole.codes[shard.own_rows], scales=whole.scales[blocks])
 
 

@@ -28,6 +28,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.adapter import AdapterShape, AdapterWeight, add_adapter
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
+from jetrl.precision.int8 import int8_matmul, int8_rows
 from jetrl.precision.linear import Linear
 from jetrl.randomness import derive_seed
 from jetrl.rollout.decode import DecodeBatch
@@ -391,8 +392,10 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
     shape = AdapterShape(8, 1.0, num_rows=96, num_columns=256, parts=((0, 96),))
     a, b = (nn.Parameter(normal(*size).float()) for size in (shape.a_shape, shape.b_shape))
     adapter = AdapterWeight("adapter", a, b, shape, torch.bfloat16)
+    integers = int8_rows(normal(96, 256))
     by_rows: dict[str, Callable[[slice], Tensor]] = {
         "FP8 GEMM": lambda s: fp8_matmul(quantize(x[s]), weight, torch.float32),
+        "INT8 GEMM": lambda s: int8_matmul(int8_rows(x[s]), integers, torch.float32),
         "BF16 GEMM": lambda s: bf16_matmul(x[s], bf16_weight, torch.float32),
         "adapter": lambda s: add_adapter(product[s].clone(), x[s], adapter),
         "RMSNorm": lambda s: rms_norm(x[s], norm_weight, 1e-6),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jetrl.settings.presets import DEFAULT_PRESET, BaseFormat, KVSetting, Preset
+from jetrl.settings.presets import DEFAULT_PRESET, BaseFormat, GradFormat, KVSetting, Preset
 from jetrl.settings.section import NonNegative, NonNegativeFloat, Section
 
 # The GPU's attention reads 64 keys at a time.
@@ -18,7 +18,7 @@ class PrecisionSettings(Section):
 
     preset: Preset = DEFAULT_PRESET
     """what is FP8, on which side (docs/precision.md)"""
-    grad_output: Literal["e4m3", "e5m2", "bf16"] | None = None
+    grad_output: GradFormat | None = None
     """output gradients in DGrad and WGrad; unset: the preset's"""
     scales: Literal["fp32", "pow2"] | None = None
     """unset: the preset's (fp32)"""
@@ -43,7 +43,7 @@ class PrecisionSettings(Section):
 class SamplerDeviationSettings(Section):
     """The section `[sampler_deviation]`: differences of the sampler, for comparisons."""
 
-    linears: Literal["fp8", "fp8_weights", "fp8_activations", "bf16"] | None = None
+    linears: Literal["fp8", "int8", "fp8_weights", "fp8_activations", "bf16"] | None = None
     """the sampler's linear layers; fp8_weights: BF16 activations, fp8_activations: BF16 weights;
     unset: the preset's"""
     weights_through_bf16: bool | None = None

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-Format = Literal["fp32", "bf16", "fp8"]
+Format = Literal["fp32", "bf16", "fp8", "int8"]
 # Of a linear layer: FP8 weights next to BF16 activations, and the other way round, are for studies.
 # NVFP4 weights are those of a base that is not trained.
 LinearFormat = Literal[Format, "fp8_weights", "fp8_activations", "nvfp4"]
+GradFormat = Literal["e4m3", "e5m2", "int8", "bf16"]
 BaseFormat = Literal["fp8", "nvfp4"]
 StoredFormat = Literal["fp32", "bf16", "fp8", "int8"]
 KVFormat = Literal[StoredFormat, "int8+fp8", "fp8+int8"]
@@ -28,6 +29,7 @@ class PresetFormats(NamedTuple):
         kv: Keys and values, on both sides: one format for both, or the keys' + the values'.
         rest: Embeddings, norms and the residual stream, on both sides.
         lm_head: The output projection, on both sides.
+        grad_output: dY as DGrad and WGrad read it, if linears are codes.
     """
 
     rollout_linear: LinearFormat
@@ -35,6 +37,7 @@ class PresetFormats(NamedTuple):
     kv: KVFormat
     rest: Format
     lm_head: Format
+    grad_output: GradFormat = "e4m3"
 
 
 PRESETS = {
@@ -44,6 +47,7 @@ PRESETS = {
     "alike": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "jet": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "unified": PresetFormats("fp8", "fp8", "int8+fp8", "bf16", "bf16"),
+    "int8": PresetFormats("int8", "int8", "int8", "bf16", "bf16", "int8"),
 }
 DEFAULT_PRESET = "unified"
 
@@ -64,6 +68,6 @@ def key_and_value_formats(kv: str) -> tuple[str, str]:
     return keys, values or keys
 
 
-def is_fp8(rollout_linear: str | None, train_linear: str | None) -> bool:
-    """Return whether the linear layers of both sides are FP8."""
-    return rollout_linear == train_linear == "fp8"
+def codes_alike(rollout_linear: str | None, train_linear: str | None) -> bool:
+    """Return whether the linear layers of both sides multiply the same codes."""
+    return rollout_linear == train_linear and train_linear in ("fp8", "int8")

@@ -19,7 +19,7 @@ from jetrl.settings import model_sections
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm, AlgorithmSettings
 from jetrl.settings.messages import explain
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
-from jetrl.settings.presets import PRESETS, is_fp8
+from jetrl.settings.presets import PRESETS, codes_alike
 from jetrl.settings.section import (
     ONE_OR_MORE,
     Beta,
@@ -458,8 +458,8 @@ class Settings(Section):
         preset = self.precision.preset
         if self.train.updates_per_step == 1:
             yield "algorithm.calibrate_clip_every needs train.updates_per_step of at least 2"
-        if not is_fp8(*PRESETS[preset][:2]):
-            needs = f"FP8 on both sides, unlike precision.preset = {preset}"
+        if not codes_alike(*PRESETS[preset][:2]):
+            needs = f"FP8 or INT8 on both sides, unlike precision.preset = {preset}"
             yield f"algorithm.calibrate_clip_every needs {needs}"
         if self.rollout.oversample:
             yield "algorithm.calibrate_clip_every needs rollout.oversample = 0"

@@ -15,6 +15,13 @@ from jetrl.precision.hopper.add import add_products
 from jetrl.precision.hopper.gemm import bf16_matmul_free
 from jetrl.precision.hopper.gemm import bf16_matmul_hopper as bf16_matmul
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper as fp8_matmul
+from jetrl.precision.hopper.int8 import (
+    int8_matmul,
+    int8_rows,
+    int8_squares_turned,
+    int8_tokens,
+    int8_turned,
+)
 from jetrl.precision.hopper.layout import empty_weight
 from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper as nvfp4_dgrad
 from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper as nvfp4_matmul

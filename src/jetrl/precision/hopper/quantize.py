@@ -38,10 +38,11 @@ from jetrl.precision.hopper.layout import (
     empty_turned_squares,
     empty_weight,
 )
+from jetrl.precision.hopper.tile import to_int8
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor
 
-_FLOOR_BITS = struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0]
+FLOOR_BITS = struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0]
 # Two programs of a tile share an SM with at most 128 registers per thread.
 TILE_OPTIONS = {"num_warps": tile.NUM_WARPS, "maxnreg": 128, "enable_fp_fusion": False}
 _FEW_ROWS = 256
@@ -86,6 +87,22 @@ def scale_and_multiplier(
     else:
         multiplier = tl.math.div_rn(limit, amax)
     return scale, multiplier
+
+
+@triton.jit
+def store_int8_row(
+    y, row, columns, codes_ptr, scales_ptr, WIDTH: tl.constexpr, FLOOR: tl.constexpr
+):
+    """Quantize a row, float32 with zeros past WIDTH, as `precision.int8.int8_rows`."""
+    BLOCKS: tl.constexpr = y.shape[0] // 64
+    for _ in tl.static_range(6):
+        even, odd = tl.split(tl.reshape(y, (BLOCKS, 32, 2)))
+        y = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (BLOCKS * 64,))
+    y = y * 0.125
+    scale, multiplier = scale_and_multiplier(tl.max(abs_bits(y), 0), 127.0, FLOOR, False)
+    places = codes_ptr + row.to(tl.int64) * WIDTH + columns
+    tl.store(places, to_int8(y * multiplier), mask=columns < WIDTH)
+    tl.store(scales_ptr + row, scale)
 
 
 @triton.jit
@@ -210,7 +227,7 @@ def _turn_kernel(
 
 def rule(format: FP8Format, scales: str) -> dict[str, Any]:
     """Return the quantizer's constants as the kernels of rows take them."""
-    return {"MAXIMUM": FORMATS[format][1], "FLOOR_BITS": _FLOOR_BITS, "POW2": scales == "pow2"}
+    return {"MAXIMUM": FORMATS[format][1], "FLOOR_BITS": FLOOR_BITS, "POW2": scales == "pow2"}
 
 
 def tile_rule(format: FP8Format, scales: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ A cap of 128 registers, two programs per SM, is best if it costs no spills (H200
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -207,24 +208,33 @@ def scale_and_multiplier(amax, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2:
     return scale, multiplier
 
 
+@triton.jit
+def to_int8(x):
+    """Return float32 products as INT8 codes: ties to even, and NaN is 0."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c, d;
+        cvt.rni.s32.f32 a, $1;
+        cvt.rni.s32.f32 b, $2;
+        cvt.rni.s32.f32 c, $3;
+        cvt.rni.s32.f32 d, $4;
+        cvt.pack.sat.s8.s32.b32 d, d, c, 0;
+        cvt.pack.sat.s8.s32.b32 $0, b, a, d;
+        }
+        """,
+        "=r,f,f,f,f", [x], dtype=tl.int8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+gluon_to_int8 = gluon.jit(to_int8.fn)  # as `gluon_wait_for_previous` in `precision.hopper.launch`
+
+
 @gluon.jit
 def to_codes(x, dtype: gl.constexpr):
-    """Return float32 products as FP8 or INT8 codes; INT8 rounds ties to even, and NaN becomes 0."""
+    """Return float32 products as FP8 or INT8 codes."""
     if dtype == gl.int8:
-        codes = gl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, c, d;
-            cvt.rni.s32.f32 a, $1;
-            cvt.rni.s32.f32 b, $2;
-            cvt.rni.s32.f32 c, $3;
-            cvt.rni.s32.f32 d, $4;
-            cvt.pack.sat.s8.s32.b32 d, d, c, 0;
-            cvt.pack.sat.s8.s32.b32 $0, b, a, d;
-            }
-            """,
-            "=r,f,f,f,f", [x], dtype=gl.int8, is_pure=True, pack=4,
-        )  # fmt: skip
+        codes = gluon_to_int8(x)
     else:
         codes = x.to(dtype)
     return codes

@@ -1,0 +1,384 @@
+"""`precision.int8` in Triton: quantizing and turning at the speed of memory, and the product.
+
+A thread holds the 64 values of a rotation, so that its stages move nothing between threads. The
+sums of the product are integers, so tiles and the split of K are chosen by speed only.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from jetrl.precision.hopper import gluon_names, tile
+from jetrl.precision.hopper.int8_rows import MOST_ROWS, rows_matmul
+from jetrl.precision.hopper.launch import (
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+    multiprocessors,
+    overlapped,
+)
+from jetrl.precision.hopper.layout import cdiv, empty_weight
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, ROTATION, QTensor, empty_int8_rows
+
+_TOP = gl.constexpr(FORMATS["int8"][1])
+_WARP_COLUMNS = 2048  # of a row in one warp
+_WIDE, _CHUNK = (
+    16384,
+    8192,
+)  # columns of a row that stays in registers, and of a part of a longer one
+_PANEL, _PROGRAMS = 128, 4  # columns of a tile of 64 tokens, and programs per SM
+_OPTIONS = {"enable_fp_fusion": False}
+
+
+@gluon.jit
+def rotated(x):
+    """Return float32 [R, 64] rotated along its last dimension, which lies in one thread."""
+    for _ in gl.static_range(6):
+        even, odd = gl.split(gl.reshape(x, [x.shape[0], 32, 2]))
+        joined = gl.permute(gl.join(even + odd, even - odd), [0, 2, 1])
+        x = gl.reshape(joined, [x.shape[0], 64])
+    return x * 0.125
+
+
+@gluon.constexpr_function
+def row_layout(num_warps, lanes, warps):
+    """Return the layout of whole rows, each of which lies in some lanes of some warps."""
+    return gl.BlockedLayout([1, 64], [32 // lanes, lanes], [num_warps // warps, warps], [1, 0])
+
+
+def row_cut(rows: int, k: int) -> tuple[int, int, int, int, int] | None:
+    """Return the rows of a program, their padded width, lanes and warps of a row, and all warps.
+
+    None if a row is too wide for a program.
+    """
+    width = triton.next_power_of_2(k)
+    if width > _WIDE:
+        return None
+    lanes, warps = min(32, width // 64), max(1, width // _WARP_COLUMNS)
+    num_warps = max(warps, 1 if rows <= 256 else 4)
+    return 32 // lanes * (num_warps // warps), width, lanes, warps, num_warps
+
+
+@gluon.jit
+def store_rows(
+    x, rows, columns, mask, num_rows, codes_ptr, scales_ptr, K: gl.constexpr,
+    LAYOUT: gl.constexpr, FLOOR: gl.constexpr,
+):  # fmt: skip
+    """Rotate and quantize whole rows, float32 in LAYOUT with zeros past K, and store them."""
+    shape: gl.constexpr = x.shape
+    x = rotated(gl.reshape(x, [shape[0] * (shape[1] // 64), 64]))
+    x = gl.convert_layout(gl.reshape(x, shape), LAYOUT, assert_trivial=True)
+    scale, multiplier = tile.scale_and_multiplier(tile.largest(x, 1), _TOP, FLOOR, False)
+    codes = tile.gluon_to_int8(x * multiplier[:, None])
+    gl.store(codes_ptr + (rows.to(gl.int64)[:, None] * K + columns[None, :]), codes, mask=mask)
+    gl.store(scales_ptr + rows, scale, mask=rows < num_rows)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, num_rows, row_stride,
+    K: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, LANES: gl.constexpr,
+    WARPS: gl.constexpr, FLOOR: gl.constexpr,
+):  # fmt: skip
+    """Quantize ROWS whole rows (`row_cut`)."""
+    LAYOUT: gl.constexpr = row_layout(gl.num_warps(), LANES, WARPS)
+    rows = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    mask = (rows < num_rows)[:, None] & (columns < K)[None, :]
+    places = x_ptr + (rows.to(gl.int64)[:, None] * row_stride + columns[None, :])
+    gluon_let_next_start()
+    gluon_wait_for_previous()
+    x = gl.load(places, mask=mask, other=0.0).to(gl.float32)
+    store_rows(x, rows, columns, mask, num_rows, codes_ptr, scales_ptr, K, LAYOUT, FLOOR)
+
+
+@gluon.jit
+def _rotated_chunk(x_ptr, wide, inside, columns, K: gl.constexpr, row_stride, LAYOUT: gl.constexpr):
+    """Return some columns of rows, rotated, float32 in LAYOUT."""
+    mask = inside[:, None] & (columns < K)[None, :]
+    x = gl.load(x_ptr + (wide * row_stride + columns[None, :]), mask=mask, other=0.0)
+    x = rotated(gl.reshape(x.to(gl.float32), [x.shape[0] * (x.shape[1] // 64), 64]))
+    return gl.convert_layout(gl.reshape(x, mask.shape), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _wide_rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, num_rows, row_stride, K: gl.constexpr, WIDTH: gl.constexpr,
+    FLOOR: gl.constexpr,
+):  # fmt: skip
+    """Quantize a row in chunks, which are read twice, the second time from a cache."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 64], [1, 32], [1, gl.num_warps()], [1, 0])
+    rows = gl.program_id(0) + gl.arange(0, 1, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    wide, inside = rows.to(gl.int64)[:, None], rows < num_rows
+    amax = gl.full([1], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    for first in gl.static_range(0, K, WIDTH):
+        x = _rotated_chunk(x_ptr, wide, inside, first + columns, K, row_stride, LAYOUT)
+        amax = tile.larger(amax, tile.largest(x, 1))
+    scale, multiplier = tile.scale_and_multiplier(amax, _TOP, FLOOR, False)
+    for first in gl.static_range(0, K, WIDTH):
+        x = _rotated_chunk(x_ptr, wide, inside, first + columns, K, row_stride, LAYOUT)
+        mask = inside[:, None] & (first + columns < K)[None, :]
+        gl.store(
+            codes_ptr + (wide * K + first + columns[None, :]),
+            tile.gluon_to_int8(x * multiplier[:, None]),
+            mask=mask,
+        )
+    gl.store(scales_ptr + rows, scale, mask=inside)
+
+
+# A tile of 64 rows and 32 columns a warp: as it is loaded, with the 64 rows of a rotation in a
+# thread, and as turned codes are stored.
+@gluon.jit
+def _tile(x_ptr, block, first_column, num_rows, num_columns, row_stride, COLUMNS: gl.constexpr):
+    """Return 64 tokens of some columns, rotated along tokens, float32, in a thread's registers."""
+    LANES: gl.constexpr = COLUMNS // 8 if COLUMNS < 64 else 8
+    LOADED: gl.constexpr = gl.BlockedLayout(
+        [1, 8],
+        [32 // LANES, LANES],
+        [gl.num_warps() * LANES * 8 // COLUMNS, COLUMNS // (LANES * 8)],
+        [1, 0],
+    )
+    ALONG: gl.constexpr = gl.BlockedLayout([64, 1], [1, 32], [1, gl.num_warps()], [0, 1])
+    tokens = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, LOADED))
+    columns = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LOADED))
+    mask = (tokens < num_rows)[:, None] & (columns < num_columns)[None, :]
+    places = tokens.to(gl.int64)[:, None] * row_stride + columns[None, :]
+    x = gl.convert_layout(gl.load(x_ptr + places, mask=mask, other=0.0), ALONG).to(gl.float32)
+    return _along_tokens(x, ALONG)
+
+
+@gluon.jit
+def _along_tokens(x, ALONG: gl.constexpr):
+    """Return float32 [64, C] rotated along its first dimension, which lies in one thread."""
+    x = gl.permute(rotated(gl.permute(x, [1, 0])), [1, 0])
+    return gl.convert_layout(x, ALONG, assert_trivial=True)
+
+
+@gluon.jit
+def _bits(x):
+    """Return the bits of |x|, which are ordered like |x|, NaN above Inf."""
+    return x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@gluon.jit(do_not_specialize=["num_rows", "blocks"])
+def _tokens_kernel(
+    x_ptr, maxima_ptr, arrived_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride,
+    blocks, COLUMNS: gl.constexpr, PASS: gl.constexpr, FLOOR: gl.constexpr,
+):  # fmt: skip
+    """Quantize columns along their tokens, turned: [num_columns, blocks * 64].
+
+    A scale needs the maximum over all tokens. PASS 1 takes the maxima of tiles, and 2 quantizes by
+    them. PASS 0 does both: a program keeps its tile until the others of its columns have
+    arrived. For that all programs of some columns must run at once: no more blocks than programs.
+    """
+    ALONG: gl.constexpr = gl.BlockedLayout([64, 1], [1, 32], [1, gl.num_warps()], [0, 1])
+    STORED: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, gl.num_warps()], [0, 1])
+    panels = (num_columns + COLUMNS - 1) // COLUMNS
+    for item in range(gl.program_id(0), blocks * panels, gl.num_programs(0)):
+        panel, block = item // blocks, item % blocks
+        x = _tile(x_ptr, block, panel * COLUMNS, num_rows, num_columns, row_stride, COLUMNS)
+        columns = panel * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, ALONG))
+        inside = columns < num_columns
+        if PASS < 2:
+            gl.atomic_max(maxima_ptr + columns, gl.max(_bits(x), 0), mask=inside, sem="relaxed")
+        if PASS == 0:
+            gluon_names.barrier()
+            gl.atomic_add(arrived_ptr + panel, 1, sem="acq_rel")
+            while gl.atomic_add(arrived_ptr + panel, 0, sem="acquire") < blocks:
+                pass
+        if PASS != 1:
+            bits = gl.load(maxima_ptr + columns, mask=inside, other=0, cache_modifier=".cg")
+            scale, multiplier = tile.scale_and_multiplier(
+                bits.to(gl.float32, bitcast=True), _TOP, FLOOR, False
+            )
+            codes = gl.convert_layout(tile.gluon_to_int8(x * multiplier[None, :]), STORED)
+            tokens = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORED))
+            stored = panel * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, STORED))
+            places = stored.to(gl.int64)[None, :] * (blocks * 64) + tokens[:, None]
+            mask = (stored < num_columns)[None, :] & (tokens < blocks * 64)[:, None]
+            gl.store(codes_ptr + places, codes, mask=mask)
+            gl.store(scales_ptr + columns, scale, mask=inside & (block == 0))
+
+
+_ALONG_ROW = gl.constexpr(gl.BlockedLayout([1, 64], [8, 4], [8, 1], [1, 0]))
+_ALONG_COLUMN = gl.constexpr(gl.BlockedLayout([64, 1], [1, 32], [1, 8], [0, 1]))
+
+
+@gluon.jit
+def _weight_tile(codes_ptr, scales_ptr, num_rows, num_columns):
+    """Return a tile of a weight's values, rotated back along its row and along its columns."""
+    rows = gl.program_id(0) * 64 + gl.arange(0, 64, gl.SliceLayout(1, _ALONG_ROW))
+    columns = gl.program_id(1) * 256 + gl.arange(0, 256, gl.SliceLayout(0, _ALONG_ROW))
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    places = rows.to(gl.int64)[:, None] * num_columns + columns[None, :]
+    codes = gl.load(codes_ptr + places, mask=mask, other=0).to(gl.float32)
+    w = codes * gl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+    w = gl.reshape(rotated(gl.reshape(w, [256, 64])), [64, 256])
+    return _along_tokens(gl.convert_layout(w, _ALONG_COLUMN), _ALONG_COLUMN)
+
+
+@gluon.jit
+def _weight_maxima_kernel(codes_ptr, scales_ptr, maxima_ptr, num_rows, num_columns):
+    w = _weight_tile(codes_ptr, scales_ptr, num_rows, num_columns)
+    columns = gl.program_id(1) * 256 + gl.arange(0, 256, gl.SliceLayout(0, _ALONG_COLUMN))
+    inside = columns < num_columns
+    gl.atomic_max(maxima_ptr + columns, gl.max(_bits(w), 0), mask=inside, sem="relaxed")
+
+
+@gluon.jit
+def _turn_kernel(
+    codes_ptr, scales_ptr, maxima_ptr, turned_ptr, turned_scales_ptr, num_rows, num_columns,
+    FLOOR: gl.constexpr,
+):  # fmt: skip
+    w = _weight_tile(codes_ptr, scales_ptr, num_rows, num_columns)
+    rows = gl.program_id(0) * 64 + gl.arange(0, 64, gl.SliceLayout(1, _ALONG_COLUMN))
+    columns = gl.program_id(1) * 256 + gl.arange(0, 256, gl.SliceLayout(0, _ALONG_COLUMN))
+    inside = columns < num_columns
+    bits = gl.load(maxima_ptr + columns, mask=inside, other=0)
+    scale, multiplier = tile.scale_and_multiplier(
+        bits.to(gl.float32, bitcast=True), _TOP, FLOOR, False
+    )
+    mask = (rows < num_rows)[:, None] & inside[None, :]
+    places = columns.to(gl.int64)[None, :] * num_rows + rows[:, None]
+    gl.store(turned_ptr + places, tile.gluon_to_int8(w * multiplier[None, :]), mask=mask)
+    gl.store(turned_scales_ptr + columns, scale, mask=inside & (gl.program_id(0) == 0))
+
+
+@gluon.jit
+def _squares_kernel(
+    codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, num_rows, num_columns,
+    turned_scale_stride, column_blocks, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of a weight's values as one E4M3 group of 128 x 128, turned for DGrad."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 64], [16, 2], [8, 1], [1, 0])
+    block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
+    rows = block * 128 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+    columns = column * 128 + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    codes = gl.load(codes_ptr + rows.to(gl.int64)[:, None] * num_columns + columns[None, :])
+    w = codes.to(gl.float32) * gl.load(scales_ptr + rows)[:, None]
+    w = gl.reshape(rotated(gl.reshape(w, [256, 64])), [128, 128])
+    w = gl.convert_layout(w, LAYOUT, assert_trivial=True)
+    amax = gl.reduce(tile.largest(w, 1), 0, tile.larger)
+    scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, False)
+    gl.store(turned_scales_ptr + column * turned_scale_stride + block, scale)
+    turned = gl.convert_layout((w * multiplier).to(turned_ptr.dtype.element_ty), tile.TURNED)
+    tile.store_turned(turned_ptr, turned, block, column, num_columns, num_rows)
+
+
+def int8_squares_turned(w: QTensor) -> QTensor:
+    """`precision.int8.int8_squares_turned`."""
+    rows, columns = w.shape
+    q = empty_weight(columns, rows, FORMATS["e4m3"][0], w.codes.device)
+    blocks = columns // FP8_BLOCK
+    _squares_kernel[(rows // FP8_BLOCK * blocks,)](
+        w.codes, w.scales, q.codes, q.scales, rows, columns, q.scales.stride(0), blocks,
+        FORMATS["e4m3"][1], AMAX_FLOOR, num_warps=8, **_OPTIONS,
+    )  # fmt: skip
+    return q
+
+
+def int8_rows(x: Tensor, out: QTensor | None = None) -> QTensor:
+    """`precision.int8.int8_rows` of bfloat16 or float32 [M, K], rows contiguous."""
+    rows, k = x.shape
+    assert (x.stride(1), k % ROTATION) == (1, 0), f"{x.shape}, strides {x.stride()}"
+    q = empty_int8_rows(rows, k, x.device) if out is None else out
+    if not rows:
+        return q
+    if (cut := row_cut(rows, k)) is None:
+        _wide_rows_kernel[(rows,)](
+            x, q.codes, q.scales, rows, x.stride(0), k, _CHUNK, AMAX_FLOOR,
+            num_warps=_CHUNK // _WARP_COLUMNS, **_OPTIONS,
+        )  # fmt: skip
+    else:
+        _rows_kernel[(cdiv(rows, cut[0]),)](
+            x, q.codes, q.scales, rows, x.stride(0), k, *cut[:4], AMAX_FLOOR, num_warps=cut[4],
+            **_OPTIONS, **overlapped(),
+        )  # fmt: skip
+    return q
+
+
+def int8_tokens(x: Tensor) -> QTensor:
+    """`precision.int8.int8_tokens` of bfloat16 [T, N]."""
+    num_rows, num_columns = x.shape
+    blocks = cdiv(num_rows, ROTATION)
+    turned = empty_int8_rows(num_columns, blocks * ROTATION, x.device)
+    panels = cdiv(num_columns, _PANEL)
+    most = _PROGRAMS * multiprocessors(x.device)
+    zeros = torch.zeros(num_columns + panels, dtype=torch.int32, device=x.device)
+    grid = (min(blocks * panels, most),)
+    for which in (0,) if blocks <= most // 4 else (1, 2):
+        _tokens_kernel[grid](
+            x, zeros, zeros[num_columns:], turned.codes, turned.scales, num_rows, num_columns,
+            x.stride(0), blocks, _PANEL, which, AMAX_FLOOR, num_warps=_PANEL // 32, maxnreg=128,
+            launch_cooperative_grid=which == 0, **_OPTIONS,
+        )  # fmt: skip
+    return turned.mT
+
+
+def int8_turned(w: QTensor) -> QTensor:
+    """`precision.int8.int8_turned`."""
+    rows, columns = w.shape
+    q = empty_int8_rows(columns, rows, w.codes.device)
+    amax = torch.zeros(columns, dtype=torch.int32, device=w.codes.device)
+    grid = (rows // ROTATION, cdiv(columns, 256))
+    _weight_maxima_kernel[grid](w.codes, w.scales, amax, rows, columns, num_warps=8, **_OPTIONS)
+    _turn_kernel[grid](
+        w.codes, w.scales, amax, q.codes, q.scales, rows, columns, AMAX_FLOOR,
+        num_warps=8, **_OPTIONS,
+    )  # fmt: skip
+    return q
+
+
+@triton.jit(do_not_specialize=["M"])
+def _product_kernel(
+    a, b, a_scales, b_scales, out, M, N, K,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Multiply a [M, K] by b [N, K] transposed, exact in int32, then scaled."""
+    down, across = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
+    for item in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
+        first = item // (8 * across) * 8
+        height = min(down - first, 8)
+        m = (first + item % (8 * across) % height) * ROWS
+        n = item % (8 * across) // height * COLUMNS
+        sums = tl.zeros((ROWS, COLUMNS), tl.int32)
+        for k in range(0, K, 128):
+            sums = tl.dot(a.load([m, k]), b.load([n, k]).T, sums, out_dtype=tl.int32)
+        rows = m + tl.arange(0, ROWS)
+        s = tl.load(a_scales + rows, mask=rows < M)[:, None]
+        # The tile is written in halves, which leaves room for a fourth stage.
+        HALF: tl.constexpr = COLUMNS // 2
+        halves = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, HALF)), (0, 2, 1)))
+        for half in tl.static_range(2):
+            columns = n + half * HALF + tl.arange(0, HALF)
+            t = tl.load(b_scales + columns, mask=columns < N)[None, :]
+            y = halves[half].to(tl.float32) * s * t
+            out.store([m, n + half * HALF], y.to(out.dtype))
+
+
+def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`precision.int8.int8_matmul`."""
+    (rows, k), columns = a.shape, b.shape[0]
+    if rows <= MOST_ROWS:
+        return rows_matmul(a, b, out_dtype)
+    # Results in float32 leave room for half of the columns.
+    height, width = 128, 256 if out_dtype == torch.bfloat16 else 128
+    programs = multiprocessors(a.codes.device)
+    out = torch.empty(rows, columns, dtype=out_dtype, device=a.codes.device)
+    _product_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a.codes, [height, 128]),
+        TensorDescriptor.from_tensor(b.codes, [width, 128]),
+        a.scales, b.scales, TensorDescriptor.from_tensor(out, [height, width // 2]),
+        rows, columns, k, height, width, programs, num_warps=8, num_stages=4,
+    )  # fmt: skip
+    return out

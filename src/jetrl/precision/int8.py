@@ -1,0 +1,84 @@
+"""The operands and products of the `int8` plan: rotated INT8 with one scale per row along K.
+
+    Y [M, N] = float32(sum over K of qa * qb) * scale_a * scale_b
+
+The sums are integers, at most 127**2 * K: they have the same bits in any order, with any tile or
+split of K, on any device, so a row of a product depends on that row and on B only.
+
+    FProp   Y [T, N]  = X  [T, K]   W   [N, K]
+    DGrad   dX [T, K] = dY [T, N]   W^T [K, N]    made from W's codes, since FProp reads these
+    WGrad   dW [N, K] = dY^T [N, T] X^T [K, T]    rotated along tokens, one scale per feature
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.quantize import (
+    ROTATION,
+    QTensor,
+    codes_as_float64,
+    dequantize,
+    quantize,
+    rotate,
+)
+
+
+def int8_rows(x: Tensor, out: QTensor | None = None) -> QTensor:
+    """Return x [M, K] as the left operand of a product along K, or as a weight.
+
+    Args:
+        x: bfloat16 or float32, K a multiple of 64.
+        out: An earlier result, written in place.
+    """
+    if (arithmetic := arithmetic_of(x)) is not None:
+        return arithmetic.int8_rows(x, out)
+    made = quantize(rotate(x), (1, x.shape[-1]), "int8")
+    if out is None:
+        return replace(made, rotated=True)
+    out.codes.copy_(made.codes)
+    out.scales.copy_(made.scales)
+    return out
+
+
+def int8_tokens(x: Tensor) -> QTensor:
+    """Return x [T, N] as an operand of a product along tokens: [T up to a multiple of 64, N].
+
+    The tokens of a feature are contiguous and share a scale; missing ones are zeros.
+    """
+    if (arithmetic := arithmetic_of(x)) is not None:
+        return arithmetic.int8_tokens(x)
+    return int8_rows(pad(x.mT, (0, -len(x) % ROTATION))).mT
+
+
+def int8_turned(w: QTensor) -> QTensor:
+    """Return the transpose [K, N] of a weight [N, K] as the right operand of DGrad.
+
+    It is rounded again, along N, from the values that FProp multiplies.
+    """
+    if (arithmetic := arithmetic_of(w.codes)) is not None:
+        return arithmetic.int8_turned(w)
+    return int8_rows(dequantize(w).mT)
+
+
+def int8_squares_turned(w: QTensor) -> QTensor:
+    """Return the transpose of a weight for a DGrad in FP8: E4M3 in groups of 128 x 128.
+
+    Like `int8_turned` it is rounded from the values that FProp multiplies.
+    """
+    if (arithmetic := arithmetic_of(w.codes)) is not None:
+        return arithmetic.int8_squares_turned(w)
+    return quantize(dequantize(w), (128, 128)).mT
+
+
+def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a @ b^T of [M, K] and [N, K], both with a scale per row: [M, N]."""
+    if (arithmetic := arithmetic_of(a.codes)) is not None:
+        return arithmetic.int8_matmul(a, b, out_dtype)
+    sums = codes_as_float64(a.codes) @ codes_as_float64(b.codes).mT  # below 2**53: exact
+    return (sums.float() * a.scales * b.scales.mT).to(out_dtype)

@@ -1,0 +1,138 @@
+"""Rotated INT8 with a scale per row: its rule, its exact sums, and its error."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from jetrl import Policy
+from jetrl.errors import UserError
+from jetrl.models.tiny import PRINTABLE
+from jetrl.precision import PrecisionPlan, dequantize
+from jetrl.precision.int8 import int8_matmul, int8_rows, int8_tokens, int8_turned
+from jetrl.precision.quantize import ROTATION, rotate
+from jetrl.session.parity import measure
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_rotation_is_the_hadamard_matrix_and_its_own_inverse() -> None:
+    matrix = torch.ones(1, 1)
+    while len(matrix) < ROTATION:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    assert torch.equal(rotate(torch.eye(ROTATION)), matrix / 8)
+    x = normal(3, 2 * ROTATION)
+    # Six stages of float32 additions there and back, of values at most 8 times as large.
+    assert (rotate(rotate(x)) - x).abs().max() <= 12 * 2**-24 * 8 * x.abs().max()
+
+
+def test_sums_do_not_depend_on_other_rows_or_on_the_order() -> None:
+    a, b = int8_rows(normal(9, 576)), int8_rows(normal(70, 576, seed=1))
+    whole = int8_matmul(a, b)
+    assert torch.equal(int8_matmul(int8_rows(normal(9, 576)[4:5]), b), whole[4:5])
+    order = torch.randperm(576, generator=torch.Generator().manual_seed(2))
+    for q in (a, b):
+        q.codes.copy_(q.codes[:, order])
+    assert torch.equal(int8_matmul(a, b), whole)
+
+
+@pytest.mark.parametrize("n, k, tokens", [(320, 576, 100), (64, 64, 130), (128, 1536, 65)])
+def test_products_are_near_the_true_ones(n: int, k: int, tokens: int) -> None:
+    """A code is off by half a step, uniformly: a step / sqrt(12) of each of two operands."""
+    x, w, dy = normal(tokens, k), normal(n, k, seed=1), normal(tokens, n, seed=2).bfloat16()
+    weight = int8_rows(w)
+
+    def steps(*operands: torch.Tensor) -> float:
+        """Return the relative error of a product of operands, by their largest values."""
+        parts = [rotate(o).abs().amax(-1).square().mean() / o.square().mean() for o in operands]
+        return math.sqrt(sum(float(p) for p in parts) / 12) / 127
+
+    padded = torch.nn.functional.pad(x.T, (0, -tokens % 64))
+    padded_dy = torch.nn.functional.pad(dy.float().T, (0, -tokens % 64))
+    products = {
+        "fprop": (int8_matmul(int8_rows(x), weight, torch.float32), x @ w.T, steps(x, w)),
+        "dgrad": (
+            int8_matmul(int8_rows(dy), int8_turned(weight), torch.float32),
+            dy.float() @ w,
+            steps(dy.float(), w.T, w),  # a weight is rounded twice
+        ),
+        "wgrad": (
+            int8_matmul(int8_tokens(dy).mT, int8_tokens(x).mT, torch.float32),
+            dy.float().T @ x,
+            steps(padded_dy, padded),
+        ),
+    }
+    for name, (made, true, expected) in products.items():
+        error = float((made - true).norm() / true.norm())
+        assert 0.3 * expected < error < 1.5 * expected, (name, error, expected)
+
+
+def test_codes_say_the_values_that_were_rounded() -> None:
+    x = normal(100, 576)
+    step = rotate(x).abs().amax(1, keepdim=True) / 127
+    assert ((rotate(dequantize(int8_rows(x))) - rotate(x)).abs() <= 0.501 * step).all()
+    tokens = dequantize(int8_tokens(x))
+    assert tokens.shape == (128, 576)
+    assert (tokens[:100] - x).norm() < 0.02 * x.norm()
+    assert torch.equal(dequantize(int8_tokens(x).mT), tokens.mT)
+
+
+def test_an_outlier_costs_other_values_an_eighth_of_what_it_would() -> None:
+    x = normal(4, 576)
+    x[:, 7] = 100.0
+    error = (dequantize(int8_rows(x)) - x)[:, 64:].abs().max()
+    assert error < 0.5 * 100 / 8 / 127 * 4  # the outlier's share of each of 64, four signs at most
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_spoils_its_row_only(bad: float) -> None:
+    x = normal(3, 128)
+    x[1, 5] = bad
+    y = int8_matmul(int8_rows(x), int8_rows(normal(64, 128, seed=1)))
+    assert y[1].isnan().all()
+    assert y[[0, 2]].isfinite().all()
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": len(PRINTABLE) + 2,
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_model_of_widths_that_fp8_refuses_is_exact() -> None:
+    policy = Policy.from_config(CONFIG, PrecisionPlan.preset("int8"), seed=1)
+    assert measure(policy, num_prompts=3, samples=2, max_tokens=20).different == 0
+    with pytest.raises(UserError, match=r"multiples of 128, not \[320, 192\].*preset=int8 or bf16"):
+        Policy.from_config(CONFIG, PrecisionPlan.preset("unified"))
+    with pytest.raises(UserError, match=r"INT8 needs.*multiples of 64, not.*use.*preset=bf16 "):
+        Policy.from_config({**CONFIG, "intermediate_size": 96}, PrecisionPlan.preset("int8"))
+
+
+@pytest.mark.parametrize(
+    "preset, option",
+    [
+        ("int8", {"grad_output": "e5m2"}),
+        ("int8", {"scales": "pow2"}),
+        ("int8", {"wgrad_input": "1x128"}),
+        ("unified", {"grad_output": "int8"}),
+    ],
+)
+def test_options_of_the_other_format_are_refused(preset: str, option: dict[str, str]) -> None:
+    (key,) = option
+    with pytest.raises(UserError, match=rf"precision.{key} = {option[key]} .*precision.preset = "):
+        PrecisionPlan.preset(preset).replace(**option)
