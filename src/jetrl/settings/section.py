@@ -26,6 +26,9 @@ def _as_tuple(value: Any) -> Any:
 ONE_OR_MORE = BeforeValidator(_as_tuple)
 """For a list setting: takes a plain value (`trackers.names = "wandb"`) or none, too."""
 
+COMMAS = BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
+"""For a list setting of names: takes `wandb,tensorboard`, too."""
+
 
 class Section(BaseModel):
     """A section of the settings: immutable, and strict about its names."""

@@ -21,6 +21,7 @@ from jetrl.settings.messages import explain
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.presets import PRESETS, codes_alike
 from jetrl.settings.section import (
+    COMMAS,
     ONE_OR_MORE,
     Beta,
     Mass,
@@ -366,12 +367,13 @@ class ReportSettings(Section):
 
 
 DEFAULT_PROJECT = "jetrl"
+Tracker = Literal["wandb", "trackio", "tensorboard"]
 
 
 class TrackerSettings(Section):
     """The section `[trackers]`: services that metrics are sent to as well (docs/trackers.md)."""
 
-    names: Annotated[tuple[Literal["wandb", "trackio", "tensorboard"], ...], ONE_OR_MORE] = ()
+    names: Annotated[tuple[Tracker, ...], ONE_OR_MORE, COMMAS] = ()
     """also send metrics to these (extra: trackers); `trackers = "wandb"` is short for one"""
     project: Text | None = None
     """project name at the tracker; unset: $WANDB_PROJECT, or jetrl"""
