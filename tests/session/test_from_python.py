@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import math
 import re
 import runpy
 import shutil
@@ -78,6 +81,8 @@ def test_a_task_is_a_class_or_an_instance(task: Any) -> None:
         ({"settings": "nothing.toml"}, "recipe nothing.toml: no such file"),
         ({"model": 3}, "model: a int; give its directory or hub name"),
         ({"data": 3}, r"data: a int; give rows \(dicts\) or a path"),
+        ({"task": 3}, "task: 3 is no Task; give its name, class or instance"),
+        ({"data": {1: "a"}.values()}, "row 0: 'a' is no dict of columns .of a DataFrame"),
         ({"data": ["a"]}, "data, row 0: 'a' is no dict of columns"),
         ({"rewards": [3], "data": ROWS}, "rewards: 3 is no function"),
         ({"rewards": [right]}, "there is nothing to score; add data="),
@@ -92,6 +97,20 @@ def test_a_task_is_a_class_or_an_instance(task: Any) -> None:
 def test_what_cannot_be_used_is_named(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         settings_of(**given)
+
+
+ODD = (None, 3, math.nan, 10**30, "", b"x", [], {"a": 1}, {1: 2}, print, {3}, (1, 2), int)
+ODD += ({"lr": object()}, {"options": 3}, {"name": 3}, {"path": b"x"}, {"config": {"a": {3}}})
+
+
+@pytest.mark.parametrize("key", [*inspect.signature(settings_of).parameters, "run", "train"])
+def test_odd_arguments_raise_user_errors_and_no_others(key: str) -> None:
+    for odd in ODD:
+        for base in ({}, {"data": ROWS, "rewards": right}):
+            with contextlib.suppress(UserError):
+                build_task(settings_of(**{**base, key: odd}).task)
+        with contextlib.suppress(UserError):
+            jetrl.Settings(**{key: odd})
 
 
 def test_the_public_names_are_listed() -> None:

@@ -20,7 +20,7 @@ def settings_of(
     *,
     model: str | Path | Mapping[str, Any] | None = None,
     data: str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
-    rewards: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] = (),
+    rewards: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None = (),
     reward_weights: Sequence[float] | None = None,
     task: str | Mapping[str, Any] | type[Task] | Task | None = None,
     **sections: Any,
@@ -49,7 +49,7 @@ def settings_of(
         )
     # Settings of the arguments that are no sections.
     overrides: list[str] = []
-    names = _names(rewards)
+    names = _names(() if rewards is None else rewards)
     own = _task_section(task, data, names, reward_weights)
     if names and not {"name", "path"} & own.keys() and settings is None:
         raise UserError("rewards: there is nothing to score; add data=, rows or their file")
@@ -73,8 +73,12 @@ def _task_section(
     own: dict[str, Any] = {}
     if isinstance(task, Mapping):
         own = dict(task)
+    elif isinstance(task, str):
+        own = {"name": task}
+    elif isinstance(task, Task) or (isinstance(task, type) and issubclass(task, Task)):
+        own = {"name": name_of(task)}
     elif task is not None:
-        own = {"name": task if isinstance(task, str) else name_of(task)}
+        raise UserError(f"task: {task!r:.60} is no Task; give its name, class or instance")
     if data is not None and not isinstance(data, Mapping):
         own = {"name": "dataset", "path": _path(data), **own}
     options = own.get("options", {})
@@ -102,12 +106,13 @@ def _path(data: Any) -> str:
         raise UserError(f"data: a {type(data).__name__}; give rows (dicts) or a path") from None
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise UserError(f"data, row {number}: {row!r:.60} is no dict of columns")
+            hint = "" if isinstance(data, list) else " (of a DataFrame: df.to_dict('records'))"
+            raise UserError(f"data, row {number}: {row!r:.60} is no dict of columns{hint}")
     return name_of(rows, "data")
 
 
 def _names(rewards: Any) -> list[str]:
-    given = [rewards] if callable(rewards) or isinstance(rewards, str) else [*rewards]
+    given = [*rewards] if isinstance(rewards, list | tuple) else [rewards]
     for reward in given:
         if not callable(reward) and not isinstance(reward, str):
             what = f"rewards: {reward!r:.60} is no function"

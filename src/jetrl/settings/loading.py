@@ -220,7 +220,7 @@ def _check_tree(
     tree: Mapping[str, Any], model: type[BaseModel], path: tuple[str, ...], origins: Origins
 ) -> None:
     for key, value in tree.items():
-        full = ".".join((*path, key))
+        full = ".".join((*path, str(key)))
         section = model.model_fields[key].annotation if key in model.model_fields else None
         if isinstance(section, type) and issubclass(section, BaseModel):
             if not isinstance(value, Mapping):
