@@ -10,7 +10,11 @@ import pytest
 from tests.e2e.small import SMALL, task_of, without_last_checkpoint
 
 from jetrl import load_config, train
+from jetrl.cli.opening import open_policy
+from jetrl.models.chat import encode_prompt
+from jetrl.models.tiny import character_tokenizer
 from jetrl.runs import RunDirectory, reproducible
+from jetrl.types import Prompt
 
 TINY = [
     *SMALL,
@@ -85,3 +89,18 @@ def test_epochs_become_steps_and_a_resume_may_ask_for_more(tmp_path: Path) -> No
     assert (done.steps, kept.steps, kept.epochs) == (2, 2, 0.4)
     resumed = load_config(done.run_path / "config.toml", ["loop.steps=3"])
     assert (resumed.loop.epochs, train(resumed, resume=True).steps) == (None, 3)
+
+
+def test_template_arguments_are_those_of_the_run_and_of_its_model(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{% if not think %}=!{% endif %}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "rows.json").write_text(json.dumps([{"prompt": "1+1", "completion": "2"}] * 4))
+    words = [f"model.tokenizer={tmp_path}/tokenizer", f"task={tmp_path}/rows.json", "sft.steps=1"]
+    words += ["task.options.checker=zero", "model.template_args.think=false", "loop.steps=1"]
+    done = run(tmp_path, "args", *words)
+    (asked,) = {tuple(r["prompt_token_ids"]) for r in RunDirectory.open(done.run_path).rollouts(1)}
+    assert tokenizer.decode(asked) == "1+1=!"
+    prompt = Prompt("0", messages=({"role": "user", "content": "1+1"},))
+    for path in (done.run_path, done.model_path):
+        assert encode_prompt(open_policy(path, None, "cpu").tokenizer, prompt) == [*asked]

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from jetrl.models.chat_template import render_messages
+from jetrl.errors import UserError
+from jetrl.models.chat_template import render_messages, set_template_args
 from jetrl.models.tiny import character_tokenizer
 from jetrl.untrusted import LimitedProcess, LimitError
 
@@ -56,3 +57,42 @@ def test_a_bomb_is_an_error_and_the_next_template_is_rendered(process, template,
     with pytest.raises(LimitError, match=message):
         process.answer(request(template))
     assert process.answer(request("{{ messages[1].content }}")) == "2"
+
+
+THINKS = (
+    "  {%- for m in messages %}{{ m.content }}{% endfor %}\n"
+    "{{ note }}{% if think %}<think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "values", [{"think": True}, {"note": "\u00e9\U0001f600 %} '\"\\\n", "think": False}]
+)
+def test_arguments_are_first_lines_that_a_caller_may_overrule(values):
+    plain, given = character_tokenizer(), character_tokenizer()
+    plain.chat_template = given.chat_template = THINKS
+    set_template_args(given, values)
+    text = plain.apply_chat_template(MESSAGES[1:], tokenize=False, **values)
+    assert given.apply_chat_template(MESSAGES[1:], tokenize=False) == text
+    assert render_messages(given, MESSAGES[1:], open_turn=False) == text
+    other = {"think": not values["think"], "note": "x"}
+    overruled = [
+        t.apply_chat_template(MESSAGES[1:], tokenize=False, **other) for t in (plain, given)
+    ]
+    assert overruled[0] == overruled[1]
+
+
+@pytest.mark.parametrize(
+    "template, name, message",
+    [
+        (THINKS, "thinks", r"model.template_args: 'thinks' is not read .*; did you mean think\?"),
+        (THINKS, "messages", "'messages' is set by jetrl; leave it out"),
+        (THINKS, "x y", "'x y' is not read by the chat template; leave it out"),
+        (None, "think", "the tokenizer has no chat template"),
+    ],
+)
+def test_arguments_that_a_template_does_not_read_are_refused(template, name, message):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=message):
+        set_template_args(tokenizer, {name: True})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import tomllib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -75,6 +76,22 @@ def add_sampling_arguments(
     add("--top-p", type=float, default=top_p, help=mass)
     add("--top-k", type=int, default=0, help="keep this many most probable tokens; 0: all")
     add("--seed", type=int, default=seed, help="random seed of the draws")
+    words = "a value for the chat template, such as enable_thinking=false (repeatable)"
+    add("--template-arg", action="append", default=[], metavar="KEY=VALUE", help=words)
+
+
+def key_values(words: Sequence[str], option: str) -> dict[str, Any]:
+    """Return the `KEY=VALUE` words of an option; a value that is not TOML is a string."""
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UserError(f"{option} {word!r}: write it as KEY=VALUE")
+        try:
+            values[key] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[key] = text
+    return values
 
 
 def sampling_params(**values: Any) -> SamplingParams:

@@ -21,8 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,10 +98,13 @@ def run(args: argparse.Namespace) -> int:
 def _opened(args: argparse.Namespace) -> Policy:
     """Return the policy to evaluate; warn on stderr if its weights are rounded to BF16."""
     from jetrl.cli.opening import find_model, open_policy
+    from jetrl.models.chat_template import set_template_args
     from jetrl.training.checkpoint import Checkpoints
 
     location = find_model(Path(args.model))
     policy = open_policy(args.model, args.plan, args.device)
+    given = arguments.key_values(args.template_arg, "--template-arg")
+    set_template_args(policy.tokenizer, given, "--template-arg")
     rounded = location.run is not None and Checkpoints.masters(location.path) is None
     if rounded and policy.plan.rest != "fp32":
         print(
@@ -151,7 +153,7 @@ def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
         values = {key: getattr(args, option) for key, option in options.items()}
         return {key: value for key, value in values.items() if value is not None}
 
-    options = {**task.options, **task_options(args.option)}
+    options = {**task.options, **arguments.key_values(args.option, "--option")}
     of_task = given(path="path", eval_split="split", system_prompt="system", workers="workers")
     of_task |= given(timeout_s="timeout")
     task = task.model_copy(update={"options": options, **of_task})
@@ -177,7 +179,9 @@ def _build_scored(args: argparse.Namespace, one: OneSet) -> tuple[Task, Scorer]:
     """Return task and scorer; files that the run MODEL names need --trust-task to be imported."""
     from jetrl.tasks import Scorer, build_task
 
-    typed = files_named([(args.task and one.task.name) or "", task_options(args.option)])
+    typed = files_named(
+        [(args.task and one.task.name) or "", arguments.key_values(args.option, "--option")]
+    )
     with contextlib.nullcontext() if args.trust_task else trust_only(typed):
         return build_task(one.task), Scorer.from_settings(one.task)
 
@@ -193,20 +197,6 @@ def _own_settings(args: argparse.Namespace) -> Settings:
             f"{args.model} is not a run directory, so there is no task to evaluate: add --task NAME"
         )
     return load_config(run / "config.toml")
-
-
-def task_options(options: Sequence[str]) -> dict[str, Any]:
-    """Return `KEY=VALUE` words as a dict; a value that is not TOML is a string."""
-    values: dict[str, Any] = {}
-    for option in options:
-        key, equals, text = option.partition("=")
-        if not equals or not key:
-            raise UserError(f"--option {option!r}: write it as KEY=VALUE")
-        try:
-            values[key] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            values[key] = text
-    return values
 
 
 def _as_text(results: Mapping[str, Evaluation], samples: int) -> str:

@@ -101,7 +101,8 @@ def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> 
         settings = _settings_on(location.run, device)
         changed = {
             "adapter": settings.adapter.model_copy(update={"path": str(path), "targets": None}),
-            "model": settings.model.model_copy(update={"tokenizer": None}),  # it was exported
+            # The tokenizer was exported.
+            "model": settings.model.model_copy(update={"tokenizer": None, "template_args": {}}),
         }
         return _with_tokenizer(build_policy(settings.model_copy(update=changed), plan, None), path)
     config = hf.model_config(base)

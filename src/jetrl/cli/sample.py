@@ -37,15 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise UserError("--system needs --chat: plain text has no system prompt")
+    if args.template_arg and not args.chat:
+        raise UserError("--template-arg needs --chat: plain text has no template")
+    template_args = arguments.key_values(args.template_arg, "--template-arg")
     names = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed")
     values = {name: getattr(args, name) for name in names}
     params = arguments.sampling_params(stop=tuple(args.stop), **values)
     prompts = list(_read_prompts(args.prompts, args.chat))
 
     from jetrl.cli.opening import open_policy
+    from jetrl.models.chat_template import set_template_args
     from jetrl.rollout.engine import RolloutEngine
 
-    engine = RolloutEngine(open_policy(args.model, args.plan, args.device))
+    policy = open_policy(args.model, args.plan, args.device)
+    set_template_args(policy.tokenizer, template_args, "--template-arg")
+    engine = RolloutEngine(policy)
     completions = engine.generate(prompts, params, system_prompt=args.system)
     for index, completion in enumerate(completions):
         prompt = prompts[index // params.n]

@@ -6,14 +6,17 @@ files and attributes, not from loops within loops and texts of gigabytes.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from jetrl.errors import UserError
 from jetrl.models.tokenizer import MOST_TEMPLATE
 from jetrl.untrusted import LimitedProcess, LimitError
 
@@ -37,6 +40,35 @@ def render_messages(
     }
     line = json.dumps(request, default=str).encode()
     return _rendered(line) if len(line) < _CACHED else str(_shared().answer(line))
+
+
+def set_template_args(
+    tokenizer: PreTrainedTokenizerBase | None,
+    values: Mapping[str, Any],
+    where: str = "model.template_args",
+) -> None:
+    """Give names that a tokenizer's chat template reads a value, such as enable_thinking = false.
+
+    The values become the first lines of the template. So they hold for all prompts and are part of
+    an exported model; what a caller of `apply_chat_template` passes comes before them.
+    """
+    if not values:
+        return
+    if tokenizer is None or not tokenizer.chat_template:
+        raise UserError(f"{where}: the tokenizer has no chat template; leave it out")
+    template = tokenizer.get_chat_template()
+    lines, given = "", {"messages", "add_generation_prompt", *tokenizer.special_tokens_map}
+    names = sorted({*re.findall(r"(?<![\w.])[^\W\d]\w*", template)} - given)
+    for name, value in values.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, [] if name in given else names, n=1)
+            hint = f"did you mean {near[0]}?" if near else "leave it out"
+            what = "is set by jetrl" if name in given else "is not read by the chat template"
+            raise UserError(f"{where}: {name!r} {what}; {hint}")
+        text = json.dumps(value, ensure_ascii=False)
+        lines += f"{{% if {name} is not defined or {name} is none %}}"
+        lines += f"{{% set {name} = {text} %}}{{% endif %}}\n"  # the line end is not rendered
+    tokenizer.chat_template = lines + template
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.files import read_json
 from jetrl.models import hf
+from jetrl.models.chat_template import set_template_args
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.model import Model
 from jetrl.models.nvfp4_files import check_base
@@ -63,6 +64,7 @@ def build_policy(
             policy = Policy.from_config(config.raw, plan, seed, device, tokenizer, adapter)
             if tokenizer is not None and tokenizer.eos_token_id is not None:
                 policy.generation_config = {"eos_token_id": tokenizer.eos_token_id}
+    set_template_args(policy.tokenizer, settings.model.template_args)
     # Special tokens that a prompt spells out are text, unless the task says otherwise.
     policy.plain_text = settings.task.special_tokens_as_text
     limit_threads(policy.config)
@@ -104,6 +106,7 @@ def build_scalar_model(
     if path is not None and (config.head == "score" or adapter is not None):
         model = ScalarModel.from_language_model(path, plan, device, adapter)
         _replace_tokenizer(model, settings.model, alphabet)
+        set_template_args(model.tokenizer, settings.model.template_args)
     else:
         # A new head on a language model: its decoder is read whole, an adapter comes after.
         whole = settings.model_copy(update={"adapter": AdapterSettings()})

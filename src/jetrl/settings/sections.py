@@ -110,8 +110,10 @@ class ModelSettings(Section):
     """config.json contents, or its path: random weights from run.seed"""
     tokenizer: str | None = None
     """tokenizer directory, if not model.path; 'characters': one token each"""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """values for names that the chat template reads, such as enable_thinking = false"""
 
-    _config = field_validator("config", mode="before")(without_none)
+    _config = field_validator("config", "template_args", mode="before")(without_none)
 
     @model_validator(mode="after")
     def one_source(self) -> ModelSettings:
