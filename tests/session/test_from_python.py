@@ -77,10 +77,10 @@ def test_a_task_is_a_class_or_an_instance(task: Any) -> None:
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"settings": 3}, "settings: a int; give a recipe's path or a Settings"),
+        ({"settings": 3}, "settings: not int; give a recipe's path or a Settings"),
         ({"settings": "nothing.toml"}, "recipe nothing.toml: no such file"),
-        ({"model": 3}, "model: a int; give its directory or hub name"),
-        ({"data": 3}, r"data: a int; give rows \(dicts\) or a path"),
+        ({"model": 3}, "model: not int; give its directory or hub name"),
+        ({"data": 3}, r"data: not int; give rows \(dicts\) or a path"),
         ({"task": 3}, "task: 3 is no Task; give its name, class or instance"),
         ({"data": {1: "a"}.values()}, "row 0: 'a' is no dict of columns .of a DataFrame"),
         ({"data": ["a"]}, "data, row 0: 'a' is no dict of columns"),

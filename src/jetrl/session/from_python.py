@@ -45,7 +45,7 @@ def settings_of(
     if not isinstance(settings, Settings | str | Path | None):
         kind = type(settings).__name__
         raise UserError(
-            f"settings: a {kind}; give a recipe's path or a Settings, or model= and so on"
+            f"settings: not {kind}; give a recipe's path or a Settings, or model= and so on"
         )
     # Settings of the arguments that are no sections.
     overrides: list[str] = []
@@ -57,7 +57,7 @@ def settings_of(
     if isinstance(model, str | Path):
         overrides.append(f"model.path={model}")
     elif model is not None and not isinstance(model, Mapping):
-        raise UserError(f"model: a {type(model).__name__}; give its directory or hub name")
+        raise UserError(f"model: not {type(model).__name__}; give its directory or hub name")
     # Sections, as they are or with these settings.
     tables = {"model": model, "data": data}
     given = sections | {key: table for key, table in tables.items() if isinstance(table, Mapping)}
@@ -103,7 +103,7 @@ def _path(data: Any) -> str:
     try:
         rows = list(data)
     except TypeError:
-        raise UserError(f"data: a {type(data).__name__}; give rows (dicts) or a path") from None
+        raise UserError(f"data: not {type(data).__name__}; give rows (dicts) or a path") from None
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             hint = "" if isinstance(data, list) else " (of a DataFrame: df.to_dict('records'))"
