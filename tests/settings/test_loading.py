@@ -119,6 +119,7 @@ def test_a_list_takes_a_plain_value_and_none(tmp_path: Path) -> None:
     assert (settings.trackers.names, settings.rollout.stop) == (("wandb",), ("END",))
     assert load_config(None, ["trackers=trackio"]).trackers.names == ("trackio",)
     assert load_config(recipe, ["trackers=none"]).trackers.names == ()
+    assert Settings(trackers="trackio").trackers.names == ("trackio",)
     assert load_config(recipe, ["trackers=wandb,trackio"]).trackers.names == ("wandb", "trackio")
 
 

@@ -382,6 +382,11 @@ class TrackerSettings(Section):
     group: Text | None = None
     """group of runs at the tracker, such as the seeds of one experiment"""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        return {"names": value} if isinstance(value, str | list | tuple) else value
+
 
 class Settings(Section):
     """The settings of a run, made by `loading.load_config` and written by `loading.to_toml`.
