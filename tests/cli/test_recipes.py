@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -71,6 +73,42 @@ def test_adapters_fit_where_all_parameters_do_not(
     assert "master weights of the adapter" in done.out
     done = jetrl(*words, "adapter.kind=none", "adapter.rank=none")
     assert (done.code, "the model does not fit" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "words, lr, has",
+    [
+        (["Qwen/Qwen3-8B", "own.jsonl"], 2e-5, {"adapter": {"kind": "lora"}}),
+        (["Qwen/Qwen3-8B", "own.jsonl", "train.lr=3e-6", "--gpu-memory", 250], 3e-6, {}),
+        (["Qwen/Qwen3-1.7B", "task.path=.", "run.name=a"], 1e-6, {"task": {"name": "gsm8k"}}),
+    ],
+)
+def test_a_recipe_written_for_a_model_and_rows_passes_its_dry_run(
+    words: list[Any],
+    lr: float,
+    has: dict[str, dict[str, str]],
+    h200: None,
+    jetrl: Callable,
+    tmp_path: Path,
+) -> None:
+    rows = [json.dumps({"question": f"{n}+1?", "answer": n + 1}) for n in range(20)]
+    (tmp_path / "own.jsonl").write_text("\n".join(rows))
+    done = jetrl("init-recipe", *words, "--out", "mine.toml")
+    assert done.code == 0, done.err
+    assert "next: jetrl train mine.toml --dry-run" in done.out
+    text = (tmp_path / "mine.toml").read_text()
+    recipe = tomllib.loads(text)
+    for section, values in has.items():
+        assert recipe[section].items() >= values.items()
+    assert recipe["train"]["lr"] == lr
+    gpu = [word for word in words if word in ("--gpu-memory", 250)]
+    done = jetrl("train", "mine.toml", "--dry-run", *gpu)
+    assert done.code == 0, done.err
+    if "own.jsonl" in words:
+        assert "# Prompts: 18 to train on, 2 held out." in text
+        assert (recipe["rollout"]["prompts_per_step"], recipe["eval"]["prompts"]) == (18, 2)
+    again = jetrl("init-recipe", *words, "--out", "mine.toml")
+    assert (again.code, "mine.toml exists" in again.err) == (2, True)
 
 
 def test_the_recipes_are_listed_with_what_they_need_or_shown(jetrl: Callable) -> None:

@@ -39,6 +39,7 @@ COMMANDS = {
     "runs": "list, show and plot runs",
     "recipes": "list the packaged recipes and what each needs",
     "init": "create a tiny model with random weights",
+    "init-recipe": "write a recipe for a model and your rows that fits a GPU",
 }
 
 # Commands that measure jetrl itself: only a checkout has them.
@@ -157,7 +158,8 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespa
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
         raise UserError(f"no command {command!r}; {hint}")
     own = command not in IN_CHECKOUT
-    module = importlib.import_module(f"jetrl.cli.{command}") if own else _from_checkout(command)
+    file = command.replace("-", "_")
+    module = importlib.import_module(f"jetrl.cli.{file}") if own else _from_checkout(command)
     name, about = f"jetrl {command}", module.__doc__
     parser = Parser(name, description=about, formatter_class=HelpFormatter, allow_abbrev=False)
     module.add_arguments(parser)
@@ -182,7 +184,7 @@ def _from_checkout(command: str) -> ModuleType:
 
 def usage() -> str:
     about = "FP8 reinforcement learning of language models, with bit-equal sampling and training."
-    commands = (f"  {name:8} {words}" for name, words in COMMANDS.items())
+    commands = (f"  {name:11} {words}" for name, words in COMMANDS.items())
     more = "`jetrl COMMAND --help` lists the arguments of a command. To start: jetrl train demo"
     return "\n".join(["usage: jetrl COMMAND ...", "", about, "", *commands, "", more])
 

@@ -72,17 +72,27 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help=resume)
     dry = "print settings, precision and memory plans, check what needs no weights, and stop"
     add("--dry-run", action="store_true", help=dry)
-    gpus = "with --dry-run: plan the memory of a run on N GPUs, one process each"
-    add("--gpus", type=int, metavar="N", help=gpus)
-    memory = "with --dry-run: plan for GPUs with this much memory, such as 80 or 141 (default: "
-    memory += f"this machine's GPU; without one, {_USUAL_GIB} for all but tiny models)"
-    add("--gpu-memory", type=float, metavar="GIB", help=memory)
+    add_gpu_arguments(parser, "with --dry-run: plan")
     verbose = "with --dry-run: also print the settings that have their defaults"
     add("--verbose", action="store_true", help=verbose)
 
 
-def _planned_machine(args: argparse.Namespace, settings: Settings) -> Machine:
-    """Return the GPUs that a dry run plans for: from --gpus and --gpu-memory, or this machine's."""
+def add_gpu_arguments(parser: argparse.ArgumentParser, plan: str) -> None:
+    gpus = f"{plan} the memory of a run on N GPUs, one process each"
+    parser.add_argument("--gpus", type=int, metavar="N", help=gpus)
+    memory = f"{plan} for GPUs with this much memory, such as 80 or 141 (default: this machine's "
+    memory += f"GPU; without one, {_USUAL_GIB} for all but tiny models)"
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help=memory)
+
+
+def check_gpu_arguments(args: argparse.Namespace) -> None:
+    for name, value in (("--gpus", args.gpus), ("--gpu-memory", args.gpu_memory)):
+        if value is not None and not value > 0:
+            raise UserError(f"{name} {value:g}: should be above 0")
+
+
+def planned_machine(args: argparse.Namespace, settings: Settings) -> Machine:
+    """Return the GPUs to plan for: from --gpus and --gpu-memory, or this machine's."""
     import torch
 
     from jetrl.memory.plan import GIB
@@ -166,13 +176,15 @@ def opened(args: argparse.Namespace) -> tuple[Settings, bool]:
     for name, value in (("--gpus", args.gpus), ("--gpu-memory", args.gpu_memory)):
         if value is not None and not args.dry_run:
             raise UserError(f"{name} goes with --dry-run: a run uses the GPUs that torchrun starts")
-        if value is not None and not value > 0:
-            raise UserError(f"{name} {value:g}: should be above 0")
+    check_gpu_arguments(args)
     resume = args.resume
     if not resume and started_by_torchrun():
         from jetrl.session import ranks
 
-        resume = ranks.goes_on(recipe_settings(args.words))
+        settings = recipe_settings(args.words)
+        resume = ranks.goes_on(settings)
+        if not resume:
+            return settings, resume
     return recipe_settings(args.words, resume), resume
 
 
@@ -327,7 +339,7 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
     with contextlib.ExitStack() as stack:
         if resume:
             stack.enter_context(trust_only())
-        machine = _planned_machine(args, settings)
+        machine = planned_machine(args, settings)
         yield f"# memory plan{_of_gpus(args, machine)}"
         if getattr(args, "task", None) == "reward":
             checked: TrainingContext = check_pairs(settings, resume, machine)

@@ -51,8 +51,12 @@ class Way:
     cards: int
     fitted: Fitted
 
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{key}={as_override(value)}" for key, value in self.changes.items()]
+
     def __str__(self) -> str:
-        words = " ".join(f"{key}={as_override(value)}" for key, value in self.changes.items())
+        words = " ".join(self.overrides)
         where = f"with {words}"
         if self.cards:
             where = f"on {self.cards} GPUs like this one (torchrun --nproc-per-node)"

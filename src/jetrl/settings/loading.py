@@ -7,6 +7,7 @@ nearest one, and every error names the recipe and its line, or the override.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import logging
 import math
@@ -92,7 +93,7 @@ def named(settings: Settings) -> Settings:
     """Return settings with a name of the run: unless they have one, its model's and its task's."""
     task, run = settings.task, settings.run
     source = Path(task.path).stem if task.name == "dataset" and task.path else task.name
-    words = Path(settings.model.path or "").name, re.split("[/:]", source)[-1]
+    words = Path(settings.model.path or "").name, Path(re.split("[/:]", source)[-1]).stem
     run = (
         run if run.name else run.model_copy(update={"name": "-".join(filter(None, words)).lower()})
     )
@@ -169,7 +170,12 @@ def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     dropped = [key for key in ("config", "tokenizer") if key in model]
     tree["model"] = {key: value for key, value in model.items() if key not in dropped}
     names = " and ".join(f"model.{key}" for key in dropped)
-    logger.warning("model.path=%s takes the place of the recipe's %s", given["model.path"], names)
+    _warn_once(f"model.path={given['model.path']} takes the place of the recipe's {names}")
+
+
+@functools.cache  # a resume reads a recipe and the run's own settings
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _apply_override(tree: dict[str, Any], override: str, origins: Origins) -> None:

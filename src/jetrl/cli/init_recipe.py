@@ -1,0 +1,157 @@
+"""Write a recipe for a model and your rows that fits a GPU.
+
+For example:
+
+    jetrl init-recipe Qwen/Qwen3-1.7B                           GSM8K, whose questions are in jetrl
+    jetrl init-recipe Qwen/Qwen3-8B rows.jsonl --gpu-memory 80
+    jetrl init-recipe models/mine rows.csv task.options.answer=solution loop.steps=500
+
+If all parameters do not fit, the recipe has the smallest change with which it fits (as a rule
+adapters, docs/adapters.md), and names the others. What it writes passes `jetrl train --dry-run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jetrl.cli.train import add_gpu_arguments, check_gpu_arguments, planned_machine
+from jetrl.errors import UserError
+
+if TYPE_CHECKING:
+    from jetrl.memory.fitting import Way
+    from jetrl.session.open import CheckedRun, Machine
+    from jetrl.settings.loading import Settings
+
+_USUAL = ("train.warmup_steps=5", "loop.steps=200", "eval.every=20", "checkpoint.every=50")
+_PROMPTS, _HELD_OUT = 32, 128
+_COMMENTS = {
+    "adapter.kind": "low-rank adapters on a frozen base; unset: all parameters are trained",
+    "train.optimizer_states": "3 bytes per parameter, not 8",
+    "task.name": "rows, a built-in name (docs/tasks.md) or file.py:Class",
+    "task.options.checker": "math | exact | regex | file.py:function (docs/data.md)",
+    "rollout.prompts_per_step": "each with samples_per_prompt completions",
+    "rollout.samples_per_prompt": "completions that GRPO compares with each other",
+    "rollout.max_tokens": "longer completions are cut off",
+    "train.lr": "all parameters: about 1e-6; adapters: 2e-5",
+    "eval.every": "steps",
+    "checkpoint.every": "steps",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "jetrl init-recipe MODEL [DATA] [KEY=VALUE ...] [--out FILE]"
+    add, words = parser.add_argument, "a model's directory or hub name, then a task or a file of "
+    words += "rows (default: gsm8k), then settings as section.key=value"
+    add("words", nargs="+", metavar="MODEL | DATA | KEY=VALUE", help=words)
+    add("--out", metavar="FILE", help="the recipe to write (default: model and data, as .toml)")
+    add_gpu_arguments(parser, "plan")
+
+
+def run(args: argparse.Namespace) -> int:
+    from jetrl.settings.loading import load_config, named
+
+    check_gpu_arguments(args)
+    given = [word for word in args.words if "=" not in word]
+    if not 1 <= len(given) <= 2:
+        raise UserError(f"give a model, then a task or a file of rows, not {shlex.join(given)}")
+    model, data = [*given, "gsm8k"][:2]
+    settings = [word for word in args.words if "=" in word]
+    words = [f"model.path={model}", f"task.name={data}", *_checker_of(model, data), *settings]
+    out = Path(args.out or f"{named(load_config(None, words)).run.name}.toml")
+    if out.exists():
+        raise UserError(f"{out} exists: name another file with --out")
+    machine = planned_machine(args, load_config(None, words))
+    sizes = [f"rollout.prompts_per_step={_PROMPTS}", "rollout.samples_per_prompt=8"]
+    sizes += ["rollout.max_tokens=1024", f"eval.prompts={_HELD_OUT}"]
+    words = [f"run.name={out.stem}", *_USUAL, "train.lr=1e-6", *sizes, *words]
+    checked, machine, words, others = _fitting(words, machine)
+    counts = {"rollout.prompts_per_step": _PROMPTS, "eval.prompts": _HELD_OUT}
+    for key, prompts in zip(counts, (checked.prompts, checked.eval_prompts), strict=True):
+        if len(prompts) < counts[key] and not any(w.startswith(key) for w in settings):
+            words.append(f"{key}={len(prompts)}")
+    final = load_config(None, words)
+    head = _head(out, shlex.join(["jetrl", "init-recipe", *args.words]), checked, machine, others)
+    out.write_text(f"{head}\n{_with_comments(final)}", encoding="utf-8")
+    print(f"wrote {out}\nnext: jetrl train {shlex.quote(str(out))} --dry-run")
+    return 0
+
+
+def _checker_of(model: str, data: str) -> list[str]:
+    """Return the options of rows and of gsm8k, by whether the model has a chat template."""
+    from jetrl.models import hf
+    from jetrl.tasks.rows import SUFFIXES
+
+    rows = Path(data).suffix in SUFFIXES or Path(data).is_dir()
+    plain = (rows or data == "gsm8k") and hf.load_tokenizer(model).chat_template is None
+    return ["task.options.checker=math"] * rows + ["task.options.format=text"] * plain
+
+
+def _fitting(
+    words: list[str], machine: Machine
+) -> tuple[CheckedRun, Machine, list[str], list[Way]]:
+    """Return the run with the smallest change with which it fits, its words, other changes."""
+    from jetrl.memory.fitting import DoesNotFitError
+    from jetrl.session.open import check_run
+    from jetrl.settings.loading import load_config
+
+    others: list[Way] = []
+    while True:
+        settings = load_config(None, words)
+        try:
+            with contextlib.ExitStack() as stack:
+                return check_run(settings, stack, False, machine), machine, words, others
+        except DoesNotFitError as error:
+            if not error.ways:
+                raise
+            ways = sorted(error.ways, key=lambda each: (each.cards, len(each.changes)))
+            way, *others = ways
+            if "adapter.kind" in way.changes:
+                words = ["train.lr=2e-5", *(w for w in words if w != "train.lr=1e-6")]
+            words = [*words, *way.overrides]
+            machine = replace(machine, cards=way.cards or machine.cards)
+
+
+def _head(out: Path, command: str, checked: CheckedRun, machine: Machine, others: list[Way]) -> str:
+    """Return the recipe's opening comment: what it needs, other ways, the commands."""
+    from jetrl.memory.plan import GIB
+
+    cards, needed = machine.cards or 1, checked.memory.plan.needed / GIB
+    start, gpus, where = "jetrl", "", "one GPU" if machine.device == "cuda" else "memory"
+    if cards > 1:
+        start, gpus, where = (
+            f"torchrun --nproc-per-node {cards} -m jetrl",
+            f" --gpus {cards}",
+            f"{cards} GPUs, each",
+        )
+    lines = [
+        f"GRPO on {checked.task.label}, written by `{command}`.",
+        "",
+        f"Needs: {where} with {needed:.1f} GiB free, by the memory plan.",
+        f"Prompts: {len(checked.prompts)} to train on, {len(checked.eval_prompts)} held out.",
+        *([""] if others else []),
+        *(str(way).replace("it fits", "It also fits", 1) for way in others),
+        "",
+        f"    jetrl train {out} --dry-run{gpus}      settings, precision plan and memory plan",
+        f"    jetrl train {out} --preflight    a few prompts, completions and rewards first",
+        f"    {start} train {out}",
+    ]
+    return "\n".join(f"# {line}".rstrip() for line in lines) + "\n"
+
+
+def _with_comments(settings: Settings) -> str:
+    """Return the settings that have been given as TOML, with comments."""
+    from jetrl.settings.loading import to_toml
+
+    lines, section = [], ""
+    for line in to_toml(settings, defaults=False).splitlines():
+        if header := re.fullmatch(r"\[([\w.]+)\]", line):
+            section = header[1]
+        comment = _COMMENTS.get(f"{section}.{line.partition(' = ')[0]}")
+        lines.append(f"{line}  # {comment}" if comment else line)
+    return "\n".join(lines).rstrip() + "\n"
