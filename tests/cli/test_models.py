@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,14 +54,15 @@ def test_init_makes_a_model_of_the_asked_shape(jetrl: Callable, tmp_path: Path) 
 def test_sample_prints_completions_or_repeatable_json(
     jetrl: Callable, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = jetrl("sample", tiny_model, "1+1=", "2+2=", "--n", 2, "--max-tokens", 3)
+    done = jetrl("sample", tiny_model, "What", "is", "1+1?", "--n", 2, "--max-tokens", 3)
     assert done.code == 0, done.err
-    assert done.out.count("[3 tokens, length, log-prob -") == 4
-    assert done.out.startswith("1+1=")
+    assert done.out.count("[3 tokens, length, log-prob -") == 2, "one prompt, unquoted"
+    assert done.out.startswith("What is 1+1?")
     words = ("sample", tiny_model, "--n", 2, "--max-tokens", 3, "--json", "--seed", 7)
     monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n\n2+2=\n"))
     first = jetrl(*words)
-    assert first.out == jetrl(*words, "1+1=", "2+2=").out
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n2+2=\n"))
+    assert first.out == jetrl(*words).out
     records = [json.loads(line) for line in first.out.splitlines()]
     assert [record["prompt"] for record in records] == ["1+1=", "1+1=", "2+2=", "2+2="]
     for record in records:
@@ -207,6 +209,9 @@ def test_eval_of_a_run_is_the_runs_own_evaluation(
     assert "rounded" not in answer.err
     for name in ("mean", "response_length", "clip_ratio"):
         assert done[name] == own[f"eval/Digits/{name}"]
+    rewards = [sample["reward"] for sample in done["samples"]]
+    means = [sum(pair) / 2 for pair in zip(rewards[::2], rewards[1::2], strict=True)]
+    assert done["margin"] == pytest.approx(1.96 * statistics.stdev(means) / len(means) ** 0.5)
     shutil.rmtree(run / "checkpoints")
     says = jetrl("eval", run, "--trust-task", "--prompts", 1).err
     assert ("is rounded to BF16" in says) == (plan != "fp32")
@@ -297,7 +302,11 @@ def test_doctor_reports_every_check_with_a_next_step(
     monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "nothing"})
     done = jetrl("doctor")
     assert done.code == 1  # a check that breaks is a FAIL, and the others still run
-    for line in ("OK    python", "not installed (optional; for nothing)", "next steps:\n"):
+    for line in (
+        "OK    python",
+        "--    no-such-package  not installed (optional; for nothing)",
+        "next steps:\n",
+    ):
         assert line in done.out
     assert re.search("FAIL  math-verify .*ZeroDivisionError", done.out)
     assert re.search("FAIL  exactness .*no toolkit: set CUDA_HOME\n", done.out)
@@ -321,7 +330,7 @@ def test_low_disk_and_missing_packages_are_named(
     assert (missing.status, missing.next_step) == ("FAIL", "pip install no-such-package")
     monkeypatch.setattr(doctor, "LOW_DISK_GIB", 1e9)
     assert doctor._check_disk(tmp_path).status == "WARN"
-    for version, status in (("3.9.1", "OK"), ("3.10.0", "WARN"), (None, "OK")):
+    for version, status in (("3.9.1", "OK"), ("3.10.0", "WARN"), (None, "--")):
         monkeypatch.setattr(doctor, "installed", lambda _, found=version: found)
         assert doctor._check_triton().status == status
 
@@ -353,7 +362,8 @@ def test_eval_on_several_sets_is_one_table(
     words += ["--workers", 0]
     done = jetrl(*words)
     assert done.code == 0, done.err
-    head, *lines = done.out.splitlines()
+    about, head, *lines = done.out.splitlines()
+    assert about == f"{model}: task math500 (test), aime24 (test), plan unified on cpu"
     assert head.split() == ["math500", "aime24", "mean"]
     assert [line.split()[0] for line in lines[:4]] == ["prompts", "mean@2", "pass@1", "pass@2"]
     sets = json.loads(jetrl(*words, "--json").out)["sets"]

@@ -6,7 +6,8 @@ For example:
     jetrl doctor --json        for a bug report
     jetrl doctor runs/demo     how that run ended, which checkpoints are whole, how to resume it
 
-Each line is OK, WARN (worth a look) or FAIL (does not work as promised); next steps follow below.
+Each line is OK, WARN (worth a look), FAIL (does not work as promised) or -- (optional, and not
+installed); next steps follow below.
 Nothing is written, so the run may be running. Exit code 1 if a check fails.
 """
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from jetrl.runs import Attempt, RunDirectory
     from jetrl.runs.schemas import Status
 
-Severity = Literal["OK", "WARN", "FAIL"]
+Severity = Literal["OK", "WARN", "FAIL", "--"]
 
 CORE = ("transformers", "safetensors", "numpy", "pydantic", "rich", "matplotlib", "math-verify")
 OPTIONAL = {
@@ -145,9 +146,10 @@ def _check_device() -> Finding:
 
 def _check_package(name: str, use: str = "") -> Finding:
     """Return whether a package is installed; it is optional if a use is given."""
-    absent = f"not installed (optional; for {use})" if use else "not installed"
     version = installed(name)
-    return Finding.of(bool(version or use), name, version or absent, f"pip install {name}")
+    if use and version is None:
+        return Finding("--", name, f"not installed (optional; for {use})")
+    return Finding.of(version is not None, name, version or "not installed", f"pip install {name}")
 
 
 def _check_triton() -> Finding:

@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         _build_scored(args, own)[1].close()
     results: dict[str, Evaluation] = {}
     policy: Policy | None = None
+    from jetrl.cli.opening import find_model
     from jetrl.session.evaluate import evaluate_model
 
     for own in sets:
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         with scorer:
             policy = policy or _opened(args)
             policy.plain_text = own.task.special_tokens_as_text
-            results[own.task.name] = evaluate_model(
+            results[task.label if not args.task else own.task.name] = evaluate_model(
                 *(policy, task, scorer, own.params),
                 split=own.task.eval_split,
                 num_prompts=own.eval.prompts,
@@ -91,6 +92,12 @@ def run(args: argparse.Namespace) -> int:
         one, *others = objects.values()
         arguments.print_json({"sets": objects} if others else one, indent=None)
     else:
+        assert policy is not None
+        tasks = ", ".join(
+            f"{name} ({own.task.eval_split})" for name, own in zip(results, sets, strict=True)
+        )
+        about = f"task {tasks}, plan {policy.plan.name} on {policy.device.type}"
+        print(f"{find_model(Path(args.model)).path}: {about}")
         print(_as_text(results, samples))
     return 0
 
@@ -205,9 +212,10 @@ def _as_text(results: Mapping[str, Evaluation], samples: int) -> str:
 
     columns: dict[str, dict[str, str]] = {}
     for name, result in results.items():
+        margin = f" (95%: +-{result.margin:.4f})" if result.margin else ""
         column = columns[visible(name)] = {
             "prompts": str(len(result.samples) // samples),
-            f"mean@{samples}": f"{result.mean:.4f}",
+            f"mean@{samples}": f"{result.mean:.4f}{margin}",
             **{f"pass@{k}": f"{share:.4f}" for k, share in result.pass_at_k.items()},
             **{f"maj@{k}": f"{share:.4f}" for k, share in result.maj_at_k.items() if k > 1},
             "response length": f"{result.response_length:.1f} tokens",
@@ -233,7 +241,15 @@ def _as_text(results: Mapping[str, Evaluation], samples: int) -> str:
 def _as_object(result: Evaluation) -> dict[str, Any]:
 
     def numbers(own: Evaluation) -> dict[str, Any]:
-        names = ("mean", "pass_at_k", "maj_at_k", "response_length", "clip_ratio", "failures")
+        names = (
+            "mean",
+            "margin",
+            "pass_at_k",
+            "maj_at_k",
+            "response_length",
+            "clip_ratio",
+            "failures",
+        )
         return {name: getattr(own, name) for name in names}
 
     return {

@@ -1,4 +1,4 @@
-"""Generate completions of prompts: arguments, or lines of standard input.
+"""Generate completions of a prompt, or of each line of standard input.
 
 For example:
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     arguments.add_model_arguments(parser)
-    add("prompts", nargs="*", metavar="PROMPT", help="a text to complete (default: lines of stdin)")
+    text = "a text to complete; several words are one prompt (default: each line of stdin is one)"
+    add("prompt", nargs="*", metavar="PROMPT", help=text)
     add("--n", type=int, default=1, help="completions per prompt")
     arguments.add_sampling_arguments(parser, max_tokens=256, temperature=1.0)
     add("--stop", action="append", default=[], help="a string that ends a completion (repeatable)")
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     names = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed")
     values = {name: getattr(args, name) for name in names}
     params = arguments.sampling_params(stop=tuple(args.stop), **values)
-    prompts = list(_read_prompts(args.prompts, args.chat))
+    prompts = list(_read_prompts(args.prompt, args.chat))
 
     from jetrl.cli.opening import open_policy
     from jetrl.models.chat_template import set_template_args
@@ -66,7 +67,7 @@ def _read_prompts(words: Sequence[str], chat: bool) -> Iterator[Prompt]:
     """Yield prompts from the arguments, or from the lines of standard input with text."""
     from jetrl.types import Prompt
 
-    texts = list(words)
+    texts = [" ".join(words)] if words else []
     if not texts:
         if sys.stdin.isatty():
             print("one prompt per line; end with Ctrl-D", file=sys.stderr)

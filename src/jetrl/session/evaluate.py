@@ -27,6 +27,7 @@ class Evaluation:
             by the unbiased estimator of Chen et al. (arXiv 2107.03374).
         response_length: The mean number of tokens of a completion.
         clip_ratio: The share of completions cut off at max_tokens.
+        margin: Half of the mean's 95% confidence interval, from the spread over prompts.
         by_task: The results of each task if several are mixed, by `Prompt.task`; otherwise {}.
         maj_at_k: The share of groups of k completions of a prompt whose most frequent answer (the
             first of several) solves the prompt; {} of a task whose answers cannot be compared.
@@ -38,6 +39,7 @@ class Evaluation:
     clip_ratio: float
     failures: int
     samples: tuple[Sample, ...]
+    margin: float = 0.0
     by_task: Mapping[str, Evaluation] = field(default_factory=dict)
     maj_at_k: Mapping[int, float] = field(default_factory=dict)
 
@@ -79,6 +81,9 @@ def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
         clip_ratio=float(np.mean([s.completion.finish_reason == "length" for s in samples])),
         failures=sum(bool(s.failure) for s in samples),
         samples=tuple(samples),
+        margin=1.96 * float(rewards.mean(1).std(ddof=1)) / math.sqrt(len(rewards))
+        if len(rewards) > 1
+        else 0.0,
     )
 
 
