@@ -92,6 +92,7 @@ def test_bad_words_are_refused_before_anything_starts(
         (["model.path=Qwen/Qwen3-8B", "task=gsm8k"], "qwen3-8b-gsm8k"),
         (["model.path=m/", "task=dataset", "task.path=d/own.jsonl"], "m-own"),
         (["model.config=c.json", "task=my/task.py:Mine"], "mine"),
+        (["model.path=m", "task=d/own.jsonl"], "m-own"),
         (["run.name=given", "model.path=m"], "given"),
     ],
 )
@@ -148,6 +149,19 @@ def test_dry_run_prints_settings_plan_and_memory_and_starts_nothing(
     assert "#   rollout linears" in done.out
     assert "GiB" in done.out
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_says_that_rows_are_few(
+    jetrl: Callable, tiny_model: Path, tmp_path: Path
+) -> None:
+    rows = [f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(3)]
+    (tmp_path / "own.jsonl").write_text("".join(rows))
+    words = [f"model.path={tiny_model}", f"task={tmp_path / 'own.jsonl'}", f"run.dir={tmp_path}"]
+    few = "task.options.format=text"
+    done = jetrl("train", "--dry-run", *words, few, "task.workers=0")
+    assert "# task own has 2 prompts to train on, fewer than rollout.prompts_per_step" in done.out
+    done = jetrl("train", "--dry-run", *words, few, "rollout.prompts_per_step=2")
+    assert "prompts to train on" not in done.out
 
 
 def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(

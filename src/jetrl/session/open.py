@@ -207,6 +207,13 @@ def check_run(
             f"tokens, the model's context has room for {room}"
         )
 
+    if len(prompts) < rollout.prompts_per_step and settings.loop.steps:
+        notes.append(
+            f"task {task.label} has {len(prompts)} prompts to train on, fewer than "
+            f"rollout.prompts_per_step = {rollout.prompts_per_step}: a step samples some of them "
+            "more than once"
+        )
+
     # What is built from all that later: tried here, before anything slow.
     PromptOrder(settings, prompts, task.weights)
     PartialRollouts(settings, policy, prompts, max_turns, objective.dynamic_sampling, cards)

@@ -23,6 +23,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError, nearest
@@ -116,6 +117,11 @@ class Dataset(Task):
         self._own_splits = splits_of(path)
         if self._own_splits:
             self.splits = tuple(self._own_splits)
+
+    @property
+    def label(self) -> str:
+        """The name of the rows: of the file, the folder or the data set."""
+        return Path(self.path).stem
 
     def prompts(self, split: str) -> Iterable[Prompt]:
         """Return the rows of the split, in the order of the data."""

@@ -137,7 +137,7 @@ class Mix(Task):
             task = get_task(mixed.name, **with_path(mixed.options, mixed.path))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        label = mixed.label or task.label
+        label = mixed.label or task.name or type(task).__name__  # draws depend on it
         if label in self.tasks:
             raise UserError(f"{where}: a second task called {label!r}; give one a `label`")
         self.tasks[label] = task
