@@ -56,7 +56,7 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
 
     The groups are squares of 128 x 128, or with `wgrad_input` 1x128 columns of 128 tokens.
     """
-    if plan.grad_output == "int8":
+    if plan.integer_wgrad:
         return int8_tokens(x)
     squares = plan.wgrad_input == "128x128"
     if (arithmetic := arithmetic_of(x)) is not None:

@@ -210,6 +210,11 @@ class PrecisionPlan:
         return self.grad_output == "e5m2" or self.wgrad_input == "1x128"
 
     @property
+    def integer_wgrad(self) -> bool:
+        """True if WGrad reads X as INT8: of an `int8` plan whose backward is not in FP8."""
+        return self.train_linear == "int8" and self.grad_output != "e4m3"
+
+    @property
     def exact(self) -> bool:
         """True if sampler and trainer promise equal bits."""
         alike = self.rollout_linear == self.train_linear != "fp32"

@@ -93,10 +93,14 @@ class QuantizedWeight:
         whole = read == {"int8"} and plan.grad_output != "e4m3"
         multiple = ROTATION if whole else FP8_BLOCK
         if read and any(n % multiple for n in self.shape):
-            others = "" if any(n % ROTATION for n in self.shape) else "int8 or "
+            remedy = "precision.preset=int8 or bf16"
+            if any(n % ROTATION for n in self.shape):
+                remedy = "precision.preset=bf16"
+            elif coded == "INT8":
+                remedy = "precision.grad_output=int8"
             raise UserError(
                 f"layer {name}: {coded} needs dimensions that are multiples of {multiple}, not "
-                f"{list(self.shape)}; use precision.preset={others}bf16 (--plan bf16)"
+                f"{list(self.shape)}; use {remedy}"
             )
         if coded == "NVFP4" and not fixed:
             raise UserError(
