@@ -70,6 +70,7 @@ def _task_section(
     task: Any, data: Any, names: list[str], weights: Sequence[float] | None
 ) -> dict[str, Any]:
     """Return the section [task] of a task, rows and the names of reward functions."""
+    # The task: its section, its name, or an object that gets a name.
     own: dict[str, Any] = {}
     if isinstance(task, Mapping):
         own = dict(task)
@@ -79,8 +80,10 @@ def _task_section(
         own = {"name": name_of(task)}
     elif task is not None:
         raise UserError(f"task: {task!r:.60} is no Task; give its name, class or instance")
+    # Rows are a dataset, unless the task says otherwise.
     if data is not None and not isinstance(data, Mapping):
         own = {"name": "dataset", "path": _path(data), **own}
+    # Reward functions are its checkers; several, or weights, make a list.
     options = own.get("options", {})
     if (names or weights is not None) and isinstance(options, Mapping):
         checker = names[0] if len(names) == 1 and weights is None else names
@@ -117,6 +120,7 @@ def _names(rewards: Any) -> list[str]:
         if not callable(reward) and not isinstance(reward, str):
             what = f"rewards: {reward!r:.60} is no function"
             raise UserError(f"{what}; a reward model is reward={{'model_path': ..., 'model': 1.0}}")
+    # Functions of one name are told apart by their place.
     labels = [getattr(reward, "__name__", type(reward).__name__) for reward in given]
     return [
         reward

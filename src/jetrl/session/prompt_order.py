@@ -54,6 +54,7 @@ def with_steps(
     settings: Settings, prompts: Sequence[EncodedPrompt], weights: Mapping[str, float]
 ) -> tuple[Settings, str]:
     """Return the settings with loop.epochs made loop.steps, and how many steps an epoch is."""
+    # Tasks of weight 0 are never drawn. The last step of an epoch may reach into the next.
     count = sum(weights.get(encoded.prompt.task, 1.0) > 0 for encoded in prompts)
     epoch, loop = count / settings.rollout.prompts_per_step, settings.loop
     if loop.epochs is not None:
