@@ -97,6 +97,13 @@ def test_a_value_that_is_not_finite_spoils_its_row_only(bad: float) -> None:
     assert y[[0, 2]].isfinite().all()
 
 
+def test_a_sum_that_may_not_fit_is_refused() -> None:
+    few, many = (int8_rows(torch.ones(1, k)) for k in (133_120, 133_184))
+    assert int8_matmul(few, few, torch.float32).item() == pytest.approx(133_120, rel=1e-6)
+    with pytest.raises(UserError, match=r"133,144 values, not 133,184: lower train\.tokens_per"):
+        int8_matmul(many, many)
+
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.quantize import (
     ROTATION,
@@ -27,6 +28,8 @@ from jetrl.precision.quantize import (
     quantize,
     rotate,
 )
+
+_MOST_TERMS = (2**31 - 1) // 127**2
 
 
 def int8_rows(x: Tensor, out: QTensor | None = None) -> QTensor:
@@ -77,7 +80,16 @@ def int8_squares_turned(w: QTensor) -> QTensor:
 
 
 def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return a @ b^T of [M, K] and [N, K], both with a scale per row: [M, N]."""
+    """Return a @ b^T of [M, K] and [N, K], both with a scale per row: [M, N].
+
+    Raises:
+        UserError: K is so large that a sum might not fit an int32, for the tokens of a micro-batch.
+    """
+    if a.shape[1] > _MOST_TERMS:
+        raise UserError(
+            f"INT8 sums over at most {_MOST_TERMS:,} values, not {a.shape[1]:,}: lower "
+            "train.tokens_per_micro_batch"
+        )
     if (arithmetic := arithmetic_of(a.codes)) is not None:
         return arithmetic.int8_matmul(a, b, out_dtype)
     sums = codes_as_float64(a.codes) @ codes_as_float64(b.codes).mT  # below 2**53: exact

@@ -31,10 +31,7 @@ from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, ROTATION, QTensor, emp
 
 _TOP = gl.constexpr(FORMATS["int8"][1])
 _WARP_COLUMNS = 2048  # of a row in one warp
-_WIDE, _CHUNK = (
-    16384,
-    8192,
-)  # columns of a row that stays in registers, and of a part of a longer one
+_WIDE, _CHUNK = 16384, 8192  # columns of the longest row in registers, and of parts of others
 _PANEL, _PROGRAMS = 128, 4  # columns of a tile of 64 tokens, and programs per SM
 _OPTIONS = {"enable_fp_fusion": False}
 
@@ -136,8 +133,6 @@ def _wide_rows_kernel(
     gl.store(scales_ptr + rows, scale, mask=inside)
 
 
-# A tile of 64 rows and 32 columns a warp: as it is loaded, with the 64 rows of a rotation in a
-# thread, and as turned codes are stored.
 @gluon.jit
 def _tile(x_ptr, block, first_column, num_rows, num_columns, row_stride, COLUMNS: gl.constexpr):
     """Return 64 tokens of some columns, rotated along tokens, float32, in a thread's registers."""
