@@ -122,7 +122,7 @@ def test_an_update_that_is_not_finite_moves_no_bound(sample) -> None:
     "words, message",
     [
         (["train.updates_per_step=1"], "train.updates_per_step of at least 2"),
-        (["precision.preset=mixed"], "needs FP8 on both sides"),
+        (["precision.preset=mixed"], "needs FP8 or INT8 on both sides"),
         (["algorithm.name=gspo"], "no token-level clips"),
         (["rollout.oversample=0.5"], "needs rollout.oversample = 0"),
     ],
