@@ -1,12 +1,12 @@
 """What a plan's formats cost a pretrained model, by jetrl's own forward and backward.
 
-    python -m benchmarks.plan_error MODEL --row bf16 --row unified=PADDED --row int8 --out FILE.json
+    python -m benchmarks.plan_error MODEL --row bf16 --row "unified @PADDED" --row "int8 kv=bf16"
 
 Against transformers in FP32, on text: KL divergence per token, difference of the log-prob of the
 text's token, share of tokens whose most likely next token differs; and of the gradients of all
-linear weights, for cross-entropy, the relative error and the cosine. A row is PLAN or
-PLAN:GRAD_OUTPUT, and =DIR names another directory of the same function, such as one whose widths
-FP8 takes; its gradients are not compared then.
+linear weights, for cross-entropy, the relative error and the cosine. A row is a plan with options
+of it, and @DIR names another directory of the same function, such as one whose widths FP8 takes;
+its gradients are not compared then.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from jetrl.precision import PrecisionPlan
 
 def policy_of(row: str, model: str, device: torch.device) -> Policy:
     """Return the policy of a row's plan."""
-    named, _, other = row.partition("=")
-    preset, _, gradients = named.partition(":")
-    plan = PrecisionPlan.preset(preset)
-    plan = plan.replace(grad_output=gradients) if gradients else plan
-    return Policy.from_pretrained(other or model, plan, str(device))
+    preset, *words = row.split()
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    values = {key: int(value) if value.isdigit() else value for key, value in options.items()}
+    directory = next((word[1:] for word in words if word.startswith("@")), model)
+    plan = PrecisionPlan.preset(preset).replace(**values)
+    return Policy.from_pretrained(directory, plan, str(device))
 
 
 @torch.no_grad()
@@ -80,9 +81,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_error", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", help="a Hugging Face directory")
-    parser.add_argument("--row", action="append", required=True, help="PLAN[:GRAD_OUTPUT][=DIR]")
+    parser.add_argument("--row", action="append", required=True, help="PLAN [KEY=VALUE ...] [@DIR]")
     parser.add_argument("--text", type=Path, default=Path("data/gsm8k/test.jsonl"))
     parser.add_argument("--tokens", type=int, default=20480)
+    parser.add_argument("--gradients", type=int, default=GRADIENT_SEQUENCES, help="sequences")
     parser.add_argument("--out", default="build/bench/plan_error.json")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for row in args.row:
         policy = policy_of(row, args.model, device)
-        made: Row = {"plan": row.partition("=")[0], **forward_errors(truth, policy, ids)}
-        if "=" not in row:
-            made |= gradients(truth, policy, ids[:GRADIENT_SEQUENCES])
+        made: Row = {"plan": row.partition(" @")[0], **forward_errors(truth, policy, ids)}
+        if "@" not in row and args.gradients:
+            made |= gradients(truth, policy, ids[: args.gradients])
         rows.append(made)
         del policy
     facts = {"model": Path(args.model).name, "tokens": ids.numel()}
