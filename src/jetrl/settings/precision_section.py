@@ -17,7 +17,7 @@ class PrecisionSettings(Section):
     """The section `[precision]`: a preset, and changes to it."""
 
     preset: Preset = DEFAULT_PRESET
-    """what is FP8, on which side (docs/precision.md)"""
+    """what is FP8 or INT8, on which side (docs/precision.md)"""
     grad_output: GradFormat | None = None
     """output gradients in DGrad and WGrad; unset: the preset's"""
     scales: Literal["fp32", "pow2"] | None = None
@@ -37,7 +37,7 @@ class PrecisionSettings(Section):
     """block of values of X in WGrad with one scale; 1x128: along tokens; unset: 128x128"""
     pinned_sums: bool | None = None
     """sum in one order for any batch, so that bf16 promises equal bits too; unset: only if both
-    sides are FP8"""
+    sides are FP8, or both INT8"""
 
 
 class SamplerDeviationSettings(Section):
