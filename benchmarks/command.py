@@ -25,6 +25,7 @@ RUNS_ON_RANKS = True
 ON_RANKS = ("step",)  # what several processes measure together
 CPU_TOO = (
     "draft_head",
+    "exact",
     "mismatch",
     "speculation",
     "step",
@@ -34,6 +35,7 @@ KERNELS = ("gemm", "logprob", "norm", "quantize")
 BENCHMARKS = (
     "attention",
     "draft_head",
+    "exact",
     "gemm",
     "layer",
     "logprob",

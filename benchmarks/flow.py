@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.harness import Load, RolloutLines, Row, begins, make_samples, random_rewards
-from benchmarks.parity import make_policy
+from benchmarks.parity import make_policy, options_of
 from benchmarks.rollout import capture_graphs, capture_largest
 
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
@@ -350,8 +350,10 @@ class Flow:
         }
         words = [f"train.{key}={value}" for key, value in train.items()]
         if for_plan:
+            plan = self.policy.plan
             words += [
-                f"precision.preset={self.policy.plan.name}",
+                f"precision.preset={plan.name}",
+                *(f"precision.{key}={value}" for key, value in options_of(plan).items()),
                 f"rollout.prompts_per_step={load.prompts}",
                 f"rollout.samples_per_prompt={load.samples}",
                 f"rollout.max_batch_size={self.engine.sizes.now.max_batch_size}",
@@ -360,7 +362,6 @@ class Flow:
             words.append("rollout.speculation=off")
         if for_plan and choices.adapter_rank:
             words += ["adapter.kind=lora", f"adapter.rank={choices.adapter_rank}"]
-            words.append(f"precision.base={choices.base}")
         return load_config(None, [f"rollout.max_tokens={load.response_length}", *words])
 
     # Measuring

@@ -3,10 +3,11 @@
     jetrl bench layer [--shape qwen3-8b] [--tokens 16384] [--length 4096] [--out FILE]
 
 Rows: `bf16` (the strongest BF16 form: plain GEMMs, the fastest attention of torch, fused norms),
-`mixed`, `jet`, `unified`, and `unified, fastest attention`: the same flow with the attention of the
-`bf16` row, which keeps no promise. That row against `unified` is the price of exactness. Every
-row's bits with and without gradients are compared first. With `--adapter-rank 32` each row comes
-twice: with weights that are trained, and with adapters on frozen weights.
+`mixed`, `jet`, `unified`, `int8` and two settings of it, and `unified, fastest attention`: the same
+flow with the attention of the `bf16` row, which keeps no promise. That row against `unified` is the
+price of exactness. Every row's bits with and without gradients are compared first. With
+`--adapter-rank 32` each row comes twice: with weights that are trained, and with adapters on frozen
+weights.
 
 Times are medians over layer passes that follow each other without a pause, between CUDA events;
 weights and activations together are far larger than the cache. FLOPs: 2 for each multiply and add
@@ -31,6 +32,7 @@ from benchmarks.harness import (
     watched,
     write_results,
 )
+from benchmarks.parity import plan_of
 from benchmarks.shapes import SHAPES
 from torch import Tensor
 
@@ -43,15 +45,15 @@ from jetrl.models.decoder import DecoderLayer
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.precision import linear
-from jetrl.precision.plan import PrecisionPlan
 
-ROWS = {  # name: (plan of the layer and its grad_output, plan of its attention)
+ROWS = {  # name: (plan of the layer, plan of its attention)
     "bf16": ("bf16", "bf16"),
     "mixed": ("mixed", "mixed"),
     "jet": ("jet", "jet"),
     "unified": ("unified", "unified"),
     "int8": ("int8", "int8"),
-    "int8, FP8 backward": ("int8 e4m3", "int8"),
+    "int8, FP8 backward": ("int8 grad_output=e4m3", "int8"),
+    "int8, BF16 keys and values": ("int8 kv=bf16", "int8 kv=bf16"),
     "unified, fastest attention": ("unified", "bf16"),
 }
 
@@ -92,15 +94,12 @@ class LayerBench:
     ) -> None:
         config = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 256}
         beside = Adapter.new(ModelConfig.from_hf(config), LoRA(rank, 32.0), 0) if rank else None
-        name, _, gradients = plan.partition(" ")
-        preset = PrecisionPlan.preset(name)
-        preset = preset.replace(grad_output=gradients) if gradients else preset
-        self.policy = Policy.from_config(config, preset, 0, "cuda", adapter=beside)
+        self.policy = Policy.from_config(config, plan_of(plan), 0, "cuda", adapter=beside)
         layer = self.policy.decoder.layers[0]
         assert isinstance(layer, DecoderLayer)
         self.layer, self.tokens, self.length = layer, tokens, length
         ends = torch.arange(0, tokens + 1, length, device="cuda")
-        self.attention = PrecisionPlan.preset(attention)
+        self.attention = plan_of(attention)
         self.kv = PackedKeyValues(ends, self.attention)
         self.positions = torch.arange(tokens, device="cuda") % length
         g = torch.Generator(device="cuda").manual_seed(0)

@@ -31,9 +31,29 @@ from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.session.compiling import compiled_ahead
 from jetrl.session.parity import check_policy, failures, located, measure
+from jetrl.settings.loading import load_config
 
-_TEMPERATURE = 0.6
+TEMPERATURE = 0.6
 ALPHA = 32.0  # of adapters
+
+
+def plan_of(words: str) -> PrecisionPlan:
+    """Return the plan of a preset and its options, such as `int8 kv=bf16 grad_output=e4m3`."""
+    preset, *options = words.split()
+    keys = [f"precision.{word}" for word in (f"preset={preset}", *options)]
+    return PrecisionPlan.from_settings(load_config(None, keys).precision)
+
+
+def options_of(plan: PrecisionPlan) -> dict[str, str]:
+    """Return the fields of a plan that are not its preset's, as a setting's text."""
+    preset, given = vars(PrecisionPlan.preset(plan.name)), vars(plan)
+    names = (field.name for field in dataclasses.fields(plan))
+    return {name: str(given[name]).lower() for name in names if given[name] != preset[name]}
+
+
+def plan_words(plan: PrecisionPlan) -> str:
+    """Return the words that `plan_of` reads."""
+    return " ".join([plan.name, *(f"{key}={value}" for key, value in options_of(plan).items())])
 
 
 def make_policy(
@@ -41,17 +61,16 @@ def make_policy(
     plan: str,
     device: str,
     layers: int | None,
-    kv: str | None = None,
     adapter_rank: int = 0,
-    base: str = "fp8",
+    base: str | None = None,
     speculation: bool = False,
 ) -> Policy:
     """Return a policy with random weights, whose logits have a standard deviation of about 2.
 
     Args:
         device: "cuda" or "cpu".
+        plan: A preset and its options, as of `plan_of`.
         layers: Decoder layers; None: the shape's own.
-        kv: The formats of keys and values; None: the preset's.
         adapter_rank: The rank of adapters on a frozen base, whose B is random too; 0: all
             parameters are trained.
     """
@@ -59,8 +78,8 @@ def make_policy(
     if layers is not None:
         config["num_hidden_layers"] = layers
     config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
-    chosen = PrecisionPlan.preset(plan)
-    chosen = chosen.replace(base=base) if kv is None else chosen.replace(base=base, kv=kv)
+    chosen = plan_of(plan)
+    chosen = chosen if base is None else chosen.replace(base=base)
     shape_of = ModelConfig.from_hf(config)
     adapter = Adapter.new(shape_of, LoRA(adapter_rank, ALPHA), seed=0) if adapter_rank else None
     with compiled_ahead(shape_of, chosen, device, adapter, speculation=speculation):
@@ -85,7 +104,7 @@ def prove(policy: Policy) -> dict[str, Any]:
         checks = check_policy(policy)
         seconds.append(round(time.perf_counter() - began, 2))
     return {
-        "plan": policy.plan.name,
+        "plan": plan_words(policy.plan),
         "proof_s": seconds,
         "checks": len(checks),
         "broken": failures(checks),
@@ -113,16 +132,16 @@ def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
         prompts=prompts,
         samples=1,
         max_tokens=tokens,
-        temperature=_TEMPERATURE,
+        temperature=TEMPERATURE,
         max_batch_size=512,
     )
     location = None
     if result.first_different is not None:
-        location = located(policy, *result.first_different, _TEMPERATURE)
+        location = located(policy, *result.first_different, TEMPERATURE)
     facts = dataclasses.asdict(result)
     del facts["first_different"]
     return {
-        "plan": policy.plan.name,
+        "plan": plan_words(policy.plan),
         "layers": policy.config.num_layers,
         "sequences": batch,
         "longest_context": long + tokens,

@@ -46,7 +46,7 @@ from benchmarks.harness import (
     totals,
     write_results,
 )
-from benchmarks.parity import make_policy
+from benchmarks.parity import make_policy, plan_words
 
 from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.models.attention import kv_bytes_per_token
@@ -134,7 +134,7 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
     floor = weight_bytes(policy)
     floor += int(batch * context * kv_bytes_per_token(policy.config, policy.plan.on("rollout")))
     row: Row = {
-        "plan": policy.plan.name,
+        "plan": plan_words(policy.plan),
         "kv": policy.plan.kv,
         "sequences": batch,
         "prompt": prompt,
@@ -236,7 +236,7 @@ def run_tailed(policy: Policy, name: str) -> Row:
     floor = (steps * weight_bytes(policy) + kv) / copy_bandwidth()
     owners = [prompts[i // load.samples] for i in range(count)]
     return {
-        "plan": policy.plan.name,
+        "plan": plan_words(policy.plan),
         "kv": policy.plan.kv,
         "load": name,
         "sequences": count,
@@ -297,6 +297,9 @@ _KINDS = {
     "_row_kernel": "norms, with quantization",
     "down_rows_kernel": "adapters: product with A",
     "_rows_kernel": "SwiGLU with quantization, and quantization",
+    "_int8_kernel": "SwiGLU with quantization, and quantization",
+    "rows_kernel": "linears, INT8 (few rows)",
+    "_product_kernel": "linears, INT8",
     "_forward_kernel": "QK norm, rotary, keys and values to their pages",
     "forward_kernel": "attention",
     "stage_keys_kernel": "keys and values widened for attention",

@@ -46,6 +46,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": _shape(_QWEN2, 3584, 18944, 28, 28, 4, 152064),
     "llama3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, 8, 128256),
     "llama3.1-70b": _shape(_LLAMA, 8192, 28672, 80, 64, 8, 128256),
+    "smollm2-135m": {
+        **_shape(_LLAMA, 576, 1536, 30, 9, 3, 49152),
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
     "tiny": _shape(_QWEN3, 256, 512, 2, 2, 1, 256),
 }
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from benchmarks.flow import Choices, Flow, codes_of, share_changed
 from benchmarks.harness import Load, Row, flops
+from benchmarks.parity import plan_words
 from benchmarks.speculation import KnownDrafts, differences, width_rows
 from torch import Tensor
 
@@ -107,7 +108,7 @@ def train(flow: Flow, samples: Sequence[Sample]) -> TimedUpdate:
 def warm_row(flow: Flow, choices: Choices) -> Row:
     """Return what is known of a step when all has been warmed up."""
     return {
-        "plan": flow.policy.plan.name,
+        "plan": plan_words(flow.policy.plan),
         "adapter_rank": choices.adapter_rank,
         "base": choices.base,
         "ranks": world().size,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
+from benchmarks.harness import Load
 
-from benchmarks import parity
+from benchmarks import exact, parity, products
 
 
 def test_loads_are_rows_of_the_file(tmp_path: Path) -> None:
@@ -21,3 +23,32 @@ def test_loads_are_rows_of_the_file(tmp_path: Path) -> None:
     assert (unified["tokens"], unified["different"], unified["longest_context"]) == (12, 0, 34)
     assert mixed["different"] > 0
     assert "first operation that differs" in mixed["located"]
+
+
+def test_a_plan_is_read_with_its_options() -> None:
+    plan = parity.plan_of("int8 kv=bf16 grad_output=e4m3 last_layers_bf16=2 pinned_sums=true")
+    assert (plan.kv, plan.grad_output, plan.last_layers_bf16) == ("bf16", "e4m3", 2)
+    assert parity.plan_of(parity.plan_words(plan)) == plan
+
+
+def test_tokens_are_exact_before_and_after_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact, "UPDATE", Load(2, 2, 4, 4))
+    words = ["--shape", "tiny", "--device", "cpu", "--layers", "1", "--plan", "int8 kv=bf16"]
+    words += ["--case", "1x4x30", "--updated-case", "1x3x20", "--out", f"{tmp_path}/rows"]
+    exact.main(words)
+    rows = json.loads((tmp_path / "rows").read_text())["rows"]
+    assert [row["adapter_rank"] for row in rows] == [0, 0, 0, 0, 32, 32]
+    assert [row["updates"] > 0 for row in rows] == [False, False, True, True, True, True]
+    assert [row["tokens"] for row in rows] == [4, 4, 3, 3, 3, 3]
+    assert {(row["different"], row["changed_by_drafts"]) for row in rows} == {(0, 0)}
+
+
+def test_products_of_a_plan(tmp_path: Path) -> None:
+    words = ["--shape", "tiny", "--device", "cpu", "--plan", "bf16", "--plan", "int8"]
+    products.main([*words, "--tokens", "5", "--decode", "2", "--out", f"{tmp_path}/rows"])
+    rows = json.loads((tmp_path / "rows").read_text())["rows"]
+    found = {(row["plan"], row["rows"], row["operation"]) for row in rows}
+    assert ("int8", 5, "wgrad") in found
+    assert ("int8", 2, "dgrad") not in found

@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 KERNELS = "jetrl.precision.hopper.quantize"
 # (N, K): the linears of all families, then K/128 odd (scale padding) and a small model's
-SHAPES = [*layers(*MODELS), (1152, 896), (896, 4864), (128, 128)]
+WHOLE_GROUPS = [name for name in MODELS if name != "smollm2-135m"]
+SHAPES = [*layers(*WHOLE_GROUPS), (1152, 896), (896, 4864), (128, 128)]
 ROWS = [*range(1, 66), 100, 127, 128, 129, 200, 255, 256, 257, 384, 511, 512]
 MANY_ROWS = [*layers("qwen3-8b"), (1152, 896), (896, 4864)]
 
