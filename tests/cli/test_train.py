@@ -178,6 +178,10 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
     at_a_desk = jetrl(*words, *shape, "run.device=auto")
     assert "# memory plan of a GPU with 80 GiB (this machine has none" in at_a_desk.out
     assert "# memory plan\n" in jetrl(*words, "run.device=auto").out, "tiny: for this CPU"
+    faster = "# with precision.preset=bf16 so small a model may update faster"
+    assert [faster in done.out for done in (one, four)] == [False, True]
+    for other in ("precision.preset=bf16", "model.config.num_hidden_layers=9"):
+        assert faster not in jetrl(*words, *shape, other, "--gpus=4").out
 
     def masters(text: str) -> float:
         return float(text.partition("master weights, FP32")[2].split()[0])

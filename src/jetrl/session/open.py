@@ -16,7 +16,7 @@ from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.out_of_memory import explained
 from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.draft_head import DraftHead
-from jetrl.models.families import ModelConfig
+from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.model import Model, check_device
 from jetrl.models.norm_noise import NormNoise
 from jetrl.models.policy import Policy
@@ -52,6 +52,9 @@ from jetrl.training.objectives import Objective
 from jetrl.training.sft import Pair
 
 _ADVICE = "`jetrl train --dry-run` prints what a run holds"
+# SmolLM2-135M on one H100: 0.72 s per update under unified, 0.57 s under bf16 (512 completions).
+_SLOWER_TO = 200_000_000  # parameters
+_TIMES_BF16 = 1.26
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,12 @@ def check_run(
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
     load = Workload.of(settings, config, longest, max_turns)
     memory = check_fits(settings, config, others, load, device, free, cards)
+    coded = device != "cpu" and plan.train_linear in ("fp8", "int8")
+    if coded and num_parameters(config) <= _SLOWER_TO:
+        notes.append(
+            "with precision.preset=bf16 so small a model may update faster: an update of all 135M "
+            f"parameters took {_TIMES_BF16} times as long under unified as under bf16 on one H100"
+        )
     room = config.max_position_embeddings - longest
     # A cache of a given size has to fit, and to hold the longest sequence.
     if rollout.num_pages is not None:
