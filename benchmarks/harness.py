@@ -271,7 +271,7 @@ def report(
     print_table(rows)
 
 
-_FILES = ("--out", "--beside", "--wait-for")
+_FILES = ("--out", "--beside", "--wait-for", "--figure")
 
 
 def command_typed(program: str, argv: Sequence[str] | None) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.eight_bits import GRADIENT_SEQUENCES, LENGTH, sequences
+from benchmarks.eight_bits import LENGTH, SEQUENCES, sequences
 from benchmarks.harness import Row, command_typed, print_table, write_results
 from torch import Tensor
 from torch.nn import functional
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--row", action="append", required=True, help="PLAN [KEY=VALUE ...] [@DIR]")
     parser.add_argument("--text", type=Path, default=Path("data/gsm8k/test.jsonl"))
     parser.add_argument("--tokens", type=int, default=20480)
-    parser.add_argument("--gradients", type=int, default=GRADIENT_SEQUENCES, help="sequences")
+    parser.add_argument("--gradients", type=int, default=SEQUENCES, help="sequences")
     parser.add_argument("--out", default="build/bench/plan_error.json")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
