@@ -24,6 +24,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 64},
 }
+# Every width of SmolLM2-135M ends with a partial group, and here that of its MLP too.
+FAMILIES["smollm2"] = FAMILIES["llama"] | {
+    "hidden_size": 576,
+    "intermediate_size": 1472,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
 
 
 def config(family: str = "qwen3", **changes: Any) -> dict[str, Any]:

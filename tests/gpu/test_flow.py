@@ -94,9 +94,10 @@ def test_results_do_not_depend_on_batch_chunks_or_preemption() -> None:
         ("bf16", {}),
     ],
 )
-def test_gradients_follow_the_reference(preset: str, options: dict[str, str]) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "smollm2"])
+def test_gradients_follow_the_reference(preset: str, options: dict[str, str], family: str) -> None:
     """Gradients of the GPU and of the CPU agree under the same weights, though not in bits."""
-    on_cpu = policy(PrecisionPlan.preset(preset).replace(**options), device="cpu")
+    on_cpu = policy(PrecisionPlan.preset(preset).replace(**options), family, "cpu")
     weights = {name: m.detach().clone() for name, m in on_cpu.master_weights().items()}
     on_gpu = Policy(on_cpu.config, on_cpu.plan, weights, "cuda")
     assert_gradients_are_near(on_gpu, on_cpu, 0.25)
@@ -160,7 +161,8 @@ def gradients_of(p: Policy) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "name, family",
     [(name, "qwen3") for name in PLANS]
-    + [(name, family) for name in ("unified", "bf16") for family in ("qwen2", "llama")],
+    + [(name, family) for name in ("unified", "bf16") for family in ("qwen2", "llama")]
+    + [("unified", "smollm2")],
 )
 def test_the_fused_flow_has_the_bits_of_its_parts(
     name: str, family: str, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ def inputs(tokens: int, width: int, std: float = 1.0) -> tuple[torch.Tensor, ...
 
 @pytest.mark.parametrize("std", [1e-12, 1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("tokens", [1, 63, 129])
-@pytest.mark.parametrize("width", [128, 896, 4096])
+@pytest.mark.parametrize("width", [64, 128, 192, 576, 896, 4096])
 def test_norm_and_codes_have_the_bits_of_the_reference(
     kernels, tokens: int, width: int, std: float
 ) -> None:

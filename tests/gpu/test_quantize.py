@@ -24,7 +24,7 @@ def values(tokens: int, columns: int, std: float, dtype: torch.dtype) -> torch.T
 @pytest.mark.parametrize("std", [1e-30, 1e-10, 1e-2, 1.0, 1e3])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_activations_have_the_bits_of_the_reference(kernels, tokens: int, std: float) -> None:
-    for columns in (128, 640):
+    for columns in (64, 128, 192, 576, 640):
         x = values(tokens, columns, std, torch.bfloat16)
         rows, by_token = kernels.quantize_rows_and_tokens(x.cuda())
         assert_same(rows, quantize(x), f"rows {columns}")
@@ -39,8 +39,9 @@ def test_activations_have_the_bits_of_the_reference(kernels, tokens: int, std: f
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scales", ["fp32", "pow2"])
-def test_formats_scales_and_dtypes(kernels, dtype, format: str, scales: str) -> None:
-    x = values(129, 384, 0.3, dtype)
+@pytest.mark.parametrize("columns", [384, 960])
+def test_formats_scales_and_dtypes(kernels, dtype, format: str, scales: str, columns: int) -> None:
+    x = values(129, columns, 0.3, dtype)
     rows, by_token = kernels.quantize_rows_and_tokens(x.cuda(), format, scales)
     assert_same(rows, quantize(x, (1, 128), format, scales))
     assert_same(by_token, quantize(x, (128, 1), format, scales))
@@ -60,17 +61,29 @@ def test_every_bfloat16_as_a_group_maximum(kernels, scales: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scales", ["fp32", "pow2"])
-def test_weight_and_its_byte_transpose(kernels, dtype, scales: str) -> None:
-    w = values(384, 896, 0.01, dtype)
+@pytest.mark.parametrize("n, k", [(384, 896), (960, 576), (192, 1536), (64, 64)])
+def test_weight_and_its_byte_transpose(kernels, dtype, scales: str, n: int, k: int) -> None:
+    w = values(n, k, 0.01, dtype)
     direct = kernels.quantize_weight(w.cuda(), scales=scales)
     turned = kernels.turned_weight(direct)
     reference = quantize(w, (128, 128), scales=scales)
     assert_same(direct, reference)
     assert_same(turned, reference.mT)
-    assert turned.codes.is_contiguous()
+    assert turned.codes.stride() == (-(-n // 128) * 128, 1)
     again = kernels.quantize_weight(2 * w.cuda(), scales=scales, out=direct)
     assert again.codes.data_ptr() == direct.codes.data_ptr()
     assert_same(again, quantize(2 * w, (128, 128), scales=scales))
+
+
+def test_a_ranks_rows_are_those_of_the_whole_weight(kernels) -> None:
+    """Rows 512 to 960 of a weight [960, 576], written into the whole one."""
+    w = values(960, 576, 0.01, torch.float32)
+    whole = kernels.quantize_weight(w.cuda())
+    own = QTensor(whole.codes[512:], whole.scales[4:], whole.block)
+    kernels.quantize_weight(3 * w[512:].cuda(), out=own)
+    w[512:] *= 3
+    assert_same(whole, quantize(w, (128, 128)))
+    assert_same(kernels.turned_weight(whole), quantize(w, (128, 128)).mT)
 
 
 @pytest.mark.usefixtures("one_large_test_at_a_time")

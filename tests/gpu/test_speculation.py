@@ -94,7 +94,7 @@ def test_the_engine_draws_the_same(
     preset: str, options: dict[str, Any], filtered: dict[str, Any]
 ) -> None:
     """Own and sibling text, then the known text, then nonsense for drafts; contexts over 1024."""
-    # 500 is no multiple of a kernel's tile; FP8 takes multiples of 128.
+    # 500 is no multiple of a kernel's tile; FP8 takes multiples of 64.
     vocabulary = 512 if options.get("lm_head") == "fp8" else CONFIG["vocab_size"]
     policy = make_policy({**CONFIG, "vocab_size": vocabulary}, preset, **options)
     prompts = [*random_prompts(policy, 5, 60, seed=3), [5] * 1000]

@@ -178,11 +178,16 @@ def sources_for_meta() -> Iterator[None]:
         yield
 
 
+def shapes() -> dict[str, dict[str, Any]]:
+    from benchmarks.shapes import SHAPES
+
+    halves = {"hidden_size": 64, "intermediate_size": 320}
+    return SHAPES | {"halves": SHAPES["smollm2-135m"] | halves}
+
+
 @functools.cache
 def policy_of(shape: str, plan: Any, rank: int = 0) -> Any:
     """A policy of two layers; with a rank it has adapters."""
-    from benchmarks.shapes import SHAPES
-
     import jetrl.models.model
     from jetrl.models.adapter import Adapter, LoRA
     from jetrl.models.families import ModelConfig, parameter_shapes
@@ -192,7 +197,7 @@ def policy_of(shape: str, plan: Any, rank: int = 0) -> Any:
     jetrl.models.model.check_device = lambda *_: None
     jetrl.models.model.base_digest = lambda *_: ""
     plan = PrecisionPlan.preset(plan) if isinstance(plan, str) else plan
-    config = ModelConfig.from_hf({**SHAPES[shape], "num_hidden_layers": 2})
+    config = ModelConfig.from_hf({**shapes()[shape], "num_hidden_layers": 2})
     weights = {n: empty(*s, dtype=torch.float32) for n, s in parameter_shapes(config).items()}
     adapter = Adapter.new(config, LoRA(rank, 32.0), 0) if rank else None
     return Policy(config, plan, weights, META, adapter=adapter)
@@ -288,6 +293,16 @@ def other_options() -> None:
         decode("qwen3-0.6b", plan, sizes=DECODES[:1])
     for plan in (jet.replace(grad_output="e5m2"), jet.replace(wgrad_input="1x128")):
         update("qwen3-0.6b", plan)
+
+
+def short_groups() -> None:
+    """Compile what launches otherwise if a width is no multiple of 128."""
+    from jetrl.precision import PrecisionPlan
+
+    for shape, rank in (("smollm2-135m", 0), ("halves", 8)):
+        prefill(shape, "unified", rank)
+        update(shape, "unified", rank)
+    update("halves", PrecisionPlan.preset("int8").replace(grad_output="e4m3"))
 
 
 def stems_of(length: int, rows: int, branches: int = 2) -> Any:
@@ -521,7 +536,7 @@ PIECES |= {
     work.__name__: work
     for work in (
         long_attention, nvfp4, other_options, speculation, small_operations, chains, lanes_of_rows,
-        adapters, adapters_on_nvfp4, nvfp4_shared_memory, integers,
+        adapters, adapters_on_nvfp4, nvfp4_shared_memory, integers, short_groups,
     )
 }  # fmt: skip
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from jetrl.precision import QTensor, quantize
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
@@ -24,6 +25,30 @@ def test_follows_the_canonical_order() -> None:
         partial = (a.codes[:, k].double() @ b.codes[:, k].double().T).float()
         expected = expected + partial * (a.scales[:, block, None] * b.scales[0, block])
     assert torch.equal(fp8_matmul(a, b, torch.float32), expected)
+
+
+@pytest.mark.parametrize("scales", ["fp32", "pow2"])
+def test_a_short_group_has_the_bits_of_one_filled_up_with_zeros(scales: str) -> None:
+    """FProp, DGrad and WGrad of a layer [960, 576]."""
+    tokens, n, k = 130, 960, 576
+    g = torch.Generator().manual_seed(1)
+    x, w, dy = (torch.randn(*size, generator=g) for size in ((tokens, k), (n, k), (tokens, n)))
+    x[3], w[0, 512:] = 0, 50
+
+    def products(n: int, k: int) -> list[torch.Tensor]:
+        wide_x, wide_dy = pad(x, (0, k - x.shape[1])), pad(dy, (0, n - dy.shape[1]))
+        wide_w = pad(w, (0, k - w.shape[1], 0, n - w.shape[0]))
+        weight = quantize(wide_w, (128, 128), scales=scales)
+        rows, tokens = (quantize(wide_dy, block, scales=scales) for block in ((1, 128), (128, 1)))
+        squares = quantize(wide_x, (128, 128), scales=scales)
+        return [
+            fp8_matmul(quantize(wide_x, scales=scales), weight),
+            fp8_matmul(rows, weight.mT),
+            fp8_matmul(tokens.mT, squares.mT),
+        ]
+
+    for partial, whole in zip(products(n, k), products(1024, 640), strict=True):
+        assert torch.equal(partial, whole[: partial.shape[0], : partial.shape[1]])
 
 
 @pytest.mark.parametrize("product", ["fp8", "bf16"])

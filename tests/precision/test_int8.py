@@ -121,25 +121,22 @@ CONFIG = {
 }
 
 
-def test_a_model_of_widths_that_fp8_refuses_is_exact() -> None:
-    int8 = PrecisionPlan.preset("int8")
-    policies = [
-        Policy.from_config(CONFIG, plan, seed=1)
-        for plan in (int8, int8.replace(grad_output="bf16"))
-    ]
+@pytest.mark.parametrize(
+    "preset, gradients", [("int8", "int8"), ("int8", "e4m3"), ("unified", "e4m3"), ("jet", "e5m2")]
+)
+def test_a_model_of_short_groups_is_exact(preset: str, gradients: str) -> None:
+    plan = PrecisionPlan.preset(preset)
+    plans = (plan.replace(grad_output=gradients), plan.replace(grad_output="bf16"))
+    policies = [Policy.from_config(CONFIG, plan, seed=1) for plan in plans]
     assert measure(policies[0], num_prompts=3, samples=2, max_tokens=20).different == 0
     gradients = []
     for policy in policies:
         policy.logprobs([list(range(2, 40))])[0].mean().backward()
         gradients.append(policy.master_weights()["layers.0.qkv.weight"].grad)
     assert (gradients[0] - gradients[1]).norm() < 0.1 * gradients[1].norm()
-    refused = r"multiples of 128, not \[320, 192\]; use precision."
-    with pytest.raises(UserError, match=refused + "preset=int8 or bf16$"):
-        Policy.from_config(CONFIG, PrecisionPlan.preset("unified"))
-    with pytest.raises(UserError, match=refused + "grad_output=int8$"):
-        Policy.from_config(CONFIG, int8.replace(grad_output="e4m3"))
-    with pytest.raises(UserError, match=r"INT8 needs.*multiples of 64, not.*use.*preset=bf16$"):
-        Policy.from_config({**CONFIG, "intermediate_size": 96}, int8)
+    name = "INT8" if preset == "int8" else "FP8"
+    with pytest.raises(UserError, match=rf"{name} needs.*multiples of 64, not.*use.*preset=bf16$"):
+        Policy.from_config({**CONFIG, "intermediate_size": 96}, plan)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from jetrl.cli.main import main
 from jetrl.models.tiny import make_tiny
 from jetrl.session import open as opening
 
-FP8_ROWS = "layer layers.0.qkv: FP8 needs dimensions that are multiples of 128"
+FP8_ROWS = "layer layers.0.qkv: FP8 needs dimensions that are multiples of 64"
 LORA, NVFP4 = "adapter.kind=lora", "precision.base=nvfp4"
 PPO = ("algorithm.name=ppo", "algorithm.aggregation=none")
 JUDGED = "reward.model=1.0"
 CONTEXT_9 = ("model.config.max_position_embeddings=9", "rollout.max_tokens=2")
 BAD: list[tuple[str, ...]] = [  # what the message has, and the words
-    (FP8_ROWS, "model.config.hidden_size=576"),
+    (FP8_ROWS, "model.config.hidden_size=608"),
     ("FP8 needs dimensions", "model.config.intermediate_size=200"),
     ("NVFP4 needs dimensions", "model.config.hidden_size=576", LORA, NVFP4),
     ("for a model that is not trained", NVFP4),
@@ -107,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PAIRS = [  # of a reward model
-    (FP8_ROWS, "model.config.hidden_size=576"),
+    (FP8_ROWS, "model.config.hidden_size=608"),
     ("has none for prompt", "task={dir}/plain.py:Plain"),
     ("is in use", "run.name=used"),
     ("vocab_size is 5", "model.config.vocab_size=5"),

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("out", metavar="OUT", help="the directory to write")
     add("--family", default="qwen3", help="model family, such as qwen2 or llama")
-    words = "FP8 layers need multiples of 128: hidden, heads x head_dim, MLP"
+    words = "FP8 layers need multiples of 64: hidden, heads x head_dim, MLP"
     size = functools.partial(parser.add_argument_group("sizes", words).add_argument, type=int)
     size("--hidden-size", default=128, help="channels")
     size("--num-layers", default=2, help="decoder layers")

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.launch import let_next_start, overlapped, wait_for_previous
-from jetrl.precision.hopper.layout import cdiv, empty_row_groups, empty_turned_squares
+from jetrl.precision.hopper.layout import cdiv, empty_row_groups, empty_turned_squares, is_ragged
 from jetrl.precision.hopper.quantize import (
     abs_bits,
     round_to_bfloat16,
@@ -90,9 +90,9 @@ def _row_kernel(
 ):  # fmt: skip
     """Add, norm and quantize one row, which stays in registers from its load to its codes.
 
-    Tensors are bfloat16 [T, WIDTH]; inverse_ptr is float32 [T], codes_ptr FP8 [T, WIDTH] and
-    scales_ptr float32 [T, WIDTH / 128], rows contiguous and groups scale_stride apart. With FEW
-    only latency counts.
+    Tensors are bfloat16 [T, WIDTH]; inverse_ptr is float32 [T], codes_ptr FP8 [T, WIDTH up to
+    128s] and scales_ptr float32 with a column for each 128, rows contiguous and groups scale_stride
+    apart. With FEW only latency counts.
     """
     row = tl.program_id(0)
     columns = tl.arange(0, PADDED)
@@ -132,6 +132,7 @@ def _row_kernel(
             store_int8_row(y, row, columns, codes_ptr, scales_ptr, WIDTH, FLOOR_BITS)
         elif QUANTIZE:
             GROUPS: tl.constexpr = PADDED // 128
+            CODES: tl.constexpr = (WIDTH + 127) // 128 * 128
             y = tl.reshape(y, (GROUPS, 128))
             groups = tl.arange(0, GROUPS)
             scale, multiplier = scale_and_multiplier(
@@ -139,7 +140,8 @@ def _row_kernel(
             )
             codes = (y * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
             codes = tl.reshape(codes, (PADDED,))
-            tl.store(codes_ptr + places, codes, mask=mask)
+            places = row.to(tl.int64) * CODES + columns
+            tl.store(codes_ptr + places, codes, mask=columns < CODES)
             tl.store(
                 scales_ptr + groups.to(tl.int64) * scale_stride + row,
                 scale,
@@ -151,18 +153,22 @@ def _row_kernel(
 def _tile_kernel(
     x_ptr, weight_ptr, inverse_ptr, codes_ptr, scales_ptr,
     num_rows, num_columns, scale_stride, padded_rows, column_blocks,
-    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+    RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Make the norm of one 128 x 128 tile again, and quantize it as one group for WGrad.
 
     Writes FP8 codes [num_columns, padded_rows], zeros past num_rows, and float32 scales
-    [num_columns / 128, padded_rows / 128], from bfloat16 x and float32 inverse rms [num_rows].
+    [column_blocks, padded_rows / 128], from bfloat16 x and float32 inverse rms [num_rows].
     """
     block, column = tile.place(column_blocks)
     rows, columns = tile.tile_rows(block), tile.tile_columns(column)
     x = tile.load_tile(x_ptr, block, column, num_rows, num_columns, num_columns)
     inverse = gl.load(inverse_ptr + rows, mask=rows < num_rows, other=0.0)
-    weight = gl.load(weight_ptr + columns).to(gl.float32)
+    if RAGGED:
+        weight = gl.load(weight_ptr + columns, mask=columns < num_columns, other=0.0)
+    else:
+        weight = gl.load(weight_ptr + columns)
+    weight = weight.to(gl.float32)
     # The products and their rounding as in _row_kernel: the same bfloat16 in other groups.
     y = tile.to_bfloat16(tile.widen(x) * inverse[:, None] * weight[None, :])
     tile.store_square_turned(
@@ -209,7 +215,7 @@ def rms_norm_quantize(
     """Return quantize(rms_norm(x + delta)), whose BF16 result is written only if asked for.
 
     Args:
-        x: bfloat16 [T, D] contiguous, D a multiple of 128.
+        x: bfloat16 [T, D] contiguous, D a multiple of 64.
         weight: bfloat16 [D].
         delta: bfloat16 [T, D], added to x; the sum is rounded to bfloat16.
         for_training: whether the inverse rms is kept for backward.
@@ -225,7 +231,6 @@ def rms_norm_quantize(
     if scales == "int8":
         rows = empty_int8_rows(num_rows, width, x.device)
     else:
-        assert width % FP8_BLOCK == 0, f"{width} columns"
         rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], x.device)
     total, inverse = x if delta is None else torch.empty_like(x), None
     if for_training:
@@ -246,12 +251,12 @@ def rms_norm_squares(
     _check(total, weight, None)
     num_rows, width = total.shape
     out = empty_turned_squares(num_rows, width, FORMATS["e4m3"][0], total.device)
-    column_blocks = width // FP8_BLOCK
+    column_blocks = cdiv(width, FP8_BLOCK)
     if num_rows:
         _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
             total, weight, inverse_rms, out.codes, out.scales,
             num_rows, width, out.scales.stride(1), out.shape[0], column_blocks,
-            **tile_rule("e4m3", scales),
+            is_ragged(width), **tile_rule("e4m3", scales),
         )  # fmt: skip
     return out
 
@@ -275,7 +280,7 @@ def _launch_rows(
     num_rows, width = x.shape
     if not num_rows:
         return
-    padded, few = _padded(width), num_rows <= _FEW_ROWS
+    padded, few = max(FP8_BLOCK, _padded(width)), num_rows <= _FEW_ROWS
     # Twice the warps if rows are few: what one thread has to do is the latency. No bit changes.
     num_warps = min(16, 2 * _warps(padded)) if few else _warps(padded)
     _row_kernel[(num_rows,)](

@@ -48,6 +48,7 @@ from jetrl.precision.hopper.layout import (
     empty_row_groups,
     empty_token_groups,
     empty_turned_squares,
+    is_ragged,
 )
 from jetrl.precision.hopper.quantize import (
     load_tile,
@@ -75,7 +76,7 @@ def store_values(ptr, y, rows, column, num_rows, num_columns):
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rows_kernel(
     x_ptr, y_ptr, codes_ptr, scales_ptr, num_rows, num_columns, scale_stride, column_blocks,
-    ROWS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr,
+    ROWS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr, RAGGED: tl.constexpr,
     MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     """Make y of ROWS rows and 128 columns, and write it, its groups, or both.
@@ -98,7 +99,7 @@ def _rows_kernel(
     if QUANTIZE:
         store_row_groups(
             y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
-            MAXIMUM, FLOOR_BITS, POW2,
+            RAGGED, MAXIMUM, FLOOR_BITS, POW2,
         )  # fmt: skip
     if WRITE_Y:
         store_values(y_ptr, y, rows, column, num_rows, num_columns)
@@ -156,7 +157,7 @@ def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
     """Return quantize(swiglu(gate_up)), 1 x 128 groups of [T, F]; the BF16 result is never written.
 
     Args:
-        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
+        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 64.
         scales: "fp32" or "pow2", the quantizer's scales, or "int8" for rows of `precision.int8`.
     """
     if scales == "int8":
@@ -212,7 +213,7 @@ def _launch_rows(gate_up: Tensor, y: Tensor | None, rows: QTensor | None, scales
         rows.codes if rows else gate_up,
         rows.scales if rows else gate_up,
         num_rows, width, rows.scales.stride(1) if rows else 0, column_blocks,
-        rows_of_program(num_rows), y is not None, rows is not None,
+        rows_of_program(num_rows), y is not None, rows is not None, is_ragged(width),
         **rule("e4m3", scales), num_warps=4, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
 
@@ -292,12 +293,12 @@ def swiglu_backward_values_kernel(
     store_values(dx_ptr, dgate, rows, column, num_rows, 2 * width)
     store_row_groups(
         dgate, rows, column, num_rows, 2 * width, codes_ptr, scales_ptr, scale_stride,
-        MAXIMUM, FLOOR_BITS, POW2,
+        False, MAXIMUM, FLOOR_BITS, POW2,
     )  # fmt: skip
     store_values(dx_ptr, dup, rows, column_blocks + column, num_rows, 2 * width)
     store_row_groups(
         dup, rows, column_blocks + column, num_rows, 2 * width, codes_ptr, scales_ptr,
-        scale_stride, MAXIMUM, FLOOR_BITS, POW2,
+        scale_stride, False, MAXIMUM, FLOOR_BITS, POW2,
     )  # fmt: skip
 
 
@@ -307,10 +308,11 @@ def swiglu_backward_values_(
     """Return the gradient of gate_up as codes and as values, and leave swiglu(gate_up) in dy.
 
     For training adapters: the next adapter's A needs y, the adapters before it need dx [T, 2F] in
-    BF16, and the frozen base its codes, 1 x 128 groups. dy is bfloat16 [T, F].
+    BF16, and the frozen base its codes, 1 x 128 groups. dy is bfloat16 [T, F], F in whole groups.
     """
     _check(gate_up, dy)
     num_rows, width = dy.shape
+    assert not is_ragged(width), f"{width} columns: a group would be of gate and up"
     rows = empty_row_groups(num_rows, 2 * width, FORMATS["e4m3"][0], dy.device)
     dx = torch.empty_like(gate_up)
     column_blocks = width // FP8_BLOCK
@@ -616,6 +618,7 @@ def swiglu_backward_quantize(
         rows up to a multiple of 128; y [T, F] in 128 x 128 groups with that number of rows.
     """
     _check(gate_up, dy)
+    assert not is_ragged(dy.shape[1]), f"{dy.shape[1]} columns: a group would be of gate and up"
     num_rows, columns = gate_up.shape
     dtype = FORMATS[format][0]
     rows = empty_row_groups(num_rows, columns, dtype, dy.device)

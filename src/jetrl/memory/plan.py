@@ -402,9 +402,9 @@ def quantized_bytes(
 
     def weight_bytes(format: str, rows: int, columns: int) -> int:
         elements = rows * columns
-        scales = 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
+        fp8 = -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK) * (FP8_BLOCK**2 + 4)
         nvfp4 = elements // 2 + elements // NVFP4_GROUP
-        sizes = {"fp8": elements + scales, "int8": elements + 4 * rows, "nvfp4": nvfp4, "fp32": 0}
+        sizes = {"fp8": fp8, "int8": elements + 4 * rows, "nvfp4": nvfp4, "fp32": 0}
         return sizes.get(format, 2 * elements)
 
     tables = 2 if config.layers_without_rope else 1  # rotary positions, and angles of zero

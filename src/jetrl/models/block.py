@@ -111,7 +111,8 @@ class DenseShape(Block):
     def backward_bytes(self, hidden: int, tokens: int, format: str, first: bool, group: int) -> int:
         inner = self.intermediate_size
         gradient = 4 * 2 * inner * hidden if first else 0
-        if format == "int8":  # nothing is fused: dY of SwiGLU and of gate_up in BF16, and all codes
+        if format == "int8" or (format == "fp8" and inner % group):
+            # Nothing is fused: dY of SwiGLU and of gate_up in BF16, and all codes.
             wgrad = (4 * inner + 5 * hidden) * tokens + 2 * 2 * inner * hidden + gradient
             return 2 * hidden * tokens + max(11 * inner * tokens, wgrad)
         if format != "fp8":

@@ -30,7 +30,7 @@ from jetrl.precision.linear import (
     quantize_output_gradient,
     wgrad,
 )
-from jetrl.precision.plan import Side
+from jetrl.precision.plan import FP8_BLOCK, Side
 
 
 def norm_mlp_fused(
@@ -103,12 +103,17 @@ def _swiglu_backward(
 ) -> tuple[GEMMInput, GEMMInput, GEMMInput]:
     """Return dY of gate_up for DGrad and WGrad, and swiglu(gate_up) for WGrad of `down`."""
     plan = s.plan
-    if s.coded and plan.grad_output == "e4m3" and not plan.widens_wgrad:
-        return s.kernels.swiglu_backward_quantize(dgated, gate_up, plan.grad_output, plan.scales)
+    if _fuses_swiglu(s, dgated) and not plan.widens_wgrad:
+        return s.kernels.swiglu_backward_quantize(dgated, gate_up, "e4m3", plan.scales)
     # SwiGLU's output takes the place of its gradient.
     dgate_up = s.kernels.swiglu_backward(dgated, gate_up, dgated if s.coded else None)
     y = quantize_for_wgrad(dgated, plan) if s.coded else kept[0]
     return *quantize_output_gradient(dgate_up, s.linears[0].weight, plan), y
+
+
+def _fuses_swiglu(s: Fixed, dgated: Tensor) -> bool:
+    """Return whether SwiGLU's backward writes codes: no group has values of both gate and up."""
+    return s.coded and s.plan.grad_output == "e4m3" and dgated.shape[1] % FP8_BLOCK == 0
 
 
 class _AdaptedNormMLP(torch.autograd.Function):
@@ -157,7 +162,7 @@ def _through_swiglu(
         du = rank_gradient(dy, down.adapter)
         dgated.addmm_(du, down.adapter.down)
     codes: GEMMInput | None = None
-    fused = s.coded and down.plan.grad_output == "e4m3"
+    fused = _fuses_swiglu(s, dgated)
     if fused:  # SwiGLU's output takes the place of its gradient
         codes, dgate_up = s.kernels.swiglu_backward_values_(dgated, gate_up, down.plan.scales)
     da = db = None

@@ -154,8 +154,8 @@ class _Encoding:
             return numbers * self.torch_dtype.itemsize
         if any(size % block for size, block in zip(part.shape, FP8_BLOCK, strict=True)):
             raise UserError(
-                f"{part.name} {list(part.shape)} is not made of whole 128 x 128 blocks, which FP8 "
-                "checkpoints need; save it as bfloat16"
+                f"{part.name} {list(part.shape)} is not made of whole 128 x 128 blocks, and vLLM "
+                "reads no others in FP8; save it as bfloat16"
             )
         return numbers + 4 * numbers // math.prod(FP8_BLOCK)
 

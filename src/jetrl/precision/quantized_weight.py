@@ -24,14 +24,7 @@ from jetrl.precision.int8 import int8_rows
 from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight, quantize_nvfp4
 from jetrl.precision.nvfp4_products import in_device_order
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan, Rounding, ScaleRule, Side
-from jetrl.precision.quantize import (
-    FORMATS,
-    ROTATION,
-    QTensor,
-    dequantize,
-    empty_int8_rows,
-    quantize,
-)
+from jetrl.precision.quantize import FORMATS, QTensor, dequantize, empty_int8_rows, quantize
 
 
 @dataclass(frozen=True)
@@ -42,6 +35,7 @@ class WeightOfCodedInputs:
 
 
 StoredWeight = QTensor | NVFP4Weight | Tensor  # FP8 in 128 x 128 groups, INT8 rows, NVFP4, or BF16
+_HALF_GROUP = 64  # values of an FP8 group, at least; INT8 rotates so many
 Operand = StoredWeight | WeightOfCodedInputs
 
 
@@ -66,8 +60,8 @@ class QuantizedWeight:
         noise: float32, added to the master weight before it is rounded; None: nothing.
 
     Raises:
-        UserError: A side reads FP8 or NVFP4, and a dimension is not a multiple of 128, or INT8, and
-            one is not of 64; or NVFP4, and the weight is trained or has a value that is not finite.
+        UserError: A side reads FP8 or INT8, and a dimension is not a multiple of 64, or NVFP4, and
+            one is not of 128, or the weight is trained or has a value that is not finite.
     """
 
     def __init__(
@@ -90,14 +84,10 @@ class QuantizedWeight:
         kept = {self._roundings[side] for side in sides}
         read = set(formats.values()) - {"fp32", "bf16"}
         coded = next((name for name in ("nvfp4", "int8") if name in read), "fp8").upper()
-        whole = read == {"int8"} and plan.grad_output != "e4m3"
-        multiple = ROTATION if whole else FP8_BLOCK
+        multiple = FP8_BLOCK if coded == "NVFP4" else _HALF_GROUP
         if read and any(n % multiple for n in self.shape):
-            remedy = "precision.preset=int8 or bf16"
-            if any(n % ROTATION for n in self.shape):
-                remedy = "precision.preset=bf16"
-            elif coded == "INT8":
-                remedy = "precision.grad_output=int8"
+            odd = any(n % _HALF_GROUP for n in self.shape)
+            remedy = "precision.preset=bf16" if odd else "precision.base=fp8"
             raise UserError(
                 f"layer {name}: {coded} needs dimensions that are multiples of {multiple}, not "
                 f"{list(self.shape)}; use {remedy}"
@@ -137,7 +127,7 @@ class QuantizedWeight:
             return
         for weight in self._stored.values():
             if isinstance(weight, QTensor):
-                gather_rows(weight.codes, self.shard.counts())
+                gather_rows(_with_padding(weight.codes), self.shard.counts())
                 gather_rows(_with_padding(weight.scales), self.shard.counts(weight.block[0]))
             else:
                 assert isinstance(weight, Tensor), "a weight in NVFP4 is whole on every rank"
@@ -174,7 +164,7 @@ class QuantizedWeight:
         (rows, columns), device, dtype = self.shape, self.master.device, FORMATS["e4m3"][0]
         if (arithmetic := arithmetic_of(self.master)) is not None:
             return arithmetic.empty_weight(rows, columns, dtype, device)
-        blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
+        blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
         scales = torch.empty(blocks, dtype=torch.float32, device=device)
         codes = torch.empty(rows, columns, dtype=dtype, device=device)
         return QTensor(codes, scales, (FP8_BLOCK, FP8_BLOCK))
@@ -229,10 +219,10 @@ def _own(whole: StoredWeight, shard: Shard) -> StoredWeight:
     if isinstance(whole, Tensor):
         return whole[shard.own_rows]
     assert isinstance(whole, QTensor), "a weight in NVFP4 is whole on every rank"
-    blocks = slice(*(n // whole.block[0] for n in (shard.own_rows.start, shard.own_rows.stop)))
+    blocks = slice(*(-(-n // whole.block[0]) for n in (shard.first_row, shard.own_rows.stop)))
     return replace(whole, codes=whole.codes[shard.own_rows], scales=whole.scales[blocks])
 
 
-def _with_padding(scales: Tensor) -> Tensor:
-    """Return scales [N, K] with the padding that follows each of their rows in memory."""
-    return scales.as_strided((len(scales), scales.stride(0)), (scales.stride(0), 1))
+def _with_padding(x: Tensor) -> Tensor:
+    """Return codes or scales [N, K] with the padding that follows each row in memory."""
+    return x.as_strided((len(x), x.stride(0)), (x.stride(0), 1))

@@ -38,8 +38,7 @@ from jetrl.precision.hopper.launch import (
     overlapped,
     wait_for_previous,
 )
-from jetrl.precision.hopper.layout import cdiv, empty_row_groups
-from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.hopper.layout import cdiv, empty_row_groups, is_ragged
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
@@ -206,7 +205,7 @@ def _write_word(ptr, value: gl.constexpr, mine, PUBLISH: gl.constexpr):
 @gluon.jit
 def _store_codes(
     smem, codes_ptr, scales_ptr, scale_stride, first_row, num_rows, first_column, num_columns, mine,
-    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+    RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Quantize a tile in shared memory as 1 x 128 groups."""
     ROWS: gl.constexpr = smem.shape[0]
@@ -214,7 +213,8 @@ def _store_codes(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = first_column + gl.arange(0, 128, gl.SliceLayout(0, layout))
-    places = rows.to(gl.int64)[:, None] * num_columns + columns[None, :]
+    width = (num_columns + 127) // 128 * 128 if RAGGED else num_columns
+    places = rows.to(gl.int64)[:, None] * width + columns[None, :]
     if mine:
         for start in gl.static_range(0, COLUMNS, 128):
             column = first_column + start
@@ -232,7 +232,7 @@ def down_rows_kernel(
     x_ptr, a_ptr, sums_ptr, out_ptr, arrived_ptr, ready_ptr, codes_ptr, scales_ptr, num_rows,
     num_columns, rank, x_stride, scale_stride, chunks, early, SIGNAL: gl.constexpr,
     CHUNK: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr, QUANTIZE: gl.constexpr,
-    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+    RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Multiply ROWS rows of x by RANKS rows of A over one chunk of K; the last program adds up.
 
@@ -284,7 +284,7 @@ def down_rows_kernel(
     if QUANTIZE:
         _store_codes(
             x_smem, codes_ptr, scales_ptr, scale_stride, row0, num_rows, chunk * CHUNK,
-            num_columns, gl.program_id(1) == 0, MAXIMUM, FLOOR, POW2,
+            num_columns, gl.program_id(1) == 0, RAGGED, MAXIMUM, FLOOR, POW2,
         )  # fmt: skip
 
     # Every thread has stored before one of them counts the program, which releases the stores of
@@ -343,10 +343,9 @@ def project_down_rows(
         codes: 1 x 128 groups that x is written to, with such scales; None: x is not quantized.
     """
     (num_rows, num_columns), rank = x.shape, len(down)
-    multiple = 16 if codes is None else FP8_BLOCK
     assert num_rows < MOST_ROWS, f"{num_rows} rows"
     assert num_columns == down.shape[1], f"{list(x.shape)} and {list(down.shape)}"
-    assert not num_columns % multiple, f"{num_columns} columns"
+    assert not num_columns % 16, f"{num_columns} columns"
     assert (x.stride(0) % 16, x.stride(1)) == (0, 1), f"strides {list(x.stride())}"
     assert len(arrived) == MOST_ROWS // 16 * rank // 16 + 1, f"{len(arrived)} counters"
     out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
@@ -359,8 +358,8 @@ def project_down_rows(
         x if codes is None else codes.scales, num_rows, num_columns, rank, x.stride(0),
         0 if codes is None else codes.scales.stride(1), chunks,
         int(torch.cuda.is_current_stream_capturing()), signal, CHUNK, rows, ranks,
-        codes is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2",
-        num_warps=4, enable_fp_fusion=False, **overlapped(),
+        codes is not None, is_ragged(num_columns), FORMATS["e4m3"][1], AMAX_FLOOR,
+        scales == "pow2", num_warps=4, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     return out
 

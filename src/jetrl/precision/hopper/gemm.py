@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,14 @@ from torch.nn.functional import ScalingType, scaled_mm
 from jetrl.errors import UserError
 from jetrl.precision.hopper.gemm_rows import rows_matmul
 from jetrl.precision.hopper.launch import MULTIPROCESSORS
-from jetrl.precision.hopper.layout import first_rows, padded_rows, round_up
+from jetrl.precision.hopper.layout import (
+    first_rows,
+    is_ragged,
+    padded_rows,
+    placed,
+    round_up,
+    whole_groups,
+)
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor
 
@@ -62,8 +70,10 @@ def fp8_matmul_hopper(
     assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "no GEMM takes other codes"
     assert (a.block, b.block) == ((1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)), f"{a.block} {b.block}"
     assert a.codes.stride(1) == b.codes.stride(1) == 1, "K is not contiguous"
-    assert (a.shape[1], a.shape[1] % FP8_BLOCK) == (b.shape[1], 0), f"{a.shape}, {b.shape}"
+    assert a.shape[1] == b.shape[1], f"{a.shape}, {b.shape}"
     chosen = backend or backend_for(a, b, out_dtype)
+    if is_ragged(b.shape[1]):
+        b = replace(b, codes=whole_groups(b.codes, b.shape[0]))
     # The libraries are launched with padded rows, whose results are dropped; ours writes a's rows.
     rows, codes, scales = row_operand(a)
     if chosen == "triton":
@@ -77,7 +87,7 @@ def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bflo
     """`precision.gemm.bf16_matmul` on Hopper, exact: without split K, rows padded to 64."""
     # At few rows cuBLAS would choose other kernels, with other bits: such products run as 64 rows.
     rows, columns = a.shape
-    padded = _placed(a, (padded_rows(rows), columns), (columns, 1))
+    padded = placed(a, (padded_rows(rows), columns), (columns, 1))
     with pinned_bf16_reductions():
         return bf16_matmul_free(padded, b, out_dtype)[:rows]
 
@@ -178,29 +188,9 @@ def _load_deep_gemm() -> Any:
 
 def row_operand(a: QTensor) -> tuple[int, Tensor, Tensor]:
     """Return a's rows, and codes and scales of `padded_rows`, in place where possible."""
-    (rows, columns), padded = a.shape, padded_rows(a.shape[0])
-    codes = _placed(a.codes, (padded, columns), (columns, 1))
-    return rows, codes, _placed(a.scales, (padded, a.scales.shape[1]), (1, padded))
-
-
-def _placed(
-    x: Tensor, shape: tuple[int, int], strides: tuple[int, int], zeros: bool = False
-) -> Tensor:
-    """Return x [M, N] in a larger shape with some strides, copied if it does not lie so.
-
-    The bytes that follow in x's own storage serve as padding: no row depends on another.
-    """
-    if x.shape == shape and x.stride() == strides:
-        return x
-    fits = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
-    left = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    if fits and left >= shape[0] * shape[1]:
-        return x.as_strided(shape, strides)
-    out = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-    if zeros:
-        out.zero_()
-    out[: x.shape[0], : x.shape[1]] = x
-    return out
+    rows, padded = a.shape[0], padded_rows(a.shape[0])
+    codes = whole_groups(a.codes, padded)
+    return rows, codes, placed(a.scales, (padded, a.scales.shape[1]), (1, padded))
 
 
 def _weight_scales(b: QTensor, multiple: int) -> Tensor:
@@ -209,4 +199,4 @@ def _weight_scales(b: QTensor, multiple: int) -> Tensor:
     # without: those are copied for cuBLAS.
     outer, blocks = b.scales.shape
     length = round_up(blocks, multiple)
-    return _placed(b.scales, (outer, length), (length, 1), zeros=True)
+    return placed(b.scales, (outer, length), (length, 1), zeros=length > blocks)

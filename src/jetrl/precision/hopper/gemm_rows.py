@@ -365,12 +365,13 @@ def rows_matmul(
     Args:
         codes: float8_e4m3fn [padded, K] contiguous, padded at least 64.
         scales: float32 [padded, K / 128] with strides (1, padded).
-        b: 128 x 128 groups [N, K].
+        b: 128 x 128 groups [N, K], its codes in whole groups (`layout`).
         tiles: a cut to measure.
         adapter: the adapter whose product is added; the kernel directly in front makes its u.
     """
     padded, k = codes.shape
     n = b.shape[0]
+    assert b.codes.stride(0) >= k, f"strides {list(b.codes.stride())} of {k}"
     out = torch.empty(rows, n, dtype=torch.bfloat16, device=codes.device)
     if not rows:
         return out

@@ -25,7 +25,7 @@ from jetrl.precision.hopper.launch import (
     multiprocessors,
     overlapped,
 )
-from jetrl.precision.hopper.layout import cdiv, empty_weight
+from jetrl.precision.hopper.layout import cdiv, empty_weight, is_ragged
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, ROTATION, QTensor, empty_int8_rows
 
@@ -252,32 +252,41 @@ def _turn_kernel(
 @gluon.jit
 def _squares_kernel(
     codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, num_rows, num_columns,
-    turned_scale_stride, column_blocks, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr,
+    turned_scale_stride, column_blocks, RAGGED: gl.constexpr, MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
 ):  # fmt: skip
     """Quantize a tile of a weight's values as one E4M3 group of 128 x 128, turned for DGrad."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 64], [16, 2], [8, 1], [1, 0])
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     rows = block * 128 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     columns = column * 128 + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    codes = gl.load(codes_ptr + rows.to(gl.int64)[:, None] * num_columns + columns[None, :])
-    w = codes.to(gl.float32) * gl.load(scales_ptr + rows)[:, None]
+    places = codes_ptr + rows.to(gl.int64)[:, None] * num_columns + columns[None, :]
+    if RAGGED:
+        mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+        codes = gl.load(places, mask=mask, other=0)
+        row_scales = gl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)
+    else:
+        codes, row_scales = gl.load(places), gl.load(scales_ptr + rows)
+    w = codes.to(gl.float32) * row_scales[:, None]
     w = gl.reshape(rotated(gl.reshape(w, [256, 64])), [128, 128])
     w = gl.convert_layout(w, LAYOUT, assert_trivial=True)
     amax = gl.reduce(tile.largest(w, 1), 0, tile.larger)
     scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, False)
     gl.store(turned_scales_ptr + column * turned_scale_stride + block, scale)
     turned = gl.convert_layout((w * multiplier).to(turned_ptr.dtype.element_ty), tile.TURNED)
-    tile.store_turned(turned_ptr, turned, block, column, num_columns, num_rows)
+    stride = (num_rows + 127) // 128 * 128 if RAGGED else num_rows
+    tile.store_turned(turned_ptr, turned, block, column, num_columns, stride)
 
 
 def int8_squares_turned(w: QTensor) -> QTensor:
     """`precision.int8.int8_squares_turned`."""
     rows, columns = w.shape
     q = empty_weight(columns, rows, FORMATS["e4m3"][0], w.codes.device)
-    blocks = columns // FP8_BLOCK
-    _squares_kernel[(rows // FP8_BLOCK * blocks,)](
+    blocks = cdiv(columns, FP8_BLOCK)
+    _squares_kernel[(cdiv(rows, FP8_BLOCK) * blocks,)](
         w.codes, w.scales, q.codes, q.scales, rows, columns, q.scales.stride(0), blocks,
-        FORMATS["e4m3"][1], AMAX_FLOOR, num_warps=8, **_OPTIONS,
+        is_ragged(rows) or is_ragged(columns), FORMATS["e4m3"][1], AMAX_FLOOR, num_warps=8,
+        **_OPTIONS,
     )  # fmt: skip
     return q
 

@@ -37,6 +37,8 @@ from jetrl.precision.hopper.layout import (
     empty_token_groups,
     empty_turned_squares,
     empty_weight,
+    is_ragged,
+    whole_groups,
 )
 from jetrl.precision.hopper.tile import to_int8
 from jetrl.precision.plan import FP8_BLOCK
@@ -108,22 +110,23 @@ def store_int8_row(
 @triton.jit
 def store_row_groups(
     y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
-    MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
+    RAGGED: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     """Quantize some rows of 128 columns as 1 x 128 groups.
 
     Args:
         y: float32 [R, 128].
         rows: int32 [R], their row numbers.
-        codes_ptr: FP8 [num_rows, num_columns], written.
+        codes_ptr: FP8 [num_rows, num_columns up to 128s], written.
         scales_ptr: float32, one line of rows for each 128 columns, written.
     """
     scale, multiplier = scale_and_multiplier(tl.max(abs_bits(y), 1), MAXIMUM, FLOOR_BITS, POW2)
     codes = (y * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
     columns = column * 128 + tl.arange(0, 128)
+    width = tl.cdiv(num_columns, 128) * 128 if RAGGED else num_columns
     wide_rows = rows.to(tl.int64)
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    tl.store(codes_ptr + wide_rows[:, None] * num_columns + columns[None, :], codes, mask=mask)
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    tl.store(codes_ptr + wide_rows[:, None] * width + columns[None, :], codes, mask=mask)
     tl.store(scales_ptr + column.to(tl.int64) * scale_stride + rows, scale, mask=rows < num_rows)
 
 
@@ -147,7 +150,8 @@ def load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride):
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rows_kernel(
     x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride, scale_stride, column_blocks,
-    ROWS: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
+    ROWS: tl.constexpr, RAGGED: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr,
+    POW2: tl.constexpr,
 ):  # fmt: skip
     """Quantize ROWS rows of 128 columns as 1 x 128 groups."""
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
@@ -157,7 +161,7 @@ def _rows_kernel(
     y = load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride)
     store_row_groups(
         y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
-        MAXIMUM, FLOOR_BITS, POW2,
+        RAGGED, MAXIMUM, FLOOR_BITS, POW2,
     )  # fmt: skip
 
 
@@ -165,14 +169,16 @@ def _rows_kernel(
 def _tile_kernel(
     x_ptr, row_codes_ptr, row_scales_ptr, token_codes_ptr, token_scales_ptr,
     num_rows, num_columns, row_stride, scale_stride, padded_tokens, column_blocks,
-    ROW_GROUPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+    RAGGED: gl.constexpr, ROW_GROUPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
 ):  # fmt: skip
     """Quantize a tile as 128 x 1 groups, and with ROW_GROUPS as 1 x 128 groups too."""
     block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
     tile.store_groups(
         y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
-        token_codes_ptr, token_scales_ptr, padded_tokens, ROW_GROUPS, MAXIMUM, FLOOR, POW2,
+        token_codes_ptr, token_scales_ptr, padded_tokens, RAGGED, ROW_GROUPS, MAXIMUM, FLOOR,
+        POW2,
     )  # fmt: skip
 
 
@@ -193,7 +199,7 @@ def _square_kernel(
 @gluon.jit
 def _weight_kernel(
     w_ptr, codes_ptr, scales_ptr, num_rows, num_columns, scale_stride, column_blocks,
-    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+    RAGGED: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Quantize a tile of a weight as one 128 x 128 group, rows staying rows."""
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
@@ -206,7 +212,8 @@ def _weight_kernel(
     one = gl.arange(0, 128, tile.LINE)
     gl.store(scales_ptr + block * scale_stride + column + one, scale, mask=one == 0)
     codes = (w * tile.largest(multipliers, 0)).to(codes_ptr.dtype.element_ty)
-    gl.store(tile.tile_places(codes_ptr, block, column, num_columns), codes)
+    width = (num_columns + 127) // 128 * 128 if RAGGED else num_columns
+    gl.store(tile.tile_places(codes_ptr, block, column, width), codes)
 
 
 @gluon.jit
@@ -214,7 +221,7 @@ def _turn_kernel(
     codes_ptr, scales_ptr, turned_codes_ptr, turned_scales_ptr, num_rows, num_columns,
     scale_stride, turned_scale_stride, column_blocks,
 ):  # fmt: skip
-    """Transpose a tile of codes through registers, and its scale; nothing is rounded."""
+    """Transpose a tile of codes of whole groups, and its scale; nothing is rounded."""
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     codes = gl.load(tile.tile_places(codes_ptr, block, column, num_columns))
     turned = gl.convert_layout(codes, tile.TURNED, assert_trivial=True)
@@ -254,7 +261,8 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -
     if x.numel():
         _rows_kernel[(cdiv(num_rows, rows_of_program(num_rows)) * column_blocks,)](
             x, rows.codes, rows.scales, num_rows, num_columns, x.stride(0), rows.scales.stride(1),
-            column_blocks, rows_of_program(num_rows), **rule(format, scales),
+            column_blocks, rows_of_program(num_rows), is_ragged(num_columns),
+            **rule(format, scales),
             num_warps=4, enable_fp_fusion=False, **overlapped(),
         )  # fmt: skip
     return rows
@@ -278,8 +286,8 @@ def quantize_rows_and_tokens(
     if x.numel():
         _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
             x, rows.codes, rows.scales, tokens.codes, tokens.scales, num_rows, num_columns,
-            x.stride(0), rows.scales.stride(1), tokens.shape[0], column_blocks, True,
-            **tile_rule(format, scales),
+            x.stride(0), rows.scales.stride(1), tokens.shape[0], column_blocks,
+            is_ragged(num_columns), True, **tile_rule(format, scales),
         )  # fmt: skip
     return rows, tokens
 
@@ -288,12 +296,12 @@ def quantize_squares(x: Tensor, scales: str = "fp32") -> QTensor:
     """Return 128 x 128 groups of x for WGrad, tokens contiguous and filled up with zeros to 128s.
 
     Args:
-        x: bfloat16 [T, K], its rows contiguous, K a multiple of 128.
+        x: bfloat16 [T, K], its rows contiguous.
     """
     assert (x.dtype, x.stride(1)) == (torch.bfloat16, 1)
     num_rows, num_columns = x.shape
     out = empty_turned_squares(num_rows, num_columns, FORMATS["e4m3"][0], x.device)
-    column_blocks = num_columns // FP8_BLOCK
+    column_blocks = cdiv(num_columns, FP8_BLOCK)
     if num_rows:
         _square_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
             x, out.codes, out.scales, num_rows, num_columns, x.stride(0), out.scales.stride(1),
@@ -308,17 +316,17 @@ def quantize_weight(
     """Return 128 x 128 groups of a weight, as `precision.quantize(w, (128, 128))`.
 
     Args:
-        w: float32 or bfloat16 [N, K] contiguous, both multiples of 128.
+        w: float32 or bfloat16 [N, K] contiguous.
         out: the result of an earlier call, written in place.
     """
     num_rows, num_columns = w.shape
     q = empty_weight(num_rows, num_columns, FORMATS[format][0], w.device) if out is None else out
     assert w.is_contiguous(), f"strides {list(w.stride())}"
     assert q.shape == w.shape, f"{list(q.shape)} for {list(w.shape)}"
-    column_blocks = num_columns // FP8_BLOCK
-    _weight_kernel[(num_rows // FP8_BLOCK * column_blocks,)](
+    column_blocks = cdiv(num_columns, FP8_BLOCK)
+    _weight_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
         w, q.codes, q.scales, num_rows, num_columns, q.scales.stride(0), column_blocks,
-        **tile_rule(format, scales),
+        is_ragged(num_columns), **tile_rule(format, scales),
     )  # fmt: skip
     return q
 
@@ -327,13 +335,13 @@ def turned_weight(q: QTensor) -> QTensor:
     """Return `q.mT` of a weight's 128 x 128 groups with bytes of its own, in DGrad's order."""
     num_rows, num_columns = q.shape
     assert q.block == (FP8_BLOCK, FP8_BLOCK), f"groups {q.block}"
-    assert q.codes.is_contiguous(), f"strides {list(q.codes.stride())}"
+    blocks, column_blocks = cdiv(num_rows, FP8_BLOCK), cdiv(num_columns, FP8_BLOCK)
+    codes = whole_groups(q.codes, blocks * FP8_BLOCK)
     turned = empty_weight(num_columns, num_rows, q.codes.dtype, q.codes.device)
-    column_blocks = num_columns // FP8_BLOCK
     # Codes move as bytes: their type has no meaning here.
-    _turn_kernel[(num_rows // FP8_BLOCK * column_blocks,)](
-        q.codes.view(torch.uint8), q.scales, turned.codes.view(torch.uint8), turned.scales,
-        num_rows, num_columns, q.scales.stride(0), turned.scales.stride(0), column_blocks,
+    _turn_kernel[(blocks * column_blocks,)](
+        codes.view(torch.uint8), q.scales, turned.codes.view(torch.uint8), turned.scales,
+        *codes.shape, q.scales.stride(0), turned.scales.stride(0), column_blocks,
         **TILE_OPTIONS,
     )  # fmt: skip
     return turned

@@ -253,7 +253,7 @@ def store_turned(codes_ptr, codes, block, column, num_columns, padded_rows):
 @gluon.jit
 def store_groups(
     y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
-    token_codes_ptr, token_scales_ptr, padded_tokens,
+    token_codes_ptr, token_scales_ptr, padded_tokens, RAGGED: gl.constexpr,
     ROW_GROUPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Quantize a tile as 128 x 1 groups, and with ROW_GROUPS as 1 x 128 groups too.
@@ -261,7 +261,7 @@ def store_groups(
     Args:
         y: bfloat16, float16 or float32 [128, 128] in TILE.
         num_rows: tokens; the rows past them become zeros in 128 x 1 groups.
-        row_codes_ptr: FP8 [num_rows, num_columns], written with ROW_GROUPS.
+        row_codes_ptr: FP8 [num_rows, num_columns up to 128s], written with ROW_GROUPS.
         row_scales_ptr: float32, one line of tokens for each 128 columns, written with ROW_GROUPS.
         token_codes_ptr: FP8 [num_columns, padded_tokens], written.
         token_scales_ptr: float32 [padded_tokens / 128, num_columns], written.
@@ -284,8 +284,9 @@ def store_groups(
     wide = widen(y)
     if ROW_GROUPS:
         codes = (wide * row_multiplier[:, None]).to(row_codes_ptr.dtype.element_ty)
-        mask = tile_mask(block, column, num_rows, num_columns)
-        gl.store(tile_places(row_codes_ptr, block, column, num_columns), codes, mask=mask)
+        width = (num_columns + 127) // 128 * 128 if RAGGED else num_columns
+        mask = tile_mask(block, column, num_rows, width)
+        gl.store(tile_places(row_codes_ptr, block, column, width), codes, mask=mask)
     turned = gl.convert_layout(wide, TURNED, assert_trivial=True)
     codes = (turned * multiplier[None, :]).to(token_codes_ptr.dtype.element_ty)
     store_turned(token_codes_ptr, codes, block, column, num_columns, padded_tokens)
@@ -301,7 +302,7 @@ def store_square_turned(
     Args:
         y: bfloat16 [128, 128] in TILE.
         codes_ptr: FP8 [num_columns, padded_rows], written.
-        scales_ptr: float32 [num_columns / 128, padded_rows / 128], written.
+        scales_ptr: float32 [num_columns / 128 rounded up, padded_rows / 128], written.
     """
     # Each thread divides for itself: to hand one scale round would cost the warps another meeting.
     scale, multiplier = scale_and_multiplier(tile_maximum(y), MAXIMUM, FLOOR, POW2)
