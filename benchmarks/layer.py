@@ -52,7 +52,7 @@ ROWS = {  # name: (plan of the layer, plan of its attention)
     "jet": ("jet", "jet"),
     "unified": ("unified", "unified"),
     "int8": ("int8", "int8"),
-    "int8, FP8 backward": ("int8 grad_output=e4m3", "int8"),
+    "int8, INT8 backward": ("int8 grad_output=int8", "int8"),
     "int8, BF16 keys and values": ("int8 kv=bf16", "int8 kv=bf16"),
     "unified, fastest attention": ("unified", "bf16"),
 }

@@ -44,7 +44,7 @@ from jetrl.precision.linear import (
 )
 from jetrl.precision.quantize import QTensor
 
-PLANS = ["bf16", "unified", "int8", "int8 grad_output=e4m3"]
+PLANS = ["bf16", "unified", "int8", "int8 grad_output=int8"]
 _NOT_CACHED = 2**27  # bytes of the weights of one kind of layer; the L2 cache has 50 MB
 
 

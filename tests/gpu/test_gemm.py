@@ -80,7 +80,7 @@ def test_few_rows_of_any_codes_and_scales(gemm, kernels, shape, codes: str) -> N
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 129, 1000, 4096, 16384])
-@pytest.mark.parametrize("shape", [(4096, 4096), (1152, 896), (960, 576), (64, 192)], ids=str)
+@pytest.mark.parametrize("shape", [(4096, 4096), (1152, 896), (960, 576)], ids=str)
 def test_wgrad_is_near_the_product_and_the_same_in_both_libraries(
     gemm, kernels, shape, tokens
 ) -> None:

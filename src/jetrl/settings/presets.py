@@ -47,7 +47,7 @@ PRESETS = {
     "alike": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "jet": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "unified": PresetFormats("fp8", "fp8", "int8+fp8", "bf16", "bf16"),
-    "int8": PresetFormats("int8", "int8", "int8", "bf16", "bf16", "int8"),
+    "int8": PresetFormats("int8", "int8", "int8", "bf16", "bf16"),
 }
 DEFAULT_PRESET = "unified"
 
