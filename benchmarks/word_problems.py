@@ -15,8 +15,8 @@ from pathlib import Path
 
 NAMES = "Ana Ben Cara Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Noah Olga Paul Rita Sam Tina Umar "
 NAMES += "Vera Will Yara Zoe"
-THINGS = "apples books candles coins cookies cups eggs flowers marbles pencils plates shells stamps "
-THINGS += "stickers stones tickets"
+THINGS = "apples books candles coins cookies cups eggs flowers marbles pencils plates shells "
+THINGS += "stamps stickers stones tickets"
 MOST = 60  # of a number that a problem begins with or adds
 STEPS = (2, 5)
 
