@@ -30,7 +30,7 @@ def test_the_recipe_trains_on_own_rows_with_an_own_reward(
     Path("mine.jsonl").write_text(f"{row}\n" * 4, encoding="utf-8")
     settings = load_config("mine.toml")
     assert settings.run.name == "mine"
-    assert settings.precision.preset == "unified"
+    assert settings.precision.preset == "int8"
     assert settings.train.optimizer_states == "compact"
     task = build_task(settings.task)
     (prompt,) = task.prompts("test")

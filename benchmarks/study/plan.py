@@ -257,7 +257,14 @@ def _merged(layers: Sequence[Flat], task: str | None) -> Flat:
 
 def _digest(settings: Settings, start: str = "") -> str:
     """Return a digest of the settings that differ from their defaults, without name and folder."""
-    return _digest_of(settings.model_dump(mode="json", exclude_defaults=True), start)
+    tree = settings.model_dump(mode="json", exclude_defaults=True)
+    # `unified` was the default preset until 2026-11-26: digests of earlier runs leave it out.
+    precision = tree.pop("precision", {}) | {"preset": settings.precision.preset}
+    if precision["preset"] == "unified":
+        del precision["preset"]
+    if precision:
+        tree["precision"] = precision
+    return _digest_of(tree, start)
 
 
 def _said(settings: Settings, start: str = "") -> str:

@@ -143,7 +143,7 @@ def test_parity_prints_a_table_and_fails_when_an_exact_plan_is_not_exact(
     words = ("parity", tiny_model, "--prompts", 1, "--samples", 1, "--max-tokens", 2)
     done = jetrl(*words)
     lines = dict(line.split("  ", 1) for line in done.out.splitlines())
-    assert (done.code, lines["plan"].strip()) == (0, "unified (promises equal bits)")
+    assert (done.code, lines["plan"].strip()) == (0, "int8 (promises equal bits)")
     assert lines["tokens different"].strip() == "0"
     sizes = {"num_prompts": 1, "samples": 1, "max_tokens": 2}
     result = parity.measure(open_policy(tiny_model, None, "cpu"), **sizes)
@@ -246,7 +246,7 @@ def test_a_run_directory_stands_for_its_exported_model(tiny_model: Path, tmp_pat
     assert find_model(tiny_model) == (tiny_model, None)
     assert open_policy(run, None, "auto").plan.name == "jet"  # the run's own plan
     assert open_policy(run, "bf16", "auto").plan.name == "bf16"
-    assert open_policy(tiny_model, None, "auto").plan.name == "unified"
+    assert open_policy(tiny_model, None, "auto").plan.name == "int8"
 
 
 def test_a_run_that_was_cut_stands_for_its_last_checkpoint(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_eval_on_several_sets_is_one_table(
     done = jetrl(*words)
     assert done.code == 0, done.err
     about, head, *lines = done.out.splitlines()
-    assert about == f"{model}: task math500 (test), aime24 (test), plan unified on cpu"
+    assert about == f"{model}: task math500 (test), aime24 (test), plan int8 on cpu"
     assert head.split() == ["math500", "aime24", "mean"]
     assert [line.split()[0] for line in lines[:4]] == ["prompts", "mean@2", "pass@1", "pass@2"]
     sets = json.loads(jetrl(*words, "--json").out)["sets"]

@@ -95,7 +95,7 @@ def test_commands_take_a_run_with_an_adapter(
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ] == str(base)
-    assert said("sample", tmp_path / "adapter", *prompts) == of_run
+    assert said("sample", tmp_path / "adapter", *prompts, "--plan", "unified") == of_run
     of_export = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
     assert of_export == (run / "model" / "adapter_model.safetensors").read_bytes()
     printed = said("export", run, tmp_path / "whole", "--merge", "--dtype", "float32")

@@ -77,17 +77,29 @@ def adapted_policy(
     return policy
 
 
-def assert_gradients_are_near(ours: Policy, theirs: Policy, share: float) -> None:
-    """Compare the gradients of the log-probs of some sequences, of equal weights."""
+def gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """Return the gradients of the log-probs of some sequences."""
     g = torch.Generator().manual_seed(4)
     sequences = [torch.randint(0, 1000, (n,), generator=g).tolist() for n in (200, 130, 7, 65, 200)]
-    for policy in (ours, theirs):
-        torch.cat(policy.logprobs(sequences)).mean().backward()
-    for name, master in theirs.master_weights().items():
-        found, true = ours.master_weights()[name].grad, master.grad
-        assert (found is None) == (true is None)
-        if found is not None and true is not None:
-            assert (found.cpu() - true.cpu()).norm() <= share * true.norm().cpu(), name
+    torch.cat(policy.logprobs(sequences)).mean().backward()
+    masters = policy.master_weights().items()
+    return {name: master.grad.cpu() for name, master in masters if master.grad is not None}
+
+
+def assert_gradients_are_near(ours: Policy, theirs: Policy, share: float) -> None:
+    """Compare the gradients of equal weights."""
+    found, true = gradients(ours), gradients(theirs)
+    assert found.keys() == true.keys()
+    for name in true:
+        assert (found[name] - true[name]).norm() <= share * true[name].norm(), name
+
+
+def assert_gradients_are_as_far(ours: Policy, theirs: Policy, exact: Policy) -> None:
+    """Compare the errors of gradients of equal weights, where one format moves them far apart."""
+    found, other, true = gradients(ours), gradients(theirs), gradients(exact)
+    assert found.keys() == other.keys() == true.keys()
+    for name in true:
+        assert (found[name] - true[name]).norm() <= 1.2 * (other[name] - true[name]).norm(), name
 
 
 def poison(*like: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import torch
 from linears import (
     LINEARS,
     adapted_policy,
+    assert_gradients_are_as_far,
     assert_gradients_are_near,
     assert_replays,
     assert_same,
@@ -173,7 +174,10 @@ def test_some_layers_have_adapters_and_others_none() -> None:
 def test_gradients_follow_the_reference(preset: str, family: str) -> None:
     """Gradients of the GPU and of the CPU agree to the noise of quantized and BF16 activations."""
     ours, theirs = (adapted_policy(preset, family, device) for device in ("cuda", "cpu"))
-    assert_gradients_are_near(ours, theirs, 0.25)
+    if family == "smollm2":
+        assert_gradients_are_as_far(ours, theirs, adapted_policy("fp32", family, "cpu"))
+    else:
+        assert_gradients_are_near(ours, theirs, 0.25)
 
 
 def test_updates_move_the_adapter_alone_and_graphs_read_it() -> None:

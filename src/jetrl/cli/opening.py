@@ -18,6 +18,7 @@ from jetrl.runs import RunDirectory
 from jetrl.session.building import build_policy, choose_device, limit_threads, policy_of_masters
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import Settings, load_config
+from jetrl.settings.precision_section import PrecisionSettings
 from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.training.checkpoint import Checkpoints
 
@@ -89,7 +90,7 @@ def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None)
     if base is None or plan.base == "nvfp4" or not is_nvfp4(hf.model_config(base)):
         return plan
     if preset is None:
-        plan = PrecisionPlan.preset(DEFAULT_PRESET)
+        return PrecisionPlan.from_settings(PrecisionSettings(base="nvfp4"))
     return plan.replace(base="nvfp4")
 
 

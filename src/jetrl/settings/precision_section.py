@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jetrl.settings.presets import DEFAULT_PRESET, BaseFormat, GradFormat, KVSetting, Preset
 from jetrl.settings.section import NonNegative, NonNegativeFloat, Section
@@ -17,7 +17,7 @@ class PrecisionSettings(Section):
     """The section `[precision]`: a preset, and changes to it."""
 
     preset: Preset = DEFAULT_PRESET
-    """what is FP8 or INT8, on which side (docs/precision.md)"""
+    """what is FP8 or INT8, on which side (docs/precision.md); unset with base = nvfp4: unified"""
     grad_output: GradFormat | None = None
     """output gradients in DGrad and WGrad; unset: the preset's"""
     scales: Literal["fp32", "pow2"] | None = None
@@ -38,6 +38,12 @@ class PrecisionSettings(Section):
     pinned_sums: bool | None = None
     """sum in one order for any batch, so that bf16 promises equal bits too; unset: only if both
     sides are FP8, or both INT8"""
+
+    @model_validator(mode="after")
+    def _fp8_beside_nvfp4(self) -> Self:
+        if self.base == "nvfp4" and "preset" not in self.model_fields_set:
+            object.__setattr__(self, "preset", "unified")
+        return self
 
 
 class SamplerDeviationSettings(Section):

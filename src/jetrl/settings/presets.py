@@ -49,7 +49,7 @@ PRESETS = {
     "unified": PresetFormats("fp8", "fp8", "int8+fp8", "bf16", "bf16"),
     "int8": PresetFormats("int8", "int8", "int8", "bf16", "bf16"),
 }
-DEFAULT_PRESET = "unified"
+DEFAULT_PRESET = "int8"
 
 # Differences of a preset's sampler from the trainer, as keys of `[sampler_deviation]`.
 PRESET_DEVIATIONS: Mapping[str, Mapping[str, Any]] = {
