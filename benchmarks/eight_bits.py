@@ -254,9 +254,9 @@ def gradient_rows(model: Model, ids: Tensor, flows: dict[str, Flow]) -> Iterator
 FP8, SQUARE, INT8, KV = "e4m3 1x128", "e4m3 128x128", "int8 h64 1xK", "int8 1xK"
 BF16 = Flow(*["bf16"] * 9)
 UNIFIED = Flow(SQUARE, FP8, FP8, SQUARE, "", FP8, SQUARE, KV, "e4m3 1xK")
-PLANS = {"unified": UNIFIED, "int8": Flow(*[INT8] * 7, *[KV] * 2)}
+PLANS = {"unified": UNIFIED, "int8": Flow(INT8, INT8, FP8, INT8, SQUARE, FP8, SQUARE, KV, KV)}
 VARIANTS = {
-    "int8, grad_output=e4m3": Flow(INT8, INT8, FP8, INT8, SQUARE, FP8, SQUARE, KV, KV),
+    "int8, grad_output=int8": Flow(*[INT8] * 7, *[KV] * 2),
     "unified, grad_output=e5m2": replace(UNIFIED, dy="e5m2 1x128", dyt="e5m2 1x128"),
     # One copy of a weight's codes, rotated along K, for FProp and DGrad.
     "int8 in squares": Flow(

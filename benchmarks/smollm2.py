@@ -30,7 +30,9 @@ def main() -> None:
     model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(weights.state_dict())
     model.bfloat16().save_pretrained(args.out)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(args.out)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.eos_token = "<|im_end|>"  # transformers 5.17 reads <|im_start|>
+    tokenizer.save_pretrained(args.out)
 
 
 if __name__ == "__main__":
