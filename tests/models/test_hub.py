@@ -133,3 +133,10 @@ def test_paths_are_no_names(path: str, cache: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="no such directory"):
         Policy.from_pretrained(path, FP32)
     assert asked == []
+
+
+def test_a_gguf_is_refused_with_a_way_to_read_it(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(UserError, match=r"model.gguf: is a file.*smollm2.py writes one as a dir"):
+        hf_files.model_directory(file)

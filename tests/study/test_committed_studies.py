@@ -1,10 +1,12 @@
 """Committed study files can be run, and committed results belong to the runs that they plan."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks.study.definition import read_definition
+from benchmarks.study.eight_bits import summary
 from benchmarks.study.plan import planned_runs
 from benchmarks.study.results import read_results
 
@@ -32,3 +34,11 @@ def test_a_committed_study_has_valid_runs_and_its_own_results(file, monkeypatch)
         for name, run in results.runs.items():
             if run.seed == seed:
                 assert run.digest == planned[name].digest or run.said == planned[name].said, name
+
+
+def test_the_summary_of_eight_bits_is_that_of_its_runs():
+    results, summed = (
+        json.loads((ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
+        for file in ("study/eight_bits.json", "h200/eight_bits_study.json")
+    )
+    assert summary(results) == summed["rows"]

@@ -171,6 +171,10 @@ def model_directory(path: str | Path, part: Part = "small") -> Path:
         return snapshot(str(path), part)
     if not directory.is_dir():
         what = "is a file, not a directory" if directory.exists() else "no such directory"
+        if directory.suffix == ".gguf":
+            what += (
+                "; transformers reads a GGUF, and benchmarks/smollm2.py writes one as a directory"
+            )
         raise UserError(f"{directory}: {what}; {_CONTENTS}")
     return directory
 

@@ -341,6 +341,8 @@ class PrecisionPlan:
         rollout, training = linears[self.rollout_linear], linears[self.train_linear]
         if self.base == "nvfp4":
             rollout = training = "NVFP4 weights, frozen; BF16 activations"
+        elif self.train_linear == "int8" and self.grad_output == "e4m3":
+            training += " (FProp); FP8 e4m3 (DGrad, WGrad)"
         elif self.train_linear in ("fp8", "int8"):
             training += f" (FProp, DGrad, WGrad; output gradients {gradient})"
         rows = [
