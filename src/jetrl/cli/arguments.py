@@ -47,7 +47,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --plan, --device and --trust-task."""
-    add, preset = parser.add_argument, "precision preset (default: the run's, or unified)"
+    add, preset = parser.add_argument, "precision preset (default: the run's, or int8)"
     model = "a Hugging Face directory or hub name, a run directory, or a checkpoint"
     add("model", metavar="MODEL", help=model)
     add("--plan", choices=PLANS, help=preset)

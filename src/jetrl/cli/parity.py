@@ -6,7 +6,7 @@ For example:
     jetrl parity models/tiny --plan mixed              the precision of most systems: a gap
     jetrl parity models/tiny --plan unified --locate   names the first operation that differs
 
-Exit code 1 if log-probs differ under an exact plan (jet, unified).
+Exit code 1 if log-probs differ under an exact plan (int8, unified, jet).
 """
 
 from __future__ import annotations
