@@ -154,6 +154,8 @@ def layer_backward_bytes(
     config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, adapted: bool = False
 ) -> int:
     tokens, hidden, format = batch.tokens, config.hidden_size, plan.train_linear
+    if format == "int8" and plan.grad_output == "e4m3":
+        format = "fp8"  # of the products of backward, which SwiGLU's codes are for
     if adapted:
         wide = nvfp4_product_bytes(config, plan, tokens, backward=True)
         mlp = config.block.adapted_backward_bytes(hidden, tokens, format, wide)
