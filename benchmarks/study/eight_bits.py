@@ -4,8 +4,8 @@
 
 A row per arm: mean and standard error, over seeds, of the greedy accuracy before the first step and
 after the last, and of their differences from `bf16` with the same start, in points; the mean reward
-and gradient norm of the first and of the last ten steps; and the tokens that sampler and trainer
-gave different log-probs.
+and gradient norm of the first and of the last ten steps; the mean seconds of all updates of a run;
+and the tokens that sampler and trainer gave different log-probs.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
             for steps, name in ((slice(10), "first"), (slice(-10, None), "last")):
                 means = [fmean(run["curves"]["values"][key][steps]) for run in own]
                 row[f"{key}_{name}"] = round(fmean(means), 4)
+        row["update_s"] = round(fmean(run["seconds"]["update"] for run in own), 1)
         row["tokens"] = sum(run["compared_tokens"] for run in own)
         row["different"] = sum(run["different_tokens"] for run in own)
         rows.append(row)

@@ -8,6 +8,8 @@ split of K, on any device, so a row of a product depends on that row and on B on
     FProp   Y [T, N]  = X  [T, K]   W   [N, K]
     DGrad   dX [T, K] = dY [T, N]   W^T [K, N]    made from W's codes, since FProp reads these
     WGrad   dW [N, K] = dY^T [N, T] X^T [K, T]    rotated along tokens, one scale per feature
+
+DGrad and WGrad are those of `grad_output=int8`; the preset's are in FP8 (`precision.linear`).
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def check_run(
     if coded and num_parameters(config) <= _SLOWER_TO:
         notes.append(
             "with precision.preset=bf16 so small a model may update faster: an update of all 135M "
-            f"parameters took {_TIMES_BF16} times as long under int8 as under bf16 on one H200"
+            f"parameters took {_TIMES_BF16} times as long under int8 as under bf16, 5 runs per H200"
         )
     room = config.max_position_embeddings - longest
     # A cache of a given size has to fit, and to hold the longest sequence.
