@@ -23,8 +23,9 @@ from jetrl import loop, precision, train
 from jetrl.cli import doctor
 from jetrl.cli.opening import find_model, open_policy
 from jetrl.errors import UserError
+from jetrl.models.policy import Policy
 from jetrl.models.tiny import make_tiny
-from jetrl.precision import PrecisionPlan
+from jetrl.precision import PrecisionPlan, backend
 from jetrl.runs import RunDirectory
 from jetrl.session import parity
 from jetrl.session.building import build_policy
@@ -42,8 +43,7 @@ def test_init_makes_a_model_of_the_asked_shape(jetrl: Callable, tmp_path: Path) 
     )
     assert (done.code, done.out) == (0, f"wrote {out}\n")
     config = json.loads((out / "config.json").read_text())
-    assert config["model_type"] == "llama"
-    assert config["num_hidden_layers"] == 1
+    assert (config["model_type"], config["num_hidden_layers"]) == ("llama", 1)
     assert config["tie_word_embeddings"] is False
     done = jetrl("init", out)
     assert (done.code, str(out) in done.err) == (2, True)
@@ -109,8 +109,7 @@ def test_eval_prints_shares_and_each_task_of_a_mix(jetrl: Callable, tiny_model: 
     done = jetrl(*words, "--max-tokens", 2, "--workers", 0)
     assert done.code == 0, done.err
     assert "prompts          3\nmean@2           0." in done.out
-    assert "pass@1" in done.out
-    assert "pass@2" in done.out
+    assert re.search("pass@1(?s:.*)pass@2", done.out)
     tasks = '[{name = "arithmetic"}, {name = "arithmetic", label = "minus", weight = 2}]'
     words = ("eval", tiny_model, "--task", "mix", "--option", f"tasks={tasks}", "--prompts", 2)
     done = jetrl(*words, "--max-tokens", 2, "--workers", 0)
@@ -132,8 +131,7 @@ def test_parity_is_exact_under_unified_and_not_under_mixed(
     done = jetrl(*words, "--plan", "mixed")
     mixed = json.loads(done.out)
     assert done.code == 0  # `mixed` promises nothing
-    assert mixed["different"] > 0
-    assert mixed["mean_abs"] > 0
+    assert min(mixed["different"], mixed["mean_abs"]) > 0
     assert "layers.0.qkv" in mixed["located"]
 
 
@@ -302,11 +300,8 @@ def test_doctor_reports_every_check_with_a_next_step(
     monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "nothing"})
     done = jetrl("doctor")
     assert done.code == 1  # a check that breaks is a FAIL, and the others still run
-    for line in (
-        "OK    python",
-        "--    no-such-package  not installed (optional; for nothing)",
-        "next steps:\n",
-    ):
+    missing = "--    no-such-package  not installed (optional; for nothing)"
+    for line in ("OK    python", missing, "next steps:\n"):
         assert line in done.out
     assert re.search("FAIL  math-verify .*ZeroDivisionError", done.out)
     assert re.search("FAIL  exactness .*no toolkit: set CUDA_HOME\n", done.out)
@@ -315,12 +310,17 @@ def test_doctor_reports_every_check_with_a_next_step(
     assert {"status", "name", "detail", "next_step"} == set(found[0])
 
 
-def test_the_checks_pass_here_and_see_a_wrong_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_pass_here_and_a_gpu_proves_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = (doctor._check_fp8_cast, doctor._check_exactness, doctor._check_answers)
     assert {finding.status for check in checks for finding in check()} == {"OK"}
     dequantize = precision.dequantize
     monkeypatch.setattr(precision, "dequantize", lambda q: dequantize(q) * 1.0625)
     assert doctor._check_fp8_cast()[0].status == "FAIL"
+    monkeypatch.setattr(backend, "accelerator", lambda: "a GPU")
+    monkeypatch.setattr(parity, "self_check", lambda device="cpu": [])
+    monkeypatch.setattr(Policy, "from_config", lambda shape, plan, seed, device: plan)
+    monkeypatch.setattr(parity, "check_policy", lambda plan: [parity.Check(plan.name, True, "")])
+    assert doctor._check_exactness()[0].name == "int8 at qwen3-0.6b's shapes: int8"
 
 
 def test_low_disk_and_missing_packages_are_named(

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jetrl.cli.arguments import print_json, table
 from jetrl.errors import UserError
+from jetrl.settings.presets import DEFAULT_PRESET
 
 if TYPE_CHECKING:
     from jetrl.runs import Attempt, RunDirectory
@@ -84,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         lines = [table([finding[:3] for finding in findings])]
         steps = [f"  {each.name}: {each.next_step}" for each in findings if each.next_step]
-        if steps:
-            lines += ["", "next steps:", *steps]
+        lines += ["", "next steps:", *steps] if steps else []
         print(visible("\n".join(lines), newlines=True))  # a run's end may quote a model's text
     return 1 if any(finding.status == "FAIL" for finding in findings) else 0
 
@@ -220,9 +220,9 @@ def _check_exactness() -> list[Finding]:
         }  # fmt: skip
         with said_when_slow():
             properties += [("exact on the GPU", checked) for checked in self_check("cuda")]
-            policy = Policy.from_config(shape, PrecisionPlan.preset("unified"), 0, "cuda")
-            shapes = "exact at qwen3-0.6b's shapes"
-            properties += [(shapes, checked) for checked in check_policy(policy)]
+            policy = Policy.from_config(shape, PrecisionPlan.preset(DEFAULT_PRESET), 0, "cuda")
+            where = f"{DEFAULT_PRESET} at qwen3-0.6b's shapes"
+            properties += [(where, checked) for checked in check_policy(policy)]
     step = f"runs with an exact plan will stop: {REPORT}"
     return [Finding.of(c.ok, f"{where}: {c.operation}", c.detail, step) for where, c in properties]
 
