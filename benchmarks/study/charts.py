@@ -102,7 +102,7 @@ def _curve_chart(
     """Return the plot of a metric over steps at a grid point; None where no run has it."""
     bands = {}
     for arm, runs in by_arm.items():
-        band = _band([_curve(run, kind) for run in runs])
+        band = _band([curve_of(run, kind) for run in runs])
         if band is not None and not (kind.log and not np.nanmax(band[1], initial=0.0) > 0):
             bands[arm] = band
     if not bands:
@@ -120,7 +120,7 @@ def _curve_chart(
             axes.fill_between(steps, low, high, where=known, color=color, alpha=0.13, linewidth=0)
             for run in by_arm[arm]:
                 if run.name in lost:
-                    own = _curve(run, kind)
+                    own = curve_of(run, kind)
                     axes.plot(*zip(*own.items(), strict=True), color=color, linewidth=0.8)
             axes.plot(
                 steps,
@@ -182,7 +182,7 @@ def _shown(means: np.ndarray, unit: str) -> str:
     return percent(float(known[-1])) if unit == "share" else f"{known[-1]:.{digits}g}"
 
 
-def _curve(run: RunResult, kind: CurveKind) -> dict[int, float]:
+def curve_of(run: RunResult, kind: CurveKind) -> dict[int, float]:
     """Return the values of a run's curve by step."""
     curves: Curves = run.held_out if kind is HELD_OUT else run.curves
     values = curves.values.get(kind.metric, [])
