@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 NAMES = "Ana Ben Cara Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Noah Olga Paul Rita Sam Tina Umar "
@@ -73,16 +73,16 @@ def words(r: random.Random, steps: Sequence[int], most: int) -> dict[str, str]:
 
 def worked(r: random.Random, n: int, change: int) -> str:
     """Return n + change, worked out in a random way."""
-    sign, word, many = ("+", "plus", change) if change > 0 else ("-", "minus", -change)
+    sign, word, many = ("+", "plus", change) if change >= 0 else ("-", "minus", -change)
     end = n + change
-    to_ten = -n % 10 if change > 0 else n % 10  # from n to the next round number
+    to_ten = -n % 10 if change >= 0 else n % 10  # from n to the next round number
     ways = [
         f"{n} {sign} {many} = {end}",
         f"{end} = {n} {sign} {many}",
         f"{n} {word} {many} is {end}",
     ]
     if 0 < to_ten < many:
-        ten = n + to_ten if change > 0 else n - to_ten
+        ten = n + to_ten if change >= 0 else n - to_ten
         ways.append(f"{n} {sign} {to_ten} = {ten}, {ten} {sign} {many - to_ten} = {end}")
     return r.choice((": ", ", so ", ". Then ", ". Now ")) + r.choice(ways)
 
@@ -101,23 +101,25 @@ def total(r: random.Random, steps: Sequence[int], most: int) -> dict[str, str]:
     return row(text, f"How many {thing} are in the box now?", work, n)
 
 
+Kinds = Mapping[str, Callable[[random.Random, Sequence[int], int], dict[str, str]]]
 KINDS = {"words": words, "total": total}
 
 
-def main() -> None:
+def main(kinds: Kinds) -> None:
+    """Write a data set of one of these kinds, the first by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--train", type=int, default=12_000)
     parser.add_argument("--test", type=int, default=4_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=KINDS, default="words")
+    parser.add_argument("--kind", choices=kinds, default=next(iter(kinds)))
     parser.add_argument("--steps", type=int, nargs=2, default=(2, 5), help="fewest and most")
-    parser.add_argument("--most", type=int, default=60, help="largest number in an event")
+    parser.add_argument("--most", type=int, default=60, help="largest number (or longest word)")
     args = parser.parse_args()
     r = random.Random(args.seed)
     problems: dict[str, dict[str, str]] = {}
     while len(problems) < args.train + args.test:
-        made = KINDS[args.kind](r, args.steps, args.most)
+        made = kinds[args.kind](r, args.steps, args.most)
         problems.setdefault(made["prompt"], made)
     rows = list(problems.values())
     sizes = sorted(len(row["demonstration"]) for row in rows)
@@ -130,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(KINDS)
