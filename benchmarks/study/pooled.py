@@ -17,33 +17,16 @@ Such a sum is no test of its own where it was formed after its studies were seen
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
-from statistics import median
 
 from benchmarks.study.analysis import common_accuracy, own_accuracy, point_name
 from benchmarks.study.results import RunResult, read_results
-from benchmarks.study.statistics import compare
+from benchmarks.study.statistics import compare, rank_estimate
 from benchmarks.study.tables import shown_interval, shown_p
 
 from jetrl.errors import UserError
-
-
-def rank_estimate(differences: Sequence[float]) -> tuple[float, float, float]:
-    """Return the Hodges-Lehmann estimate and its exact 95% interval, infinite for few pairs."""
-    n = len(differences)
-    averages = sorted((a + b) / 2 for i, a in enumerate(differences) for b in differences[i:])
-    sets = [1] + [0] * len(averages)  # of ranks with each sum
-    for rank in range(1, n + 1):
-        for total in range(len(averages), rank - 1, -1):
-            sets[total] += sets[total - rank]
-    outside = next(k for k, below in enumerate(accumulate(sets)) if 40 * below > 2**n)
-    if not outside:
-        return median(averages), -math.inf, math.inf
-    return median(averages), averages[outside - 1], averages[-outside]
 
 
 def pairs(word: str, points: Sequence[str]) -> Iterator[tuple[RunResult, RunResult]]:

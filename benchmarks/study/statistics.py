@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean, median, stdev
 
 MOST_FLIPPED = 16  # differences whose signs are flipped in all 2**n ways
@@ -207,6 +208,20 @@ def signed_rank_test(differences: Sequence[float]) -> float:
     return min(1.0, 2 * smaller / 2 ** len(sizes))
 
 
+def rank_estimate(differences: Sequence[float]) -> tuple[float, float, float]:
+    """Return the Hodges-Lehmann estimate and its exact 95% interval, infinite for few pairs."""
+    n = len(differences)
+    averages = sorted((a + b) / 2 for i, a in enumerate(differences) for b in differences[i:])
+    sets = [1] + [0] * len(averages)  # of ranks with each sum
+    for rank in range(1, n + 1):
+        for total in range(len(averages), rank - 1, -1):
+            sets[total] += sets[total - rank]
+    outside = next(k for k, below in enumerate(accumulate(sets)) if 40 * below > 2**n)
+    if not outside:
+        return median(averages), -math.inf, math.inf
+    return median(averages), averages[outside - 1], averages[-outside]
+
+
 def adjusted(p_values: Sequence[float]) -> list[float]:
     """Return p-values adjusted for their number by Holm's method (1979); NaN stays NaN."""
     order = sorted(
@@ -262,6 +277,12 @@ def fisher_p(count: int, n: int, other_count: int, other_n: int) -> float:
     first = range(max(0, having - other_n), min(n, having) + 1)
     weights = {k: math.comb(n, k) * math.comb(other_n, having - k) for k in first}
     return sum(w for w in weights.values() if w <= weights[count]) / math.comb(total, having)
+
+
+def least_fisher_p(count: int, n: int, other_n: int) -> float:
+    """Return the least p-value of `fisher_p` if both groups together have `count` cases."""
+    first = range(max(0, count - other_n), min(n, count) + 1)
+    return min(fisher_p(k, n, count - k, other_n) for k in first)
 
 
 @functools.cache

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.study import effects
 from benchmarks.study.definition import read_definition
-from benchmarks.study.eight_bits import summary
 from benchmarks.study.plan import planned_runs
 from benchmarks.study.results import read_results
 
@@ -36,9 +36,20 @@ def test_a_committed_study_has_valid_runs_and_its_own_results(file, monkeypatch)
                 assert run.digest == planned[name].digest or run.said == planned[name].said, name
 
 
-def test_the_summary_of_eight_bits_is_that_of_its_runs():
-    results, summed = (
-        json.loads((ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
-        for file in ("study/eight_bits.json", "h200/eight_bits_study.json")
-    )
-    assert summary(results) == summed["rows"]
+EFFECTS = [
+    file
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))
+    if "benchmarks.study.effects " in file.read_text(encoding="utf-8")[:200]
+]
+
+
+@pytest.mark.parametrize("file", EFFECTS, ids=lambda file: file.stem)
+def test_committed_effects_are_those_of_their_studies(file, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    words = json.loads(file.read_text(encoding="utf-8"))["command"].split()[3:]
+    effects.main([*words, "--out", str(tmp_path / "effects.json")])
+    assert (tmp_path / "effects.json").read_text() == file.read_text(encoding="utf-8")
+
+
+def test_some_effects_are_committed():
+    assert EFFECTS

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from benchmarks.study import losses, pooled, setbacks
+from benchmarks.study import effects, pooled, setbacks
 
 from jetrl.errors import UserError
 
@@ -15,7 +15,7 @@ def files(*names):
 
 
 def test_the_lost_run_of_the_first_start_is_counted(capsys):
-    losses.main(files("flows_first_start"))
+    effects.main([*files("flows_first_start"), "--against", "mixed", "alike"])
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("mixed and alike: 1 of 25; all others: 0 of 63;")
     assert line.endswith("p 0.2841")  # 25 of 88
