@@ -12,15 +12,12 @@ kernel after the other: parts started side by side fill the cache sooner.
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from benchmarks.harness import bench_parser
+from benchmarks.harness import bench_parser, command_typed, write_results
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
@@ -205,12 +202,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     results: dict[str, Any] = {
-        "command": "jetrl bench attention",
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
         "shape": {"heads": HEADS, "groups": GROUPS, "head_dim": HEAD_DIM},
         "copy_tb_per_s": copy_rate(),
         "elements_different": {kv: check_bits(kv) for kv in args.kv},
@@ -233,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(rows, list):
             show(key, rows)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        command = command_typed("jetrl bench attention", argv)
+        write_results(args.out, "attention", command, [], **results)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ For example:
     jetrl bench step --shape qwen3-8b --response-length 2048
     jetrl bench parity --shape qwen3-8b --plan unified --load 512x400x4096
 
-Each prints a table and writes JSON with device, versions and date; `jetrl bench NAME --help` has
-its own arguments. Results of one H200 are in benchmarks/results.
+Each prints a table and writes JSON with device, versions, date and commit; `jetrl bench NAME
+--help` has its own arguments. Results of one H200 are in benchmarks/results.
 """
 
 from __future__ import annotations

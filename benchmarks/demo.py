@@ -12,8 +12,6 @@ run's metrics, and a row for each run that is there.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.harness import write_results
 
 STEPS = (0, 1, 10, 30, 50)
 ACCURACY = "eval/arithmetic/mean"
@@ -93,22 +92,18 @@ def main() -> None:
         parser.error(f"{out}: no run is there; name --seeds")
     first = next((run for run in runs if run.name == "demo-0-own"), runs[0])
     summaries = [summary(run) for run in runs]
-    results = {
-        "benchmark": "demo",
-        "command": "python -m benchmarks.demo",
+    facts = {
         "device": f"CPU: {processor()}",
-        "versions": {"torch": importlib.metadata.version("torch")},
-        "date": datetime.date.today().isoformat(),
         "what": f"metrics of some steps of {first.name}; runs has all runs; the cpu_capability own "
         f"is this processor's, {torch.backends.cpu.get_cpu_capability()}",
         "tokens": summary(first)["tokens"],
         "different": summary(first)["different"],
         "least_percent_at_end": min(run["percent_at_end"] for run in summaries),
         "most_percent_at_end": max(run["percent_at_end"] for run in summaries),
-        "rows": rows_of(first),
         "runs": summaries,
     }
-    (out / "demo.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    path, command = out / "demo.json", "python -m benchmarks.demo"
+    write_results(path, "demo", command, rows_of(first), **facts)
     print(json.dumps(summaries, indent=1))
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.commit import commit
 from benchmarks.shapes import SHAPES
 
 from jetrl.distributed.world import world
@@ -177,12 +178,13 @@ def versions() -> dict[str, str | None]:
 
 
 def environment() -> Row:
-    """Return the device, the versions and the date, and of a GPU the speed of a copy."""
+    """Return device, versions, date and commit, and of a GPU the speed of a copy."""
     on_gpu = torch.cuda.is_available()
     facts = {
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "versions": versions(),
         "date": datetime.date.today().isoformat(),
+        "commit": commit(),
     }
     speed = {"copy_terabytes_per_s": round(copy_bandwidth() / 1e12, 3)} if on_gpu else {}
     return {**facts, **speed}

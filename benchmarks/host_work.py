@@ -11,7 +11,6 @@ each is the fastest of several calls. `benchmarks/scaling.py` reads the file.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import pickle
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.harness import write_results
 
 from jetrl.session.ranks import samples_digest
 from jetrl.session.sampling import _packed, _unpacked
@@ -87,20 +87,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     parts = measure(args.samples, args.rounds)
+    command = f"python -m benchmarks.host_work --samples {args.samples} --rounds {args.rounds}"
     content = {
-        "benchmark": "host_work",
-        "command": f"python -m benchmarks.host_work --samples {args.samples} "
-        f"--rounds {args.rounds}",
         "device": f"CPU, one core of {os.cpu_count()}, {platform.machine()}",
         "versions": {"python": platform.python_version()},
-        "date": datetime.date.today().isoformat(),
         "us_a_token": parts,
         "us_of_own_token": round(sum(parts[name] for name in OWN), 4),
         "us_of_each_token": round(sum(parts[name] for name in EACH), 4),
     }
     print(json.dumps(content, indent=1))
     if args.out is not None:
-        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_results(args.out, "host_work", command, [], **content)
 
 
 if __name__ == "__main__":

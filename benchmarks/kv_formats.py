@@ -19,7 +19,6 @@ right answers.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import random
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.harness import write_results
 from torch import Tensor
 
 import jetrl
@@ -199,17 +199,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, seed in itertools.product(args.only, args.seeds):
         rows += rows_of(name, seed, args.out)
-        results = {
-            "benchmark": "kv_formats",
-            "command": "python -m benchmarks.kv_formats",
-            "device": "CPU",
-            "versions": {"torch": torch.__version__},
-            "date": datetime.date.today().isoformat(),
-            "means": summary(rows),
-            "rows": rows,
-        }
-        text = json.dumps(results, indent=1) + "\n"
-        (args.out / "kv_formats.json").write_text(text, encoding="utf-8")
+        path, command = args.out / "kv_formats.json", "python -m benchmarks.kv_formats"
+        write_results(path, "kv_formats", command, rows, means=summary(rows))
     for row in summary(rows):
         print(row)
 

@@ -10,12 +10,12 @@ optimizer states, and as much free memory as an empty card has.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import write_results
 from benchmarks.shapes import SHAPES
 
 from jetrl.errors import UserError
@@ -82,15 +82,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in results:
         print(json.dumps(row))
     content = {
-        "benchmark": "memory_many_gpus",
-        "command": "python -m benchmarks.memory_many_gpus",
-        "date": datetime.date.today().isoformat(),
         "free_gib": FREE_GIB,
         "load": f"{PROMPTS} prompts x {SAMPLES} samples a GPU, {PROMPT} + {RESPONSE} tokens",
-        "rows": results,
     }
     if args.out is not None:
-        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        command = "python -m benchmarks.memory_many_gpus"
+        write_results(args.out, "memory_many_gpus", command, results, **content)
 
 
 if __name__ == "__main__":

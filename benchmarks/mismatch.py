@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from benchmarks.harness import (
     add_shape_arguments,
     bench_parser,
     command_typed,
     print_table,
-    versions,
+    write_results,
 )
 from benchmarks.parity import make_policy, prompts_of
 
@@ -113,13 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(row_of(name, Policy(config, plan, masters, args.device), args.load))
     print_table([_shown(row) for row in rows])
     if args.out is not None:
-        about = {
-            "command": command_typed("jetrl bench mismatch", argv),
-            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-            "versions": versions(),
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        write_results(args.out, "mismatch", command_typed("jetrl bench mismatch", argv), rows)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,6 @@ an answer that no completion gives: a run in which most prompts teach nothing.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import random
 import re
@@ -25,6 +23,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import command_typed, write_results
 
 STEPS = 50
 COMMON = [
@@ -178,21 +178,16 @@ def main() -> None:
     if not (out / "warm-start").is_dir():
         where = [f"run.dir={out}", "run.name=warm", "eval.every=0", "report.enabled=false"]
         jetrl("sft", "demo", *where, "--out", str(out / "warm-start"))
-    results: dict[str, Any] = {
-        "benchmark": "objectives",
-        "command": "python -m benchmarks.objectives " + " ".join(sys.argv[1:]),
-        "device": "CPU",
-        "versions": {"torch": importlib.metadata.version("torch")},
-        "date": datetime.date.today().isoformat(),
-    }
+    facts: dict[str, Any] = {}
     if args.only is None or "data" in args.only:
-        results["reward_model_percent_pairs_right"] = make_reward_model(out)
-    results["rows"] = []
+        facts["reward_model_percent_pairs_right"] = make_reward_model(out)
+    rows: list[dict[str, Any]] = []
     for name, words in runs(out, args.only).items():
         for seed in args.seeds if name not in FLOWS else args.seeds[:1]:
-            results["rows"].append(row(name, seed, run(out, name, words, seed)))
-            print(json.dumps(results["rows"][-1]), flush=True)
-    (out / "objectives.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            rows.append(row(name, seed, run(out, name, words, seed)))
+            print(json.dumps(rows[-1]), flush=True)
+    command = command_typed("python -m benchmarks.objectives", None)
+    write_results(out / "objectives.json", "objectives", command, rows, **facts)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.harness import add_shape_arguments, begins, bench_parser, command_typed, versions
+from benchmarks.harness import (
+    add_shape_arguments,
+    begins,
+    bench_parser,
+    command_typed,
+    write_results,
+)
 from benchmarks.shapes import SHAPES
 
 from jetrl.models.adapter import Adapter, LoRA
@@ -176,14 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             add(run(policy, (batch, tokens, long)))
         del policy
     if args.out is not None:
-        device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-        about = {
-            "command": command_typed("jetrl bench parity", argv),
-            "device": device,
-            "versions": versions(),
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        write_results(args.out, "parity", command_typed("jetrl bench parity", argv), rows)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.commit import commit
 from benchmarks.parity import make_policy
 from benchmarks.shapes import SHAPES
 
@@ -163,6 +164,7 @@ class Results:
             "device": device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),
+            "commit": commit(),
         }
 
     def add(self, name: str, value: Any) -> None:

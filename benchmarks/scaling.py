@@ -35,7 +35,6 @@ and the layouts:
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.harness import write_results
 
 RESULTS = Path(__file__).parent / "results" / "h200"
 COUNTS = (1, 8, 64, 1024)
@@ -427,9 +427,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         for model in (small, large)
     }
     content = {
-        "benchmark": "scaling",
-        "command": "python -m benchmarks.scaling",
-        "date": datetime.date.today().isoformat(),
         "measured": {
             **MEASURED,
             "exchange_ms_of_a_gb": float(f"{exchange_ms_of_a_gb():.4g}"),
@@ -438,11 +435,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "assumed": ASSUMED,
         "rates": rates,
         "check": check(small),
-        "rows": results,
     }
     print(content["check"])
     if args.out is not None:
-        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_results(args.out, "scaling", "python -m benchmarks.scaling", results, **content)
     if args.plot is not None:
         plot(results, args.plot)
 

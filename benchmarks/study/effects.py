@@ -462,6 +462,7 @@ def main(words: Sequence[str] | None = None) -> None:
             "command": command,
             "date": max(results.date for results in files),
             "devices": sorted({device for results in files for device in results.devices}),
+            "commits": sorted({commit for results in files for commit in results.commits}),
             "tests": num_tests,
         }
         text = json.dumps({**head, "rows": [rounded(row) for row in rows]}, indent=1)

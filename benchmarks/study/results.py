@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from benchmarks.commit import commit
 from benchmarks.study.definition import Definition
 from benchmarks.study.plan import PlannedRun
 from pydantic import Field, TypeAdapter
@@ -113,6 +114,7 @@ class ResultsFile(Stored):
     """The contents of a results file.
 
     Attributes:
+        commits: The commits at which runs were added, as `commit()` names them.
         versions: The versions of the packages that decide results, of the last change.
         failed: The reasons of the runs that failed, by name.
     """
@@ -121,6 +123,7 @@ class ResultsFile(Stored):
     date: str
     command: str
     devices: list[str] = Field(default_factory=list)
+    commits: list[str] = Field(default_factory=list)
     versions: dict[Name, str] = Field(default_factory=dict)
     source: str
     definition: dict[str, Any]
@@ -143,6 +146,7 @@ class Results:
     source: str
     definition: dict[str, Any]
     devices: list[str] = field(default_factory=list)
+    commits: list[str] = field(default_factory=list)
     date: str = ""
     runs: dict[str, RunResult] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -151,8 +155,9 @@ class Results:
         """Take in the result of a run, and write the file."""
         self.runs[result.name] = result
         self.failed.pop(result.name, None)
-        if device and device not in self.devices:
-            self.devices.append(device)
+        for name, names in ((device, self.devices), (commit(), self.commits)):
+            if name and name not in names:
+                names.append(name)
         self.write()
 
     def write(self) -> None:
@@ -163,6 +168,7 @@ class Results:
             "date": self.date,
             "command": shlex.join(["jetrl", "study", self.source]),
             "devices": self.devices,
+            "commits": self.commits,
             "versions": versions(),
             "source": self.source,
             "definition": self.definition,
@@ -188,9 +194,8 @@ def read_results(path: Path) -> Results:
             f"{error}; the file is no results of a study as `jetrl study STUDY.toml` writes them"
         ) from None
     runs = {run.name: run for run in stored.runs}
-    devices = list(stored.devices)
-    failed = dict(stored.failed)
-    return Results(path, stored.source, stored.definition, devices, stored.date, runs, failed)
+    about = stored.model_dump(include={"source", "definition", "devices", "commits", "date"})
+    return Results(path, **about, runs=runs, failed=dict(stored.failed))
 
 
 def rounded(value: float) -> float | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.commit import commit
 from benchmarks.harness import Load
 
 from benchmarks import exact, parity, products
@@ -18,7 +19,7 @@ def test_loads_are_rows_of_the_file(tmp_path: Path) -> None:
     parity.main([*words, "--load", "3x4x30", "--out", str(out)])
     found = json.loads(out.read_text())
     assert found["command"].endswith("--plan unified --plan mixed --load 3x4x30")
-    assert found["versions"]["torch"] == torch.__version__
+    assert (found["versions"]["torch"], found["commit"]) == (torch.__version__, commit())
     unified, mixed = found["rows"]
     assert (unified["tokens"], unified["different"], unified["longest_context"]) == (12, 0, 34)
     assert mixed["different"] > 0

@@ -6,9 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 from benchmarks.rollout import capture_graphs
 
 from jetrl.rollout.decode import padded_batch, padded_context

@@ -14,12 +14,13 @@ from tools.documents.figures import (
     CHECKED_PROSE,
     CLAIM,
     FIGURE,
-    LINK,
     NO_CLAIM,
     ROOT,
     Section,
+    commits_of,
     errors_of,
     figures_of,
+    listed,
     results_linked,
     section_errors,
     sections_of,
@@ -27,7 +28,7 @@ from tools.documents.figures import (
 
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FILES_HEAD = "| file | date | command |"
+FIRST_WITH_COMMIT = "2026-11-27"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -37,22 +38,17 @@ def test_figures_are_those_of_the_files(document: Path) -> None:
     assert list(errors_of(document)) == []
 
 
-def test_tables_name_their_files_and_files_are_listed_with_date_and_command() -> None:
+def test_tables_name_their_files_and_files_are_listed_with_date_commit_and_command() -> None:
     lines = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
     heads = [above for above, below in itertools.pairwise(lines) if below.startswith("| ---")]
     assert [head for head in heads if not head.endswith("| from |")] == []
     index = RESULTS / "README.md"
-    text = index.read_text(encoding="utf-8")
-    table = text[text.index(FILES_HEAD) :].partition("\n\n")[0]
-    listed = {}
-    for row in table.splitlines()[2:]:
-        file, date, command = (cell.strip() for cell in row.strip("|").split("|"))
-        found = LINK.search(file)
-        assert found, file
-        listed[(RESULTS / found.group(2)).resolve()] = (date, command.strip("`"))
-    assert sorted(listed) == sorted(f for f in RESULTS.rglob("*") if f.is_file() and f != index)
-    for path, (date, command) in listed.items():
-        text = path.read_text(encoding="utf-8")
+    rows = listed(index)
+    assert sorted(rows) == sorted(f for f in RESULTS.rglob("*") if f.is_file() and f != index)
+    for path, (date, commit, command) in rows.items():
+        named, text = commits_of(path), path.read_text(encoding="utf-8")
+        recorded = date < FIRST_WITH_COMMIT and re.fullmatch("in `[0-9a-f]{8}", commit)
+        assert commit == named if named else recorded, f"{path.name}: {named or 'no commit'}"
         assert f"{date}" in text, f"{path.name} is not of {date}"
         assert json.dumps(command.removesuffix(" ..."))[1:-1] in text, f"{path.name}: {command}"
 

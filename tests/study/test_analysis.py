@@ -12,6 +12,8 @@ from benchmarks.study.analysis import ALL_POINTS, arm_results, has_collapsed, tw
 from benchmarks.study.definition import CollapseSection, Definition, definition_of
 from benchmarks.study.results import Curves, FinalEvaluation, Results, RunResult, read_results
 
+from benchmarks import commit
+
 
 def definition(**arms: dict[str, Any]) -> Definition:
     """A study of three seeds at two points."""
@@ -120,16 +122,18 @@ def test_twins_are_compared_within_their_group_point_and_seed() -> None:
     assert not next(twin_groups(arms, without)).equal
 
 
-def test_results_are_read_back_as_they_were(tmp_path: Path) -> None:
+def test_results_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = definition()
     results = Results(tmp_path / "deep" / "results.json", "made-up.toml", study.tree)
     first, second = run("short", "bf16", 0, 0.5, RISES), run("long", "bf16", 0, None, [None])
     results.failed["short-mixed-s0"] = "no memory"
+    monkeypatch.setattr(commit, "ROOT", tmp_path)  # a copy without .git
+    monkeypatch.setenv("JETRL_COMMIT", "1234abcd")
     results.add(first, "CPU")
     results.add(second, "CPU")
     read = read_results(results.path)
     assert read.runs == {first.name: first, second.name: second}
-    assert (read.devices, read.failed) == (["CPU"], {"short-mixed-s0": "no memory"})
+    assert (read.devices, read.commits, read.failed) == (["CPU"], ["1234abcd"], results.failed)
     assert read.definition == study.tree
     lines = results.path.read_text().splitlines()
     assert sum(line.startswith('  {"name":') for line in lines) == 2, "a run a line"

@@ -90,6 +90,22 @@ def content(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def listed(index: Path) -> dict[Path, list[str]]:
+    """Return date, commit and command of each file in the table of a README of results."""
+    table = index.read_text(encoding="utf-8").partition("| file | date | commit | command |")[2]
+    rows = [row.strip("|").split(" | ") for row in table.strip().splitlines()[1:]]
+    return {
+        (index.parent / LINK.findall(file)[0][1]).resolve(): [cell.strip(" `") for cell in cells]
+        for file, *cells in rows
+    }
+
+
+def commits_of(path: Path) -> str:
+    """Return the commits that a results file says were measured."""
+    found = content(path) if path.suffix == ".json" else {}
+    return ", ".join(filter(None, [*found.get("commits", []), found.get("commit")]))
+
+
 def values_at(path: Path, pointer: str) -> Values:
     """Return the numbers below a JSON pointer by their paths, without the index of a list there."""
     node = content(path)
