@@ -37,6 +37,8 @@ def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         tokenizer.save_pretrained(snapshot)
     row = {"question": "1+1?", "answer": "2\n#### 2", "problem": "1+1?", "solution": "\\boxed{2}"}
+    row["demonstration"] = row["answer"]
+    (tmp_path / "models").mkdir()
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -122,3 +124,19 @@ def test_the_recipes_are_listed_with_what_they_need_or_shown(jetrl: Callable) ->
         assert recipe["name"] in done.out
         assert recipe["what"].endswith(".")
         assert recipe["needs"].endswith(".")
+
+
+@pytest.mark.parametrize(
+    "words, missing, needs",
+    [
+        (["smollm2-135m"], "./build/words", "build/words, made in a clone of jetrl by `python"),
+        (["smollm2-135m", "task.path=./rows"], "./rows", None),
+        (["gsm8k-smoke"], "models/tiny-qwen3-gsm8k", "models/tiny-qwen3-gsm8k, made by `jetrl"),
+    ],
+)
+def test_an_error_about_what_a_recipe_names_says_how_to_get_it(
+    words: list[str], missing: str, needs: str | None, h200: None, jetrl: Callable
+) -> None:
+    done = jetrl("train", *words, "--dry-run")
+    assert (done.code, f"{missing}: no such" in done.err) == (2, True)
+    assert (f"; recipe {words[0]} needs {needs}" in done.err) == (needs is not None)

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from jetrl.cli.arguments import HelpFormatter, Parser, tell
+from jetrl.cli.recipes import needed
 from jetrl.distributed.console import be_silent, exit_now
 from jetrl.distributed.world import launched_rank, launched_size
 from jetrl.errors import RunStopped, Terminated, UserError, ending, is_of_disk
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jetrl.runs.format import visible
 
     words, code = ending(cause)
+    if isinstance(cause, UserError):
+        words += needed(arguments, words)
     words = visible(words, newlines=True)  # a quoted file may contain control characters
     if several:
         _end_rank(words, code, cause)

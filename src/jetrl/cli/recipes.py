@@ -13,6 +13,7 @@ import argparse
 import itertools
 import shutil
 import textwrap
+from collections.abc import Sequence
 
 from jetrl.cli.arguments import print_json
 
@@ -56,3 +57,14 @@ def description(name: str) -> dict[str, str]:
         if colon and key in ("Needs", "Takes"):
             found[key.lower()] = words
     return found
+
+
+def needed(arguments: Sequence[str], error: str) -> str:
+    """Return what a packaged recipe needs, if the error is about a model or data that it names."""
+    from jetrl.settings.loading import packaged_recipes
+
+    for name in set(arguments).intersection(packaged_recipes()):
+        for need in description(name)["needs"].rstrip(".").split("; "):
+            if f"{need.split()[0].rstrip(',')}:" in error:
+                return f"; recipe {name} needs {need}"
+    return ""
