@@ -34,6 +34,7 @@ from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
 from jetrl.rollout.speculation import HeadDrafts
 from jetrl.settings.loading import Settings
+from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.micro_batches import MicroBatch
 from jetrl.types import Batch
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `jetrl bench draft_head`."""
     parser = bench_parser("draft_head", __doc__)
     add_shape_arguments(parser)
-    parser.add_argument("--plan", default="unified", help="default: unified")
+    parser.add_argument("--plan", default=DEFAULT_PRESET, help=f"default: {DEFAULT_PRESET}")
     parser.add_argument("--device", default="cuda", help="cpu: to try it out, nothing is written")
     parser.add_argument("--sequences", type=int, action="append", help="repeatable; 8 16 32 64")
     parser.add_argument("--updates", type=int, default=16, help="updates of a step, of 1,024 each")

@@ -30,7 +30,7 @@ from benchmarks.harness import (
     print_table,
     write_results,
 )
-from benchmarks.parity import TEMPERATURE, plan_words, prompts_of
+from benchmarks.parity import TEMPERATURE, add_plan_argument, plan_words, plans_of, prompts_of
 from benchmarks.speculation import KnownDrafts, differences
 
 from jetrl.memory.out_of_memory import release
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `jetrl bench exact`."""
     parser = bench_parser("exact", __doc__)
     add_shape_arguments(parser)
-    parser.add_argument("--plan", action="append", help="repeatable; default: unified")
+    add_plan_argument(parser)
     parser.add_argument("--case", action="append", help=f"repeatable; default: {' '.join(CASES)}")
     parser.add_argument(
         "--updated-case", action="append", help=f"repeatable; default: {' '.join(UPDATED_CASES)}"
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     fewer = args.updated_layers or args.layers
     arms = [(0, False, args.layers, args.case or CASES), (0, True, fewer, updated)]
     arms.append((args.adapter_rank, True, args.layers, updated))
-    for plan in args.plan or ["unified"]:
+    for plan in plans_of(args):
         for rank, updates, layers, cases in arms:
             choices = Choices(
                 *(args.shape, args.device, layers, 1e-4, 4 * UPDATE.length, None),

@@ -75,7 +75,6 @@ class Choices:
     train: dict[str, Any]
     warm_micro_batches: int | None = None
     adapter_rank: int = 0
-    base: str = "fp8"
     drafts_right: float | None = None
 
 
@@ -87,7 +86,6 @@ def policy_of(plan: str, choices: Choices) -> Policy:
         choices.device,
         choices.layers,
         adapter_rank=choices.adapter_rank,
-        base=choices.base,
         speculation=choices.drafts_right is not None,
     )
 

@@ -236,16 +236,6 @@ def add_adapter_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_base_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --base, for benchmarks of a whole policy with adapters."""
-    parser.add_argument(
-        "--base",
-        choices=("fp8", "nvfp4"),
-        default="fp8",
-        help="format of a frozen base (precision.base); nvfp4 needs --adapter-rank",
-    )
-
-
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --shape and --layers, for a model with random weights."""
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")

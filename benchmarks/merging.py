@@ -161,7 +161,7 @@ def row_of(
         begins(f"decode of {batch} sequences")
         times = {}
         for name, each in (("unmerged", policy), ("merged", whole)):
-            times[name] = run_case(each, batch, 128, 128, False)["decode_ms"]
+            times[name] = run_case(each, (batch, 128, 128), False)["decode_ms"]
         ratio = round(times["unmerged"] / times["merged"], 4)
         row[f"decode_ms_{batch}"] = {**times, "unmerged_over_merged": ratio}
     return row

@@ -51,7 +51,8 @@ wrong-drafts)
     bench speculation_wrong speculation $eight --load 256 --load tail --right 0.1 --right 0.2 ;;
 # Decode with adapters on a base in FP8 and in NVFP4; 75 s.
 nvfp4-decode)
-    bench rollout_nvfp4 rollout --shape qwen3-8b --adapter-rank 32 --base fp8 --base nvfp4 $decode ;;
+    bench rollout_nvfp4 rollout --shape qwen3-8b --adapter-rank 32 --plan bf16 --plan unified \
+        --plan "unified base=nvfp4" $decode ;;
 # The price of merging an adapter into FP8; 80 s.
 merging)
     "$python" -m benchmarks.merging --out "$out/merging.json" ;;

@@ -13,6 +13,7 @@ that are in no cache are compiled.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import time
@@ -38,6 +39,7 @@ from jetrl.precision import PrecisionPlan
 from jetrl.session.compiling import compiled_ahead
 from jetrl.session.parity import check_policy, failures, located, measure
 from jetrl.settings.loading import load_config
+from jetrl.settings.presets import DEFAULT_PRESET
 
 TEMPERATURE = 0.6
 ALPHA = 32.0  # of adapters
@@ -47,6 +49,7 @@ def plan_of(words: str) -> PrecisionPlan:
     """Return the plan of a preset and its options, such as `int8 kv=bf16 grad_output=e4m3`."""
     preset, *options = words.split()
     keys = [f"precision.{word}" for word in (f"preset={preset}", *options)]
+    keys += ["adapter.kind=lora"] if "base=nvfp4" in options else []  # which needs an adapter
     return PrecisionPlan.from_settings(load_config(None, keys).precision)
 
 
@@ -62,13 +65,33 @@ def plan_words(plan: PrecisionPlan) -> str:
     return " ".join([plan.name, *(f"{key}={value}" for key, value in options_of(plan).items())])
 
 
+def add_plan_argument(parser: argparse.ArgumentParser, *others: str) -> None:
+    """Add --plan, whose values `plans_of` returns.
+
+    Args:
+        others: Plans that are measured before the default plan, unless some are named.
+    """
+    plans = (*others, DEFAULT_PRESET)
+    parser.add_argument(
+        "--plan",
+        action="append",
+        help="a preset and options of [precision], as 'int8 kv=bf16', or 'unified base=nvfp4' with "
+        f"--adapter-rank; repeatable; default: {', '.join(plans)}",
+    )
+    parser.set_defaults(plans=plans)
+
+
+def plans_of(args: argparse.Namespace) -> Sequence[str]:
+    """Return the words of the plans that the arguments of `add_plan_argument` give."""
+    return [plan_words(plan_of(words)) for words in args.plan or args.plans]
+
+
 def make_policy(
     shape: str,
     plan: str,
     device: str,
     layers: int | None,
     adapter_rank: int = 0,
-    base: str | None = None,
     speculation: bool = False,
 ) -> Policy:
     """Return a policy with random weights, whose logits have a standard deviation of about 2.
@@ -85,7 +108,6 @@ def make_policy(
         config["num_hidden_layers"] = layers
     config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
     chosen = plan_of(plan)
-    chosen = chosen if base is None else chosen.replace(base=base)
     shape_of = ModelConfig.from_hf(config)
     adapter = Adapter.new(shape_of, LoRA(adapter_rank, ALPHA), seed=0) if adapter_rank else None
     with compiled_ahead(shape_of, chosen, device, adapter, speculation=speculation):
@@ -161,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `jetrl bench parity`."""
     parser = bench_parser("parity", __doc__)
     add_shape_arguments(parser)
-    parser.add_argument("--plan", action="append", help="repeatable; default: unified")
+    add_plan_argument(parser)
     parser.add_argument("--load", action="append", help="repeatable; default: 128x128x4096")
     parser.add_argument("--proof", action="store_true", help="time the proof at a run's start")
     parser.add_argument("--device", default="cuda")
@@ -173,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append({"shape": args.shape, **row})
         print(json.dumps(rows[-1]), flush=True)
 
-    for plan in args.plan or ["unified"]:
+    for plan in plans_of(args):
         policy = make_policy(args.shape, plan, args.device, args.layers)
         if args.proof:
             add(prove(policy))

@@ -3,15 +3,15 @@ r"""The rollout engine on one GPU, at the shape of a real model with random weig
     jetrl bench rollout --shape qwen3-8b --plan unified --plan bf16 \
         --case 256x128x512 --case 64x8192x128 --out rollout.json
     jetrl bench rollout --shape qwen3-8b --load grpo
-    jetrl bench rollout --shape qwen3-8b --adapter-rank 32 --base fp8 --base nvfp4 --case 8x128x256
+    jetrl bench rollout --shape qwen3-8b --adapter-rank 32 --case 8x128x256 \
+        --plan bf16 --plan unified --plan "unified base=nvfp4" --plan "int8 kv=bf16"
 
 A case is SEQUENCES x PROMPT TOKENS x RESPONSE TOKENS: all prompts different, end-of-sequence
 ignored, log-probs on. A decode step is timed from one to the next as the engine makes them, host
 included; the median is reported. Its floor is what it must read, the weights and the keys and
 values of the mean context, over the card's measured copy bandwidth. The first sequences' log-probs
-are compared with the trainer's, as bits. With `--rounds` the formats of keys and values take turns,
-and the row of each is its median round's. `--profile` says where the time of a forward goes, of
-decode and of prefill, by kernel.
+are compared with the trainer's, as bits. With `--rounds` a row is its median round's. `--profile`
+says where the time of a forward goes, of decode and of prefill, by kernel.
 
 The load `grpo` is 64 prompts of 256 tokens with 8 samples each, whose lengths are drawn from a
 log-normal distribution (sigma 0.8 of the logarithm, mean 1500, at most 8192): it has a tail. `tail`
@@ -22,7 +22,6 @@ and what that took is in the row.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -46,7 +45,7 @@ from benchmarks.harness import (
     totals,
     write_results,
 )
-from benchmarks.parity import make_policy, plan_words
+from benchmarks.parity import add_plan_argument, make_policy, plan_words, plans_of
 
 from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.models.attention import kv_bytes_per_token
@@ -108,11 +107,15 @@ class _Watch:
         return statistics.median(times[len(times) // 10 :])
 
 
-def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: bool) -> Row:
+def run_case(policy: Policy, sizes: Sequence[int], profiled: bool) -> Row:
     """Return the row of one case, timed after a short run of the same sizes.
 
     The short run has two of the prompts, where all prompts are too long for a warm-up.
+
+    Args:
+        sizes: Sequences, and the tokens of a prompt and of a response.
     """
+    batch, prompt, response = sizes
     generator = np.random.default_rng(0)
     prompts = generator.integers(0, policy.config.vocab_size, (batch, prompt)).tolist()
     pages = batch * -(-(prompt + response) // 64)  # of the timed call, so that its graphs are warm
@@ -136,6 +139,7 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
     row: Row = {
         "plan": plan_words(policy.plan),
         "kv": policy.plan.kv,
+        "base": policy.plan.base,
         "sequences": batch,
         "prompt": prompt,
         "response": response,
@@ -238,6 +242,7 @@ def run_tailed(policy: Policy, name: str) -> Row:
     return {
         "plan": plan_words(policy.plan),
         "kv": policy.plan.kv,
+        "base": policy.plan.base,
         "load": name,
         "sequences": count,
         "tokens": stats.tokens_drawn,
@@ -329,15 +334,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `jetrl bench rollout`."""
     parser = bench_parser("rollout", __doc__)
     add_shape_arguments(parser)
-    parser.add_argument("--plan", action="append", help="repeatable; default: unified")
-    parser.add_argument("--kv", action="append", help="repeatable; default: the plan's own")
+    add_plan_argument(parser)
     add_adapter_argument(parser)
-    parser.add_argument(
-        "--base",
-        action="append",
-        choices=("fp8", "nvfp4"),
-        help="format of a frozen base (precision.base), repeatable; nvfp4 needs --adapter-rank",
-    )
     parser.add_argument("--case", action="append", help="BxPxR, repeatable; instead of:")
     parser.add_argument("--batch", type=int, default=64, help="sequences (default 64)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
@@ -349,39 +347,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     cases = args.case or ([] if args.load else [f"{args.batch}x{args.prompt}x{args.response}"])
     command = command_typed("jetrl bench rollout", argv)
-    formats: list[str | None] = args.kv or [None]
-    rows: list[Row] = []
+    plans, rows = plans_of(args), list[Row]()
     copy_bandwidth()  # every row needs it, and it is measured once, while memory is free
 
-    def add(row: Row, base: str) -> None:
+    def add(row: Row) -> None:
         profiles = {key: row.pop(key) for key in ("profile", "prefill_profile") if key in row}
-        beside = {"adapter_rank": args.adapter_rank, "base": base}
-        rows.append({"shape": args.shape, **beside, **row})
+        rows.append({"shape": args.shape, "adapter_rank": args.adapter_rank, **row})
         print_table([rows[-1]])
         for key, profile in profiles.items():
             print_table(profile)
             rows[-1][key] = profile
         write_results(args.out, "rollout", command, rows)  # each time: a later case may fail
 
-    for name, base in itertools.product(args.plan or ["unified"], args.base or ["fp8"]):
-        rank = args.adapter_rank
-        policy = make_policy(args.shape, name, "cuda", args.layers, adapter_rank=rank, base=base)
-        # The format of keys and values is the cache's and the packed batch's alone, so one set of
-        # weights serves all.
-        plans = [policy.plan if kv is None else policy.plan.replace(kv=kv) for kv in formats]
+    for plan in plans:
+        policy = make_policy(args.shape, plan, "cuda", args.layers, adapter_rank=args.adapter_rank)
         for case in cases:
-            batch, prompt, response = (int(number) for number in case.split("x"))
-            rounds: list[list[Row]] = [[] for _ in plans]
-            for _, (taken, plan) in itertools.product(
-                range(args.rounds), zip(rounds, plans, strict=True)
-            ):
-                policy.plan = plan
-                taken.append(run_case(policy, batch, prompt, response, args.profile))
-            for taken in rounds:
-                add(median_round(taken), base)
-        for plan in plans if args.load else []:
-            policy.plan = plan
-            add(run_tailed(policy, args.load), base)
+            sizes = tuple(int(number) for number in case.split("x"))
+            add(median_round([run_case(policy, sizes, args.profile) for _ in range(args.rounds)]))
+        if args.load:
+            add(run_tailed(policy, args.load))
         del policy
         torch.cuda.empty_cache()
 

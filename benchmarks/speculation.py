@@ -60,6 +60,7 @@ from jetrl.rollout.options import GenerateOptions, RolloutStats
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.sizes import padded_batch
 from jetrl.rollout.speculation import Speculation
+from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.types import Completion, SamplingParams
 
 _SHORT_S = 20  # Calls without speculation that are shorter run twice.
@@ -190,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `jetrl bench speculation`."""
     parser = bench_parser("speculation", __doc__)
     add_shape_arguments(parser)
-    parser.add_argument("--plan", default="unified", help="default: unified")
+    parser.add_argument("--plan", default=DEFAULT_PRESET, help=f"default: {DEFAULT_PRESET}")
     parser.add_argument("--device", default="cuda", help="cpu: to try it out, nothing is written")
     parser.add_argument(
         "--case", action="append", help="PxSxLxR or PxSxLxRxM, repeatable; default: 1x8x128x1024"

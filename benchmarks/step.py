@@ -1,4 +1,4 @@
-r"""A whole step of reinforcement learning, at the shape of a real model: BF16 and FP8.
+r"""A whole step of reinforcement learning, at the shape of a real model, under several plans.
 
     jetrl bench step --shape qwen3-8b --prompts 32 --samples 8 --prompt-length 256 \
         --response-length 2048 --out step.json
@@ -47,14 +47,14 @@ learning rate of zero; tokens and log-probs that differ are counted. `rollout` l
 capture of graphs there, which is `late_capture_s` (`rollout_idle_share` counts it). With
 `--one-update` both rows have the seconds of one update, made of the first rollout's tokens.
 
-    jetrl bench step --shape qwen3-8b --plan unified --prompts 8 --samples 8 \
-        --response-length 8192 --drafts-right 0.6
+    jetrl bench step --shape qwen3-8b --plan int8 --prompts 8 --samples 8 --response-length 8192 \
+        --drafts-right 0.6
 
 Lines on the console say when each phase begins. The JSON is written as soon as something is known,
 after the warm-up and after the rollout: `missing` names what such a row lacks, so that a run that
 is cut off in its update leaves its rollout.
 
-A run of both plans takes minutes. `--plan bf16 --out a.json`, then `--plan unified --beside a.json
+A run of several plans takes minutes. `--plan bf16 --out a.json`, then `--plan int8 --beside a.json
 --out b.json` is the same in two.
 """
 
@@ -73,7 +73,6 @@ from benchmarks.harness import (
     Load,
     Row,
     add_adapter_argument,
-    add_base_argument,
     add_load_arguments,
     add_shape_arguments,
     begins,
@@ -86,6 +85,7 @@ from benchmarks.harness import (
     print_table,
     write_results,
 )
+from benchmarks.parity import add_plan_argument, plans_of
 from benchmarks.step_parts import (
     PARTS,
     Known,
@@ -230,10 +230,10 @@ def earlier_rows(path: Path | None) -> list[Row]:
     return [{**origin, **row} for row in results["rows"]]
 
 
-def add_arguments(parser: argparse.ArgumentParser, plans: Sequence[str]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `bench step` and `bench train` share, without the load."""
     add_shape_arguments(parser)
-    parser.add_argument("--plan", action="append", help=f"repeatable; default: {' '.join(plans)}")
+    add_plan_argument(parser, "bf16", "unified")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="default 1e-4")
     parser.add_argument(
         "--tokens-per-micro-batch", type=int, help="default: the largest that fits, up to 16384"
@@ -246,7 +246,6 @@ def add_arguments(parser: argparse.ArgumentParser, plans: Sequence[str]) -> None
         help="a setting of [train]; optimizer_states=compact unless given",
     )
     add_adapter_argument(parser)
-    add_base_argument(parser)
     parser.add_argument("--device", default="cuda", help="cpu: to try it out, nothing is written")
 
 
@@ -263,7 +262,6 @@ def choices_of(args: argparse.Namespace, max_batch_size: int | None = None) -> C
         max_batch_size=max_batch_size,
         train=train,
         adapter_rank=args.adapter_rank,
-        base=args.base,
     )
 
 
@@ -311,7 +309,7 @@ def check_drafts(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of `jetrl bench step`."""
     parser = bench_parser("step", __doc__)
-    add_arguments(parser, ("bf16", "unified"))
+    add_arguments(parser)
     add_load_arguments(parser, prompts=32, samples=8)
     parser.add_argument(
         "--mean-length",
@@ -374,6 +372,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `jetrl bench step`."""
     args = _parser().parse_args(argv)
     check_drafts(args)
+    plans = plans_of(args)
     choices = replace(
         choices_of(args, args.max_batch_size),
         warm_micro_batches=args.warm_micro_batches,
@@ -397,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             known = [{"shape": args.shape, **row} for row in unfinished]
             write_results(args.out, "step", command, [*rows, *known], **facts)
 
-    for plan in args.plan or ["bf16", "unified"]:
+    for plan in plans:
         begins(f"weights and kernels of the plan {plan}")
         policy = policy_of(plan, choices)
         for load, row in rows_of(args, policy, loads, choices, limit, lambda row: write([row])):

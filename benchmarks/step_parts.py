@@ -110,7 +110,7 @@ def warm_row(flow: Flow, choices: Choices) -> Row:
     return {
         "plan": plan_words(flow.policy.plan),
         "adapter_rank": choices.adapter_rank,
-        "base": choices.base,
+        "base": flow.policy.plan.base,
         "ranks": world().size,
         "load": str(flow.load),
         "settings": flow.chosen,

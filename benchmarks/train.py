@@ -39,7 +39,7 @@ from benchmarks.harness import (
     watched,
     write_results,
 )
-from benchmarks.parity import plan_words
+from benchmarks.parity import plan_words, plans_of
 from benchmarks.step import add_arguments, choices_of, limit_of
 
 import jetrl.training.trainer as trainer_module
@@ -189,16 +189,16 @@ def compare(row: Row, base: Row) -> Row:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `jetrl bench train`."""
     parser = bench_parser("train", __doc__)
-    add_arguments(parser, ("bf16", "unified"))
+    add_arguments(parser)
     add_load_arguments(parser, prompts=8, samples=8)
     parser.add_argument("--profile", action="store_true", help="idle share, and time by kernel")
     parser.add_argument("--updates", type=int, default=1, help="the row is the median's; default 1")
     parser.add_argument("--out", default="build/bench/train.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
-    load, choices = load_of(args), choices_of(args)
+    load, choices, plans = load_of(args), choices_of(args), plans_of(args)
     limit = limit_of(args.device)
     rows: list[Row] = []
-    for plan in args.plan or ["bf16", "unified"]:
+    for plan in plans:
         equal = rows[0]["settings"]["micro_batch_tokens"] if rows else None
         policy = policy_of(plan, choices)
         row = measure(policy, load, choices, limit, args.profile, equal, args.updates)
