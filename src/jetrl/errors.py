@@ -9,16 +9,26 @@ out; 75 run.max_hours reached (continue with --resume); 130 Ctrl-C; 143 SIGTERM.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 class UserError(ValueError):
     """Bad input: the message names the key, file or line and says what to do."""
+
+
+@contextlib.contextmanager
+def named(key: str) -> Iterator[None]:
+    """Put the setting that names a file in front of the UserErrors about that file."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
 class RunStopped(RuntimeError):  # noqa: N818  (an outcome of a run, not only an error)

@@ -184,7 +184,7 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
     assert row(plan, "critic: gradients", "critic") > 0
     reference = Policy.from_pretrained(path, PrecisionPlan.preset("unified"), frozen=True)
     assert row(plan, "reference") == held(reference)
-    with pytest.raises(UserError, match="no such directory"):
+    with pytest.raises(UserError, match=r"reference\.path: /nowhere: no such directory"):
         OtherModels.of(settings("algorithm.kl=0.1", "reference.path=/nowhere"))
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from jetrl.distributed.shards import shard_of
+from jetrl.errors import named
 from jetrl.kernels.adamw import state_bytes
 from jetrl.memory import activations
 from jetrl.memory.activations import PlannedMicroBatch
@@ -65,12 +66,16 @@ class OtherModels:
     def of(settings: Settings) -> OtherModels:
         """Read the shapes from config.json in the settings' directories."""
 
-        def read(path: str | None) -> ModelConfig | None:
+        def read(key: str, path: str | None) -> ModelConfig | None:
             own = path is None or path == "policy"
-            return None if own else hf.model_config(str(path))
+            with named(key):
+                return None if own else hf.model_config(str(path))
 
-        paths = (settings.reference.path, settings.critic.path, settings.reward.model_path)
-        return OtherModels(*map(read, paths))
+        return OtherModels(
+            read("reference.path", settings.reference.path),
+            read("critic.path", settings.critic.path),
+            read("reward.model_path", settings.reward.model_path),
+        )
 
 
 @dataclass(frozen=True)

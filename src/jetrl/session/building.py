@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
-from jetrl.errors import UserError
+from jetrl.errors import UserError, named
 from jetrl.files import read_json
 from jetrl.models import hf
 from jetrl.models.chat_template import set_template_args
@@ -294,7 +294,8 @@ def model_config(settings: Settings) -> ModelConfig:
     if path is None:
         config = ModelConfig.from_hf(model_config_dict(settings))
     else:
-        config = hf.model_config(path)
+        with named("model.path"):
+            config = hf.model_config(path)
     # Checked here, since every command that reads a model comes by.
     for key in ("first_layers_bf16", "last_layers_bf16"):
         if (count := getattr(precision, key)) > config.num_layers:
