@@ -228,6 +228,16 @@ def twin_groups(definition: Definition, runs: Sequence[RunResult]) -> Iterator[T
                     )
 
 
+def learned_nothing(run: RunResult) -> bool:
+    """Return if no step of a run had a gradient, as with equal rewards in every group."""
+    norms = run.curves.values.get(GRADIENT, ())
+    return len(norms) > 0 and not any(norms)
+
+
+NOTHING_LEARNED = (
+    "learned nothing: in every group all rewards were equal; take a task that the start solves "
+    "sometimes, or train the start longer (sft.steps)"
+)
 Loss = Literal["collapsed", "behind"]
 
 

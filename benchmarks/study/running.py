@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.study import scheduler
 from benchmarks.study.definition import Definition, definition_of, read_definition
 from benchmarks.study.final_evaluation import answer_request
-from benchmarks.study.plan import PlannedRun
+from benchmarks.study.plan import PlannedRun, planned_runs
 from benchmarks.study.processes import Pool, cards_for
 from benchmarks.study.report import write_report
 from benchmarks.study.results import Outcome, Results, kept_outcome, read_results
@@ -24,6 +24,8 @@ from jetrl.cli.arguments import table, tell
 from jetrl.errors import Terminated, TimeLimitReached, UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.attempts import RunLock, run_state
+from jetrl.runs.directory import settings_that_differ
+from jetrl.runs.format import clip
 from jetrl.session.building import model_config
 from jetrl.tasks import build_task
 
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     queue = [work_of(entry, *opened_files[entry.file]) for entry in entries]
     if args.dry_run:
         print("\n\n".join(map(dry_run, queue)))
+        check_runs(queue)
         return 0
     return work_off(args, queue)
 
@@ -75,6 +78,7 @@ def opened(path: Path, reference: str | None = None) -> tuple[Definition, Result
         definition = read_definition(path)
         if definition.results_file.is_file():
             results = read_results(definition.results_file)
+            check_unchanged(definition, results)
             results.source, results.definition = str(path), definition.tree
         else:
             results = Results(definition.results_file, str(path), definition.tree)
@@ -87,9 +91,54 @@ def opened(path: Path, reference: str | None = None) -> tuple[Definition, Result
     return definition, results
 
 
+def check_unchanged(definition: Definition, results: Results) -> None:
+    """Refuse a study file whose rule, or whose settings of runs that are done, was changed."""
+    if not results.runs:
+        return
+    before = definition_of(results.definition, results.path)
+    changes = settings_that_differ(_rule(before), _rule(definition))
+    now = {run.name: run for run in planned_runs(definition)}
+    changed = [
+        name
+        for name, done in results.runs.items()
+        if name in now and done.digest != now[name].digest and done.said != now[name].said
+    ]
+    then = {run.name: run for run in planned_runs(before)} if changed else {}
+    for name in filter(then.__contains__, changed):
+        changes |= settings_that_differ(_settings(then[name]), _settings(now[name]))
+    if changes or changed:
+        named = "; ".join(f"{key}: {old} -> {new}" for key, (old, new) in changes.items())
+        whose = f" (runs {clip(', '.join(changed), 100)})" * bool(changed)
+        raise UserError(
+            f"{definition.source} was changed since {len(results.runs)} runs in {results.path} "
+            f"were made: {clip(named, 400) or 'their settings'}{whose}. Change it back, or give "
+            "it another study.name and study.results, so that all runs are made anew. Seeds, "
+            "arms and values of the grid may be added"
+        )
+
+
+def _rule(definition: Definition) -> dict[str, Any]:
+    """Return the settings by which the runs of a study are evaluated and judged."""
+    study = {"reference": definition.reference}
+    study |= definition.study.model_dump(include={"margin", "level"})
+    rest = {name: getattr(definition, name).model_dump() for name in ("eval", "collapse")}
+    return {"study": study, **rest}
+
+
+def _settings(run: PlannedRun) -> dict[str, Any]:
+    """Return the settings of a run and its start, without those that the study gives them."""
+    given = {"run": {"name", "dir"}}
+    tree = run.settings.model_dump(mode="json", exclude=given)
+    if run.start is not None:
+        start = run.start.settings.model_dump(mode="json", exclude=given)
+        tree["model"], tree["sft"] = start["model"], start["sft"]
+        tree |= {f"start.{section}": start[section] for section in ("precision", "run")}
+    return tree
+
+
 def work_off(args: argparse.Namespace, queue: Sequence[Work]) -> int:
     """Work off the runs of a queue, write the reports, and return an exit code."""
-    check_runs([run for work in queue for run in work.runs])
+    check_runs(queue)
     first = queue[0]
     cards = cards_for(first.runs[0].settings.run.device)
     jobs = args.jobs or first.definition.study.jobs or (4 if cards else 1)
@@ -159,10 +208,10 @@ def dry_run(work: Work) -> str:
     return f"{table(rows)}\n\n{len(work.runs)} runs, {done} done; they go to {out}"
 
 
-def check_runs(runs: Sequence[PlannedRun]) -> None:
-    """Check what the settings name, once for each different task, model and precision."""
+def check_runs(queue: Sequence[Work]) -> None:
+    """Check what the settings of runs to do name, once per task, model and precision."""
     seen: set[str] = set()
-    for run in runs:
+    for run in (run for work in queue for run in work.runs if run.name not in work.results.runs):
         settings = run.settings
         first = run.start.settings if run.start is not None else settings
         precision = (settings.precision, settings.sampler_deviation)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from benchmarks.study.analysis import NOTHING_LEARNED, learned_nothing
 from benchmarks.study.definition import Definition
 from benchmarks.study.final_evaluation import has_weights
 from benchmarks.study.plan import PlannedRun, PlannedStart, chosen, planned_runs, recipe_of
@@ -147,12 +148,6 @@ def look(item: Item, definition: Definition, results: Results) -> None:
     result = results.runs.get(work.name)
     if result is not None:
         assert isinstance(work, PlannedRun)  # a start has no result
-        if result.digest != work.digest and result.said != work.said:
-            raise UserError(
-                f"{results.path}: the run {work.name} was made with other settings than "
-                f"{definition.source} now gives it; delete it there, or call the study "
-                "or the arm otherwise"
-            )
         item.stage = "done"
     elif is_locked(work.path):
         item.stage, item.reason = "failed", f"another process is writing {work.path}"
@@ -401,6 +396,8 @@ class Sitting:
         words = [*remarks, f"{result.steps} steps in {duration(result.wall_s)}"]
         if result.common is not None:
             words.append(f"held out {100 * result.common.mean:.1f}%")
+        if learned_nothing(result):
+            words.append(f"{NOTHING_LEARNED}: see {self.definition.out / 'logs'}/{run.name}.txt")
         if result.end == "nonfinite":
             words.append(f"collapsed: {clip(result.reason, 120)}")
         self._tell(f"{run.name}: {', '.join(words)}")

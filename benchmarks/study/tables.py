@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from benchmarks.study.analysis import (
+    NOTHING_LEARNED,
     ArmComparison,
     ArmResult,
     Loss,
     LostRuns,
     TwinGroup,
     common_accuracy,
+    learned_nothing,
     mean_of_curve,
     point_name,
     runs_of,
@@ -226,16 +228,21 @@ def _twins(group: TwinGroup) -> str:
 
 
 def unfinished_table(runs: Sequence[RunResult], failed: Mapping[str, str]) -> Table | None:
-    """Return the table of runs that did not come to their last step; None without."""
+    """Return the table of runs that did not end with what they learned; None without."""
     rows = [
         [run.name, "collapsed: numbers that are not finite", run.reason]
         for run in runs
         if run.end == "nonfinite"
     ]
+    rows += [
+        [run.name, "finished", NOTHING_LEARNED]
+        for run in runs
+        if run.end == "finished" and learned_nothing(run)
+    ]
     rows += [[name, "failed", reason] for name, reason in failed.items()]
     note = "Runs that failed are in no other table."
-    head = ("run", "end", "message")
-    return Table("Runs that did not come to their end", note, head, rows) if rows else None
+    title, head = "Runs that ended early, failed or learned nothing", ("run", "end", "message")
+    return Table(title, note, head, rows) if rows else None
 
 
 def _by_point_and_arm(

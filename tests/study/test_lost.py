@@ -7,7 +7,7 @@ from benchmarks.study.analysis import lost_names, lost_runs
 from benchmarks.study.definition import Definition, definition_of
 from benchmarks.study.results import RunResult
 from benchmarks.study.statistics import fisher_p
-from benchmarks.study.tables import lost_table, seed_tables
+from benchmarks.study.tables import lost_table, seed_tables, unfinished_table
 from tests.study.test_analysis import RISES, definition, run
 
 
@@ -61,3 +61,16 @@ def test_the_tables_say_which_runs_were_lost_and_what_that_shows() -> None:
         ["bf16", "94.0%", "90.0%", "60.0%, behind"],
         ["mixed", "57.0%, behind", "93.0%, collapsed", "80.1%"],
     ]
+
+
+def test_a_run_without_a_gradient_is_named_with_what_to_do() -> None:
+    norms = {"a": [0.0, 0.0], "b": [0.0, 0.1]}
+    runs = [
+        run("short", arm, 0, 0.0, [0.0, 0.0], curves={"policy/grad_norm": norm})
+        for arm, norm in norms.items()
+    ]
+    table = unfinished_table([*runs, run("short", "c", 0, 0.0)], {})
+    assert table is not None
+    ((name, end, message),) = table.rows
+    assert (name, end) == ("short-a-s0", "finished")
+    assert message.startswith("learned nothing: in every group all rewards were equal; take a task")

@@ -152,3 +152,47 @@ def test_wrong_words(
 ) -> None:
     assert main(["study", *(word.replace("FILE", str(copy)) for word in words)]) == 2
     assert message.replace("FILE", str(copy)) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("lr = 1e-3", "lr = 2e-3", "train.lr: 0.001 -> 0.002 (runs unified-s0, pages-s0, unified"),
+        ("sft.steps = 60", "sft.steps = 61", "sft.steps: 60 -> 61 (runs "),
+        ("page_size = 8", "page_size = 16", "rollout.page_size: 8 -> 16 (runs pages-s0, pages-s1)"),
+        ("[eval]\nprompts = 4", "[eval]\nprompts = 5", "eval.prompts: 4 -> 5. Change it back"),
+        ("share = 0.0", "share = 0.5", "collapse.share: 0.0 -> 0.5. Change it back, or give it"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--dry-run", "--report-only"])
+def test_a_study_changed_after_its_first_run_is_refused_by_name(
+    copy: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str, flag: str
+) -> None:
+    assert old in copy.read_text()
+    copy.write_text(copy.read_text().replace(old, new))
+    assert main(["study", str(copy), flag]) == 2
+    printed = capsys.readouterr().err
+    assert f"{copy} was changed since 4 runs in {copy.parent / 'out' / 'results.json'} " in printed
+    assert message in printed
+
+
+def test_seeds_and_arms_are_added_to_a_study_that_has_runs(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = copy.read_text().replace("seeds = [0, 1]", "seeds = [2, 1, 0]")
+    copy.write_text(text + "[arms.jet]\nprecision.preset = 'jet'\n")
+    assert main(["study", str(copy), "--dry-run"]) == 0
+    assert "9 runs, 4 done" in capsys.readouterr().out
+
+
+def test_a_first_model_that_is_not_there_is_named(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = re.sub(r"^model\.config.*\n", "", copy.read_text(), flags=re.MULTILINE)
+    copy.write_text(text.replace("[settings]", '[settings]\nmodel.path = "nothere"'))
+    (copy.parent / "out" / "results.json").unlink()
+    assert main(["study", str(copy), "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert "4 runs, 0 done" in printed.out
+    assert "model.path: nothere: no such directory; a Hugging Face model directory" in printed.err
+    assert "(settings of the run unified-s0)" in printed.err
