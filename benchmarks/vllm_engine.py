@@ -26,7 +26,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "ngram_gpu": {"method": "ngram_gpu", **LOOK_UP},
     "known": {
         "method": "custom_class",
-        "model": "vllm_engine.Drafts",
+        "model": "benchmarks.vllm_engine.Drafts",
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": [RIGHT**n for n in range(1, DRAFT_TOKENS + 1)],
     },

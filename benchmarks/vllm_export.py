@@ -1,20 +1,21 @@
-r"""Load jetrl's FP8 export in vLLM, and compare log-probs of prompts with each of our plans.
+r"""Load jetrl's export in vLLM, and compare log-probs of prompts with each of our plans.
 
     python -m benchmarks.vllm_export --shape qwen3-8b --layers 8     random weights
-    python -m benchmarks.vllm_export --model runs/mine               a model, on texts of GSM8K
+    python -m benchmarks.vllm_export --model runs/mine --dtype bfloat16   a model, on texts of GSM8K
 
 Needs vLLM (0.26.0 was used) beside jetrl. Where one environment does not hold both, run the two
 sides one after the other with the same --work: `--side ours` in the one with jetrl and a GPU,
 `--side vllm` in the other one, which needs jetrl's sources on PYTHONPATH alone; the second prints
 the table. `--side ours --device cpu --shape tiny` tries our side out.
 
-The weights are written as `jetrl export --dtype fp8` writes them (block-scaled, 128 x 128). Each
-plan then reads that directory and computes the log-prob of every token of the prompts behind the
-first; so does vLLM (`prompt_logprobs`), in eager mode, with keys and values in BF16 unless
---kv-cache-dtype says fp8. A row has the differences of one plan from vLLM, in nats. An export that
-is read wrongly (a scale turned round, a layer left out) differs by nats; roundings differ by
-hundredths, and least under `jet`, whose linears are in FP8 and whose keys and values are in BF16,
-as vLLM's are.
+The weights are written as `jetrl export --dtype fp8` writes them (block-scaled, 128 x 128), or with
+--dtype bfloat16 as a run of `int8` exports them. Each plan then reads that directory and computes
+the log-prob of every token of the prompts behind the first; so does vLLM (`prompt_logprobs`), in
+eager mode, with keys and values in BF16 unless --kv-cache-dtype says fp8. A row has the differences
+of one plan from vLLM, in nats. An export that is read wrongly (a scale turned round, a layer left
+out) differs by nats; roundings differ by hundredths: of an FP8 export least under `jet`, whose
+linears are in FP8 and whose keys and values are in BF16, as vLLM's are, and of a BF16 export under
+`bf16`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-PLANS = ("jet", "unified", "mixed", "bf16", "fp32")
+PLANS = ("jet", "unified", "int8", "mixed", "bf16", "fp32")
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -49,7 +50,7 @@ def write_ours(args: argparse.Namespace) -> None:
         policy = open_policy(args.model, "jet", device)
     prompts = prompt_tokens(policy, args.prompts, args.tokens)
     export = args.work / "model"
-    policy.save_pretrained(export, dtype="fp8", overwrite=True)
+    policy.save_pretrained(export, dtype=args.dtype, overwrite=True)
     del policy
     logprobs: dict[str, list[list[float]]] = {}
     for plan in PLANS:
@@ -140,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--model", help="a model or a run, in place of random weights")
+    parser.add_argument("--dtype", choices=["fp8", "bfloat16"], default="fp8", help="default: fp8")
     parser.add_argument("--prompts", type=int, default=16, help="default 16")
     parser.add_argument(
         "--tokens", type=int, default=256, help="a prompt has at most (default 256)"
@@ -170,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = command_typed("python -m benchmarks.vllm_export", argv)
     from vllm import __version__
 
-    write_results(args.out, "vllm_export", command, rows, vllm=__version__)
+    write_results(args.out, "vllm_export", command, rows, vllm=__version__, export=args.dtype)
 
 
 if __name__ == "__main__":

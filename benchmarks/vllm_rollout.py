@@ -1,8 +1,8 @@
 """Run vLLM on the loads of `jetrl bench rollout`: the same prompts, the same lengths.
 
     python -m benchmarks.vllm_rollout --load grpo --quantization fp8
-    jetrl bench rollout --shape qwen3-8b --plan unified --load grpo
-    jetrl bench rollout --shape qwen3-8b --plan unified --case 64x8192x128
+    jetrl bench rollout --shape qwen3-8b --plan int8 --load grpo
+    jetrl bench rollout --shape qwen3-8b --plan int8 --case 64x8192x128
 
     python -m benchmarks.vllm_rollout --load tail --quantization fp8 --quantization fp8_per_block \
         --quantization fp8+ngram --quantization fp8+known
@@ -56,9 +56,9 @@ from benchmarks.harness import (
     print_table,
     write_results,
 )
+from benchmarks.in_turn import in_turn
 from benchmarks.shapes import SHAPES
-from in_turn import in_turn
-from vllm_engine import DRAFTS, LINEARS, Setup, measure
+from benchmarks.vllm_engine import DRAFTS, LINEARS, Setup, measure
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from benchmarks.harness import tailed_load
 from benchmarks.shapes import SHAPES
+from benchmarks.vllm_rollout import quantization_and_drafts
 
 VOCABULARY = SHAPES["qwen3-8b"]["vocab_size"]
 
@@ -16,6 +17,7 @@ VOCABULARY = SHAPES["qwen3-8b"]["vocab_size"]
 def test_loads_are_what_the_published_figures_were_measured_on(
     name: str, prompts: int, tokens: int, longest: int
 ) -> None:
+    assert quantization_and_drafts("fp8_per_block+ngram") == ("fp8_per_block", "ngram")
     load, drawn, lengths = tailed_load(name, VOCABULARY)
     assert [len(p) for p in drawn] == [256] * prompts
     assert len(lengths) == load.sequences == 8 * prompts
