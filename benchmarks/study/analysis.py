@@ -1,4 +1,4 @@
-"""The numbers of a study's report: accuracies, paired differences, collapses, doses and twins."""
+"""The numbers of a study's report: accuracies, paired differences, collapses and twins."""
 
 from __future__ import annotations
 

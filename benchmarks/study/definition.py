@@ -3,7 +3,7 @@
     [study]           name, question, seeds, where its files go
     [settings]        settings that all runs have in common, and the recipe below them
     [grid.AXIS.NAME]  the values of an axis, each a table of settings
-    [arms.NAME]       the settings that make an arm; label, dose, twin and kill_after are its own
+    [arms.NAME]       the settings that make an arm; label, twin and kill_after are its own
     [start]           supervised training whose weights all arms of a grid point begin from
     [eval]            how the final weights of every run are evaluated
     [collapse]        the rule by which a run counts as collapsed
@@ -350,7 +350,6 @@ class Arm(Section):
     """The keys of an arm beside the settings of the runs."""
 
     label: str = Field("", description="name in plots and tables; empty: the arm's name")
-    dose: float | None = Field(None, description="size of a deviation, for the plots of doses")
     twin: bool | str = Field(
         False,
         description="true, or the name of a group: final weights equal to the other twins', bit "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.study.analysis import arm_results, lost_names, lost_runs, point_name, twin_groups
-from benchmarks.study.charts import accuracy_charts, curve_charts, difference_charts, dose_charts
+from benchmarks.study.charts import accuracy_charts, curve_charts, difference_charts
 from benchmarks.study.definition import CollapseSection, Definition
 from benchmarks.study.plan import grid_points
 from benchmarks.study.results import Results, RunResult
@@ -73,11 +73,7 @@ def report_charts(definition: Definition, runs: Sequence[RunResult]) -> list[Cha
     """Return the plots of a report beside the curves."""
     runs = known_runs(definition, runs)
     arms = arm_results(definition, runs)
-    return [
-        *accuracy_charts(definition, runs, arms),
-        *difference_charts(definition, arms),
-        *dose_charts(definition, runs),
-    ]
+    return [*accuracy_charts(definition, runs, arms), *difference_charts(definition, arms)]
 
 
 def report_tables(definition: Definition, results: Results) -> list[Table]:

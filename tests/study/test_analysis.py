@@ -1,4 +1,4 @@
-"""Accuracies, differences, collapses, doses and twins of results that are made up."""
+"""Accuracies, differences, collapses and twins of results that are made up."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ precision.preset = "bf16"
 precision.preset = "mixed"
 algorithm.correction = "tis"
 label = "mixed with TIS"
-dose = 1
 """
 
 
@@ -101,7 +100,7 @@ def test_a_start_is_shared_by_what_does_not_change_it(study: Read) -> None:
         (HEAD.replace("name", "nmae") + ARMS, "line 2: unknown key study.nmae; did you mean name"),
         (HEAD.replace("[0, 3]", "[0, 0]") + ARMS, "line 3: study.seeds = .*each one once"),
         (HEAD.replace("mine", "../up") + ARMS, "line 2: study.name = '../up'"),
-        (HEAD + ARMS + "kill_after = [3, 2]\n", "line 14: .*ascending order"),
+        (HEAD + ARMS + "kill_after = [3, 2]\n", "line 13: .*ascending order"),
         (
             HEAD + ARMS + "".join(f"[grid.a{n}.x]\n[grid.a{n}.y]\n" for n in range(12)),
             "16,384 runs; a study has at most 10,000",
@@ -120,11 +119,11 @@ def test_a_wrong_key_is_named_with_its_line(study: Read, text: str, message: str
             HEAD + "train.lrr = 1\n" + ARMS,
             r"line 7: unknown setting train.lrr; did you mean train.lr",
         ),
-        (HEAD + ARMS + "train.lr = 'high'\n", r"line 14: train.lr = .*\(settings of the run mixed"),
+        (HEAD + ARMS + "train.lr = 'high'\n", r"line 13: train.lr = .*\(settings of the run mixed"),
         (HEAD + "run.seed = 1\n" + ARMS, "line 7: run.seed is set by the study itself"),
         (
             HEAD + "[start]\nsft.steps = 9\n" + ARMS + "sft.steps = 1\n",
-            "line 16: arms.*sets sft.steps",
+            "line 15: arms.*sets sft.steps",
         ),
     ],
 )
