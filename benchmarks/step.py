@@ -217,7 +217,7 @@ def table(rows: Sequence[Row]) -> list[Row]:
 
 
 def earlier_rows(path: Path | None) -> list[Row]:
-    """Return the rows of an earlier run, each with the command and date of that run."""
+    """Return the rows of an earlier run, each with that run's command, date and commit."""
     if path is None:
         return []
     if not path.is_file():
@@ -226,7 +226,7 @@ def earlier_rows(path: Path | None) -> list[Row]:
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else results.get("device")
     if results.get("benchmark") != "step" or results["device"] != here:
         raise UserError(f"--beside {path}: give the JSON of jetrl bench step on a {here}")
-    origin = {"command": results["command"], "date": results["date"]}
+    origin = {name: results.get(name) for name in ("command", "date", "commit")}
     return [{**origin, **row} for row in results["rows"]]
 
 

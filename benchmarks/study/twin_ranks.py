@@ -1,4 +1,4 @@
-"""Runs of a study on 1, 2 and 4 processes: are their final weights equal, bit for bit?
+r"""Runs of a study on 1, 2 and 4 processes: are their final weights equal, bit for bit?
 
     python -m benchmarks.study.twin_ranks --out benchmarks/results/study/twin_ranks_demo.json
     python -m benchmarks.study.twin_ranks --study benchmarks/study/twins.toml --out build/ranks.json
@@ -9,6 +9,11 @@ Its start is trained once. The file is written after each run. A run that ended 
 while its directory is in FOLDER, and one that was cut goes on: the same command finishes what a
 time limit interrupts. The command ends with exit code 1 where weights differ. On two CPU cores the
 demo's thousand steps take 5 to 10 minutes each.
+
+With `--start`, the same command on two kinds of GPU says whether their weights are equal:
+
+    python -m benchmarks.study.twin_ranks --study benchmarks/study/eight_bits.toml \
+        --arm int8-e4m3 --seed 1 --start build/smollm2 --steps 10 --processes 1 --out h100.json
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ def main() -> None:
     parser.add_argument("--study", type=Path, default=Path("benchmarks/study/twins_demo.toml"))
     parser.add_argument("--arm", default="plain")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", help="the model to begin from, instead of the study's start")
     parser.add_argument("--steps", type=int, help="steps, instead of the study's")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--folder", type=Path, default=Path("build/twin_ranks"))
@@ -45,7 +51,7 @@ def main() -> None:
     if run is None:
         parser.error(f"{args.study} has no arm {args.arm} with seed {args.seed}")
     args.folder.mkdir(parents=True, exist_ok=True)
-    model = trained_start(run, args.folder)
+    model = args.start or trained_start(run, args.folder)
     typed = command_typed("python -m benchmarks.study.twin_ranks", None)
     facts = {"study": str(args.study), "arm": args.arm, "seed": args.seed}
     equal: bool | None = None  # of one run: there is nothing to compare it with
