@@ -75,7 +75,7 @@ FLOWS = {
     "corrected": ("FP8 sampler, BF16 trainer, corrected (TIS, IcePop)", "green"),
     "mixed": ("FP8 sampler, BF16 trainer", "red"),
 }
-OUR_OWN = "studies/"  # where models lie that studies trained from nothing
+OUR_OWN = "studies/"  # model.path of models that studies trained from nothing
 ENDS = ("log_odds_low", "log_odds_high")
 HEADS = (
     "Final accuracy minus the reference arm's, same seeds, in log-odds",
@@ -262,6 +262,8 @@ def tables(rows: Sequence[Row], num_tests: int) -> str:
         note += f" With {max(pairs)} pairs no adjusted p of an effect is below {least:.2g}."
     if min(pairs, default=LEAST_PAIRS) < LEAST_PAIRS:
         note += f" Fewer than {LEAST_PAIRS} pairs have no interval and no test."
+    if common := ", ".join(dict.fromkeys(r["study"] for r in rows if r["precision"] == "common")):
+        note += f" {common}: accuracy under the study's precision, not each run's own."
     effects = [[*_place(row), *_effect_cells(row)] for row in rows]
     course = [[*_place(row), *_course_cells(row)] for row in rows]
     lengths: dict[str, float] = {}

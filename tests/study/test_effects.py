@@ -61,6 +61,7 @@ def test_the_family_has_the_tests_that_could_show_something() -> None:
     assert "lost_p_adjusted" not in many
     text = effects.tables(found, 1)
     assert "With 8 pairs no adjusted p of an effect is below 0.0078. Fewer than 6 pairs" in text
+    assert "made-up: accuracy under the study's precision" in text
     assert "| made-up: long | mixed | 8 |" in text
 
 
