@@ -34,6 +34,7 @@ import matplotlib as mpl
 import torch
 from benchmarks.harness import Row, begins, command_typed, print_table, write_results
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
@@ -328,7 +329,8 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     """Draw the KL of each part alone by depth, with a plot for each model and plan."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     with mpl.rc_context({**STYLE, "svg.hashsalt": "jetrl eight_bits"}):
-        figure = Figure(figsize=(8.6, 0.6 + 2.5 * len(models)), layout="constrained")
+        figure = Figure(figsize=(8.6, 0.6 + 2.5 * len(models)))
+        figure.set_layout_engine("constrained", wspace=0.08)
         grid = figure.subplots(len(models), len(PLANS), squeeze=False, sharey="row")
         for across, model in zip(grid, models, strict=True):
             for axes, plan in zip(across, PLANS, strict=True):
@@ -343,7 +345,8 @@ def draw(rows: Sequence[Row], out: Path) -> None:
                 axes.set_xticks(range(len(spans)), [f"{span[0]} to {span[-1]}" for span in spans])
                 axes.set_title(f"{model}, {plan}", loc="left", fontsize=10)
                 axes.set(yscale="log", xlabel="layers that round")
-                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+                axes.yaxis.set_major_formatter("{x:.0e}")
             across[0].set_ylabel("KL per token to FP32")
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=len(labels))
