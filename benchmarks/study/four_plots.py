@@ -76,7 +76,7 @@ def draw_plot(axes: Axes, kind: CurveKind, arms: Arms) -> None:
         zero = log_axis(axes, np.concatenate([line[1] for line in lines.values()]))
         exact = {arm: own for arm, own in arms.items() if not any(r.different_tokens for r in own)}
         tokens = sum(run.compared_tokens for own in exact.values() for run in own)
-        words = f"{', '.join(exact)}: 0 of {tokens:,} tokens differ" if exact else ""
+        words = f"{', '.join(exact)}: 0 of {tokens / 1e6:.1f}M tokens differ" if exact else ""
         axes.annotate(words, (0, zero), (2, 3), textcoords="offset points", fontsize=7.5)
     else:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
@@ -92,6 +92,7 @@ def draw_plot(axes: Axes, kind: CurveKind, arms: Arms) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_title(TITLES[kind.key], loc="left", fontsize=10, fontweight="bold")
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
     axes.margins(x=0.02)
 
 
