@@ -9,8 +9,9 @@ Where a figure stands says where it is from:
   read;
 - in another table of a section that links results of studies: in their reports. A row belongs to
   one arm; the row, or else each column of the table, belongs to one grid point;
-- elsewhere in README, benchmarks.md and study.md, if it has a decimal point, a sign or a `%`: in a
-  table of its section, or in the output of a command of the section.
+- elsewhere, if it has a decimal point, a sign or a `%`: in the output of a command of the section
+  or, in prose, in a table of the section. In backticks stand settings and constants, which nobody
+  measured.
 
 A figure agrees with a value that rounds to it. `65%` is 0.65 or 65, and `1.40 times` a value or the
 ratio of two values with one path in two places. What follows `=` is computed from what is before.
@@ -37,17 +38,21 @@ from benchmarks.study.report import report_tables
 from benchmarks.study.running import opened
 
 ROOT = Path(__file__).parents[2]
-CHECKED_PROSE = ("README.md", "benchmarks.md", "study.md")
 LINK = re.compile(r"!?\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 FIGURE = re.compile(
     r"(?<![\w.])([+-]?)(\d[\d,]*\d|\d)(\.\d+)?(?:e(-?\d+))?(%| times)?(?!\w|\.\d|,\d)"
 )
 INTERVAL = re.compile(r"\[([+-]?[\d.]+), ([+-]?[\d.]+)\]")
-EQUATION = re.compile(r"([\d.,() +*/-]*\d\)?) = (\d[\d.,]*(?:%| times)?)")
+EQUATION = re.compile(
+    r"(?<![\w.])(\(?\d(?:[\d.,() +*/-]| x )*[-+*/x] (?:[\d.,() +*/-]| x )*\d\)?)"
+    r" = (\d[\d,]*(?:\.\d+)?(?:%| times)?)"
+)
 CLAIM = re.compile(r"[.%]|^[+-]")
 NO_CLAIM = re.compile(  # code, versions, settings, and sizes of models
-    r"`[^`]*`|\b(?:torch|Triton|vLLM|CUDA|Python|Llama|Apache-|[Nn]oise) ?[\d.]+(?: to [\d.]+)?"
-    r"|[\d.]+ (?:and [\d.]+ )?million|[\d.]+e9 parameters|95%(?= interval)"
+    r"`[^`]*`(?: = -?[\d.]+)?|\b2\^-?\d+"
+    r"|\b(?:torch|Triton|vLLM|CUDA|cuDNN|Python|Llama|Mistral|Apache-|[Nn]oise|arXiv|sec\.)[ -]?"
+    r"[\d.]+(?:(?: to|,) [\d.]+)*"
+    r"|[\d.]+ (?:and [\d.]+ )?[mb]illion|[\d.]+e9 parameters|95%(?= interval)"
 )
 COMMAND = re.compile(r"^    python -m (benchmarks\.study\.(?:.*\\\n)*.*)", re.MULTILINE)
 Values = dict[tuple[str, ...], list[float]]
@@ -151,13 +156,31 @@ def errors_at(document: Path, text: str, sources: Sequence[tuple[str, str]]) -> 
             continue
         for place, numbers in found.items():
             values.setdefault(place, []).extend(numbers)
-    for terms, result in EQUATION.findall(text):
-        figure = figures_of(result)[0]
-        if not figure.agrees([eval(terms.replace(",", ""))]):
-            yield f"{terms} is not {result}"
+    yield from wrong_sums(text)
     for figure in figures_of(EQUATION.sub(r"\1", text)) if values else []:
         if not is_of(figure, values):
             yield f"{figure.text} is not in {sources}"
+
+
+def linked_errors(document: Path, text: str) -> Iterator[str]:
+    """Yield the figures in links to results that are not at the place that the link names."""
+    for linked, path, pointer in results_linked(text):
+        yield from errors_at(document, linked, [(path, pointer)])
+        if not pointer and figures_of(linked):
+            yield f"{linked}: name the place in {path}"
+
+
+def wrong_sums(text: str) -> Iterator[str]:
+    """Yield each `terms = result` of a text that does not hold."""
+    for terms, result in EQUATION.findall(text):
+        value = float(eval(terms.replace(",", "").replace("x", "*")))
+        if not is_of(figures_of(result)[0], {(): [value]}):
+            yield f"{terms} is not {result}"
+
+
+def unclaimed(text: str) -> str:
+    """Return a text without links, pictures, results of sums, settings, constants and versions."""
+    return NO_CLAIM.sub("", EQUATION.sub(r"\1", re.sub(r"<img.*?>", "", LINK.sub("", text))))
 
 
 def results_linked(text: str) -> list[tuple[str, str, str]]:
@@ -325,24 +348,32 @@ def table_errors(
     document: Path, rows: list[list[str]], files: list[Path], outputs: Sequence[str]
 ) -> Iterator[tuple[int, str]]:
     """Yield the number of each wrong row of a table, and the error."""
+    rest = [[unclaimed(cell) for cell in cells[1:]] for cells in rows[2:]]
     if rows[0][-1] == "from":
         for number, cells in enumerate(rows[2:], 2):
             links = results_linked(cells[-1])
-            if not links:
-                yield number, "the row names no file"
+            whole = [(document.parent / path).resolve() for _, path, place in links if not place]
+            if not links or any("definition" not in content(path) for path in whole):
+                yield number, "the row names no place in a file"
+            elif whole:
+                wrong = wrong_rows([rest[number - 2]], whole, [])
+                yield from ((number, error) for _, error in wrong)
             for head, cell in zip(rows[0][1:-1], cells[1:-1], strict=True):
                 own = [link for link in links if link[0] == head.strip("`")] or links
                 sources = [(path, pointer) for _, path, pointer in own]
                 for error in errors_at(document, LINK.sub("", cell), sources):
                     yield number, error
         return
-    rest = [[NO_CLAIM.sub("", LINK.sub("", cell)) for cell in cells[1:]] for cells in rows[2:]]
-    if not Bucket().missing(" | ".join(itertools.chain(*rest))):
+    if "default" in rows[0]:  # a table of settings
         return
+    for number, cells in enumerate(rows):
+        yield from ((number, error) for cell in cells for error in wrong_sums(cell))
+        yield from ((number, error) for error in linked_errors(document, " | ".join(cells)))
     if files or outputs:
         yield from ((number + 2, error) for number, error in wrong_rows(rest, files, outputs))
-    elif document.name == "study.md":
-        yield 0, "the section links no results"
+        return
+    for number, cells in enumerate(rest, 2):
+        yield from ((number, f"{one} has no file") for one in Bucket().missing(" | ".join(cells)))
 
 
 def repeated_errors(document: Path, line: str) -> Iterator[str]:
@@ -384,9 +415,8 @@ def section_errors(document: Path, section: Section) -> Iterator[str]:
 
 def prose_errors(document: Path, text: str, shown: Bucket) -> Iterator[str]:
     """Yield what is wrong with the figures of a paragraph, which its section may show in tables."""
-    for linked, path, pointer in results_linked(text):
-        yield from errors_at(document, linked, [(path, pointer)])
+    yield from linked_errors(document, text)
     yield from repeated_errors(document, text)
-    if document.name in CHECKED_PROSE:
-        rest = NO_CLAIM.sub("", re.sub(r"<img.*?>", "", LINK.sub("", text)))
-        yield from (f"{one} is in no table of the section" for one in shown.missing(rest))
+    yield from wrong_sums(text)
+    missing = shown.missing(unclaimed(text))
+    yield from (f"{one} is in no table of the section" for one in missing)

@@ -107,7 +107,7 @@ def render_metrics_document() -> str:
         "## Names in other systems",
         "",
         "The nearest name elsewhere; where it measures something slightly different, that is said.",
-        "`token_mult_prob_error` above 1.05 is NeMo RL's alarm; here, under an exact plan, any",
+        "`token_mult_prob_error` above `1.05` is NeMo RL's alarm; here, under an exact plan, any",
         "value but 1, that is any `mismatch/num_different` but 0, stops the run.",
         "",
         "| jetrl | " + " | ".join(KNOWN_AS) + " |",
