@@ -23,18 +23,10 @@ from jetrl.errors import UserError
 HANDS_WORDS_ON = True
 RUNS_ON_RANKS = True
 ON_RANKS = ("step",)  # what several processes measure together
-CPU_TOO = (
-    "draft_head",
-    "exact",
-    "mismatch",
-    "speculation",
-    "step",
-    "train",
-)  # with --device cpu: to try them out
+CPU_TOO = ("exact", "mismatch", "speculation", "step", "train")  # with --device cpu, to try them
 KERNELS = ("gemm", "logprob", "norm", "quantize")
 BENCHMARKS = (
     "attention",
-    "draft_head",
     "exact",
     "gemm",
     "layer",
@@ -49,7 +41,6 @@ BENCHMARKS = (
     "speculation",
     "step",
     "train",
-    "verify",
 )
 
 
