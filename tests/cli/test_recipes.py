@@ -129,7 +129,7 @@ def test_the_recipes_are_listed_with_what_they_need_or_shown(jetrl: Callable) ->
 @pytest.mark.parametrize(
     "words, missing, needs",
     [
-        (["smollm2-135m"], "./build/words", "build/words, made in a clone of jetrl by `python"),
+        (["smollm2-135m"], "./build/letters", "build/letters, made in a clone of jetrl by `python"),
         (["smollm2-135m", "task.path=./rows"], "./rows", None),
         (["gsm8k-smoke"], "models/tiny-qwen3-gsm8k", "models/tiny-qwen3-gsm8k, made by `jetrl"),
     ],
