@@ -3,8 +3,8 @@
 A warp that multiplies reads a stage by ordinary loads, and a barrier of its warps and an arrival on
 an mbarrier then let another warp ask for a bulk copy over it. A bulk copy does not wait for loads
 that have begun; so each has to have ended before the barrier: an instruction in front of it waited
-for the load's scoreboard, or for a fence behind the load (benchmarks/notes-gemm.md, "When a stage
-may be copied over"). Only the machine code says so.
+for the load's scoreboard, or for a fence behind the load (docs/kernels.md, "When a stage may be
+copied over"). Only the machine code says so.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ SOURCE = ROOT / "src" / "jetrl"
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "LOG.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 HISTORY = ROOT / "LOG.md"  # names files as they were on the day of an entry
 

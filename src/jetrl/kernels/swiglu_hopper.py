@@ -11,7 +11,7 @@ kernel here does the same operations in this order, without fused multiply-adds.
 128 x 128 tile. All groups need the whole tile before the first code is written, so registers
 decide: 16 warps hold a tile; eight would spill. One program per SM visits its tiles while bulk
 copies bring the next two into shared memory, where the warps' maxima meet: one thread per group
-makes scale and multiplier, and all quantize. Other forms: benchmarks/notes-gemm.md.
+makes scale and multiplier, and all quantize. Other forms: docs/kernels.md.
 
 Legend: T tokens, F features of y.
 """

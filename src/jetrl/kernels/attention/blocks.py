@@ -3,7 +3,7 @@
 The loading warp (`attention.forward`) fills a ring of stages in shared memory. One of three
 warpgroups multiplies while another is in its softmax. With BF16 keys a block's scores are issued
 with the values of the block before; with coded keys, whose softmax takes more registers and time,
-one product at a time is faster (benchmarks/notes-attention.md).
+one product is in flight at a time (docs/kernels.md).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -3,8 +3,8 @@
 Decode, prefill and training must give a query row the same bits. They do because they run the
 functions of this file, and nothing else, on the same blocks of keys in the same order, with tensor
 cores that add 16 products at a time. Decode does so by mma.sync m16n8k16, with keys and queries
-turned, the others by wgmma (m64n64k16, m64n128k16): on Hopper the two give the same bits (measured:
-benchmarks/notes-attention.md).
+turned, the others by wgmma (m64n64k16, m64n128k16): on Hopper the two give the same bits
+(tests/gpu/test_tensor_cores.py).
 
 For one query row with raw scores `r_j` (the tensor core's float32 sum over head_dim of the 16-bit
 query and key codes), per-key factors and a running state, a block of BLOCK_KEYS keys does:
@@ -49,8 +49,8 @@ import math
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# A split is a warp's work in decode: 512 keys would give long contexts more warps, but cost the
-# forward an eighth of its speed (benchmarks/notes-attention.md).
+# A split is a warp's work in decode: 512 keys would give long contexts more warps, but every other
+# launch twice the folds (docs/kernels.md).
 SPLIT_KEYS = 1024
 
 # Queries are multiplied by this before the cast to FP16: finite up to 2**21, and rounding errors

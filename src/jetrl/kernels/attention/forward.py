@@ -8,7 +8,7 @@ A program of the forward takes 192 queries of one head: three warpgroups of 64 r
 loads blocks by bulk copies, five in shared memory. The warpgroups share only these blocks, so one
 multiplies while another is in its softmax (`attention.blocks`). One program per SM takes tiles,
 longest first. The state of finished splits waits in global memory, one float32 row per query: in
-registers it would leave no room for a third warpgroup. Slower forms: benchmarks/notes-attention.md.
+registers it would leave no room for a third warpgroup. Other forms: docs/kernels.md.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

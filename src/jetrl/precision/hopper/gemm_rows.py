@@ -1,7 +1,7 @@
 """The FP8 GEMM of few rows on Hopper: decode, where a weight is read for at most 128 rows.
 
 It has the bits of the libraries (`precision.hopper.gemm`). How the weight is cut into tiles changes
-no bit; benchmarks/notes-gemm.md has the cuts that were measured.
+no bit; docs/kernels.md says which forms were not kept.
 
 Speed is continuous reading: a program takes 16 to 192 rows of the weight over the whole of K. One
 warp requests tiles by bulk copy into up to 16 stages, and four or eight warps multiply. In a
@@ -268,7 +268,7 @@ def _multiply(
             PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma,
         )  # fmt: skip
         # X's scales were read by ordinary loads, and a barrier alone does not keep these in front
-        # of the next bulk copy (benchmarks/notes-gemm.md, "When a stage may be copied over").
+        # of the next bulk copy (docs/kernels.md, "When a stage may be copied over").
         fence_async_shared()
         gluon_names.barrier()  # every warp has left these stages
         mbarrier.arrive(left.index(group % ROUNDS), count=1)
