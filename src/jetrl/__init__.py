@@ -1,17 +1,12 @@
 """Reinforcement learning of language models in FP8, sampling and training as one exact flow.
 
 Public names are imported on first use, so that settings and the command line's help need no torch.
-Modules are still found by their earlier names.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import sys
-from collections.abc import Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,20 +42,6 @@ _HOME = {
 
 __all__ = ["__version__", *_HOME]
 
-# Modules that users import, by their earlier names.
-_RENAMED = {
-    "jetrl.algorithms": "jetrl.settings.algorithms",
-    "jetrl.config": "jetrl.settings.loading",
-    "jetrl.cpu_memory": "jetrl.memory.cpu",
-    "jetrl.evaluate": "jetrl.session.evaluate",
-    "jetrl.parity": "jetrl.session.parity",
-    "jetrl.policy": "jetrl.models.policy",
-    "jetrl.scalar_model": "jetrl.models.scalar_model",
-    "jetrl.tasks.arithmetic": "jetrl.tasks.toys",
-    "jetrl.tasks.checkers": "jetrl.tasks.answers",
-    "jetrl.tasks.gsm8k": "jetrl.tasks.questions",
-}
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
@@ -71,18 +52,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _RenamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules by their earlier names: both names are one module."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self) if name in _RENAMED else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = importlib.import_module(_RENAMED[module.__name__])
-
-
-sys.meta_path.append(_RenamedModules())

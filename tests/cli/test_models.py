@@ -26,7 +26,7 @@ from jetrl.errors import UserError
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan, backend
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.session import parity
 from jetrl.session.building import build_policy
 from jetrl.settings.loading import load_config, to_toml

@@ -8,7 +8,8 @@ from typing import Any
 from tests.reliability.faults import SUMS
 
 from jetrl import load_config, train
-from jetrl.runs import RunDirectory, reproducible
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.metrics import reproducible
 
 SMALL = [
     *SUMS,

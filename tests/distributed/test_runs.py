@@ -21,7 +21,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.sequence import NonFiniteLogits
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.session import session as verbs
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import compare_weights

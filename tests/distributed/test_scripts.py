@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.ranks import run_scripts
 from tests.distributed.runs import SMALL, STEPS_ALONE, results
 
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 
 WORDS = [*SMALL, *STEPS_ALONE, "loop.steps=1", "sft.steps=1"]
 SCRIPT = f"""

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jetrl.runs import RunDirectory, reproducible
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.metrics import reproducible
 
 SMALL = [
     "sft.examples_per_step=8",

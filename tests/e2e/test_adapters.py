@@ -21,7 +21,7 @@ from jetrl.errors import UserError
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 
 TINY = [
     *SMALL,

@@ -10,7 +10,8 @@ from tests.e2e.small import SMALL, without_last_checkpoint
 
 from jetrl import load_config, train
 from jetrl.errors import UserError
-from jetrl.runs import RunDirectory, reproducible
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.metrics import reproducible
 
 TINY = [
     *SMALL,

@@ -13,7 +13,8 @@ from jetrl import load_config, train
 from jetrl.cli.opening import open_policy
 from jetrl.models.chat import encode_prompt
 from jetrl.models.tiny import character_tokenizer
-from jetrl.runs import RunDirectory, reproducible
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.metrics import reproducible
 from jetrl.types import Prompt
 
 TINY = [

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.e2e.small import SMALL, metrics, without_last_checkpoint
 
 from jetrl import load_config, train
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 
 TINY = [
     *SMALL,

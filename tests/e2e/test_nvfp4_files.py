@@ -18,7 +18,7 @@ from jetrl.cli.opening import open_policy
 from jetrl.errors import UserError
 from jetrl.models.tiny import make_tiny
 from jetrl.precision.nvfp4 import NVFP4Weight
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 
 WORDS = [
     *SMALL,

@@ -11,7 +11,7 @@ from tests.distributed.runs import results
 from tests.e2e.small import SMALL, without_last_checkpoint
 
 from jetrl import load_config, train
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.session import RunResult
 
 TINY = [

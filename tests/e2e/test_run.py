@@ -12,7 +12,7 @@ from tests.e2e.small import SMALL, before_call, cut, metrics, task_of
 from jetrl import Policy, load_config, train
 from jetrl.errors import MismatchError, RunStopped, UserError
 from jetrl.precision import PrecisionPlan
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.session import RunResult, Session
 from jetrl.training.sft import SftTrainer
 

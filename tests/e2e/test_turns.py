@@ -8,7 +8,7 @@ from typing import Any
 from tests.e2e.small import metrics, without_last_checkpoint
 
 from jetrl import load_config, train
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = [

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.settings.loading import describe, load_config, to_toml
 
 RECIPE = b"""

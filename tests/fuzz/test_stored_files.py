@@ -32,9 +32,10 @@ from jetrl.models.nvfp4_files import check_quantization, left_in_16_bits
 from jetrl.models.peft import base_of, read_lora
 from jetrl.models.rope import frequencies_of
 from jetrl.precision import PrecisionPlan
-from jetrl.runs import RunDirectory, compare_runs, comparison_rows, list_runs, runs_table, show_run
 from jetrl.runs.attempts import StatusFile, read_status
+from jetrl.runs.directory import RunDirectory
 from jetrl.runs.format import visible
+from jetrl.runs.overview import compare_runs, comparison_rows, list_runs, runs_table, show_run
 from jetrl.runs.report import _sample
 from jetrl.runs.schemas import record_of
 from jetrl.session.checkpoints import check_extra

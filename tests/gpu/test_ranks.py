@@ -18,7 +18,7 @@ from tests.distributed.runs import results
 from jetrl.distributed.shards import shard_of
 from jetrl.kernels.norm import block_squares
 from jetrl.precision.gradients import matmul_product, rows_added
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 
 pytestmark = pytest.mark.gpu
 

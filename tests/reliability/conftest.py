@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import faults
 
 from jetrl import load_config, train
-from jetrl.runs import RunDirectory, reproducible
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.metrics import reproducible
 
 SMALL = [
     *faults.SMALL,

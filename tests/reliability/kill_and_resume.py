@@ -36,7 +36,9 @@ import torch
 import torch._dynamo  # torch's optimizers import it: here, once, and not in every fork
 
 from jetrl.cli.main import main as jetrl
-from jetrl.runs import RunDirectory, plots, reproducible  # noqa: F401 (plots: as above)
+from jetrl.runs import plots  # noqa: F401 (plots: as above)
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.metrics import reproducible
 
 SMALL = [
     *faults.SMALL,

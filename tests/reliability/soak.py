@@ -33,7 +33,7 @@ import faults
 import numpy as np
 from kill_and_resume import Attempt, check_same, fingerprint, forked
 
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.session import Session
 
 POISON_EVERY, POISON_AT = 97, 13

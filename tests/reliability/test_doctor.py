@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from jetrl.cli.main import main as jetrl
-from jetrl.runs import RunDirectory
 from jetrl.runs.attempts import StatusFile
+from jetrl.runs.directory import RunDirectory
 
 Said = Callable[[], tuple[int, str]]
 

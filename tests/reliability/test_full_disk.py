@@ -20,7 +20,7 @@ import pytest
 from jetrl import train
 from jetrl.cli.main import main
 from jetrl.errors import StorageError
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.session import Session
 from jetrl.training.checkpoint import Checkpoints
 
@@ -28,7 +28,8 @@ PROGRAM = """
 import contextlib, logging, subprocess, sys
 from pathlib import Path
 from jetrl.cli.main import main
-from jetrl.runs import RunDirectory, reproducible
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.metrics import reproducible
 from jetrl.session import Session
 
 disk, record = Path(sys.argv[1]), Session.record

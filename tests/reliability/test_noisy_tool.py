@@ -15,7 +15,7 @@ from pathlib import Path
 from jetrl import load_config, train
 from jetrl.cli.main import main
 from jetrl.models import hf
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task
 from jetrl.types import Prompt, Reply, Turn

@@ -18,7 +18,7 @@ from tests.e2e.small import before_call
 from jetrl import train
 from jetrl.cli.main import main as jetrl
 from jetrl.errors import Terminated, TimeLimitReached
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.session import session as verbs
 from jetrl.session import stop_signals as module
 from jetrl.session.sampling import Scoring

@@ -12,8 +12,8 @@ import pytest
 from tests.distributed.ranks import run_scripts
 
 from jetrl import train
-from jetrl.runs import RunDirectory
 from jetrl.runs.attempts import read_status
+from jetrl.runs.directory import RunDirectory
 from jetrl.session.watchdog import ExitTimer, Watchdog
 from jetrl.settings.sections import WatchdogSettings
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jetrl.runs import RunDirectory, eval_metric
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.metrics import eval_metric
 from jetrl.settings.loading import Settings, load_config
 from jetrl.types import Completion, Prompt, Sample, Score, StepStats
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.runs import bits_in_words, compare_runs, comparison_rows
+from jetrl.runs.overview import bits_in_words, compare_runs, comparison_rows
 
 
 def rewritten(run: Path, change: Callable[[dict], None]) -> None:

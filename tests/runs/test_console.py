@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from jetrl.runs import Console
+from jetrl.runs.console import Console
 from jetrl.types import StepStats
 
 

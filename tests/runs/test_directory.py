@@ -13,7 +13,7 @@ import warnings
 import pytest
 
 from jetrl.errors import RunStopped, StorageError, UserError
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.settings.loading import load_config
 from jetrl.types import Completion, StepStats, Turn
 
@@ -187,7 +187,7 @@ def test_killed_run_is_interrupted_and_the_package_needs_no_torch(tmp_path):
     program = f"""
 import os, signal, sys
 from jetrl.settings.loading import load_config
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 assert "torch" not in sys.modules
 settings = load_config(None, ["run.dir={tmp_path}", "run.name=demo"])
 run = RunDirectory.create(settings, {{}})

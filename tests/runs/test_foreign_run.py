@@ -14,8 +14,10 @@ from rich.console import Console
 from jetrl.cli.doctor import run_checks
 from jetrl.cli.main import main
 from jetrl.errors import UserError
-from jetrl.runs import compare_runs, list_runs, plot_runs, runs_table, show_run, write_report
 from jetrl.runs.format import count, duration, number, percent, visible
+from jetrl.runs.overview import compare_runs, list_runs, runs_table, show_run
+from jetrl.runs.plots import plot_runs
+from jetrl.runs.report import write_report
 
 ODD_NAME = "eval/\x1b]0;title\x07\u202e[red]x[/red]/mean"
 

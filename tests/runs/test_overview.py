@@ -7,7 +7,8 @@ from rich.console import Console as RichConsole
 
 import jetrl.runs.plots
 from jetrl.errors import UserError
-from jetrl.runs import list_runs, plot_runs, runs_table
+from jetrl.runs.overview import list_runs, runs_table
+from jetrl.runs.plots import plot_runs
 
 
 def test_listing_has_good_and_damaged_runs(make_run):

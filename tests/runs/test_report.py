@@ -6,8 +6,9 @@ from html.parser import HTMLParser
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.runs import RunDirectory, write_report
+from jetrl.runs.directory import RunDirectory
 from jetrl.runs.format import visible
+from jetrl.runs.report import write_report
 from jetrl.types import StepStats
 
 VOID = {"meta", "br", "hr", "link", "img", "input"}

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from jetrl.runs import write_report
+from jetrl.runs.report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000", "--dump-dom"]

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.runs import open_trackers
+from jetrl.runs.trackers import open_trackers
 from jetrl.settings.sections import TrackerSettings
 
 

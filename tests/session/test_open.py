@@ -10,7 +10,7 @@ import pytest
 from jetrl.cli.train import recipe_settings
 from jetrl.errors import UserError
 from jetrl.loop import train
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.session import open as opening
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.sampling import EncodedPrompt

@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from jetrl.cli.runs import find_run
-    from jetrl.runs import bits_in_words, compare_runs, comparison_rows
     from jetrl.runs.format import visible
+    from jetrl.runs.overview import bits_in_words, compare_runs, comparison_rows
 
     comparison = compare_runs([find_run(name, Path(args.dir)) for name in args.run])
     if args.json:

@@ -32,7 +32,8 @@ from jetrl.errors import UserError
 from jetrl.settings.presets import DEFAULT_PRESET
 
 if TYPE_CHECKING:
-    from jetrl.runs import Attempt, RunDirectory
+    from jetrl.runs.attempts import Attempt
+    from jetrl.runs.directory import RunDirectory
     from jetrl.runs.schemas import Status
 
 Severity = Literal["OK", "WARN", "FAIL", "--"]
@@ -237,7 +238,7 @@ def _check_answers() -> list[Finding]:
 
 def run_checks(path: Path) -> list[Finding]:
     """Return the findings about a run directory, in the order of the output."""
-    from jetrl.runs import RunDirectory
+    from jetrl.runs.directory import RunDirectory
 
     run = RunDirectory.open(path)
     checks: dict[str, Callable[[RunDirectory], list[Finding]]] = {

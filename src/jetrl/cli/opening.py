@@ -14,7 +14,7 @@ from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.models.peft import base_of, is_adapter, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.session.building import build_policy, choose_device, limit_threads, policy_of_masters
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import Settings, load_config

@@ -32,10 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--metric", action="append", default=[], metavar="NAME", help=metric)
     add("--out", metavar="FILE", default="runs.png", help="plot: the PNG to write")
     add("--json", action="store_true", help="list, show: print JSON")
-    # Options of the live page that `watch` once had.
-    add("--browser", action="store_true", help=argparse.SUPPRESS)
-    for option in ("--every", "--port"):
-        add(option, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"runs {args.action} needs a run: its name or directory")
     paths = [find_run(name, folder) for name in args.run]
     if args.action == "plot":
-        from jetrl.runs import plot_runs
+        from jetrl.runs.plots import plot_runs
 
         print(plot_runs(paths, args.metric, args.out))
         return 0
@@ -56,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     for path in paths:
         try:
             if args.action == "watch":
-                from jetrl.runs import write_report
+                from jetrl.runs.report import write_report
 
                 report, follow = write_report(path), f"watch -n 10 jetrl runs show {path}"
                 tell(f"wrote {report} as of now; to follow the run: {follow}")
@@ -77,7 +73,7 @@ def find_run(name: str, folder: Path) -> Path:
 def _list_command(folder: Path, as_json: bool) -> int:
     from rich.console import Console
 
-    from jetrl.runs import list_runs, runs_table
+    from jetrl.runs.overview import list_runs, runs_table
 
     rows = list_runs(folder)
     if as_json:
@@ -94,7 +90,8 @@ def _list_command(folder: Path, as_json: bool) -> int:
 
 
 def _show_command(path: Path, as_json: bool) -> None:
-    from jetrl.runs import RunDirectory, show_run
+    from jetrl.runs.directory import RunDirectory
+    from jetrl.runs.overview import show_run
 
     if not as_json:
         print(show_run(path))

@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task = "learn worked answers, or which completion of a pair is better"
     add("--task", choices=("answers", "reward"), default="answers", help=task)
     add("--out", metavar="DIR", help="write a copy of the model to DIR")
-    add("--preflight", action="store_true", help=argparse.SUPPRESS)
     parser.epilog = settings_help()
 
 
@@ -54,8 +53,6 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out or "")
     if args.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {args.out}: in use; name another directory")
-    if args.preflight:
-        raise UserError("--preflight: --dry-run counts the pairs whose completions are equal")
     if args.dry_run:
         return print_dry_run(args, settings, resume)
     from jetrl import loop

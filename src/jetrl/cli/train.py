@@ -245,7 +245,7 @@ def _unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path)
 
 def say_result(result: RunResult, settings: Settings) -> int:
     """Print what the run left; return 0, or the exit code of the time limit if it ended the run."""
-    from jetrl.runs import RunDirectory
+    from jetrl.runs.directory import RunDirectory
 
     model = result.model_path
     paths = {label: getattr(result, f"{label}_path") for label in _LEFT}

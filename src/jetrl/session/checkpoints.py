@@ -32,7 +32,7 @@ from jetrl.files import Count, Finite, Seed, Step, Stored, checked
 from jetrl.memory.cpu import available_bytes
 from jetrl.models.hf_files import sync
 from jetrl.models.model import Model
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.runs.storage import storing
 from jetrl.settings.loading import Settings
 from jetrl.training.checkpoint import Background, Checkpoints, Loaded, Snapshot

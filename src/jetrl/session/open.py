@@ -26,7 +26,8 @@ from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import RolloutEngine, check_gpu_sizes
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.kv_pool import check_room, too_small
-from jetrl.runs import RunDirectory, check_trackers
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.trackers import check_trackers
 from jetrl.session.building import (
     Reward,
     build_policy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
-from jetrl.runs import problems
+from jetrl.runs.anomalies import problems
 from jetrl.session.open import open_context
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.sampling import Scoring, sample_prompts

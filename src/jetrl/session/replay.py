@@ -17,7 +17,7 @@ from typing import Any
 
 from jetrl.errors import NonFiniteError
 from jetrl.precision import PrecisionPlan
-from jetrl.runs import RunDirectory
+from jetrl.runs.directory import RunDirectory
 from jetrl.runs.storage import write_atomically
 from jetrl.session.nonfinite import REPLAY
 from jetrl.session.session import Session
@@ -39,15 +39,12 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
     """Run the steps after a run's last checkpoint again; the run itself does not change.
 
     Args:
-        path: A run directory, or a folder in its `nonfinite`, which earlier versions wrote.
         preset: A precision preset instead of the run's plan.
 
     Returns:
         The last step that was begun, and in words what was not finite, "" if everything is.
     """
-    path = path.resolve()
-    # A folder of an earlier version is in the run: its name says nothing that is needed.
-    run = RunDirectory.open(next((p.parent for p in path.parents if p.name == "nonfinite"), path))
+    run = RunDirectory.open(path.resolve())
     # A run that ended with a NaN has no line of that step.
     last = max((line["step"] for line in run.metrics("rl")), default=0) + 1
     number = 0

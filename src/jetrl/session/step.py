@@ -22,8 +22,7 @@ from jetrl.kernels.decode_state import SOURCES
 from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import SpeculationStats
-from jetrl.runs import Learning
-from jetrl.runs.anomalies import Anomalies
+from jetrl.runs.anomalies import Anomalies, Learning
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric
 from jetrl.session.evaluate import Evaluation
 from jetrl.session.sampling import EncodedPrompt, Scoring

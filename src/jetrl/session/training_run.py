@@ -25,12 +25,15 @@ from jetrl.memory.fitting import shown
 from jetrl.memory.out_of_memory import explained
 from jetrl.memory.plan import GIB
 from jetrl.rollout.options import Progress
-from jetrl.runs import Console, RunDirectory, open_trackers, summary_of, write_report
 from jetrl.runs.attempts import StatusFile
+from jetrl.runs.console import Console
+from jetrl.runs.directory import RunDirectory
 from jetrl.runs.follower import FOLDER, open_run_directory
+from jetrl.runs.history import summary_of
+from jetrl.runs.report import write_report
 from jetrl.runs.schemas import Phase
 from jetrl.runs.storage import storing
-from jetrl.runs.trackers import Trackers
+from jetrl.runs.trackers import Trackers, open_trackers
 from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.session.open import TrainingContext
 from jetrl.session.prompt_order import PromptDigest
