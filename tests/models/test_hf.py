@@ -24,6 +24,7 @@ from tests.models.stored_weights import (
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from jetrl import Policy
 from jetrl.errors import StorageError, UserError
 from jetrl.models import hf_save
 from jetrl.models.block import DenseShape
@@ -31,6 +32,7 @@ from jetrl.models.chat import decode
 from jetrl.models.families import FAMILIES, parameter_shapes
 from jetrl.models.hf import eos_token_ids, load_tokenizer, read_generation_config, save_model
 from jetrl.models.tiny import RandomWeights, character_tokenizer
+from jetrl.precision import PrecisionPlan
 
 
 def their_model(family: str, tied: bool = False) -> PreTrainedModel:
@@ -257,3 +259,34 @@ def test_code_beside_a_tokenizer_is_never_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the tokenizer does not load"):
         load_tokenizer(tmp_path / "m")
     assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "preset, rounding, moved",
+    [
+        ("bf16", "nearest", []),
+        ("bf16", "dithered", ["embed.weight", "layers.0.gate_up.weight"]),
+        ("int8", "nearest", ["layers.0.gate_up.weight"]),
+    ],
+)
+def test_a_bf16_directory_keeps_the_small_updates_that_the_policy_reads(
+    preset: str, rounding: str, moved: list[str], tmp_path: Path
+) -> None:
+    """The weights of a file lie on BF16's grid, and an update is far smaller than its steps."""
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "model_type": "llama"}
+    plan = PrecisionPlan.preset(preset).replace(bf16_rounding=rounding)
+    policy = Policy.from_config(sizes | {"rms_norm_eps": 1e-6, "vocab_size": 640}, plan)
+    masters, start = policy.master_weights(), {}
+    for name, master in masters.items():
+        start[name] = master.data.bfloat16().float()
+        master.data.copy_(start[name]).add_(2e-5)
+    policy.weights.requantize()
+    policy.save_pretrained(tmp_path / "m")
+    stored = {name: w.float() for name, w in read_model(tmp_path / "m")[1].items()}
+    shift = {name: float((stored[name] - start[name]).mean()) / 2e-5 for name in start}
+    for name in ("embed.weight", "layers.0.gate_up.weight"):
+        assert (abs(shift[name] - 1) < 0.2) == (name in moved), shift
+    if preset == "bf16":
+        read = policy.weights.quantized_tensors()
+        assert torch.equal(stored["embed.weight"], read["embed.0"].float())
+        assert torch.equal(stored["layers.0.gate_up.weight"], read["layers.0.gate_up.0"].float())

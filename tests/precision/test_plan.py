@@ -53,9 +53,10 @@ def test_pinned_sums_make_bf16_exact_and_free_ones_make_nothing_exact() -> None:
 
 
 def test_a_plan_without_the_later_options_is_stored_as_before_there_were_any() -> None:
-    later = {"wgrad_input", "pinned_sums", "sampler_deviation"}
+    later = {"wgrad_input", "pinned_sums", "sampler_deviation", "bf16_rounding"}
     assert not later & PrecisionPlan.preset("unified").to_dict().keys()
     plan = PrecisionPlan.preset("jet").replace(wgrad_input="1x128", pinned_sums=False)
+    plan = plan.replace(bf16_rounding="dithered")
     assert PrecisionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     described = dict(plan.describe())
     assert described["X into WGrad"] == "1x128 along tokens"

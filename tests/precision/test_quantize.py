@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from jetrl.precision import QTensor, dequantize, quantize
+from jetrl.precision.quantize import dithered_bf16
 
 MAXIMUM = {"e4m3": 448.0, "int8": 127.0}
 BLOCKS = [(1, 128), (128, 128), (128, 1)]
@@ -120,3 +121,16 @@ def test_refuses_what_it_cannot_quantize() -> None:
         quantize(torch.zeros(128))
     with pytest.raises(ValueError, match="int64"):
         quantize(torch.zeros(2, 128, dtype=torch.int64))
+
+
+def test_fixed_draws_keep_small_changes_of_values_on_the_grid() -> None:
+    grid = (0.05 * torch.randn(300, 1000, generator=torch.Generator().manual_seed(0))).bfloat16()
+    assert torch.equal(dithered_bf16(grid.float(), "a"), grid)
+    changed = grid.float() + 2e-5
+    moved = dithered_bf16(changed, "a")
+    assert abs((moved - grid.float()).mean() / 2e-5 - 1) < 0.05
+    assert abs((changed.bfloat16() - grid.float()).mean() / 2e-5) < 0.2  # to nearest
+    assert torch.equal(dithered_bf16(changed[7:], "a", 7), moved[7:])  # of a rank's rows
+    assert not torch.equal(dithered_bf16(changed, "b"), moved)
+    ends = torch.tensor([[torch.inf, -torch.inf, torch.nan, 0.0]])
+    assert torch.equal(dithered_bf16(ends, "a").nan_to_num(7.0), ends.bfloat16().nan_to_num(7.0))

@@ -15,7 +15,7 @@ import argparse
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jetrl.cli.arguments import DEVICES, add_trust_argument
 from jetrl.errors import UserError
@@ -163,7 +163,8 @@ def _merge(args: argparse.Namespace) -> None:
         if parts.adapter is not None:
             parts.adapter.check_base(stored_base_digest(parts.config, base))
         merged = MergedWeights(parts.config, parts.lora, base, parts.masters, device)
-        hf.save_model(args.out, parts.config, merged, args.dtype, *files, overwrite=args.overwrite)
+        how: dict[str, Any] = {"dithered": "linears", "overwrite": args.overwrite}
+        hf.save_model(args.out, parts.config, merged, args.dtype, *files, **how)
         loss = merged.fp8_loss()
     print(f"wrote {args.out} ({args.dtype}, the adapter merged)")
     print(f"measured: after rounding to FP8, the merged change is off by {loss:.0%}")

@@ -35,7 +35,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import StorageError, UserError, is_of_disk
 from jetrl.models.families import FP8_BLOCK, SCALE_SUFFIX, ModelConfig, StoredTensor, stored_tensors
 from jetrl.models.hf_files import sync
-from jetrl.precision.quantize import quantize
+from jetrl.precision.quantize import dithered_bf16, quantize
 
 SaveDtype = Literal["bfloat16", "float32", "fp8"]
 
@@ -51,6 +51,7 @@ def save_model(
     *,
     bf16_layers: Collection[int] = (),
     scales: Literal["fp32", "pow2"] = "fp32",
+    dithered: Literal["none", "linears", "matrices"] = "none",
     overwrite: bool = False,
 ) -> None:
     """Write a model directory; every rank of a run calls this function, and rank 0 writes.
@@ -63,12 +64,13 @@ def save_model(
             config's order.
         max_shard_bytes: The maximum bytes of tensors per file, unless one tensor is larger.
         bf16_layers: Decoder layers whose linear weights stay BF16 in an FP8 directory.
+        dithered: The weights that are rounded to BF16 by fixed draws (`quantize.dithered_bf16`).
         overwrite: Replace a model directory at `path`, which stays until the new one is complete.
     """
     assert dtype in ("bfloat16", "float32", "fp8"), dtype
     parameters = stored_tensors(config)
     assert parameters.keys() == set(weights), parameters.keys() ^ set(weights)
-    encoding = _Encoding(dtype, frozenset(bf16_layers), scales)
+    encoding = _Encoding(dtype, frozenset(bf16_layers), scales, dithered)
     shards = _shards(parameters, encoding, max_shard_bytes)
 
     def finish() -> None:
@@ -127,6 +129,7 @@ class _Encoding:
     dtype: SaveDtype
     bf16_layers: frozenset[int]
     scales: Literal["fp32", "pow2"]
+    dithered: Literal["none", "linears", "matrices"]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -136,8 +139,17 @@ class _Encoding:
     def is_fp8(self, part: StoredTensor) -> bool:
         return self.dtype == "fp8" and part.linear_weight and part.layer not in self.bf16_layers
 
-    def encode(self, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
+    def is_dithered(self, part: StoredTensor) -> bool:
+        of_linear = part.linear_weight and part.layer not in self.bf16_layers
+        matrix = len(part.shape) > 1 and self.dithered == "matrices"
+        return self.torch_dtype == torch.bfloat16 and (
+            matrix or (of_linear and self.dithered == "linears")
+        )
+
+    def encode(self, parameter: str, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
         """Return the tensors to write, by name, for one part of a parameter."""
+        if self.is_dithered(part) and not self.is_fp8(part):
+            rows = dithered_bf16(rows.float(), parameter.removesuffix(".weight"), part.first_row)
         if not self.is_fp8(part):
             # a copy: safetensors refuses tensors that share memory with each other; rounded on
             # the weights' device, so that half the bytes travel
@@ -198,7 +210,7 @@ def _write_shards(
             rows = whole.narrow(0, part.first_row, part.shape[0])
             assert tuple(rows.shape) == part.shape, f"{name} is {list(whole.shape)}"
             if world().is_first:
-                tensors |= encoding.encode(part, rows)
+                tensors |= encoding.encode(name, part, rows)
         world().from_first("a file of weights", partial(save_file, tensors, directory / file))
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:

@@ -155,7 +155,9 @@ class Model:
 
         Args:
             dtype: The dtype of the tensors; fp8 is block-scaled, as vLLM and transformers read it,
-                with BF16 for the layers that the plan keeps in BF16.
+                with BF16 for the layers that the plan keeps in BF16. bfloat16 rounds weights that
+                the plan reads in BF16 as the plan does, and others by fixed draws, so that small
+                updates of many weights survive.
         """
         assert not self.frozen, "a frozen model has no master weights to save"
         files: dict[str, Any] = {"tokenizer": self.tokenizer, "overwrite": overwrite}
@@ -167,6 +169,7 @@ class Model:
         files["generation_config"] = self.generation_config or None
         bf16_layers = [i for i in range(num_layers) if self.plan.keeps_bf16(i, num_layers)]
         files |= {"bf16_layers": bf16_layers, "scales": self.plan.scales}
+        files["dithered"] = self.plan.dithered_in_files
         hf.save_model(path, self.config, self.whole_masters(), dtype, **files)
 
     def adapter_tensors(self) -> dict[str, Tensor]:

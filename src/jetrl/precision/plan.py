@@ -80,7 +80,7 @@ FP8_BLOCK = 128
 _SETTINGS = TypeAdapter(PrecisionSettings)
 _DEVIATION_SETTINGS = TypeAdapter(SamplerDeviationSettings)
 # A plan is stored without these fields if they have their defaults, as before there were any.
-_STORED_IF_SET = ("wgrad_input", "pinned_sums", "sampler_deviation", "base")
+_STORED_IF_SET = ("wgrad_input", "pinned_sums", "sampler_deviation", "base", "bf16_rounding")
 
 
 class Rounding(NamedTuple):
@@ -90,11 +90,13 @@ class Rounding(NamedTuple):
         format: "fp8_weights" are the values of FP8 codes, as BF16.
         scales: The rule of the scales of codes; "fp32" if there are none.
         through_bf16: Whether codes are built from the master weight rounded to BF16.
+        dithered: Whether BF16 values are rounded by fixed draws, not to nearest.
     """
 
     format: Literal["fp32", "bf16", "fp8", "int8", "fp8_weights", "nvfp4"]
     scales: ScaleRule = "fp32"
     through_bf16: bool = False
+    dithered: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class PrecisionPlan:
             of BF16 sums.
         sampler_deviation: What the sampler computes otherwise than all of the above say.
         base: What stands for fp8 in the linears of a base that is not trained.
+        bf16_rounding: How master weights of matrices become BF16 (`quantize.dithered_bf16`).
     """
 
     name: str
@@ -134,6 +137,7 @@ class PrecisionPlan:
     pinned_sums: bool | None = None
     sampler_deviation: SamplerDeviation = NO_DEVIATION
     base: BaseFormat = "fp8"
+    bf16_rounding: Literal["nearest", "dithered"] = "nearest"
 
     def __post_init__(self) -> None:
         if self.kv not in get_args(KVFormat):
@@ -210,6 +214,13 @@ class PrecisionPlan:
         return self.grad_output == "e5m2" or self.wgrad_input == "1x128"
 
     @property
+    def dithered_in_files(self) -> Literal["none", "linears", "matrices"]:
+        """The weights to be dithered in BF16 files: those that the trainer does not round so."""
+        if self.bf16_rounding == "dithered" or self.rest == "fp32":
+            return "matrices"
+        return "none" if self.train_linear == "bf16" else "linears"
+
+    @property
     def integer_wgrad(self) -> bool:
         """True if WGrad reads X as INT8: of an `int8` plan whose backward is not in FP8."""
         return self.train_linear == "int8" and self.grad_output != "e4m3"
@@ -282,8 +293,8 @@ class PrecisionPlan:
 
     def rounding(self, side: Side, format: LinearFormat) -> Rounding:
         """Return how a weight is rounded for a layer that one side reads in a format."""
-        if format == "fp8_activations":
-            return Rounding("bf16")
+        if format == "bf16" or format == "fp8_activations":
+            return Rounding("bf16", dithered=self.bf16_rounding == "dithered")
         if format not in ("fp8", "fp8_weights"):
             return Rounding(format)
         through_bf16 = side == "rollout" and self.sampler_deviation.weights_through_bf16
@@ -361,6 +372,8 @@ class PrecisionPlan:
         if self.pinned_sums is not None:
             order = "one order, whatever the batch" if self.pinned_sums else "the library's order"
             rows.append(("sums", order))
+        if self.bf16_rounding != "nearest":
+            rows.append(("BF16 weights", "rounded by fixed draws"))
         if self.deviation:
             rows.append(("sampler only", self.deviation))
         promise = "bit for bit equal (checked every step)"

@@ -30,6 +30,7 @@ transpose, and X in WGrad). Keys and values: one group for each token and head.
 from __future__ import annotations
 
 import functools
+import zlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -174,3 +175,29 @@ def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     rounded = torch.ldexp(torch.ones_like(scale), exponent)
     return torch.where(torch.isfinite(scale), rounded, scale)
+
+
+def dithered_bf16(x: Tensor, name: str, first_row: int = 0) -> Tensor:
+    """Round float32 [M, K] to BF16, up or down by a draw that is fixed for each place.
+
+    A value between two BF16 values goes to the upper one with a probability of its distance from
+    the lower one. So a value on BF16's grid stays, and a change far smaller than the grid's step
+    moves some of many values, on average by the change. Rounding to nearest moves none of them.
+
+    Args:
+        name: The matrix, whose draws are its own.
+        first_row: The row of the whole matrix with which x begins.
+    """
+    rounded = torch.empty_like(x, dtype=torch.bfloat16)
+    step = max(1, (1 << 24) // x.shape[1])  # rows, for the memory of the draws
+    for start in range(0, len(x), step):
+        part = x[start : start + step].contiguous()
+        begin = (first_row + start) * part.shape[1]
+        places = torch.arange(begin, begin + part.numel(), device=x.device).int()
+        draws = places ^ (zlib.crc32(name.encode()) - (1 << 31))
+        for factor, shift in ((-1640531535, 15), (-2048144777, 13), (-1028477379, 16)):
+            draws = draws * factor
+            draws ^= (draws >> shift) & ((1 << 32 - shift) - 1)
+        bits = part.view(torch.int32) + (draws & 0xFFFF).view(part.shape)
+        rounded[start : start + step] = (bits & -0x10000).view(torch.float32)
+    return rounded

@@ -24,7 +24,14 @@ from jetrl.precision.int8 import int8_rows
 from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight, quantize_nvfp4
 from jetrl.precision.nvfp4_products import in_device_order
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan, Rounding, ScaleRule, Side
-from jetrl.precision.quantize import FORMATS, QTensor, dequantize, empty_int8_rows, quantize
+from jetrl.precision.quantize import (
+    FORMATS,
+    QTensor,
+    dequantize,
+    dithered_bf16,
+    empty_int8_rows,
+    quantize,
+)
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,8 @@ class QuantizedWeight:
             return int8_rows(weight, into if isinstance(into, QTensor) else None)
         if rounding.format == "fp8_weights":
             weight = dequantize(_fp8(weight, rounding.scales))
+        if rounding.dithered and weight.dim() > 1:
+            weight = dithered_bf16(weight, self.name, self.shard.first_row if self.shard else 0)
         if rounding.format != "fp8":
             return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
         return _fp8(weight, rounding.scales, into)

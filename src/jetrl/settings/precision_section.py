@@ -38,6 +38,9 @@ class PrecisionSettings(Section):
     pinned_sums: bool | None = None
     """sum in one order for any batch, so that bf16 promises equal bits too; unset: only if both
     sides are FP8, or both INT8"""
+    bf16_rounding: Literal["nearest", "dithered"] | None = None
+    """master weights to BF16; dithered: small updates of weights on BF16's grid are not swallowed
+    (docs/precision.md); unset: nearest"""
 
     @model_validator(mode="after")
     def _fp8_beside_nvfp4(self) -> Self:
