@@ -37,7 +37,7 @@ def in_linears(how: str) -> Rule:
 RULES: dict[str, Rule] = {
     "fp32": lambda _, w: w,
     "bf16": lambda _, w: rounded(w, "bf16"),
-    "bf16, dithered": lambda name, w: (dithered_bf16(w, name) if w.dim() > 1 else w).float(),
+    "bf16_dithered": lambda name, w: (dithered_bf16(w, name) if w.dim() > 1 else w).float(),
     "int8": in_linears("int8 h64 1xK"),
     "unified": in_linears("e4m3 128x128"),
 }
@@ -114,10 +114,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         row: Row = {"updates": number + 1}
         for name, rule in RULES.items():
             row[name] = round(held_out_loss(rule), 4)
-            row[f"{name}: kept"] = round(
+            row[f"{name}_kept"] = round(
                 (first[name] - row[name]) / (first["fp32"] - row["fp32"]), 3
             )
-        row["bf16 weights moved"] = round(moved / sum(map(torch.numel, weights.values())), 4)
+        row["moved"] = round(moved / sum(map(torch.numel, weights.values())), 4)
         rows.append(row)
     start_losses = {name: round(value, 4) for name, value in first.items()}
     facts = {"start": start_losses}

@@ -267,13 +267,14 @@ def test_code_beside_a_tokenizer_is_never_run(tmp_path: Path) -> None:
         ("bf16", "nearest", []),
         ("bf16", "dithered", ["embed.weight", "layers.0.gate_up.weight"]),
         ("int8", "nearest", ["layers.0.gate_up.weight"]),
+        ("mixed", "nearest", ["layers.0.gate_up.weight"]),
     ],
 )
 def test_a_bf16_directory_keeps_the_small_updates_that_the_policy_reads(
     preset: str, rounding: str, moved: list[str], tmp_path: Path
 ) -> None:
     """The weights of a file lie on BF16's grid, and an update is far smaller than its steps."""
-    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "model_type": "llama"}
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128, "model_type": "llama"}
     plan = PrecisionPlan.preset(preset).replace(bf16_rounding=rounding)
     policy = Policy.from_config(sizes | {"rms_norm_eps": 1e-6, "vocab_size": 640}, plan)
     masters, start = policy.master_weights(), {}

@@ -156,7 +156,7 @@ class Model:
         Args:
             dtype: The dtype of the tensors; fp8 is block-scaled, as vLLM and transformers read it,
                 with BF16 for the layers that the plan keeps in BF16. bfloat16 rounds weights that
-                the plan reads in BF16 as the plan does, and others by fixed draws, so that small
+                both sides read in BF16 as they do, and others by fixed draws, so that small
                 updates of many weights survive.
         """
         assert not self.frozen, "a frozen model has no master weights to save"

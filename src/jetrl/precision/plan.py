@@ -215,10 +215,11 @@ class PrecisionPlan:
 
     @property
     def dithered_in_files(self) -> Literal["none", "linears", "matrices"]:
-        """The weights to be dithered in BF16 files: those that the trainer does not round so."""
+        """The weights to be dithered in BF16 files: those that a side does not read in BF16."""
         if self.bf16_rounding == "dithered" or self.rest == "fp32":
             return "matrices"
-        return "none" if self.train_linear == "bf16" else "linears"
+        read = {self.train_linear, self.on("rollout").rollout_linear}
+        return "none" if read == {"bf16"} else "linears"
 
     @property
     def integer_wgrad(self) -> bool:
