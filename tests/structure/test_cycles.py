@@ -1,28 +1,47 @@
-"""No circle between modules, and no import by a string but of commands that a user chooses."""
+"""No circle between modules, and no import by a string but of commands and optional packages."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import ast
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
+from tests.structure.test_layers import FILES, imports_of, module_of
 
-from module_graph import ModuleGraph, read_graph
-
-SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
-
-
-@pytest.fixture(scope="module")
-def graph() -> ModuleGraph:
-    return read_graph(SOURCE)
+TREES = {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
-def test_no_circle_joins_modules(graph: ModuleGraph) -> None:
-    assert graph.circles() == [], "a circle: move what both sides need below them"
+def imported(tree: ast.Module) -> set[str]:
+    """The modules that a module imports, in functions too, but not only for type checkers."""
+    skipped = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
+        for statement in block.body
+        for node in ast.walk(statement)
+    }
+    nodes = [node for node in ast.walk(tree) if id(node) not in skipped]
+    statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name for statement in statements for _, name in imports_of(statement)}
+    return {name if name in TREES else name.rpartition(".")[0] for name in names} & TREES.keys()
 
 
-def test_no_module_is_imported_by_a_string(graph: ModuleGraph) -> None:
+def test_no_circle_joins_modules() -> None:
+    graph = {module: imported(tree) - {module} for module, tree in TREES.items()}
+    TopologicalSorter(graph).prepare()  # of a circle: move what both sides need below them
+    graph["jetrl.errors"] = {"jetrl.cli.main"}
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph).prepare()
+
+
+def test_no_module_is_imported_by_a_string() -> None:
     """Type checkers and the layer test read statements."""
-    named = [place for place in graph.strings if place.kind == "named"]
-    assert named == []
-    computed = {place.module for place in graph.strings if place.kind == "computed"}
-    assert computed == {"jetrl.cli.main"}
+    computed = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
+        if not isinstance(node.args[0], ast.Constant) or "jetrl" in str(node.args[0].value)
+    }
+    optional = {"jetrl.runs.trackers", "jetrl.tasks.rows"}  # packages that a user names
+    assert computed == {"jetrl", "jetrl.cli.main"} | optional  # public names, commands
