@@ -34,7 +34,7 @@ def _together(what: str) -> Iterator[None]:
             raise peers().lost(what, str(error).strip().splitlines()[0]) from None
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor as uint8 [rows, bytes of a row], without a copy."""
     rows = tensor.reshape(len(tensor), -1) if tensor.dim() else tensor.reshape(1, 1)
     return rows.view(torch.uint8)
@@ -42,11 +42,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def gather_rows(tensor: Tensor, counts: Sequence[int]) -> None:
     """Fill a contiguous tensor [N, ...] in place, with `counts[rank]` rows from each rank."""
-    pieces = list(as_bytes(tensor).split(list(counts)))
+    pieces = list(_as_bytes(tensor).split(list(counts)))
     own = pieces[dist.get_rank()]
     with _together("rows of weights"):
         if len(set(counts)) == 1:
-            _all_gather(as_bytes(tensor), own)
+            _all_gather(_as_bytes(tensor), own)
         elif dist.get_backend() == "nccl":
             dist.all_gather(pieces, own)
         else:  # gloo gathers equal sizes only

@@ -157,7 +157,7 @@ def layer_backward_bytes(
     if format == "int8" and plan.grad_output == "e4m3":
         format = "fp8"  # of the products of backward, which SwiGLU's codes are for
     if adapted:
-        wide = nvfp4_product_bytes(config, plan, tokens, backward=True)
+        wide = _nvfp4_product_bytes(config, plan, tokens, backward=True)
         mlp = config.block.adapted_backward_bytes(hidden, tokens, format, wide)
     else:
         mlp = config.block.backward_bytes(hidden, tokens, format, not batch.several, FP8_BLOCK)
@@ -201,7 +201,7 @@ def forward_bytes(
     attention = wide * (3 * hidden + (3 * heads + 6 * groups) * config.head_dim)
     attention += 4 * heads * config.head_dim
     earlier = max(0, contexts - tokens) * staged_bytes_per_token(config, plan)
-    product = nvfp4_product_bytes(config, plan, tokens)
+    product = _nvfp4_product_bytes(config, plan, tokens)
     return max(tokens * mlp, tokens * attention + earlier) + product
 
 
@@ -209,7 +209,7 @@ def _wide(plan: PrecisionPlan) -> int:
     return 4 if plan.rest == "fp32" else 2
 
 
-def nvfp4_product_bytes(
+def _nvfp4_product_bytes(
     config: ModelConfig, plan: PrecisionPlan, tokens: int, backward: bool = False
 ) -> int:
     """Return the maximum bytes of a layer's NVFP4 product: BF16 weight and float32 sums.

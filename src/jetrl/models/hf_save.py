@@ -90,11 +90,11 @@ def new_directory(
     """Yield a hidden folder to fill; after the block rank 0 adds the tokenizer and moves it."""
     target = Path(path)
     what = "a folder to write into"
-    scratch = world().from_first(what, lambda: begin_directory(target, overwrite))
+    scratch = world().from_first(what, lambda: _begin_directory(target, overwrite))
 
     def publish() -> None:
         if tokenizer is not None:
-            save_tokenizer(scratch, tokenizer)
+            _save_tokenizer(scratch, tokenizer)
         publish_directory(scratch, target)
 
     try:
@@ -110,7 +110,7 @@ def new_directory(
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def begin_directory(target: Path, overwrite: bool) -> Path:
+def _begin_directory(target: Path, overwrite: bool) -> Path:
     """Make a hidden folder next to a target that can be written, and return it."""
     _check_target(target, overwrite)
     try:
@@ -249,7 +249,7 @@ def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
     return contents
 
 
-def save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def _save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the tokenizer's files as transformers 4 and 5 read them.
 
     4 fails on 5's class TokenizersBackend and list of extra_special_tokens; 5 reads both forms.

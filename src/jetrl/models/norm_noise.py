@@ -62,7 +62,8 @@ class NormNoise:
             return {}
         sigma = self._sigma(step) if step else 0.0
         for name, norm in self._norms.items():
-            norm.quantized.add_noise(self._draw(name, norm, sigma) if sigma else None)
+            norm.quantized.noise = self._draw(name, norm, sigma) if sigma else None
+            norm.quantized.requantize()
         return {"noise/sigma": sigma}
 
     @contextlib.contextmanager

@@ -226,7 +226,7 @@ def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qw
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    trained.train_from_iterator([text for file in text_files for text in read_texts(file)], trainer)
+    trained.train_from_iterator([text for file in text_files for text in _texts_of(file)], trainer)
     model = json.loads(trained.to_str())["model"]
     return Qwen2Tokenizer(
         vocab=model["vocab"],
@@ -240,7 +240,7 @@ def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qw
     )
 
 
-def read_texts(file: str | Path) -> list[str]:
+def _texts_of(file: str | Path) -> list[str]:
     """Return the texts of a file: every string in a `.jsonl` file, else all as one text."""
     file = Path(file)
     try:

@@ -140,11 +140,6 @@ class QuantizedWeight:
                 assert isinstance(weight, Tensor), "a weight in NVFP4 is whole on every rank"
                 gather_rows(weight, self.shard.counts())
 
-    def add_noise(self, noise: Tensor | None) -> None:
-        """Round the master weight plus float32 noise from now on, in place; None: no noise."""
-        self.noise = noise
-        self.requantize()
-
     def fp8_scales(self) -> list[Tensor]:
         """Return the scales of the FP8 rounding, if there is one."""
         return [w.scales for w in self._stored.values() if isinstance(w, QTensor)]

@@ -404,7 +404,9 @@ def plot_runs(
             axes.set_visible(False)
         for name, axes in zip(names, grid.flat, strict=False):
             for (label, records), color in zip(runs.items(), itertools.cycle(LINES), strict=False):
-                curve = series(_phase_of(records, name), name)
+                rl = in_phase(records, "rl")
+                own = rl if any(name in record for record in rl) else in_phase(records, "sft")
+                curve = series(own, name)
                 line(axes, *curve, clip(visible(label), 60), COLORS[color])
             metric = find_metric(name)
             finish(axes, metric.unit if metric else "")
@@ -432,9 +434,3 @@ def _chosen(metrics: Sequence[str], runs: dict[str, list[Record]], strict: bool)
     if not names:
         raise UserError("nothing to plot: these runs have no finished step")
     return names
-
-
-def _phase_of(records: list[Record], name: str) -> list[Record]:
-    """Return the RL lines, or the supervised ones if no RL line has the metric."""
-    rl = in_phase(records, "rl")
-    return rl if any(name in record for record in rl) else in_phase(records, "sft")

@@ -74,15 +74,9 @@ def _line_of(file: IO[bytes], path: Path) -> bytes:
 def repair_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list[Record], str]:
     """Return `read_jsonl` of a file, and make the file end in a whole line."""
     records, note = read_jsonl(path, schema)
-    if note or (records and not _ends_a_line(path)):
+    if note or (records and not path.read_bytes().endswith(b"\n")):
         write_jsonl(path, records)
     return records, note
-
-
-def _ends_a_line(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

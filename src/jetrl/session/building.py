@@ -292,7 +292,7 @@ def model_config(settings: Settings) -> ModelConfig:
     """Return the configuration of the run's model, checked against precision; reads no weights."""
     path, precision = settings.model.path, settings.precision
     if path is None:
-        config = ModelConfig.from_hf(model_config_dict(settings))
+        config = ModelConfig.from_hf(_model_config_dict(settings))
     else:
         with named("model.path"):
             config = hf.model_config(path)
@@ -308,7 +308,7 @@ def model_config(settings: Settings) -> ModelConfig:
     return config
 
 
-def model_config_dict(settings: Settings) -> dict[str, Any]:
+def _model_config_dict(settings: Settings) -> dict[str, Any]:
     """Return model.config as a dict, read from its file if it is a path."""
     config = settings.model.config
     if isinstance(config, dict):

@@ -30,17 +30,8 @@ def settings_of(
     A reward function or task at the top of another file is named by that file, and scores in worker
     processes with the limits of [task]. Any other is called in this process, without limits.
 
-    Args:
-        settings: Settings, or a recipe: a file, or a packaged one by name.
-        model: The directory or hub name (model.path).
-        data: Rows, or their file, folder or name (task.path); every column reaches the rewards.
-        rewards: Functions, each as in tasks/rewards.py, or names of checkers, such as "math".
-        reward_weights: A factor for each of the rewards; default: 1 each.
-        task: A task's name, class or instance, in place of data and rewards.
-        sections: Settings by section; a dict for `model`, `data` or `task` is the section too.
-
-    Raises:
-        UserError: An argument or a setting is unknown or wrong.
+    `data` is task.path, of which every column reaches the rewards, functions as in tasks/rewards.py
+    or names of checkers. A UserError names an argument or a setting that is unknown or wrong.
     """
     if not isinstance(settings, Settings | str | Path | None):
         kind = type(settings).__name__

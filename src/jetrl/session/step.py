@@ -190,7 +190,7 @@ def throughput_metrics(
     }
 
 
-def speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float]:
+def _speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float]:
     """Return the worth of the drafts that all ranks verified, {} without drafts.
 
     Args:
@@ -284,7 +284,7 @@ class StepNotes:
         counts = {"policy/anomalies": len(anomalies), "memory/rollout_retries": rollout_retries}
         return {
             **{name: float(count) for name, count in counts.items() if count},
-            **speculation_metrics(self._engine.take_speculation()),
+            **_speculation_metrics(self._engine.take_speculation()),
         }
 
     def on_record(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -103,11 +103,6 @@ class AdapterSettings(Section):
     noise_stages: Positive = 10
     """number of parts of the run with noise, which falls from one to the next"""
 
-    @property
-    def trains_more(self) -> bool:
-        """Return whether parameters of the base are trained in addition to the adapter."""
-        return self.train_embeddings or self.train_norms or self.train_head
-
     def base_problems(self, precision: PrecisionSettings) -> Iterator[str]:
         """Yield messages about a precision that conflicts with the section."""
         if precision.base == "nvfp4" and self.kind is None:
@@ -123,7 +118,8 @@ class AdapterSettings(Section):
             yield "algorithm.calibrate_clip_every needs master weights: set it to 0 with an adapter"
         if reference.path is None and reference.offload:
             yield "reference.offload: an adapter's reference is the policy's own base; leave it out"
-        if reference.path is None and algorithm.kl and self.trains_more:
+        changes_base = self.train_embeddings or self.train_norms or self.train_head
+        if reference.path is None and algorithm.kl and changes_base:
             what = "the base, which adapter.train_embeddings, train_norms and train_head change"
             instead = "set reference.path to the model's directory"
             yield f"algorithm.kl measures against {what}: {instead}"

@@ -21,16 +21,7 @@ ScaleRule = Literal["fp32", "pow2"]
 
 
 class PresetFormats(NamedTuple):
-    """The formats of one preset by role, as the fields of `precision.plan.PrecisionPlan`.
-
-    Attributes:
-        rollout_linear: The decoder layers' linears on the sampling side.
-        train_linear: The decoder layers' linears on the training side.
-        kv: Keys and values, on both sides: one format for both, or the keys' + the values'.
-        rest: Embeddings, norms and the residual stream, on both sides.
-        lm_head: The output projection, on both sides.
-        grad_output: dY as DGrad and WGrad read it, if linears are codes.
-    """
+    """The formats of one preset by role: the fields of `precision.plan.PrecisionPlan`."""
 
     rollout_linear: LinearFormat
     train_linear: Format

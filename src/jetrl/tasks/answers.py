@@ -84,13 +84,13 @@ _PERCENT_ENDS = re.compile(
 )
 
 
-def read_number(text: str) -> str | None:
+def _read_number(text: str) -> str | None:
     """Return the plain form of a text that is one number, with or without a unit; else None."""
     match = _ONE_NUMBER.fullmatch(text)
-    return plain_number(match.group(1)) if match else None
+    return _plain_number(match.group(1)) if match else None
 
 
-def plain_number(number: str) -> str:
+def _plain_number(number: str) -> str:
     """Return a number that `NUMBER` matched as digits only: `-1200.5`, `7/3`, `0.0025`."""
     mixed = re.fullmatch(rf"(-?)({_MIXED})", number.replace("$", "").strip())
     if mixed:
@@ -104,7 +104,7 @@ def plain_number(number: str) -> str:
     return number
 
 
-def without_percent(text: str) -> tuple[str, bool]:
+def _without_percent(text: str) -> tuple[str, bool]:
     """Return a text without the percent sign or word at its end, and whether there was one."""
     match = _PERCENT_ENDS.search(text)
     return (text[: match.start()], True) if match else (text, False)
@@ -221,7 +221,7 @@ def gold_answer(text: str) -> str:
         content = _clean(said[-1] if said else text.rpartition("####")[2]).strip(" \n$")
         content = content.rstrip(" .$")
         if NUMBER.fullmatch(content):
-            return plain_number(content)  # of any length
+            return _plain_number(content)  # of any length
         answer = _of_box(content)
         answer = answer if "=" not in content else replace(answer, text=answer.box)
     if NUMBER.fullmatch(answer.text):
@@ -243,9 +243,9 @@ def answer_key(completion: str, strict: bool = False) -> str | None:
     return None if value is None else str(value)
 
 
-def is_right(gold: str, answer: Answer) -> bool:
+def _is_right(gold: str, answer: Answer) -> bool:
     """Return whether an answer has the value of `gold`, which `gold_answer` made."""
-    number, percent = without_percent(gold)
+    number, percent = _without_percent(gold)
     forms = [answer.text] if NUMBER.fullmatch(number) else [answer.box, answer.text]
     if any(same_value(number, form) for form in dict.fromkeys([*forms, answer.scaled])):
         return True
@@ -261,7 +261,7 @@ def check_math(gold: str, completion: str, strict: bool = False) -> Score:
     answer = final_answer(completion, strict=strict)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
-    right = is_right(gold_answer(gold), answer)
+    right = _is_right(gold_answer(gold), answer)
     return Score(float(right), {"answered": float(answer.marked)})
 
 
@@ -291,7 +291,7 @@ def _of_line(line: str) -> Answer:
 
 
 def _of_box(content: str) -> Answer:
-    content, percent = without_percent(_undressed(content[: 2 * MAX_LENGTH]))
+    content, percent = _without_percent(_undressed(content[: 2 * MAX_LENGTH]))
     plain = _WORDS.sub(r"\1", content)
     number, value = NUMBER.match(plain), _value(content)
     if number and NUMBER.fullmatch(value) and "=" not in content:
@@ -306,7 +306,7 @@ def _with_what_follows(
     variable = VARIABLE_FOLLOWS.match(text, number.end())
     if variable:
         return Answer(text[number.start() : variable.end()].strip(" $"), marked)
-    value = plain_number(number.group())
+    value = _plain_number(number.group())
     percent = percent or PERCENT_FOLLOWS.match(text, number.end()) is not None
     scale = SCALE_FOLLOWS.match(text, number.end())
     scaled = str((_fraction(value) or 0) * SCALES[scale[1]]) if scale and len(value) < 99 else ""
@@ -373,7 +373,7 @@ def _value(content: str) -> str:
     """Return an answer as a plain number if possible, else as LaTeX; "" if it has no value."""
     right = _right_side(_CONNECTIVES.sub(" , ", content))
     for form in (content, right):
-        number = read_number(_WORDS.sub(r"\1", form).strip().rstrip(" .%"))
+        number = _read_number(_WORDS.sub(r"\1", form).strip().rstrip(" .%"))
         if number:
             return number
     return _latex(right)
@@ -390,7 +390,7 @@ def _right_side(content: str) -> str:
     if len(sides) > 2 and re.search(_SEPARATOR, rest):
         return content
     numbers = [
-        _fraction(number) or Fraction() for side in sides if (number := read_number(side.strip()))
+        _fraction(number) or Fraction() for side in sides if (number := _read_number(side.strip()))
     ]
     if any(abs(number - numbers[-1]) > abs(numbers[-1]) / 100 for number in numbers):
         return ""
@@ -457,7 +457,7 @@ def same_value(gold: str, answer: str) -> bool:
         return False
     sympy = _sympy()
     sympy.core.random.seed(0)
-    golds, answers = (_parse(without_doubled_brackets(text)) for text in (gold, answer))
+    golds, answers = (_parse(_without_doubled_brackets(text)) for text in (gold, answer))
     if not _verify(golds, answers):
         return bool(golds and answers) and _same_region(golds[0], answers[0])
     if gold == answer or not (len(golds) == len(answers) == 2):
@@ -465,7 +465,7 @@ def same_value(gold: str, answer: str) -> bool:
     return not _differ(golds[0], answers[0])
 
 
-def without_doubled_brackets(text: str) -> str:
+def _without_doubled_brackets(text: str) -> str:
     """Remove brackets right around brackets: each makes LaTeX several times slower to read."""
     plain = text.replace(r"\left", "").replace(r"\right", "")
     if not _DEEP.search(plain):

@@ -27,7 +27,7 @@ Variables = Annotated[int, Field(ge=2, le=len(LETTERS))]
 NumPrompts = Annotated[int, Field(ge=1, le=10**7)]
 
 
-def only_these(prompts: Sequence[Prompt], file: Path, label: str) -> list[Prompt]:
+def _only_these(prompts: Sequence[Prompt], file: Path, label: str) -> list[Prompt]:
     """Return the prompts whose `id` is in a file of JSON lines, in their own order."""
     chosen: set[str] = set()
     for row, where in file_rows(file):
@@ -69,7 +69,7 @@ class MadeUp(Task):
         self.check_split(split)
         prompts = self.made_up(split)
         if split == "train" and self.only is not None:
-            return only_these(prompts, Path(self.only), self.label)
+            return _only_these(prompts, Path(self.only), self.label)
         return prompts
 
 

@@ -12,7 +12,7 @@ import sys
 import traceback
 import typing
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +21,8 @@ from jetrl.errors import UserError, nearest
 from jetrl.tasks.base import Task
 from jetrl.untrusted import USERS_ERRORS, check_trusted
 
-_loaded: dict[str, bytes] = {}  # sources of the files that this process has run, by path
-_fixed: dict[str, bytes] = {}  # sources that are not read from the disk
+loaded: dict[str, bytes] = {}  # sources of the files that this process has run, by path
+fixed: dict[str, bytes] = {}  # sources that are not read from the disk
 
 
 def load_task_class(file: Path, class_name: str) -> type[Task]:
@@ -49,16 +49,6 @@ def load_function(file: Path, name: str) -> Callable[..., Any]:
     return typing.cast(Callable[..., Any], function)
 
 
-def loaded_sources() -> dict[str, bytes]:
-    """Return the sources of the users' files that this process has loaded, by path."""
-    return dict(_loaded)
-
-
-def use_sources(sources: Mapping[str, bytes]) -> None:
-    """Read these files from `sources` (bytes by path) from now on, not from the disk."""
-    _fixed.update(sources)
-
-
 class _Source(importlib.abc.ExecutionLoader):
     """A module loader of a source in memory."""
 
@@ -77,26 +67,26 @@ def _load_module(file: Path, label: str) -> ModuleType:
     check_trusted(file)
     file = file.resolve()
     try:
-        source = _fixed[str(file)] if str(file) in _fixed else file.read_bytes()
+        source = fixed[str(file)] if str(file) in fixed else file.read_bytes()
     except OSError as error:
         hint = "paths start at the working folder"
         raise UserError(f"{label}: {error.strerror} ({hint})") from error
     module_name = f"jetrl_user_task_{file.stem}_{zlib.crc32(str(file).encode()):x}"
-    if module_name in sys.modules and _loaded.get(str(file)) == source:
+    if module_name in sys.modules and loaded.get(str(file)) == source:
         return sys.modules[module_name]
     loader = _Source(str(file), source)
     spec = importlib.util.spec_from_file_location(module_name, file, loader=loader)
     assert spec is not None, "a loader was given"
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # so that its classes can be pickled
-    _loaded[str(file)] = source
+    loaded[str(file)] = source
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     try:
         loader.exec_module(module)
     except USERS_ERRORS as error:
         del sys.modules[module_name]
-        del _loaded[str(file)]
+        del loaded[str(file)]
         raise UserError(f"task file {_import_failure(error, file)}") from error
     return module
 

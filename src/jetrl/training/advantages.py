@@ -77,7 +77,7 @@ def leave_one_out(step: StepRewards) -> Advantages:
     return Advantages(step.at_tokens(advantage_S))
 
 
-def whole_step(step: StepRewards) -> Advantages:
+def _whole_step(step: StepRewards) -> Advantages:
     """Reward minus later penalties, normalized over the step's tokens (Hu 2025, "REINFORCE++")."""
     # A token is credited with the reward less the penalties from it on.
     rewards_to_go = [
@@ -87,7 +87,7 @@ def whole_step(step: StepRewards) -> Advantages:
     return Advantages(_normalized(rewards_to_go))
 
 
-def group_then_step(step: StepRewards) -> Advantages:
+def _group_then_step(step: StepRewards) -> Advantages:
     """Reward minus its group's mean, normalized over tokens ("REINFORCE++ with baseline")."""
     # Baseline per group, scale over all tokens of the step.
     centred_S = group_advantages(step.scores, step.groups, normalize_std=False)
@@ -122,8 +122,8 @@ def gae(step: StepRewards, gamma: float = 1.0, gae_lambda: float = 0.95) -> Adva
 ESTIMATORS: dict[str, Callable[..., Advantages]] = {
     "group": group,
     "leave_one_out": leave_one_out,
-    "global": whole_step,
-    "group_global": group_then_step,
+    "global": _whole_step,
+    "group_global": _group_then_step,
     "gae": gae,
 }
 

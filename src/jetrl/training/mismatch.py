@@ -26,9 +26,6 @@ EXCESS, VARIANCE = "surprise/excess", "surprise/variance"
 _NOTHING_COMPARED = {"mismatch/num_tokens": 0.0}
 
 
-Metrics = dict[str, float]
-
-
 class Difference(NamedTuple):
     """A token whose log-probs differ between sampler and trainer."""
 
@@ -49,7 +46,11 @@ class StepMismatchError(MismatchError):
     """Sampler and trainer differ under an exact plan; no weight was changed."""
 
     def __init__(
-        self, plan_name: str, samples: Sequence[Sample], found: list[Difference], metrics: Metrics
+        self,
+        plan_name: str,
+        samples: Sequence[Sample],
+        found: list[Difference],
+        metrics: dict[str, float],
     ) -> None:
         self.samples = tuple(samples)
         self.sample_ids = tuple(sorted({difference.sample for difference in found}))
@@ -144,7 +145,7 @@ def compare_step(
     if not all(np.isfinite(logprobs).all() for logprobs in trainer_logprobs):
         return _NOTHING_COMPARED
     # Partial rollouts hold tokens of earlier policies, whose log-probs may differ.
-    present = [present_tokens(batch, samples, version) for batch in batches]
+    present = [_present_tokens(batch, samples, version) for batch in batches]
     compared = np.concatenate(present)
     earlier = {} if compared.all() else {"partial_rollout/earlier_tokens": 1 - compared.mean()}
     if not compared.any():
@@ -163,7 +164,7 @@ def compare_step(
     return metrics
 
 
-def present_tokens(batch: Batch, samples: Sequence[Sample], version: int) -> np.ndarray:
+def _present_tokens(batch: Batch, samples: Sequence[Sample], version: int) -> np.ndarray:
     """Return whether `version` of the policy drew each trained token of a batch, bool [N]."""
     masks = []
     for index, count in zip(batch.sample_ids, trained_lengths(batch), strict=True):

@@ -142,7 +142,7 @@ def detached_ratio(tokens: Tokens, clip_high: float) -> TokenLoss:
     return TokenLoss(-weight * tokens.advantages * tokens.trainer_logprobs, ratio > weight)
 
 
-def plain_ratio(tokens: Tokens) -> TokenLoss:
+def _plain_ratio(tokens: Tokens) -> TokenLoss:
     """Return -ratio A: in a step's first update the gradient of REINFORCE (Williams 1992)."""
     loss = -bounded_exp(tokens.log_ratio) * tokens.advantages
     return TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
@@ -152,7 +152,7 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "clipped_ratio": clipped_ratio,
     "sequence_ratio": sequence_ratio,
     "detached_ratio": detached_ratio,
-    "ratio": plain_ratio,
+    "ratio": _plain_ratio,
 }
 
 

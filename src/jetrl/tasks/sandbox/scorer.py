@@ -26,12 +26,12 @@ from typing import Any, Self
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.settings.sections import TaskSettings
+from jetrl.tasks import user_files
 from jetrl.tasks.base import describe_error, naming_errors
 from jetrl.tasks.registry import get_task, with_path
 from jetrl.tasks.sandbox.process import WorkerProcess
 from jetrl.tasks.sandbox.wire import WorkerReply
 from jetrl.tasks.sandbox.worker import Item, WorkerSetup, score_safely
-from jetrl.tasks.user_files import loaded_sources
 from jetrl.types import Prompt, Reply, Score, Turn
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Scorer:
         self._last_failure = self._given_up = ""
         words = with_path(options or {}, path)
         self._task = get_task(name, **words)
-        setup = WorkerSetup(name, words, timeout_s, memory_mib, loaded_sources())
+        setup = WorkerSetup(name, words, timeout_s, memory_mib, dict(user_files.loaded))
         self._pending: deque[int] = deque()  # tickets of the items that no worker has
         self._workers = [WorkerProcess(setup, self._pending) for _ in range(workers)]
         self._tickets = itertools.count()

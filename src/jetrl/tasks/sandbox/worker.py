@@ -32,10 +32,10 @@ from pydantic import ValidationError
 
 from jetrl.errors import UserError
 from jetrl.files import problem_of
+from jetrl.tasks import user_files
 from jetrl.tasks.base import ScoreError, Task, describe_error, to_reply, to_score
 from jetrl.tasks.registry import get_task
 from jetrl.tasks.sandbox.wire import MAX_STEP_REPLY, WorkerReply, reply_line
-from jetrl.tasks.user_files import use_sources
 from jetrl.types import Prompt, Turn
 from jetrl.untrusted import USERS_ERRORS, limit_cpu, limit_memory
 
@@ -93,7 +93,7 @@ def main(descriptor: int) -> None:
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
     # Build the task, and send a line that says whether that worked.
     setup: WorkerSetup = pickle.load(incoming)
-    use_sources(setup.sources)
+    user_files.fixed.update(setup.sources)
     try:
         task = get_task(setup.name, **setup.options)
     except USERS_ERRORS as error:
