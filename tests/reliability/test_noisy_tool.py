@@ -8,7 +8,6 @@ half of the replies are noise that some tokenizers or templates cannot take.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -77,13 +76,6 @@ def settings(folder: Path) -> Settings:
     return load_config("demo", [str(word) for word in words])
 
 
-def cause_of(failure: str) -> str:
-    """Return the kind of a failure, by its message."""
-    causes = ("half of a character", "no token for", "leaves out", "refuses it", "is empty")
-    named = next((cause for cause in causes if cause in failure), "another")
-    return named if failure else "none"
-
-
 def test_a_tool_that_echoes_noise_ends_completions_and_not_the_run(tmp_path: Path) -> None:
     run = RunDirectory.open(train(settings(tmp_path)).run_path)
     lines = [line for line in run.metrics("rl") if line["step"] > 0]
@@ -91,10 +83,10 @@ def test_a_tool_that_echoes_noise_ends_completions_and_not_the_run(tmp_path: Pat
     assert run.state() == "finished"
     assert not sum(line["mismatch/num_different"] for line in lines)
     tokenizer = hf.load_tokenizer(tmp_path / "model")
-    causes: Counter[str] = Counter()
     special = 0
-    for record in (record for step in run.rollout_steps() for record in run.rollouts(step)):
-        causes[cause_of(record["failure"])] += 1
+    records = [record for step in run.rollout_steps() for record in run.rollouts(step)]
+    for record in records:
+        assert not record["failure"] or "half of a character" in record["failure"]
         for start, end in record["environment"]:
             tokens = tokenizer.convert_ids_to_tokens(record["token_ids"][start:end])
             control = [token for token in tokens if token in SPECIAL]
@@ -104,9 +96,8 @@ def test_a_tool_that_echoes_noise_ends_completions_and_not_the_run(tmp_path: Pat
     failed, unusable = (
         sum(line[f"reward/{name}"] for line in lines) for name in ("failures", "unusable_replies")
     )
-    assert 0 < unusable == failed < sum(causes.values())
+    assert 0 < unusable == failed < len(records)
     assert special > 0, "special tokens of a reply are text"
-    assert causes.keys() == {"half of a character", "none"}
 
 
 HALVES = """

@@ -135,14 +135,6 @@ def test_draws_depend_on_prompt_occurrence_sample_and_seed_only(policy, referenc
     assert len(set(flat[0].token_ids)) > 20, "each position has its own draw"
 
 
-def test_a_prompt_is_prefilled_once_for_all_samples(policy):
-    engine = RolloutEngine(policy, max_batch_size=2)
-    out = engine.generate(PROMPTS, SamplingParams(n=6, max_tokens=5))
-    assert engine.stats.tokens_prefilled == sum(map(len, PROMPTS))
-    assert engine.stats.tokens_drawn == sum(len(c.token_ids) for c in out)
-    assert engine.stats.sequences == 30
-
-
 def test_the_models_end_id_stops_unless_ignored(policy, reference):
     """Token 1 is the end by config.json; generation_config.json may name more."""
     end = reference[0].token_ids[4]

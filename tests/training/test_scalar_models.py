@@ -54,9 +54,9 @@ def lessons(sample, student):
     return Minibatch(found, MicroBatchSize(24))
 
 
-def pairs(seed=0):
+def pairs():
     """The better one of two sequences ends in an even token."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     found = []
     for i in range(16):
         start = torch.randint(0, 16, (2 + i % 4,), generator=generator).tolist()
@@ -86,14 +86,6 @@ def test_a_critic_learns_the_returns(sample):
     true = torch.cat([lesson.returns for lesson in after.micro_batches])
     metrics = value_metrics([said.numpy()], [true.numpy()])
     assert metrics["critic/explained_variance"] > 0.5
-
-
-def test_a_reward_model_learns_the_order():
-    student = reward_trainer()
-    for step in range(30):
-        metrics = student.step(pairs(step))
-    assert metrics["sft/loss"] < 0.2
-    assert metrics["reward_model/accuracy"] > 0.9
 
 
 def test_too_little_memory_makes_micro_batches_of_pairs_smaller(monkeypatch):

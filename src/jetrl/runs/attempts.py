@@ -135,8 +135,13 @@ class RunLock:
 _held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
-# A forked worker shares the lock, and would keep it after this process is killed.
-os.register_at_fork(after_in_child=lambda: [lock.release() for lock in _held_locks])
+def _release_in_child() -> None:
+    # A forked worker shares the lock, and would keep it after this process is killed.
+    for lock in _held_locks:
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _try_lock(file: IO[bytes], kind: int) -> bool:
