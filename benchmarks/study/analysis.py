@@ -273,12 +273,15 @@ def lost_names(definition: Definition, runs: Sequence[RunResult]) -> dict[str, L
     """Return the names of the runs that were lost, each with the rule that found it."""
     lost: dict[str, Loss] = {}
     for point in grid_points(definition):
-        references = map(common_accuracy, runs_of(runs, point, definition.reference))
+        here = [run for run in runs if run.point == dict(point)]
+        own = all(run.own or not run.common for run in here)
+        accuracy_of = own_accuracy if own else common_accuracy
+        references = map(accuracy_of, runs_of(runs, point, definition.reference))
         known = [value for value in references if value is not None]
         bound = median(known) - definition.collapse.behind if known else -math.inf
         for arm in definition.arms:
             for run in runs_of(runs, point, arm):
-                accuracy = common_accuracy(run)
+                accuracy = accuracy_of(run)
                 if has_collapsed(run, definition.collapse):
                     lost[run.name] = "collapsed"
                 elif accuracy is not None and accuracy < bound:

@@ -39,6 +39,9 @@ def test_a_run_is_behind_by_the_median_of_the_reference() -> None:
     }
     wider = definition_of({**study.tree, "collapse": {"behind": 0.35}}, study.source)
     assert lost_names(wider, runs) == {"short-mixed-s1": "collapsed"}
+    own = {one.name: one.common.model_copy(update={"mean": 0.9}) for one in runs if one.common}
+    in_own = [one.model_copy(update={"own": own[one.name]}) for one in runs]
+    assert lost_names(study, in_own) == {"short-mixed-s1": "collapsed"}
     without_reference = [one for one in runs if one.arm == "mixed"]
     assert lost_names(study, without_reference) == {"short-mixed-s1": "collapsed"}
 
