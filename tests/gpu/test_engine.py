@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import config, make_policy, outcome
+from tests.training.shared import count_different
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import RunStopped
@@ -31,17 +32,6 @@ def policy() -> Policy:
 @pytest.fixture(scope="module")
 def prompts(policy: Policy) -> list[list[int]]:
     return [*random_prompts(policy, 10, 100, seed=3), [5] * 3000]
-
-
-def count_different(policy: Policy, prompts: Any, completions: Any, n: int, t: float) -> int:
-    pairs = [(prompts[i // n], c) for i, c in enumerate(completions)]
-    with torch.no_grad():
-        trainer = policy.logprobs([[*p, *c.token_ids] for p, c in pairs], t)
-    different = 0
-    for (prompt, completion), logprobs in zip(pairs, trainer, strict=True):
-        ours, theirs = torch.tensor(completion.logprobs), logprobs[len(prompt) - 1 :].cpu()
-        different += int((ours.view(torch.int32) != theirs.view(torch.int32)).sum())
-    return different
 
 
 def test_state_moves_as_the_reference_says() -> None:
@@ -85,40 +75,24 @@ def test_graphs_are_eager_forwards_are_the_trainers(
 ) -> None:
     params = SamplingParams(n=3, max_tokens=70, seed=1, **options)
     graphs = RolloutEngine(policy).generate(prompts, params)
-    assert count_different(policy, prompts, graphs, 3, params.temperature or 1.0) == 0
+    assert count_different(policy, prompts, graphs, params.temperature or 1.0) == 0
     monkeypatch.setattr(GraphForwards, "prepare", lambda *_: None)
-
     monkeypatch.setattr(GraphForwards, "run", GraphForwards.forward)
     assert outcome(RolloutEngine(policy).generate(prompts, params)) == outcome(graphs)
 
 
-def test_nothing_depends_on_how_far_the_host_is_ahead(policy: Policy, prompts: Any) -> None:
+def test_nothing_depends_on_sizes_or_on_how_far_the_host_is_ahead(
+    policy: Policy, prompts: Any
+) -> None:
     params, few = SamplingParams(n=2, max_tokens=200, seed=2, ignore_eos=True), prompts[:10]
     wanted = outcome(RolloutEngine(policy).generate(few, params))
+    for sizes in ({"max_batch_size": 1}, {"max_batch_size": 3}, {"max_prefill_tokens": 64}):
+        assert outcome(RolloutEngine(policy, **sizes).generate(few, params)) == wanted
     for repeats, ahead, pages in ((1, 0, None), (16, 2, None), (8, 1, 9), (3, 1, 7)):
         engine = RolloutEngine(policy, num_pages=pages, max_batch_size=16)
         engine._repeats, engine._ahead = repeats, ahead
         assert outcome(engine.generate(few, params)) == wanted
         assert pages is None or engine.stats.preemptions > 0
-
-
-def test_new_weights_are_used_by_old_graphs(prompts: Any) -> None:
-    policy = make_policy(CONFIG)
-    params = SamplingParams(n=2, max_tokens=40, seed=2)
-    engine = RolloutEngine(policy)
-    before = outcome(engine.generate(prompts, params))
-    assert engine.stats.graphs > 0
-    assert 0 < engine.stats.capture_s < engine.stats.seconds
-    graphs = engine._pool._decode
-    with torch.no_grad():
-        for master in policy.master_weights().values():
-            master.mul_(1.05)
-    policy.requantize()
-    after = outcome(engine.generate(prompts, params))
-    assert engine._pool._decode is graphs
-    assert engine.stats.graphs == 0
-    assert after != before
-    assert after == outcome(RolloutEngine(policy).generate(prompts, params))
 
 
 @pytest.mark.parametrize("vocab_size", [5000, 150_000])

@@ -82,6 +82,7 @@ def test_after_an_update_the_graphs_are_the_same(kv: str, options: dict[str, Any
     engine = RolloutEngine(policy, num_pages=PAGES)
     completions = engine.generate(prompts, params)
     assert engine.stats.graphs > 0
+    assert 0 < engine.stats.capture_s < engine.stats.seconds
     for _ in range(2):
         before = beside_tensors()
         assert engine._pool._cache is not None

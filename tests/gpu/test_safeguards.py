@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import math
 import multiprocessing
@@ -13,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from small_models import config, make_policy, scored
+from tests.training.shared import rescored
 
-from jetrl import Policy, RolloutEngine, SamplingParams
+from jetrl import RolloutEngine, SamplingParams
 from jetrl.errors import NonFiniteError
 from jetrl.session.parity import random_prompts
 from jetrl.settings.loading import Settings
@@ -55,7 +55,7 @@ def memory_limit(num_bytes: float) -> Iterator[None]:
 def test_training_goes_on_when_memory_runs_out(samples: list[Sample]) -> None:
     whole = Trainer(make_policy(CONFIG), settings())
     whole.step(samples)  # the optimizer has its states from here on
-    again = resampled(whole.policy, samples)
+    again = rescored(whole.policy, samples)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -64,28 +64,16 @@ def test_training_goes_on_when_memory_runs_out(samples: list[Sample]) -> None:
     del whole
     trainer = Trainer(make_policy(CONFIG), settings())
     trainer.step(samples)
-    again = resampled(trainer.policy, samples)
+    again = rescored(trainer.policy, samples)
     with memory_limit(torch.cuda.memory_allocated() + 0.65 * needed):
         metrics = trainer.step(again).metrics
-        smaller = trainer.step(resampled(trainer.policy, samples)).metrics
+        smaller = trainer.step(rescored(trainer.policy, samples)).metrics
     assert "memory/train_retries" not in smaller
     assert metrics["memory/train_retries"] >= 1
     assert metrics["mismatch/num_different"] == 0
     # WGrad's groups of 128 tokens fall elsewhere: E4M3 has 4 bits of significand, so each operand
     # is off by up to 2^-4 relative, independently; over thousands of tokens the norm hardly moves.
     assert metrics["policy/grad_norm"] == pytest.approx(expected["policy/grad_norm"], rel=2**-4)
-
-
-def resampled(policy: Policy, samples: list[Sample]) -> list[Sample]:
-    """The same completions with the log-probs that the policy has for them now."""
-    found = []
-    for s in samples:
-        with torch.no_grad():
-            row = policy.logprobs([[*s.prompt_token_ids, *s.completion.token_ids]])[0]
-        logprobs = tuple(row[len(s.prompt_token_ids) - 1 :].tolist())
-        completion = dataclasses.replace(s.completion, logprobs=logprobs)
-        found.append(dataclasses.replace(s, completion=completion))
-    return found
 
 
 def test_sampling_goes_on_when_memory_runs_out() -> None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from small_models import config
+from tests.training.shared import count_different
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.models.tiny import character_tokenizer
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.options import EnvironmentReply, GenerateOptions
-from jetrl.types import Completion, Turn
+from jetrl.types import Turn
 
 pytestmark = pytest.mark.gpu
 
@@ -54,21 +54,6 @@ def generate(policy: Policy, late: bool, stop: tuple[str, ...] = (), **sizes: in
     )
 
 
-def different(policy: Policy, completions: Sequence[Completion]) -> int:
-    assert policy.tokenizer is not None
-    prompts = [policy.tokenizer.encode(PROMPTS[i // 6]) for i in range(len(completions))]
-    pairs = list(zip(prompts, completions, strict=True))
-    with torch.no_grad():
-        found = policy.logprobs([[*prompt, *c.token_ids] for prompt, c in pairs])
-    count = 0
-    for (prompt, completion), trainer in zip(pairs, found, strict=True):
-        told = {i for start, end in completion.environment for i in range(start, end)}
-        own = trainer[len(prompt) - 1 :].cpu()
-        sampler = torch.tensor(completion.logprobs)
-        count += sum(bool(own[i] != sampler[i]) for i in range(len(sampler)) if i not in told)
-    return count
-
-
 @pytest.mark.parametrize("preset", ["unified", "jet"])
 @pytest.mark.parametrize("stop", [(), ("e", "#")], ids=["stop ids", "stop strings"])
 def test_exact_across_turns_whenever_answers_come(preset: str, stop: tuple[str, ...]) -> None:
@@ -76,7 +61,8 @@ def test_exact_across_turns_whenever_answers_come(preset: str, stop: tuple[str, 
     policy = Policy.from_config(CONFIG, plan, seed=0, device="cuda", tokenizer=tokenizer)
     wanted = generate(policy, late=False, stop=stop)
     assert sum(len(c.environment) for c in wanted) > 12
-    assert different(policy, wanted) == 0
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    assert count_different(policy, prompts, wanted) == 0
     assert generate(policy, late=True, stop=stop) == wanted
     tight = generate(policy, late=True, stop=stop, num_pages=20, max_batch_size=5)
     assert tight == wanted

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.training.shared import count_different
 
 from jetrl.errors import UserError
 from jetrl.kernels.decode import take_draws
@@ -31,19 +32,6 @@ def of_prompt(completions, place, n=PARAMS.n):
     return completions[place * n : (place + 1) * n]
 
 
-def count_different(policy, prompts, completions, n, temperature):
-    """Tokens whose log-prob is not, as bits, the trainer's."""
-    owners = [prompts[i // n] for i in range(len(completions))]
-    sequences = [p + list(c.token_ids) for p, c in zip(owners, completions, strict=True)]
-    trainer_logprobs = policy.logprobs(sequences, temperature)
-    different = 0
-    for prompt, completion, logprobs in zip(owners, completions, trainer_logprobs, strict=True):
-        mine = torch.tensor(completion.logprobs)
-        theirs = logprobs.detach()[len(prompt) - 1 :]
-        different += int((mine.view(torch.int32) != theirs.view(torch.int32)).sum())
-    return different
-
-
 @pytest.mark.parametrize("preset, temperature", [("unified", 0.7), ("jet", 1.0), ("int8", 1.0)])
 def test_logprobs_are_the_trainers_as_bits(make_policy, preset, temperature):
     policy = make_policy(preset)
@@ -51,7 +39,7 @@ def test_logprobs_are_the_trainers_as_bits(make_policy, preset, temperature):
     params = SamplingParams(n=4, max_tokens=24, temperature=temperature, top_p=0.9, top_k=50)
     out = engine.generate(PROMPTS, params)
     assert sum(len(c.token_ids) for c in out) > 200
-    assert count_different(policy, PROMPTS, out, 4, temperature) == 0
+    assert count_different(policy, PROMPTS, out, temperature) == 0
 
 
 def test_of_prompts_the_last_layer_computes_the_ends_alone(make_policy):
@@ -249,7 +237,7 @@ def test_the_context_limits_max_tokens(policy):
     engine = RolloutEngine(policy, page_size=16)
     (out,) = engine.generate([prompt], SamplingParams(max_tokens=50, ignore_eos=True))
     assert (len(out.token_ids), out.finish_reason) == (3, "length")
-    assert count_different(policy, [prompt], [out], 1, 1.0) == 0
+    assert count_different(policy, [prompt], [out]) == 0
 
 
 def test_completions_are_told_as_they_finish_and_returned_as_told(policy):

@@ -76,8 +76,7 @@ def missing_files(document: Path) -> Iterator[str]:
 
 def missing_names(document: Path) -> Iterator[str]:
     """Names of jetrl in inline code and imports of Python blocks that cannot be imported."""
-    inline = [code for code in codes(document) if "-m jetrl.bench." not in code]  # of old results
-    names = {match for code in inline for match in MODULE.findall(code)}
+    names = {match for code in codes(document) for match in MODULE.findall(code)}
     for language, block in FENCED.findall(text_of(document)):
         if language == "python":
             for node in ast.walk(ast.parse(block)):

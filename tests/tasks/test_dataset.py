@@ -14,6 +14,13 @@ from jetrl.tasks import get_task, read_prompts
 from jetrl.types import Prompt, Score
 
 ROWS = [{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(20)]
+USER = {"role": "user", "content": "2+3?"}
+FIVE, SIX = ({"role": "assistant", "content": text} for text in "56")
+VERL = {
+    "prompt": [USER],
+    "reward_model": {"style": "rule", "ground_truth": 5},
+    "extra_info": {"index": 7, "unit": "m", "worked": "5."},
+}
 
 
 def write(path: Path, *rows: object) -> str:
@@ -60,7 +67,7 @@ def test_fields_template_and_text(tmp_path: Path) -> None:
 
 
 def test_messages_are_taken_as_they_are(tmp_path: Path) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}]
+    messages = [{"role": "system", "content": "Be brief."}, USER]
     path = write(tmp_path / "train.jsonl", {"messages": messages, "answer": "5"})
     task = get_task("dataset", path=str(tmp_path), prompt="messages")
     assert read_prompts(task, "train")[0].messages == tuple(messages)
@@ -189,6 +196,21 @@ def test_a_checker_of_ones_own(tmp_path: Path) -> None:
             r"line 2: field 'answer' .*reads no answer in it; give a number or LaTeX",
         ),
         (['{"prompt": "\\ud83d", "answer": "1"}'], {}, r"line 1: .*half of a character"),
+        ([VERL], {"answer": "reward_model"}, "reward_model.style or reward_model.ground_truth$"),
+        ([VERL], {"answer": "reward_model.truth"}, r"'reward_model.truth'; did you mean reward_"),
+        (
+            [VERL],
+            {"answer": "extra_info.unit", "template": "{prompt}"},
+            "not a text that .*template",
+        ),
+        ([{"chosen": "H: 2+3? A: 5", "rejected": "H: 2+3? A: 6"}], {}, "no field 'prompt'"),
+        ([{"messages": [FIVE], "answer": "5"}], {}, r"field 'messages' is \[\], not a text or"),
+        ([{"prompt": "?", "gold": 5}], {}, "no field 'answer'; there is: prompt, gold .*options.a"),
+        (
+            [{"prompt": "?", "messages": [USER, FIVE]}],
+            {"demonstration": "messages"},
+            r"field 'messages' \(the demonstration\): expected one message of the assistant, after",
+        ),
     ],
 )
 def test_bad_rows_are_named_by_file_and_line(tmp_path, rows, options, message) -> None:
@@ -219,13 +241,6 @@ def test_bad_options(tmp_path, options, message) -> None:
     path = write(tmp_path / "rows.jsonl", *ROWS)
     with pytest.raises(UserError, match=message):
         get_task("dataset", **{"path": path, **options})
-
-
-VERL = {
-    "prompt": [{"role": "user", "content": "2+3?"}],
-    "reward_model": {"style": "rule", "ground_truth": 5},
-    "extra_info": {"index": 7, "unit": "m", "worked": "5."},
-}
 
 
 def test_a_dotted_path_names_a_part_of_a_row(tmp_path):
@@ -276,20 +291,6 @@ def test_messages_as_json_text_are_messages(tmp_path):
         write(tmp_path / "train.jsonl", {"prompt": broken, "answer": "5"})
         with pytest.raises(UserError, match=r"line 1: .*looks like messages .* store a list"):
             read_prompts(get_task("dataset", path=str(path)), "train")
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"answer": "reward_model"}, r"named reward_model.style or reward_model.ground_truth$"),
-        ({"answer": "reward_model.truth"}, r"'reward_model.truth'; did you mean reward_model.gr"),
-        ({"answer": "extra_info.unit", "template": "{prompt}"}, "not a text that .*template"),
-    ],
-)
-def test_wrong_paths_say_what_there_is(tmp_path, options, message):
-    write(tmp_path / "train.jsonl", VERL)
-    with pytest.raises(UserError, match=message):
-        read_prompts(get_task("dataset", path=str(tmp_path), **options), "train")
 
 
 def csv_of(rows, delimiter):
@@ -352,10 +353,6 @@ def test_bad_tables_are_named_by_file_and_line(tmp_path, text, message):
         read_prompts(get_task(str(tmp_path / "rows.csv")), "train")
 
 
-SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}
-FIVE, SIX = ({"role": "assistant", "content": text} for text in "56")
-
-
 @pytest.mark.parametrize(
     "row, answer, worked, pair",
     [
@@ -381,26 +378,3 @@ def test_rows_of_verl_and_trl_are_read_as_they_are(tmp_path, row, answer, worked
             with pytest.raises(UserError, match=r"row train-0 has none: .*if you only fine-tune"):
                 scored()
         assert get_task(str(tmp_path), checker="zero").score(prompt, "5") == 0
-
-
-@pytest.mark.parametrize(
-    "row, options, message",
-    [
-        ({"chosen": "H: 2+3? A: 5", "rejected": "H: 2+3? A: 6"}, {}, "no field 'prompt'"),
-        ({"messages": [FIVE], "answer": "5"}, {}, "field 'messages' is \\[\\], not a text or"),
-        (
-            {"prompt": "?", "gold": 5},
-            {},
-            "no field 'answer'; there is: prompt, gold .*options.answ",
-        ),
-        (
-            {"prompt": "?", "messages": [USER, FIVE]},
-            {"demonstration": "messages"},
-            r"field 'messages' \(the demonstration\): expected one message of the assistant, after",
-        ),
-    ],
-)
-def test_rows_that_cannot_be_read_as_they_are(tmp_path, row, options, message):
-    write(tmp_path / "train.jsonl", row)
-    with pytest.raises(UserError, match=message):
-        read_prompts(get_task(str(tmp_path), **options), "train")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,33 @@ def draw(policy, sample, seed, count=8, longest=6):
         sample(i // (count // 2), s[:a], s[a:], float(rng.integers(3)), lp[a - 1 :].tolist())
         for i, ((a, _), s, lp) in enumerate(zip(shapes, sequences, logprobs, strict=True))
     ]
+
+
+def count_different(policy, prompts, completions, temperature=1.0):
+    """Return how many drawn tokens have a log-prob that is not, as bits, the trainer's."""
+    n = len(completions) // len(prompts)
+    pairs = [(list(prompts[i // n]), c) for i, c in enumerate(completions)]
+    with torch.no_grad():
+        trainer = policy.logprobs([[*p, *c.token_ids] for p, c in pairs], temperature)
+    different = 0
+    for (prompt, completion), logprobs in zip(pairs, trainer, strict=True):
+        told = {i for start, end in completion.environment for i in range(start, end)}
+        drawn = [i for i in range(len(completion.token_ids)) if i not in told]
+        ours = torch.tensor(completion.logprobs)[drawn].view(torch.int32)
+        theirs = logprobs[len(prompt) - 1 :].cpu()[drawn].view(torch.int32)
+        different += int((ours != theirs).sum())
+    return different
+
+
+def rescored(policy, samples):
+    """Return the samples with the log-probs that the policy has for them now."""
+    found = []
+    for s in samples:
+        with torch.no_grad():
+            (row,) = policy.logprobs([[*s.prompt_token_ids, *s.completion.token_ids]])
+        logprobs = tuple(row[len(s.prompt_token_ids) - 1 :].tolist())
+        found.append(replace(s, completion=replace(s.completion, logprobs=logprobs)))
+    return found
 
 
 def snapshot(policy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.training.shared import make_policy, scalar_config, settings
+from tests.training.shared import make_policy, rescored, scalar_config, settings
 from torch import Tensor
 
 from jetrl.models.packed import Stems
@@ -118,14 +118,7 @@ def test_a_step_compares_all_tokens_and_trains(sample) -> None:
     """An exact plan would stop the step if a token's log-prob were not the sampler's."""
     policy = make_policy(max_position_embeddings=512)
     samples = group(sample, 0, 130, [7, 5, 9]) + group(sample, 1, 140, [4, 6, 3])
-    drawn = []
-    for s in samples:
-        prompt, completion = s.prompt_token_ids, s.completion.token_ids
-        with torch.no_grad():
-            (logprobs,) = policy.logprobs([[*prompt, *completion]])
-        own = logprobs[len(prompt) - 1 :].tolist()
-        drawn.append(sample(s.group, prompt, completion, s.score.reward, own))
     chosen = settings({"share_prompts": True, "tokens_per_micro_batch": 600})
-    metrics = Trainer(policy, chosen).step(drawn).metrics
+    metrics = Trainer(policy, chosen).step(rescored(policy, samples)).metrics
     assert metrics["mismatch/num_different"] == 0
     assert metrics["policy/grad_norm"] > 0
