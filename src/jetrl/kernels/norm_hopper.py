@@ -99,8 +99,7 @@ def _row_kernel(
     mask = columns < WIDTH
     places = row.to(tl.int64) * WIDTH + columns
     # The weight is not written by the previous kernel, so few rows load it before they wait. With
-    # many rows the registers that hold it meanwhile would cost programs on the SM: 8%
-    # at 16,384 rows.
+    # many rows the registers that hold it meanwhile would cost programs on the SM.
     let_next_start()
     if FEW:
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)

@@ -9,7 +9,7 @@ A token has the same output bits from each of these, whatever else is in the bat
 `attend_decode_quantized` and `attend_prefill_quantized` return them as FP8 rows. The CPU reference
 has other bits: its sums are exact. `attend_equal_lengths` is BF16 attention by cuDNN, for plans
 that promise no bits: its backward sums the gradient of queries by atomic additions, even in
-deterministic mode. The packed form of cuDNN would cost 50 ms of CPU time per call in torch 2.11.
+deterministic mode. The packed form of cuDNN costs much CPU time per call in torch 2.11.
 
 Shapes: T tokens, B sequences, H query heads, G key-value heads, D head_dim (64 or 128), H / G at
 most 16, pages of 64 tokens.

@@ -128,7 +128,7 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
     """Return the cut that was fastest at the shapes of the models that were measured.
 
     If no SM has two programs, stages take more than half of the shared memory: or else two programs
-    were put on one SM, and others had none (26 microseconds instead of 20).
+    were put on one SM, and others had none.
     """
     narrow, wide = n <= 32 * MULTIPROCESSORS, n > 64 * MULTIPROCESSORS
     if rows <= 16 and parts > 1:
