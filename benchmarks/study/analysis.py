@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Literal
@@ -99,6 +99,11 @@ def common_accuracy(run: RunResult) -> float | None:
 def own_accuracy(run: RunResult) -> float | None:
     """Return the held-out accuracy of a run in its own precision; None without."""
     return None if run.own is None else run.own.mean
+
+
+def evaluation_of(runs: Iterable[RunResult]) -> Literal["own", "common"]:
+    """Return by which final evaluation runs compare: their own precision's if all have one."""
+    return "own" if all(run.own or not run.common for run in runs) else "common"
 
 
 def runs_of(runs: Sequence[RunResult], point: Mapping[str, str], arm: str) -> list[RunResult]:
@@ -274,8 +279,7 @@ def lost_names(definition: Definition, runs: Sequence[RunResult]) -> dict[str, L
     lost: dict[str, Loss] = {}
     for point in grid_points(definition):
         here = [run for run in runs if run.point == dict(point)]
-        own = all(run.own or not run.common for run in here)
-        accuracy_of = own_accuracy if own else common_accuracy
+        accuracy_of = own_accuracy if evaluation_of(here) == "own" else common_accuracy
         references = map(accuracy_of, runs_of(runs, point, definition.reference))
         known = [value for value in references if value is not None]
         bound = median(known) - definition.collapse.behind if known else -math.inf

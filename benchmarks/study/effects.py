@@ -35,7 +35,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import matplotlib as mpl
-from benchmarks.study.analysis import lost_names, mean_of_curve, point_name, runs_of
+from benchmarks.study.analysis import evaluation_of, lost_names, mean_of_curve, point_name, runs_of
 from benchmarks.study.charts import MISMATCH
 from benchmarks.study.definition import Definition, definition_of
 from benchmarks.study.plan import grid_points
@@ -93,7 +93,7 @@ def rows_of(results: Results) -> Iterator[Row]:
     for point in grid_points(definition):
         arms = {arm: runs_of(runs, point, arm) for arm in definition.arms}
         here = [run for own in arms.values() for run in own]
-        kind = "own" if all(run.own or not run.common for run in here) else "common"
+        kind = evaluation_of(here)
         base = arms[definition.reference]
         base_lost = sum(run.name in lost for run in base)
         for arm, own in arms.items():

@@ -140,25 +140,25 @@ class _Encoding:
         return self.dtype == "fp8" and part.linear_weight and part.layer not in self.bf16_layers
 
     def is_dithered(self, part: StoredTensor) -> bool:
-        of_linear = part.linear_weight and part.layer not in self.bf16_layers
-        matrix = len(part.shape) > 1 and self.dithered == "matrices"
-        return self.torch_dtype == torch.bfloat16 and (
-            matrix or (of_linear and self.dithered == "linears")
-        )
+        wanted = len(part.shape) > 1
+        if self.dithered != "matrices":
+            coded = part.linear_weight and part.layer not in self.bf16_layers
+            wanted = self.dithered == "linears" and coded
+        return wanted and self.torch_dtype == torch.bfloat16
 
     def encode(self, parameter: str, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
         """Return the tensors to write, by name, for one part of a parameter."""
-        if self.is_dithered(part) and not self.is_fp8(part):
+        if self.is_fp8(part):
+            quantized = quantize(rows.float(), FP8_BLOCK, scales=self.scales)
+            return {
+                part.name: quantized.codes.cpu().contiguous(),
+                part.name + SCALE_SUFFIX: quantized.scales.cpu().contiguous(),
+            }
+        if self.is_dithered(part):
             rows = dithered_bf16(rows.float(), parameter.removesuffix(".weight"), part.first_row)
-        if not self.is_fp8(part):
-            # a copy: safetensors refuses tensors that share memory with each other; rounded on
-            # the weights' device, so that half the bytes travel
-            return {part.name: rows.to(self.torch_dtype, copy=True).cpu().contiguous()}
-        quantized = quantize(rows.float(), FP8_BLOCK, scales=self.scales)
-        return {
-            part.name: quantized.codes.cpu().contiguous(),
-            part.name + SCALE_SUFFIX: quantized.scales.cpu().contiguous(),
-        }
+        # a copy: safetensors refuses tensors that share memory with each other; rounded on the
+        # weights' device, so that half the bytes travel
+        return {part.name: rows.to(self.torch_dtype, copy=True).cpu().contiguous()}
 
     def num_bytes(self, part: StoredTensor) -> int:
         numbers = math.prod(part.shape)
