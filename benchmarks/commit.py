@@ -10,12 +10,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def commit() -> str:
-    """Return the commit that runs here, with "-dirty" if a file differs from it.
-
-    A copy without .git has it in JETRL_COMMIT; an empty text: unknown.
-    """
+    """Return JETRL_COMMIT, or what git names, with "-dirty" if a file differs from it."""
+    if said := os.environ.get("JETRL_COMMIT"):
+        return said
     words = ("git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*")
-    if not (ROOT / ".git").exists():
-        return os.environ.get("JETRL_COMMIT", "")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()

@@ -12,8 +12,6 @@ from benchmarks.study.analysis import ALL_POINTS, arm_results, has_collapsed, tw
 from benchmarks.study.definition import CollapseSection, Definition, definition_of
 from benchmarks.study.results import Curves, FinalEvaluation, Results, RunResult, read_results
 
-from benchmarks import commit
-
 
 def definition(**arms: dict[str, Any]) -> Definition:
     """A study of three seeds at two points."""
@@ -127,7 +125,6 @@ def test_results_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     results = Results(tmp_path / "deep" / "results.json", "made-up.toml", study.tree)
     first, second = run("short", "bf16", 0, 0.5, RISES), run("long", "bf16", 0, None, [None])
     results.failed["short-mixed-s0"] = "no memory"
-    monkeypatch.setattr(commit, "ROOT", tmp_path)  # a copy without .git
     monkeypatch.setenv("JETRL_COMMIT", "1234abcd")
     results.add(first, "CPU")
     results.add(second, "CPU")
