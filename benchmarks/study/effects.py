@@ -3,6 +3,7 @@
     python -m benchmarks.study.effects RESULTS.json [...] [--out FILE.json]
     python -m benchmarks.study.effects RESULTS.json [...] --figure FILE.svg
     python -m benchmarks.study.effects RESULTS.json [...] --against mixed alike
+    python -m benchmarks.study.effects RESULTS.json [...] --reference int8
 
 A row per grid point and arm, from committed results, in seconds. An effect is the final held-out
 accuracy minus that of the reference arm's run with the same seed and the same first weights, each
@@ -85,16 +86,19 @@ TICKS = (-5, -2, -1, -0.5, 0, 0.5, 1, 2, 5)
 NOT_OF_A_STEP = ("eval", "checkpoint")
 
 
-def rows_of(results: Results) -> Iterator[Row]:
+def rows_of(results: Results, reference: str | None = None) -> Iterator[Row]:
     """Yield the row of each grid point and arm that has runs, without adjusted p-values."""
     definition = definition_of(results.definition, results.path)
+    reference = reference or definition.reference
     runs = list(results.runs.values())
     lost = lost_names(definition, runs)
     for point in grid_points(definition):
         arms = {arm: runs_of(runs, point, arm) for arm in definition.arms}
         here = [run for own in arms.values() for run in own]
         kind = evaluation_of(here)
-        base = arms[definition.reference]
+        if reference not in arms:
+            raise UserError(f"--reference {reference}: {results.path} has {', '.join(arms)}")
+        base = arms[reference]
         base_lost = sum(run.name in lost for run in base)
         for arm, own in arms.items():
             if not own:
@@ -103,8 +107,8 @@ def rows_of(results: Results) -> Iterator[Row]:
             row |= _flow(definition, point, arm)
             row |= {"runs": len(own), "precision": kind, **_accuracies(own, kind)}
             row["lost"] = sum(run.name in lost for run in own)
-            if arm != definition.reference:
-                row |= {"reference": definition.reference, **_effect(own, base, kind)}
+            if arm != reference:
+                row |= {"reference": reference, **_effect(own, base, kind)}
                 if base:
                     row["lost_p"] = fisher_p(row["lost"], len(own), base_lost, len(base))
                     row["lost_least_p"] = least_fisher_p(
@@ -444,12 +448,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("results", nargs="+", type=Path, help="results files of studies")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     parser.add_argument("--figure", type=Path, help="draw this SVG file")
+    parser.add_argument("--reference", metavar="ARM", help="compare with this arm")
     parser.add_argument("--against", nargs="+", metavar="ARM", help="pool lost runs by arm")
     args = parser.parse_args(words)
     files = [read_results(path) for path in args.results]
     if args.figure:
         files = [results for results in files if _differs_in_flow(results)]
-    rows = [row for results in files for row in rows_of(results)]
+    rows = [row for results in files for row in rows_of(results, args.reference)]
     if args.against:
         print(lost_table(rows, args.against))
         return
@@ -459,7 +464,8 @@ def main(words: Sequence[str] | None = None) -> None:
     num_tests = adjust(rows)
     print(tables(rows, num_tests))
     if args.out:
-        command = shlex.join([*parser.prog.split(), *map(str, args.results)])
+        other = ["--reference", args.reference] if args.reference else []
+        command = shlex.join([*parser.prog.split(), *map(str, args.results), *other])
         head = {
             "command": command,
             "date": max(results.date for results in files),

@@ -22,6 +22,7 @@ import matplotlib as mpl
 import numpy as np
 from benchmarks.study.analysis import point_name
 from benchmarks.study.charts import CURVES, HELD_OUT, CurveKind, curve_of
+from benchmarks.study.definition import definition_of
 from benchmarks.study.results import RunResult, read_results
 from benchmarks.study.statistics import mean_interval
 from matplotlib.axes import Axes
@@ -82,7 +83,7 @@ def draw_plot(axes: Axes, kind: CurveKind, arms: Arms) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
     for place, (arm, (steps, means, low, high)) in enumerate(lines.items()):
         color = COLORS[LINES[place % len(LINES)]]
-        style: dict[str, Any] = {"color": color, "zorder": 9 - place, "label": LABELS.get(arm, arm)}
+        style: dict[str, Any] = {"color": color, "zorder": 9 - place, "label": arm}
         if kind.log:
             axes.plot(steps, np.where(means < 10 * zero, zero, means), "o", ms=2, **style)
         else:
@@ -109,13 +110,14 @@ def log_axis(axes: Axes, means: np.ndarray) -> float:
     return zero
 
 
-def draw(arms: Arms, out: Path) -> None:
+def draw(arms: Arms, labels: Mapping[str, str], out: Path) -> None:
     with mpl.rc_context({**STYLE, "svg.hashsalt": "jetrl four_plots"}):
         figure = Figure(figsize=(10.0, 2.5), layout="constrained")
         for axes, key in zip(figure.subplots(1, len(TITLES)), TITLES, strict=True):
             draw_plot(axes, KINDS[key], arms)
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=len(labels))
+        handles, names = axes.get_legend_handles_labels()
+        shown = [LABELS.get(name, labels[name]) for name in names]
+        figure.legend(handles, shown, loc="outside upper left", ncols=len(names))
         seeds = " or ".join(map(str, sorted({len(runs) for runs in arms.values()})))
         about: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8}
         figure.text(0.995, 0.965, f"mean of {seeds} seeds, 95% interval", **about)
@@ -130,8 +132,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--point", nargs="+", default=[], metavar="GRID_VALUE")
     parser.add_argument("--out", type=Path, required=True, help="SVG file")
     args = parser.parse_args(argv)
-    runs = [*read_results(args.results).runs.values()]
-    draw(runs_by_arm(runs, args.point, args.arms), args.out)
+    results = read_results(args.results)
+    arms = runs_by_arm([*results.runs.values()], args.point, args.arms)
+    definition = definition_of(results.definition, args.results)
+    draw(arms, {arm: definition.label(arm) for arm in arms}, args.out)
 
 
 if __name__ == "__main__":
