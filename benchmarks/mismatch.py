@@ -43,6 +43,11 @@ COMPONENTS = ("weights", "activations", "keys and values", "attention", "head")
 PRESETS = ("mixed", "alike", "jet", "unified", "bf16")
 
 
+def _preset(name: str) -> PrecisionPlan:
+    """Return a preset's plan with weights rounded to BF16 to nearest, as when it was measured."""
+    return PrecisionPlan.preset(name).replace(bf16_rounding="nearest")
+
+
 def plan_with(components: Sequence[str]) -> PrecisionPlan:
     """Return a plan with a BF16 trainer, whose sampler has some components in another form."""
     own = set(components)
@@ -59,7 +64,7 @@ def plan_with(components: Sequence[str]) -> PrecisionPlan:
         attention_split=_SPLIT if "attention" in own else None,
         lm_head="fp8" if "head" in own else None,
     )
-    return PrecisionPlan.preset("mixed").replace(sampler_deviation=deviation)
+    return _preset("mixed").replace(sampler_deviation=deviation)
 
 
 def plans() -> dict[str, PrecisionPlan]:
@@ -70,8 +75,8 @@ def plans() -> dict[str, PrecisionPlan]:
         rows[f"{component} in the trainer's form"] = plan_with(others)
     for component in COMPONENTS:
         rows[f"{component} alone in the sampler's form"] = plan_with([component])
-    rows |= {f"preset {name}": PrecisionPlan.preset(name) for name in PRESETS}
-    rows["preset bf16, pinned sums"] = PrecisionPlan.preset("bf16").replace(pinned_sums=True)
+    rows |= {f"preset {name}": _preset(name) for name in PRESETS}
+    rows["preset bf16, pinned sums"] = _preset("bf16").replace(pinned_sums=True)
     return rows
 
 

@@ -37,6 +37,7 @@ COMMON = [
     "checkpoint.every=0",
     "report.enabled=false",
     "algorithm.aggregation=none",
+    "precision.bf16_rounding=nearest",
 ]
 OBJECTIVES: dict[str, list[str]] = {
     "grpo": [],

@@ -48,7 +48,8 @@ _PACKAGES = ("torch", "transformers", "peft")
 def read(base: Path, preset: str, adapter: Path) -> Policy:
     """Return jetrl's policy with an adapter, of which A and B alone would be trained."""
     adapter_here = read_adapter(adapter, hf.model_config(base))
-    return Policy.from_pretrained(base, PrecisionPlan.preset(preset), adapter=adapter_here)
+    plan = PrecisionPlan.preset(preset).replace(bf16_rounding="nearest")  # as torch rounds for PEFT
+    return Policy.from_pretrained(base, plan, adapter=adapter_here)
 
 
 def ours(base: Path, preset: str, adapter: Path, tokens: Tensor) -> Tensor:

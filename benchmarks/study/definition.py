@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -228,6 +228,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_+][A-Za-z0-9_+.-]*$", max_leng
 """The name of a study, an arm, an axis or a value: it becomes part of a folder's name."""
 Layer = dict[str, Any]
 """Settings as nested tables: section, key, value."""
+BF16Rounding = Literal["nearest", "dithered"]
 
 
 class StudySection(Section):
@@ -284,6 +285,10 @@ class EvalSection(Section):
     """The section `[eval]`: one evaluation of the final weights, alike for all runs."""
 
     preset: Preset = Field("bf16", description="precision preset that all runs are evaluated in")
+    bf16_rounding: BF16Rounding | None = Field(
+        None,
+        description="rounding of their weights, as precision.bf16_rounding; unset: the preset's",
+    )
     prompts: NonNegative = Field(256, description="held-out prompts, from the start; 0: all")
     samples: Positive = Field(4, description="completions a prompt")
     temperature: NonNegativeFloat = Field(1.0, description="0: greedy, with samples = 1")
@@ -335,6 +340,9 @@ class StartSection(Section):
     precision: Preset = Field("bf16", description="precision preset of the supervised training")
     kv: KVSetting | None = Field(
         None, description="its keys and values, as precision.kv; unset: the preset's"
+    )
+    bf16_rounding: BF16Rounding | None = Field(
+        None, description="as precision.bf16_rounding; unset: the preset's"
     )
     pinned_sums: bool = Field(
         False,

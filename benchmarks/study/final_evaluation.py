@@ -67,16 +67,17 @@ def evaluated(request: Request) -> Outcome:
     run = Path(request.run)
     settings = load_config(run / "config.toml")
     stored_plan = PrecisionPlan.from_dict(RunDirectory.open(run).plan(), str(run / "plan.json"))
-    device, own = settings.run.device, None
+    device, own, rounding = settings.run.device, None, request.bf16_rounding
     if request.own:
         policy = open_policy(run, None, device)
         own = _evaluation(policy, settings, request)
         name = _device_name(policy)
         del policy
-    if own is not None and stored_plan == PrecisionPlan.preset(request.preset):
+    plan = PrecisionPlan.preset(request.preset).replace(bf16_rounding=rounding)
+    if own is not None and stored_plan == plan:
         common = own.model_copy(update={"preset": request.preset})
     else:
-        policy = open_policy(run, request.preset, device)
+        policy = open_policy(run, request.preset, device, bf16_rounding=rounding)
         common = _evaluation(policy, settings, request)
         name = _device_name(policy)
     sha256, seconds = sha256_of_weights(run), time.perf_counter() - began

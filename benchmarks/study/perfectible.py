@@ -91,6 +91,7 @@ def train_start(ground: Ground, out: Path, device: str, more: Sequence[str]) -> 
         f"run.dir={out}",
         f"run.device={device}",
         "precision.preset=bf16",
+        "precision.bf16_rounding=nearest",
         "checkpoint.every=0",
         *ground.settings,
         *more,

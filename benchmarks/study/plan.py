@@ -178,11 +178,10 @@ def _planned_start(
     # What plays no part before the first step does not make another start of it.
     defaults = Settings()
     precision = PrecisionSettings(preset=section.precision, pinned_sums=section.pinned_sums or None)
-    if section.kv is not None:
-        precision = precision.model_copy(update={"kv": section.kv})
+    own = section.model_dump(include={"kv", "bf16_rounding"}, exclude_none=True)
     settings = settings.model_copy(
         update={
-            "precision": precision,
+            "precision": precision.model_copy(update=own),
             "sampler_deviation": defaults.sampler_deviation,
             "algorithm": defaults.algorithm,
             "loop": defaults.loop.model_copy(update={"steps": 0}),

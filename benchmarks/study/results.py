@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from benchmarks.commit import commit
-from benchmarks.study.definition import Definition
+from benchmarks.study.definition import BF16Rounding, Definition
 from benchmarks.study.plan import PlannedRun
 from pydantic import Field, TypeAdapter
 
@@ -31,6 +31,7 @@ from jetrl.runs.history import values_of
 from jetrl.runs.metrics import is_eval_mean
 from jetrl.runs.schemas import Name
 from jetrl.runs.storage import Record, storing, write_atomically
+from jetrl.settings.presets import PRESETS
 
 End = Literal["finished", "nonfinite"]
 """How a run ended: with its last step, or on a number that is NaN or infinite."""
@@ -208,6 +209,7 @@ class Request(Stored):
 
     Attributes:
         preset: The precision preset that all runs of the study are evaluated in.
+        bf16_rounding: The rounding of their weights; files of before it was kept do not name it.
         own: Whether the run is evaluated in its own precision too.
         prompts: The number of held-out prompts; 0: all.
         top_p: The mass of the most probable tokens that are drawn from.
@@ -219,6 +221,7 @@ class Request(Stored):
 
     run: str
     preset: str
+    bf16_rounding: BF16Rounding = "nearest"
     own: bool
     prompts: Count
     samples: Annotated[int, Field(ge=1)]
@@ -253,7 +256,7 @@ class Outcome(Stored):
 
 
 REQUEST, OUTCOME = TypeAdapter(Request), TypeAdapter(Outcome)
-_ASKED = ("preset", "own", "prompts", "samples", "temperature", "top_p", "seed")
+_ASKED = ("preset", "bf16_rounding", "own", "prompts", "samples", "temperature", "top_p", "seed")
 
 
 def request_file(definition: Definition, name: str) -> Path:
@@ -278,6 +281,7 @@ def request_of(
     return Request(
         run=str(run.path),
         preset=section.preset,
+        bf16_rounding=section.bf16_rounding or PRESETS[section.preset].bf16_rounding,
         own=section.own,
         prompts=section.prompts,
         samples=section.samples,

@@ -101,7 +101,7 @@ def test_a_base_is_read_one_tensor_at_a_time() -> None:
 
 def embed_of(token_ids: torch.Tensor, master: nn.Parameter) -> torch.Tensor:
     """Return BF16 rows of a master weight."""
-    plan = PrecisionPlan.preset("bf16")
+    plan = PrecisionPlan.preset("bf16").replace(bf16_rounding="nearest")
     weight = QuantizedWeight("embed", master, {"rollout": "bf16", "train": "bf16"}, plan)
     return embed(token_ids, weight, Gradients())
 

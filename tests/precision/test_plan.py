@@ -28,7 +28,11 @@ def test_presets_are_the_table(name: str) -> None:
     row = (plan.rollout_linear, plan.train_linear, plan.kv, plan.rest, plan.lm_head)
     assert row == TABLE[name]
     assert plan.exact == (name in ("jet", "unified", "int8"))
-    assert PrecisionPlan.from_dict(plan.to_dict()) == plan
+    assert (plan.bf16_rounding == "dithered") == (name in ("bf16", "mixed"))
+    for one in (plan, plan.replace(bf16_rounding="nearest")):
+        assert PrecisionPlan.from_dict(one.to_dict()) == one
+    assert "bf16_rounding" not in one.to_dict(), "as before any preset was dithered"
+    assert (("BF16 weights", "rounded to nearest") in one.describe()) == (name in ("bf16", "mixed"))
 
 
 def test_unknown_preset_and_option_are_named() -> None:
@@ -61,6 +65,7 @@ def test_a_plan_without_the_later_options_is_stored_as_before_there_were_any() -
     described = dict(plan.describe())
     assert described["X into WGrad"] == "1x128 along tokens"
     assert described["sums"] == "the library's order"
+    assert described["BF16 weights"] == "rounded by fixed draws"
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8+int8", "bf16"])

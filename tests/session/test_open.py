@@ -118,28 +118,33 @@ def test_the_reference_is_never_of_an_attempt_before_the_first_step(
     assert line["policy/kl_ref"] == 0, "before the first update it is the policy"
 
 
+MEANT = [("unified", "kv", "int8+fp8", "bf16"), ("mixed", "bf16_rounding", "nearest", "dithered")]
+
+
+@pytest.mark.parametrize("preset, key, meant, other", MEANT)
 def test_a_resumed_run_keeps_its_settings_and_the_formats_that_its_preset_meant(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    preset: str, key: str, meant: str, other: str, words: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    words += [f"precision.preset={preset}"]
+    monkeypatch.setitem(PRESETS, preset, PRESETS[preset]._replace(**{key: meant}))
     train(load_config("demo", words))
-    run, meant = tmp_path / "run", PRESETS["unified"]
-    own, plan = run / "config.toml", RunDirectory.open(run).plan()
+    own, plan = tmp_path / "run" / "config.toml", RunDirectory.open(tmp_path / "run").plan()
     before = own.read_text()
-    other = "bf16" if meant.kv != "bf16" else "fp8"
-    monkeypatch.setitem(PRESETS, "unified", meant._replace(kv=other))
+    monkeypatch.setitem(PRESETS, preset, PRESETS[preset]._replace(**{key: other}))
     for changed, message in (
         ("train.optimizer_states=compact", "the checkpoint has fp32 optimizer states"),
-        (f"precision.kv={other}", r"another precision plan \(kv: \S+ there, \S+ here\)"),
+        (f"precision.{key}={other}", rf"another precision plan \({key}: \S+ there, \S+ here\)"),
     ):
         with pytest.raises(UserError, match=message):
             train(load_config(own, ["loop.steps=2", changed]), resume=True)
         assert own.read_text() == before
     assert train(load_config(own, ["loop.steps=2"]), resume=True).steps == 2
     assert "steps = 2" in own.read_text()
-    assert recipe_settings(["demo", *words], resume=True).precision.kv == meant.kv
-    assert RunDirectory.open(run).plan() == plan
+    assert getattr(recipe_settings(["demo", *words], resume=True).precision, key) == meant
+    assert RunDirectory.open(tmp_path / "run").plan() == plan
     train(load_config("demo", [*words, "run.name=new"]))
-    assert RunDirectory.open(tmp_path / "new").plan()["kv"] == other
+    assert RunDirectory.open(tmp_path / "new").plan()[key] == other
 
 
 def test_pass_rates_are_not_kept_of_two_prompts_under_one_id() -> None:

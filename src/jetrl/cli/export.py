@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if (path / "config.json").is_file() and is_nvfp4(hf.model_config(path)):
         _widen(args, path)
         return 0
-    policy = open_policy(args.model, None, args.device, fallback_plan="fp32")
+    policy = open_policy(args.model, None, args.device, fallback="fp32")
     if policy.lora is not None and args.dtype != "bfloat16":
         raise UserError(
             f"--dtype {args.dtype} is for a whole model, and {args.model} has an adapter: "
@@ -127,7 +127,7 @@ def _merged_parts(args: argparse.Namespace) -> _Parts:
 
     location = find_model(Path(args.model))
     if not is_adapter(location.path):
-        policy = open_policy(args.model, None, args.device, fallback_plan="fp32")
+        policy = open_policy(args.model, None, args.device, fallback="fp32")
         if policy.lora is None:
             raise UserError(f"--merge: {args.model} has no adapter to merge; leave --merge out")
         shapes, masters = (policy.config, policy.base_config), policy.adapter_tensors()

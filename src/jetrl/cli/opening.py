@@ -31,20 +31,21 @@ class ModelLocation(NamedTuple):
 
 
 def open_policy(
-    path: str | Path, preset: str | None, device: str, fallback_plan: str = DEFAULT_PRESET
+    path: str | Path, preset: str | None, device: str, fallback: str = DEFAULT_PRESET, **fields: str
 ) -> Policy:
     """Return the policy at a path.
 
     Args:
         path: A model directory or hub name, an adapter directory, a run directory, or a checkpoint.
-        preset: None: the run's own plan, or `fallback_plan` if the model belongs to no run.
+        preset: None: the run's own plan, or `fallback` if the model belongs to no run.
+        fields: Changes of the plan of a given preset.
     """
     location = find_model(Path(path))
     if preset is None and location.run is not None:
         stored = RunDirectory.open(location.run).plan()
         plan = PrecisionPlan.from_dict(stored, str(location.run / "plan.json"))
     else:
-        plan = PrecisionPlan.preset(preset or fallback_plan)
+        plan = PrecisionPlan.preset(preset or fallback).replace(**fields)
     chosen, masters = choose_device(device), Checkpoints.masters(location.path)
     if masters is not None:
         world().from_first(

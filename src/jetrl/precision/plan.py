@@ -62,10 +62,9 @@ class SamplerDeviation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are set, by name, as lists and plain values."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
+            for name, value in vars(self).items()
             if value != getattr(SamplerDeviation, name)
         }
 
@@ -172,7 +171,7 @@ class PrecisionPlan:
         if name not in PRESETS:
             raise UserError(f"precision preset {name!r}: use one of {', '.join(PRESETS)}")
         deviation = SamplerDeviation(**PRESET_DEVIATIONS.get(name, {}))
-        return PrecisionPlan(name, *PRESETS[name], sampler_deviation=deviation)
+        return PrecisionPlan(name, **PRESETS[name]._asdict(), sampler_deviation=deviation)
 
     @staticmethod
     def from_settings(
@@ -308,11 +307,10 @@ class PrecisionPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, as a run directory and a checkpoint keep them."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        preset = PrecisionPlan.preset(self.name) if self.name in PRESETS else self
         for name in _STORED_IF_SET:
-            if fields[name] == getattr(preset, name) == getattr(PrecisionPlan, name):
+            if fields[name] == getattr(PrecisionPlan, name):
                 del fields[name]
-        if "sampler_deviation" in fields:
+        if "sampler_deviation" in fields or self.name in PRESET_DEVIATIONS:
             fields["sampler_deviation"] = self.sampler_deviation.to_dict()
         return fields
 
@@ -331,18 +329,18 @@ class PrecisionPlan:
             known = ", ".join(PRESETS)
             raise UserError(f"{where}: name = {shown_value(name)}: use one of {known}")
         preset = PrecisionPlan.preset(name).to_dict()
+        fields = {"bf16_rounding": "nearest", **fields}  # if not stored, whatever the preset's is
         changed = {k: v for k, v in fields.items() if k not in preset or v != preset[k]}
         deviation = changed.pop("sampler_deviation", None)
         plan = PrecisionPlan.from_settings(checked(_SETTINGS, {"preset": name, **changed}, where))
         if deviation is None:
             return plan
         own = checked(_DEVIATION_SETTINGS, deviation, f"{where}: sampler_deviation")
-        changes = own.model_dump(exclude_none=True)
-        return plan.replace(sampler_deviation=SamplerDeviation(**changes))
+        return plan.replace(sampler_deviation=SamplerDeviation(**own.model_dump(exclude_none=True)))
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of (role, format) for people: what is printed before a run."""
-        names = {"bf16": "BF16", "fp32": "FP32"}
+        names = {"bf16": "BF16", "fp32": "FP32", "dithered": "by fixed draws"}
         names |= {"fp8": f"FP8 e4m3, {self.scales} scales", "int8": f"INT8, {self.scales} scales"}
         keys, values = (names[format] for format in key_and_value_formats(self.kv))
         rotated = "INT8, rotated, one scale per row"
@@ -373,8 +371,8 @@ class PrecisionPlan:
         if self.pinned_sums is not None:
             order = "one order, whatever the batch" if self.pinned_sums else "the library's order"
             rows.append(("sums", order))
-        if self.bf16_rounding != "nearest":
-            rows.append(("BF16 weights", "rounded by fixed draws"))
+        if "dithered" in (self.bf16_rounding, PRESETS.get(self.name, self).bf16_rounding):
+            rows.append(("BF16 weights", "rounded " + names.get(self.bf16_rounding, "to nearest")))
         if self.deviation:
             rows.append(("sampler only", self.deviation))
         promise = "bit for bit equal (checked every step)"

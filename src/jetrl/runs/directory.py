@@ -109,18 +109,18 @@ class RunDirectory:
 
     @classmethod
     def settings_of_resume(cls, settings: Settings) -> Settings:
-        """Return the settings of a resume, in which an unset `precision.kv` is the run's own."""
-        # `unified` had FP8 keys before it had INT8 keys.
+        """Return a resume's settings: the run's own formats for those that presets have changed."""
+        # `unified` had FP8 keys before INT8 keys, `bf16` and `mixed` rounded to nearest.
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
-        precision = settings.precision
-        if precision.kv is not None or not (run.path / "plan.json").is_file():
+        precision, preset = settings.precision, PRESETS[settings.precision.preset]
+        plan = run.plan() if (run.path / "plan.json").is_file() else {}
+        if plan.get("name") != precision.preset:
             return settings
-        plan = run.plan()
-        kv = plan.get("kv")
-        if plan.get("name") != precision.preset or kv in (None, PRESETS[precision.preset].kv):
-            return settings
-        kept = precision.model_copy(update={"kv": kv})
-        return settings.model_copy(update={"precision": kept})
+        for key, absent in (("kv", None), ("bf16_rounding", "nearest")):
+            own = plan.get(key, absent)
+            if getattr(precision, key) is None and own not in (None, getattr(preset, key)):
+                precision = precision.model_copy(update={key: own})
+        return settings.model_copy(update={"precision": precision})
 
     @classmethod
     def check(cls, settings: Settings, plan: Mapping[str, Any], resume: bool) -> None:

@@ -40,7 +40,7 @@ class PrecisionSettings(Section):
     sides are FP8, or both INT8"""
     bf16_rounding: Literal["nearest", "dithered"] | None = None
     """master weights to BF16; dithered: small updates of weights on BF16's grid are not swallowed
-    (docs/precision.md); unset: nearest"""
+    (docs/precision.md); unset: dithered if preset is bf16 or mixed, else nearest"""
 
     @model_validator(mode="after")
     def _fp8_beside_nvfp4(self) -> Self:

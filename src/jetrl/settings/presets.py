@@ -29,12 +29,13 @@ class PresetFormats(NamedTuple):
     rest: Format
     lm_head: Format
     grad_output: GradFormat = "e4m3"
+    bf16_rounding: Literal["nearest", "dithered"] = "nearest"
 
 
 PRESETS = {
     "fp32": PresetFormats("fp32", "fp32", "fp32", "fp32", "fp32"),
-    "bf16": PresetFormats("bf16", "bf16", "bf16", "bf16", "bf16"),
-    "mixed": PresetFormats("fp8", "bf16", "bf16", "bf16", "bf16"),
+    "bf16": PresetFormats("bf16", "bf16", "bf16", "bf16", "bf16", bf16_rounding="dithered"),
+    "mixed": PresetFormats("fp8", "bf16", "bf16", "bf16", "bf16", bf16_rounding="dithered"),
     "alike": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "jet": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "unified": PresetFormats("fp8", "fp8", "int8+fp8", "bf16", "bf16"),

@@ -113,7 +113,7 @@ class ClipCalibration(Extra):
 
     def _forward(self, minibatch: Minibatch) -> list[np.ndarray]:
         """Return a minibatch's log-probs by BF16 weights, float32 [N] per micro-batch."""
-        policy, plan = self._policy, PrecisionPlan.preset("bf16")
+        policy, plan = self._policy, PrecisionPlan.preset("bf16").replace(bf16_rounding="nearest")
         with explained("calibrated clipping", _ADVICE):
             # A frozen BF16 policy of the current masters, for this forward only.
             masters = policy.whole_masters()
