@@ -78,7 +78,7 @@ def test_a_mismatch_without_a_correction_is_said_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], advised: bool
 ) -> None:
     run(tmp_path, *overrides, "loop.steps=1", "sft.steps=0")
-    assert ("consider algorithm.correction=tis" in capsys.readouterr().out) == advised
+    assert ("consider precision.preset=int8" in capsys.readouterr().out) == advised
 
 
 def test_ppo_resumes_with_its_critic(tmp_path: Path) -> None:
