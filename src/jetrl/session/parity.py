@@ -119,8 +119,8 @@ def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[
         if plan.rollout_linear == plan.train_linear and not plan.deviation:
             return []
         return [
-            f"under the plan {plan.name} sampler and trainer differ: consider precision.preset=int8, "
-            "where they do not, or algorithm.correction=tis or icepop (docs/study.md)"
+            f"under the plan {plan.name} sampler and trainer differ: consider "
+            "precision.preset=int8, where they do not (docs/study.md), or algorithm.correction=tis"
         ]
     if not plan.exact or algorithm.correction_under_exact_plan:
         return []
