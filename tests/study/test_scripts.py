@@ -19,6 +19,8 @@ def test_the_lost_run_of_the_first_start_is_counted(capsys):
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("mixed and alike: 1 of 25; all others: 0 of 63;")
     assert line.endswith("p 0.2841")  # 25 of 88
+    with pytest.raises(UserError, match=r"--reference int8: .*losses.json has bf16, mixed"):
+        effects.main([*files("losses"), "--reference", "int8"])
 
 
 def test_the_signs_mark_what_the_study_says(capsys):
