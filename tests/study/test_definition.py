@@ -51,15 +51,12 @@ def test_runs_are_grid_times_arms_times_seeds(study: Read) -> None:
         + ARMS
     )
     runs = planned_runs(definition)
-    assert [run.name for run in runs[:4]] == [
-        "short-bf16-s0",
-        "short-mixed+tis-s0",
-        "long-bf16-s0",
-        "long-mixed+tis-s0",
-    ]
+    names = ["short-bf16-s0", "short-mixed+tis-s0", "long-bf16-s0", "long-mixed+tis-s0"]
+    assert [run.name for run in runs[:4]] == names
     assert len({run.digest for run in runs}) == len(runs) == 8
     last = runs[-1].settings
-    assert (last.run.seed, runs[-1].path) == (3, Path("studies/mine/runs/long-mixed+tis-s3"))
+    named = (last.run.seed, last.run.name, last.run.dir)
+    assert named == (3, "long-mixed+tis-s3", "studies/mine/runs")
     assert (last.rollout.max_tokens, last.train.lr, last.algorithm.correction) == (16, 2e-3, "tis")
     assert definition.reference == "bf16"
     assert definition.label("mixed+tis") == "mixed with TIS"
@@ -72,7 +69,7 @@ def test_a_start_is_shared_by_what_does_not_change_it(study: Read) -> None:
     """Arms and algorithms share a start; another task, or another seed, has its own."""
     definition = study(
         HEAD
-        + "[start]\nsft.steps = 3\nprecision = 'bf16'\nbf16_rounding = 'nearest'\n"
+        + "[start]\nsft.steps = 3\nprecision = 'fp32'\nbf16_rounding = 'dithered'\n"
         + "[grid.loss.grpo]\nalgorithm.name = 'grpo'\n[grid.loss.gspo]\nalgorithm.name = 'gspo'\n"
         + "[grid.sums.9]\ntask.options.max_operand = 9\n"
         + "[grid.sums.19]\ntask.options.max_operand = 19\n"
@@ -88,7 +85,7 @@ def test_a_start_is_shared_by_what_does_not_change_it(study: Read) -> None:
         assert run.settings.model.path == f"{run.start.path}/model"
         assert (run.settings.model.config, run.settings.sft.steps) == (None, 0)
         precision = run.start.settings.precision
-        assert (precision.preset, precision.bf16_rounding) == ("bf16", "nearest")
+        assert (precision.preset, precision.bf16_rounding) == ("fp32", "dithered")
         assert run.start.settings.model.config is not None
 
 
@@ -114,10 +111,13 @@ def test_a_wrong_key_is_named_with_its_line(study: Read, text: str, message: str
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (HEAD + "train.lrr = 1\n" + ARMS, "line 7: unknown setting train.lrr; .* mean train.lr"),
+        (
+            f"{HEAD}train.lrr = 1\n{ARMS}",
+            "line 7: unknown setting train.lrr; did you mean train.lr",
+        ),
         (HEAD + ARMS + "train.lr = 'high'\n", r"line 13: train.lr = .*\(settings of the run mixed"),
         (HEAD + "run.seed = 1\n" + ARMS, "line 7: run.seed is set by the study itself"),
-        (HEAD + "[start.sft]\nsteps=9\n" + ARMS + "sft.steps=1\n", "line 15: arms.*sets sft.steps"),
+        (f"{HEAD}[start]\nsft.steps = 9\n{ARMS}sft.steps = 1\n", "line 15: arms.*sets sft.steps"),
     ],
 )
 def test_wrong_settings_are_named_before_any_run(study: Read, text: str, message: str) -> None:
