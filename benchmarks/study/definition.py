@@ -20,14 +20,14 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from jetrl.errors import UserError
 from jetrl.files import read_text, shown_value
 from jetrl.runs.metrics import check_metrics
-from jetrl.settings.presets import KVSetting, Preset
+from jetrl.settings.presets import BF16Rounding, KVSetting, Preset
 from jetrl.settings.section import Mass, NonNegative, NonNegativeFloat, Positive, Section, Share
 
 S = TypeVar("S", bound=Section)
@@ -228,7 +228,6 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_+][A-Za-z0-9_+.-]*$", max_leng
 """The name of a study, an arm, an axis or a value: it becomes part of a folder's name."""
 Layer = dict[str, Any]
 """Settings as nested tables: section, key, value."""
-BF16Rounding = Literal["nearest", "dithered"]
 
 
 class StudySection(Section):

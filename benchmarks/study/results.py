@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from benchmarks.commit import commit
-from benchmarks.study.definition import BF16Rounding, Definition
+from benchmarks.study.definition import Definition
 from benchmarks.study.plan import PlannedRun
 from pydantic import Field, TypeAdapter
 
@@ -31,7 +31,7 @@ from jetrl.runs.history import values_of
 from jetrl.runs.metrics import is_eval_mean
 from jetrl.runs.schemas import Name
 from jetrl.runs.storage import Record, storing, write_atomically
-from jetrl.settings.presets import PRESETS
+from jetrl.settings.presets import PRESETS, BF16Rounding
 
 End = Literal["finished", "nonfinite"]
 """How a run ended: with its last step, or on a number that is NaN or infinite."""

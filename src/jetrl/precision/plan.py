@@ -23,6 +23,7 @@ from jetrl.settings.presets import (
     PRESET_DEVIATIONS,
     PRESETS,
     BaseFormat,
+    BF16Rounding,
     Format,
     GradFormat,
     KVFormat,
@@ -136,7 +137,7 @@ class PrecisionPlan:
     pinned_sums: bool | None = None
     sampler_deviation: SamplerDeviation = NO_DEVIATION
     base: BaseFormat = "fp8"
-    bf16_rounding: Literal["nearest", "dithered"] = "nearest"
+    bf16_rounding: BF16Rounding = "nearest"
 
     def __post_init__(self) -> None:
         if self.kv not in get_args(KVFormat):
@@ -340,13 +341,12 @@ class PrecisionPlan:
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of (role, format) for people: what is printed before a run."""
-        names = {"bf16": "BF16", "fp32": "FP32", "dithered": "by fixed draws"}
+        names = {"bf16": "BF16", "fp32": "FP32"}
         names |= {"fp8": f"FP8 e4m3, {self.scales} scales", "int8": f"INT8, {self.scales} scales"}
         keys, values = (names[format] for format in key_and_value_formats(self.kv))
         rotated = "INT8, rotated, one scale per row"
-        gradient = {"bf16": "BF16", "int8": rotated}.get(
-            self.grad_output, f"FP8 {self.grad_output}"
-        )
+        e4m3_or_e5m2 = f"FP8 {self.grad_output}"
+        gradient = {"bf16": "BF16", "int8": rotated}.get(self.grad_output, e4m3_or_e5m2)
         linears = names | {"int8": rotated}
         rollout, training = linears[self.rollout_linear], linears[self.train_linear]
         if self.base == "nvfp4":
@@ -371,8 +371,9 @@ class PrecisionPlan:
         if self.pinned_sums is not None:
             order = "one order, whatever the batch" if self.pinned_sums else "the library's order"
             rows.append(("sums", order))
-        if "dithered" in (self.bf16_rounding, PRESETS.get(self.name, self).bf16_rounding):
-            rows.append(("BF16 weights", "rounded " + names.get(self.bf16_rounding, "to nearest")))
+        if self.train_linear == "bf16" or self.bf16_rounding == "dithered":
+            how = "by fixed draws" if self.bf16_rounding == "dithered" else "to nearest"
+            rows.append(("BF16 weights", f"rounded {how}"))
         if self.deviation:
             rows.append(("sampler only", self.deviation))
         promise = "bit for bit equal (checked every step)"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jetrl.settings.presets import DEFAULT_PRESET, BaseFormat, GradFormat, KVSetting, Preset
+from jetrl.settings import presets
 from jetrl.settings.section import NonNegative, NonNegativeFloat, Section
 
 # The GPU's attention reads 64 keys at a time.
@@ -16,9 +16,9 @@ WholeBlocks = Annotated[int, Field(ge=64, lt=2**63, multiple_of=64)]
 class PrecisionSettings(Section):
     """The section `[precision]`: a preset, and changes to it."""
 
-    preset: Preset = DEFAULT_PRESET
+    preset: presets.Preset = presets.DEFAULT_PRESET
     """what is FP8 or INT8, on which side (docs/precision.md); unset with base = nvfp4: unified"""
-    grad_output: GradFormat | None = None
+    grad_output: presets.GradFormat | None = None
     """output gradients in DGrad and WGrad; unset: the preset's"""
     scales: Literal["fp32", "pow2"] | None = None
     """unset: the preset's (fp32)"""
@@ -26,11 +26,11 @@ class PrecisionSettings(Section):
     """decoder layers at the start kept in BF16"""
     last_layers_bf16: NonNegative = 0
     """decoder layers at the end kept in BF16"""
-    kv: KVSetting | None = None
+    kv: presets.KVSetting | None = None
     """keys and values, or keys + values apart; unset: the preset's"""
     lm_head: Literal["bf16", "fp8"] | None = None
     """output projection; unset: the preset's (bf16)"""
-    base: BaseFormat | None = None
+    base: presets.BaseFormat | None = None
     """linear layers of a frozen base under an adapter: nvfp4 has 4.5 bits per weight and BF16
     activations (docs/precision.md); unset: fp8"""
     wgrad_input: Literal["128x128", "1x128"] | None = None
@@ -38,7 +38,7 @@ class PrecisionSettings(Section):
     pinned_sums: bool | None = None
     """sum in one order for any batch, so that bf16 promises equal bits too; unset: only if both
     sides are FP8, or both INT8"""
-    bf16_rounding: Literal["nearest", "dithered"] | None = None
+    bf16_rounding: presets.BF16Rounding | None = None
     """master weights to BF16; dithered: small updates of weights on BF16's grid are not swallowed
     (docs/precision.md); unset: dithered if preset is bf16 or mixed, else nearest"""
 
@@ -61,7 +61,7 @@ class SamplerDeviationSettings(Section):
     """decoder layers, counted from 0, whose linears only the sampler has in BF16"""
     scales: Literal["fp32", "pow2"] | None = None
     """the sampler's FP8 and INT8 scales; unset: the trainer's"""
-    kv: KVSetting | None = None
+    kv: presets.KVSetting | None = None
     """the sampler's keys and values; unset: the trainer's"""
     attention_split: WholeBlocks | None = None
     """keys per sum of the sampler's attention, a multiple of 64; unset: the preset's, else the

@@ -18,6 +18,7 @@ StoredFormat = Literal["fp32", "bf16", "fp8", "int8"]
 KVFormat = Literal[StoredFormat, "int8+fp8", "fp8+int8"]
 KVSetting = Literal["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"]  # what a user may ask for
 ScaleRule = Literal["fp32", "pow2"]
+BF16Rounding = Literal["nearest", "dithered"]
 
 
 class PresetFormats(NamedTuple):
@@ -29,7 +30,7 @@ class PresetFormats(NamedTuple):
     rest: Format
     lm_head: Format
     grad_output: GradFormat = "e4m3"
-    bf16_rounding: Literal["nearest", "dithered"] = "nearest"
+    bf16_rounding: BF16Rounding = "nearest"
 
 
 PRESETS = {

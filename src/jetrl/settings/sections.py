@@ -37,7 +37,6 @@ from jetrl.settings.section import (
 
 MOST_TOKENS = 7  # of a draft: a forward verifies 8 tokens of a sequence
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class DraftHeadSettings(Section):
@@ -47,7 +46,7 @@ class DraftHeadSettings(Section):
     """tokens that it guesses, one after the other"""
     lr: PositiveFloat = 5e-4
     """learning rate of its AdamW"""
-    share: PositiveShare = 0.2
+    share: Mass = 0.2
     """fraction of the tokens of a step's first update that it learns from"""
     most_tokens: Positive = 16384
     """maximum tokens per step that it learns from"""
