@@ -199,7 +199,7 @@ def check_run(
     if coded and num_parameters(config) <= _SLOWER_TO:
         notes.append(
             "precision.preset=bf16 updates a model this small faster: with 135M, on one H100, "
-            f"int8 took {_TIMES_BF16} times as long"
+            f"int8 took {_TIMES_BF16} times as long as bf16 rounded to nearest"
         )
     room = config.max_position_embeddings - longest
     # A cache of a given size has to fit, and to hold the longest sequence.
