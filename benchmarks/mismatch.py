@@ -1,11 +1,11 @@
-r"""Measure where the mismatch of a sampler in FP8 beside a trainer in BF16 comes from.
+r"""Measure the causes of the mismatch between an FP8 sampler and a BF16 trainer.
 
     jetrl bench mismatch --shape qwen3-8b --load 32x64x1500 --out mismatch.json
     jetrl bench mismatch --shape tiny --device cpu --load 8x24x150
 
 The sampler has FP8 weights, activations, keys and values and head, and an attention that begins a
 new sum every 256 keys. Then each of these five has the trainer's form in turn, the other four as
-they were; and each alone has the sampler's form beside four in the trainer's. Random weights, with
+they were. Then only one has the sampler's form, and four have the trainer's. Random weights, with
 peaked distributions; each row draws its own tokens, and the trainer computes their log-probs. A
 load is SEQUENCES x SAMPLED TOKENS x LONG, as of `jetrl bench parity`.
 

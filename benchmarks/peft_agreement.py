@@ -5,7 +5,7 @@
 
 For a tiny random model of each family, with its head tied to its embedding and not: an adapter of
 rank 8 on all linear layers, with random A and B and, in the rows that say so, modules that are
-replaced whole. `by` says whether jetrl's `save_pretrained` wrote it or peft's, which unties what it
+replaced whole. `by` names the writer: jetrl's `save_pretrained` or peft's, which unties what it
 replaces unless `ensure_weight_tying` is set (`kept tied`). transformers and peft read it over the
 same base. Differences are of the log-probs of random tokens:
 
@@ -14,7 +14,7 @@ same base. Differences are of the log-probs of random tokens:
     bf16, unified       mean, between jetrl under that plan and peft in FP32
     peft_bf16           mean, between peft in BF16 and peft in FP32: the rounding's own size
     merged              mean, between the model of `jetrl export --merge` in transformers and peft
-    written_back        whether the adapter that peft saves gives jetrl the same bits
+    written_back        if the adapter that peft saves gives jetrl the same bits
     continued           largest, between peft with what jetrl saves of the adapter after reading it,
                         without training what is replaced whole, and peft
 """
@@ -46,7 +46,7 @@ _PACKAGES = ("torch", "transformers", "peft")
 
 
 def read(base: Path, preset: str, adapter: Path) -> Policy:
-    """Return jetrl's policy with an adapter, of which A and B alone would be trained."""
+    """Return jetrl's policy with an adapter, of which only A and B would be trained."""
     adapter_here = read_adapter(adapter, hf.model_config(base))
     plan = PrecisionPlan.preset(preset).replace(bf16_rounding="nearest")  # as torch rounds for PEFT
     return Policy.from_pretrained(base, plan, adapter=adapter_here)
@@ -104,7 +104,7 @@ def write_with_jetrl(base: Path, path: Path, whole: bool) -> None:
 
 
 EVERYTHING = "embedding, norms, head"
-# By, what is replaced whole, whether the base ties its head, and what writes the adapter.
+# By, modules replaced whole, if the base ties its head, and the function that writes the adapter.
 CASES: list[tuple[str, str, bool, Callable[[Path, Path], None]]] = [
     ("jetrl", "", True, partial(write_with_jetrl, whole=False)),
     ("jetrl", EVERYTHING, False, partial(write_with_jetrl, whole=True)),

@@ -49,7 +49,7 @@ class ArmResult:
         common: The held-out accuracy in the study's precision, over seeds; None without any.
         own: The held-out accuracy in the arm's own precision, over seeds; None without any.
         comparison: The differences of `common` from the reference arm's, seed by seed; None for
-            the reference arm and where no seed has both.
+            the reference arm and if no seed has both.
         own_comparison: The differences of `own` from the reference arm's, likewise.
         collapsed: The share of runs that collapsed, with its interval; None without any run.
         without_weights: The number of runs that left no weights to evaluate.
@@ -72,7 +72,7 @@ class TwinGroup:
 
     Attributes:
         name: The name of the group, of the grid point and of the seed.
-        learnt: Whether any run had a gradient; without one, equal weights show nothing.
+        learnt: If any run had a gradient; without one, equal weights show nothing.
     """
 
     name: str
@@ -116,7 +116,7 @@ def arm_results(definition: Definition, runs: Sequence[RunResult]) -> list[ArmRe
     """Return the results of each arm at each grid point, and over all points if there are several.
 
     Over all points that have runs, the value of a seed is its mean over them, for seeds that have
-    all. Where the reference arm has no such seed, there are no results over all points.
+    all. If the reference arm has no such seed, results over all points are left out.
     """
     points = list(grid_points(definition))
     results = []
@@ -160,7 +160,7 @@ def _results_at(
 def _compared(
     definition: Definition, values: Mapping[str, Mapping[int, float]]
 ) -> dict[str, ArmComparison]:
-    """Return the comparison of each arm with the reference arm, where a seed has both."""
+    """Return the comparison of each arm with the reference arm, if a seed has both."""
     reference = values[definition.reference]
     tests: dict[str, Comparison] = {}
     for arm, of_arm in values.items():
@@ -192,7 +192,7 @@ def _interval(values: Mapping[int, float], level: float) -> Interval | None:
 
 
 def has_collapsed(run: RunResult, rule: CollapseSection) -> bool:
-    """Return whether a run has collapsed by the rule of the study.
+    """Return if a run has collapsed by the rule of the study.
 
     The stretches of the rule are counted in the points of the kept curve.
     """
@@ -208,7 +208,7 @@ def has_collapsed(run: RunResult, rule: CollapseSection) -> bool:
 
 
 def mean_of_curve(run: RunResult, metric: str) -> float | None:
-    """Return the mean of a metric over a run; None where it has none."""
+    """Return the mean of a metric over a run; None if it has none."""
     kept = [value for value in run.curves.values.get(metric, []) if value is not None]
     return fmean(kept) if kept else None
 
@@ -251,11 +251,11 @@ class LostRuns:
     """The count of an arm's lost runs at a grid point, compared with the reference arm's.
 
     Attributes:
-        p: The two-sided p-value of Fisher's exact test that the reference arm loses as many; NaN
-            for the reference arm and where that has no run.
+        p: The two-sided p-value of Fisher's exact test that the reference arm has the same rate of
+            losses; NaN for the reference arm and if that has no run.
         adjusted_p: The same, adjusted for the number of arms (Holm).
-        runs_needed: The runs an arm that would show the seen shares, were they the true ones, four
-            times of five; None where the arm lost no larger share, or too many would be needed.
+        runs_needed: The runs per arm that would show the seen shares, were they the true ones, four
+            times of five; None if the arm lost no larger share, or too many would be needed.
     """
 
     point: str

@@ -1,4 +1,4 @@
-"""The definition of a study: what a study file (TOML) holds, read and checked.
+"""The definition of a study: the contents of a study file (TOML), read and checked.
 
     [study]           name, question, seeds, where its files go
     [settings]        settings that all runs have in common, and the recipe below them
@@ -8,7 +8,7 @@
     [eval]            how the final weights of every run are evaluated
     [collapse]        the rule by which a run counts as collapsed
 
-The same tree of tables is kept in the results file, so that a report can be made from that alone.
+The same tree of tables is kept in the results file, so that a report needs only that file.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _checked(kind: type[S], tree: Layer, path: str, source: Path, lines: Mapping
 
 
 def _hint(kind: type[Section], steps: list[str]) -> str:
-    """Return words about the known keys beside an unknown one, the nearest if one is like it."""
+    """Return words about the known keys next to an unknown one, the nearest if one is like it."""
     for step in steps[:-1]:
         inner = kind.model_fields[step].annotation if step in kind.model_fields else None
         if not (isinstance(inner, type) and issubclass(inner, Section)):
@@ -354,7 +354,7 @@ class StartSection(Section):
 
 
 class Arm(Section):
-    """The keys of an arm beside the settings of the runs."""
+    """The keys of an arm, other than the settings of its runs."""
 
     label: str = Field("", description="name in plots and tables; empty: the arm's name")
     twin: bool | str = Field(

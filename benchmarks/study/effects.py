@@ -1,4 +1,4 @@
-"""How far each arm of a study ends from its reference arm, what it loses and what it costs.
+"""How far each arm of a study ends from its reference arm, how many runs it loses, and its costs.
 
     python -m benchmarks.study.effects RESULTS.json [...] [--out FILE.json]
     python -m benchmarks.study.effects RESULTS.json [...] --figure FILE.svg

@@ -1,7 +1,7 @@
 """The evaluation of a run's final weights: all runs by one engine in one precision, and their own.
 
 A study starts a process for it (`jetrl study --evaluate REQUEST.json`) for each run that has ended;
-its outcome is written beside the request.
+its outcome is written next to the request.
 """
 
 from __future__ import annotations

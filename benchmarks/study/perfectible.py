@@ -51,7 +51,7 @@ GROUNDS = {
         [
             f"model.config={HERE / 'models' / '5m.json'}",
             "model.tokenizer=characters",
-            "precision.pinned_sums=true",  # its weights repeat on the same card
+            "precision.pinned_sums=true",  # its weights repeat on the same kind of GPU
             "task.name=program",
             "task.options.rounds=4",
             "task.options.mistakes=0.6",

@@ -73,7 +73,7 @@ class PlannedRun:
 
 
 def recipe_of(settings: Settings) -> str:
-    """Return a run's recipe as TOML: what the study and its own recipe say, without defaults."""
+    """Return a run's recipe as TOML: settings of the study and of the recipe, without defaults."""
     return to_toml(settings, defaults=False)
 
 

@@ -1,8 +1,8 @@
-"""The results file of a study: what its runs came to, small enough to be committed.
+"""The results file of a study: the outcomes of its runs, small enough to be committed.
 
-It is one JSON object with a run a line: the study's definition, the machine, and of each run how it
-ended, the digest of its final weights, its evaluations, its seconds by phase and its curves,
-thinned. The report is made from this file alone, and a run that stands in it is not run again,
+It is one JSON object with one run per line: the study's definition, the machine, and of each run
+how it ended, the digest of its final weights, its evaluations, its seconds by phase and its curves,
+thinned. The report is made from only this file, and a run that stands in it is not run again,
 wherever the rest of its files went.
 """
 
@@ -83,8 +83,8 @@ class RunResult(Stored):
             a model that was in no folder of the machine.
         compared_tokens: The tokens whose log-probs of sampler and trainer were compared.
         different_tokens: The compared tokens whose log-probs differ in any bit.
-        common: The evaluation in the study's precision; None where there are no weights.
-        own: The evaluation in the run's own precision; None where there is none.
+        common: The evaluation in the study's precision; None without weights.
+        own: The evaluation in the run's own precision; None without one.
         curves: The metrics of its steps, each a mean over the steps around.
         held_out: The held-out evaluations of the run itself: mean, response_length.
     """
@@ -153,7 +153,7 @@ class Results:
     failed: dict[str, str] = field(default_factory=dict)
 
     def add(self, result: RunResult, device: str) -> None:
-        """Take in the result of a run, and write the file."""
+        """Add the result of a run, and write the file."""
         self.runs[result.name] = result
         self.failed.pop(result.name, None)
         for name, names in ((device, self.devices), (commit(), self.commits)):

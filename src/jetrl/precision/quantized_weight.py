@@ -141,7 +141,7 @@ class QuantizedWeight:
                 gather_rows(weight, self.shard.counts())
 
     def fp8_scales(self) -> list[Tensor]:
-        """Return the scales of the FP8 rounding, if there is one."""
+        """Return the scales of each quantized copy of this weight; none if all are BF16 or FP32."""
         return [w.scales for w in self._stored.values() if isinstance(w, QTensor)]
 
     def tensors(self) -> list[Tensor]:

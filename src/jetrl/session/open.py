@@ -65,7 +65,7 @@ class Machine:
     Attributes:
         free: Free bytes before anything is loaded; None if unknown.
         cards: GPUs of the run; None: one per process.
-        elsewhere: Whether Hopper GPUs of another machine are meant.
+        elsewhere: If Hopper GPUs of another machine are meant.
     """
 
     device: str

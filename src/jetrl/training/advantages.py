@@ -41,7 +41,7 @@ class StepRewards:
 
     @property
     def scores(self) -> np.ndarray:
-        """Return the reward of each sample minus the sum of its penalties, float64 [S]."""
+        """Return the rewards less the penalties of all tokens of a sample, float64 [S]."""
         return self.rewards - np.array([penalty.sum() for penalty in self.penalties])
 
     def at_tokens(self, per_sample: np.ndarray) -> list[np.ndarray]:
