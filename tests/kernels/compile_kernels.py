@@ -397,7 +397,7 @@ def integers() -> None:
         int8.int8_rows(empty(rows, k))
     for tokens in (300, 20_000):  # in one pass, in two
         int8.int8_tokens(empty(tokens, 960))
-    weight = empty_int8_rows(1152, 4096, META)
+    weight = empty_int8_rows(24576, 4096, META)
     for rows in (5, 100, 200, 1000):
         int8.int8_matmul(empty_int8_rows(rows, 4096, META), weight)
     int8.int8_turned(weight)

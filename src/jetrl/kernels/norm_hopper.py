@@ -24,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
+from jetrl.precision.hopper.int8_rows import empty_operand
 from jetrl.precision.hopper.launch import let_next_start, overlapped, wait_for_previous
 from jetrl.precision.hopper.layout import cdiv, empty_row_groups, empty_turned_squares, is_ragged
 from jetrl.precision.hopper.quantize import (
@@ -35,7 +36,7 @@ from jetrl.precision.hopper.quantize import (
     tile_rule,
 )
 from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import FORMATS, QTensor, empty_int8_rows
+from jetrl.precision.quantize import FORMATS, QTensor
 
 _MAX_WIDTH = 16384
 _FEW_ROWS = 256  # up to a decode step's: a program is launched for its latency
@@ -228,7 +229,7 @@ def rms_norm_quantize(
     _check(x, weight, delta)
     num_rows, width = x.shape
     if scales == "int8":
-        rows = empty_int8_rows(num_rows, width, x.device)
+        rows = empty_operand(num_rows, width, x.device)
     else:
         rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], x.device)
     total, inverse = x if delta is None else torch.empty_like(x), None

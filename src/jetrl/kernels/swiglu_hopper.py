@@ -34,7 +34,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.kernels.exponential_hopper import gluon_sigmoid, sigmoid
 from jetrl.precision.hopper import gluon_names, tile
-from jetrl.precision.hopper.int8 import int8_rows, row_cut, row_layout, store_rows
+from jetrl.precision.hopper.int8 import part_layout, rotated_part, row_warps, store_row
+from jetrl.precision.hopper.int8_rows import empty_operand
 from jetrl.precision.hopper.launch import (
     gluon_let_next_start,
     gluon_wait_for_previous,
@@ -59,7 +60,7 @@ from jetrl.precision.hopper.quantize import (
     tile_rule,
 )
 from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor, empty_int8_rows
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor
 
 _ROWS = 32  # rows of a tile of the plain backward; each row's bits are its own
 
@@ -129,28 +130,32 @@ def _backward_rows_kernel(
         store_values(y_ptr, silu * up, rows, column, num_rows, num_columns)
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit
 def _int8_kernel(
-    x_ptr, y_ptr, codes_ptr, scales_ptr, num_rows, WRITE_Y: gl.constexpr, K: gl.constexpr,
-    ROWS: gl.constexpr, WIDTH: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr,
+    x_ptr, y_ptr, codes_ptr, scales_ptr, WRITE_Y: gl.constexpr, K: gl.constexpr,
     FLOOR: gl.constexpr,
 ):  # fmt: skip
-    """Make y of ROWS whole rows and quantize it, as `precision.hopper.int8` does."""
-    LAYOUT: gl.constexpr = row_layout(gl.num_warps(), LANES, WARPS)
-    rows = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    mask = (rows < num_rows)[:, None] & (columns < K)[None, :]
+    """Make y of a row and quantize it, as `precision.hopper.int8` does."""
+    WIDTH: gl.constexpr = 256 * gl.num_warps()
+    row = gl.program_id(0)
+    columns = gl.arange(0, WIDTH, part_layout(gl.num_warps()))
     gluon_let_next_start()
     gluon_wait_for_previous()
-    places = x_ptr + (rows.to(gl.int64)[:, None] * 2 * K + columns[None, :])
-    gate = tile.widen(gl.load(places, mask=mask, other=0.0))
-    y = gate * gluon_sigmoid(gate) * tile.widen(gl.load(places + K, mask=mask, other=0.0))
-    y = tile.to_bfloat16(y)
-    if WRITE_Y:
-        gl.store(y_ptr + (rows.to(gl.int64)[:, None] * K + columns[None, :]), y, mask=mask)
-    store_rows(
-        tile.widen(y), rows, columns, mask, num_rows, codes_ptr, scales_ptr, K, LAYOUT, FLOOR
-    )
+    # All loads first, so that one latency is waited for.
+    places = x_ptr + row.to(gl.int64) * (2 * K) + columns
+    gates, ups, parts = (), (), ()
+    for first in gl.static_range(0, K, WIDTH):
+        inside = first + columns < K
+        gates += (gl.load(places + first, mask=inside, other=0.0),)  # type: ignore[assignment]
+        ups += (gl.load(places + K + first, mask=inside, other=0.0),)  # type: ignore[assignment]
+    for i in gl.static_range((K + WIDTH - 1) // WIDTH):
+        gate = tile.widen(gates[i])
+        y = tile.to_bfloat16(gate * gluon_sigmoid(gate) * tile.widen(ups[i]))
+        if WRITE_Y:
+            inside = i * WIDTH + columns < K
+            gl.store(y_ptr + row.to(gl.int64) * K + i * WIDTH + columns, y, mask=inside)
+        parts += (rotated_part(tile.widen(y)),)  # type: ignore[assignment]
+    store_row(parts, row, codes_ptr, scales_ptr, K, FLOOR)
 
 
 def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
@@ -179,17 +184,11 @@ def swiglu_quantize_with_values(gate_up: Tensor, scales: str = "fp32") -> tuple[
 
 def _int8_rows(gate_up: Tensor, y: Tensor | None) -> QTensor:
     num_rows, width = _check(gate_up)
-    cut = row_cut(num_rows, width)
-    if cut is None:
-        values = gate_up.new_empty((num_rows, width)) if y is None else y
-        _launch_rows(gate_up, values, None, "fp32")
-        return int8_rows(values)
-    codes = empty_int8_rows(num_rows, width, gate_up.device)
+    codes = empty_operand(num_rows, width, gate_up.device)
     if num_rows:
-        _int8_kernel[(triton.cdiv(num_rows, cut[0]),)](
-            gate_up, gate_up if y is None else y, codes.codes, codes.scales, num_rows,
-            y is not None, width, *cut[:4], AMAX_FLOOR, num_warps=cut[4], enable_fp_fusion=False,
-            **overlapped(),
+        _int8_kernel[(num_rows,)](
+            gate_up, gate_up if y is None else y, codes.codes, codes.scales, y is not None, width,
+            AMAX_FLOOR, num_warps=row_warps(width), enable_fp_fusion=False, **overlapped(),
         )  # fmt: skip
     return codes
 

@@ -1,7 +1,8 @@
 """`precision.int8` in Triton: quantizing and turning at the speed of memory, and the product.
 
-A thread holds the 64 values of a rotation, so that its stages move nothing between threads. The
-sums of the product are integers, so tiles and the split of K are chosen by speed only.
+Eight lanes hold the 64 values of a row's rotation, so that loads are whole lines; along tokens one
+thread holds them. The sums of the product are integers, so tiles and the split of K are chosen by
+speed only.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl.precision.hopper import gluon_names, tile
-from jetrl.precision.hopper.int8_rows import MOST_ROWS, rows_matmul
+from jetrl.precision.hopper.int8_rows import MOST_ROWS, empty_operand, rows_matmul
 from jetrl.precision.hopper.launch import (
     gluon_let_next_start,
     gluon_wait_for_previous,
@@ -30,8 +31,6 @@ from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, ROTATION, QTensor, empty_int8_rows
 
 _TOP = gl.constexpr(FORMATS["int8"][1])
-_WARP_COLUMNS = 2048  # of a row in one warp
-_WIDE, _CHUNK = 16384, 8192  # columns of the longest row in registers, and of parts of others
 _PANEL, _PROGRAMS = 128, 4  # columns of a tile of 64 tokens, and programs per SM
 _OPTIONS = {"enable_fp_fusion": False}
 
@@ -46,91 +45,72 @@ def rotated(x):
     return x * 0.125
 
 
+def row_warps(k: int) -> int:
+    """Return the warps of a program that quantizes a row, in parts of 256 columns per warp."""
+    return min(8, max(1, triton.next_power_of_2(k) // 256))
+
+
 @gluon.constexpr_function
-def row_layout(num_warps, lanes, warps):
-    """Return the layout of whole rows, each of which lies in some lanes of some warps."""
-    return gl.BlockedLayout([1, 64], [32 // lanes, lanes], [num_warps // warps, warps], [1, 0])
-
-
-def row_cut(rows: int, k: int) -> tuple[int, int, int, int, int] | None:
-    """Return the rows of a program, their padded width, lanes and warps of a row, and all warps.
-
-    None if a row is too wide for a program.
-    """
-    width = triton.next_power_of_2(k)
-    if width > _WIDE:
-        return None
-    lanes, warps = min(32, width // 64), max(1, width // _WARP_COLUMNS)
-    num_warps = max(warps, 1 if rows <= 256 else 4)
-    return 32 // lanes * (num_warps // warps), width, lanes, warps, num_warps
+def part_layout(num_warps):
+    """Return the layout of a part of a row: lines of 16 bytes per lane in BF16."""
+    return gl.BlockedLayout([8], [32], [num_warps], [0])
 
 
 @gluon.jit
-def store_rows(
-    x, rows, columns, mask, num_rows, codes_ptr, scales_ptr, K: gl.constexpr,
-    LAYOUT: gl.constexpr, FLOOR: gl.constexpr,
-):  # fmt: skip
-    """Rotate and quantize whole rows, float32 in LAYOUT with zeros past K, and store them."""
-    shape: gl.constexpr = x.shape
-    x = rotated(gl.reshape(x, [shape[0] * (shape[1] // 64), 64]))
-    x = gl.convert_layout(gl.reshape(x, shape), LAYOUT, assert_trivial=True)
-    scale, multiplier = tile.scale_and_multiplier(tile.largest(x, 1), _TOP, FLOOR, False)
-    codes = tile.gluon_to_int8(x * multiplier[:, None])
-    gl.store(codes_ptr + (rows.to(gl.int64)[:, None] * K + columns[None, :]), codes, mask=mask)
-    gl.store(scales_ptr + rows, scale, mask=rows < num_rows)
+def rotated_part(x):
+    """Return float32 [W] in `part_layout`, rotated: within threads, then between eight lanes."""
+    LAYOUT: gl.constexpr = part_layout(gl.num_warps())
+    for _ in gl.static_range(3):
+        even, odd = gl.split(gl.reshape(x, [x.shape[0] // 8, 4, 2]))
+        x = gl.reshape(gl.permute(gl.join(even + odd, even - odd), [0, 2, 1]), [x.shape[0]])
+    x = gl.convert_layout(x, LAYOUT, assert_trivial=True)
+    columns = gl.arange(0, x.shape[0], LAYOUT)
+    for stage in gl.static_range(3):
+        # The lane of a pair's second value takes the difference: the other's minus its own.
+        sign = ((columns >> (3 + stage)) & 1) << 31
+        distance = gl.full([x.shape[0]], 1 << stage, gl.int32, LAYOUT)
+        x = gl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; shfl.sync.bfly.b32 a, $1, $3, 31, -1; xor.b32 b, $1, $2; "
+            "add.rn.f32 $0, a, b; }",
+            "=r,r,r,r", [x, sign, distance], dtype=gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return x * 0.125
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit
+def store_row(parts, row, codes_ptr, scales_ptr, K: gl.constexpr, FLOOR: gl.constexpr):
+    """Quantize the rotated parts of a row, float32 in `part_layout` with zeros past K."""
+    WIDTH: gl.constexpr = parts[0].shape[0]
+    PARTS: gl.constexpr = (K + WIDTH - 1) // WIDTH
+    amax = gl.abs(parts[0])
+    for i in gl.static_range(1, PARTS):
+        amax = tile.larger(amax, gl.abs(parts[i]))
+    amax = gl.reduce(amax, 0, tile.larger)
+    scale, multiplier = tile.scale_and_multiplier(amax, _TOP, FLOOR, False)
+    columns = gl.arange(0, WIDTH, part_layout(gl.num_warps()))
+    places = codes_ptr + row.to(gl.int64) * K + columns
+    for i in gl.static_range(PARTS):
+        codes = tile.gluon_to_int8(parts[i] * multiplier)
+        gl.store(places + i * WIDTH, codes, mask=i * WIDTH + columns < K)
+    gl.store(scales_ptr + row, scale)
+
+
+@gluon.jit
 def _rows_kernel(
-    x_ptr, codes_ptr, scales_ptr, num_rows, row_stride,
-    K: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, LANES: gl.constexpr,
-    WARPS: gl.constexpr, FLOOR: gl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, row_stride, K: gl.constexpr, FLOOR: gl.constexpr
 ):  # fmt: skip
-    """Quantize ROWS whole rows (`row_cut`)."""
-    LAYOUT: gl.constexpr = row_layout(gl.num_warps(), LANES, WARPS)
-    rows = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    mask = (rows < num_rows)[:, None] & (columns < K)[None, :]
-    places = x_ptr + (rows.to(gl.int64)[:, None] * row_stride + columns[None, :])
+    """Quantize a row (`row_warps`)."""
+    WIDTH: gl.constexpr = 256 * gl.num_warps()
+    row = gl.program_id(0)
+    columns = gl.arange(0, WIDTH, part_layout(gl.num_warps()))
+    places = x_ptr + row.to(gl.int64) * row_stride + columns
     gluon_let_next_start()
     gluon_wait_for_previous()
-    x = gl.load(places, mask=mask, other=0.0).to(gl.float32)
-    store_rows(x, rows, columns, mask, num_rows, codes_ptr, scales_ptr, K, LAYOUT, FLOOR)
-
-
-@gluon.jit
-def _rotated_chunk(x_ptr, wide, inside, columns, K: gl.constexpr, row_stride, LAYOUT: gl.constexpr):
-    """Return some columns of rows, rotated, float32 in LAYOUT."""
-    mask = inside[:, None] & (columns < K)[None, :]
-    x = gl.load(x_ptr + (wide * row_stride + columns[None, :]), mask=mask, other=0.0)
-    x = rotated(gl.reshape(x.to(gl.float32), [x.shape[0] * (x.shape[1] // 64), 64]))
-    return gl.convert_layout(gl.reshape(x, mask.shape), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit(do_not_specialize=["num_rows"])
-def _wide_rows_kernel(
-    x_ptr, codes_ptr, scales_ptr, num_rows, row_stride, K: gl.constexpr, WIDTH: gl.constexpr,
-    FLOOR: gl.constexpr,
-):  # fmt: skip
-    """Quantize a row in chunks, which are read twice, the second time from a cache."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 64], [1, 32], [1, gl.num_warps()], [1, 0])
-    rows = gl.program_id(0) + gl.arange(0, 1, gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    wide, inside = rows.to(gl.int64)[:, None], rows < num_rows
-    amax = gl.full([1], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    parts = ()
     for first in gl.static_range(0, K, WIDTH):
-        x = _rotated_chunk(x_ptr, wide, inside, first + columns, K, row_stride, LAYOUT)
-        amax = tile.larger(amax, tile.largest(x, 1))
-    scale, multiplier = tile.scale_and_multiplier(amax, _TOP, FLOOR, False)
-    for first in gl.static_range(0, K, WIDTH):
-        x = _rotated_chunk(x_ptr, wide, inside, first + columns, K, row_stride, LAYOUT)
-        mask = inside[:, None] & (first + columns < K)[None, :]
-        gl.store(
-            codes_ptr + (wide * K + first + columns[None, :]),
-            tile.gluon_to_int8(x * multiplier[:, None]),
-            mask=mask,
-        )
-    gl.store(scales_ptr + rows, scale, mask=inside)
+        x = gl.load(places + first, mask=first + columns < K, other=0.0)
+        parts += (rotated_part(tile.widen(x)),)  # type: ignore[assignment]
+    store_row(parts, row, codes_ptr, scales_ptr, K, FLOOR)
 
 
 @gluon.jit
@@ -295,18 +275,11 @@ def int8_rows(x: Tensor, out: QTensor | None = None) -> QTensor:
     """`precision.int8.int8_rows` of bfloat16 or float32 [M, K], rows contiguous."""
     rows, k = x.shape
     assert (x.stride(1), k % ROTATION) == (1, 0), f"{x.shape}, strides {x.stride()}"
-    q = empty_int8_rows(rows, k, x.device) if out is None else out
-    if not rows:
-        return q
-    if (cut := row_cut(rows, k)) is None:
-        _wide_rows_kernel[(rows,)](
-            x, q.codes, q.scales, rows, x.stride(0), k, _CHUNK, AMAX_FLOOR,
-            num_warps=_CHUNK // _WARP_COLUMNS, **_OPTIONS,
-        )  # fmt: skip
-    else:
-        _rows_kernel[(cdiv(rows, cut[0]),)](
-            x, q.codes, q.scales, rows, x.stride(0), k, *cut[:4], AMAX_FLOOR, num_warps=cut[4],
-            **_OPTIONS, **overlapped(),
+    q = empty_operand(rows, k, x.device) if out is None else out
+    if rows:
+        _rows_kernel[(rows,)](
+            x, q.codes, q.scales, x.stride(0), k, AMAX_FLOOR, num_warps=row_warps(k), **_OPTIONS,
+            **overlapped(),
         )  # fmt: skip
     return q
 

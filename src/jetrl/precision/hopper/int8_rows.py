@@ -11,7 +11,7 @@ they have been read. The tensor cores drain at each barrier, hence groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ from jetrl.precision.hopper.launch import (
     gluon_wait_for_previous,
     overlapped,
 )
-from jetrl.precision.hopper.layout import cdiv
-from jetrl.precision.quantize import QTensor
+from jetrl.precision.hopper.layout import MIN_ROWS, cdiv, first_rows, round_up
+from jetrl.precision.quantize import QTensor, empty_int8_rows
 
 BLOCK_K = 128
 
@@ -54,13 +54,19 @@ MOST_ROWS = 256
 def tiles_for(rows: int, n: int) -> Tiles:
     """Return the cut of a product with a weight of n rows; no bit depends on it."""
     per_sm = cdiv(n, MULTIPROCESSORS)
+    size = 0 if per_sm <= 32 else 1 if per_sm <= 64 else 2
     if rows <= 64:
-        return Tiles(64, 1, 32, 4, 2) if per_sm <= 32 else Tiles(64, 1, 64, 3, 2)
+        return (Tiles(64, 1, 32, 8, 2), Tiles(64, 1, 32, 4, 2), Tiles(64, 1, 64, 3, 2))[size]
     if rows <= 128:
-        return Tiles(64, 1, 64, 4, 2) if per_sm <= 64 else Tiles(64, 3, 64, 3, 1)
-    if per_sm <= 32:
-        return Tiles(128, 1, 64, 4, 2)
-    return Tiles(128, 3, 32, 3, 2) if per_sm <= 64 else Tiles(128, 3, 64, 5, 1)
+        return (Tiles(64, 1, 64, 4, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 64, 5, 1))[size]
+    return (Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 3, 2), Tiles(256, 3, 64, 4, 1))[size]
+
+
+def empty_operand(rows: int, k: int, device: torch.device) -> QTensor:
+    """Return uninitialized INT8 rows; few have storage for whole boxes, which copy faster."""
+    boxes = round_up(rows, MIN_ROWS if rows <= MIN_ROWS else 2 * MIN_ROWS)
+    q = empty_int8_rows(boxes if rows <= MOST_ROWS else rows, k, device)
+    return replace(q, codes=first_rows(q.codes, rows), scales=first_rows(q.scales, rows))
 
 
 @gluon.jit
@@ -193,14 +199,14 @@ def rows_matmul(
         return out
     tiles = tiles or tiles_for(rows, n)
     box = min(tiles.block_m, max(16, 1 << (rows - 1).bit_length()))
+    stored = (a.codes.untyped_storage().nbytes() - a.codes.storage_offset()) // k
+    warps = min(8, tiles.block_m // 16)
     rows_kernel[(cdiv(rows, tiles.block_m), cdiv(n, tiles.parts * tiles.block_n))](
-        TensorDescriptor(a.codes, [rows, k], [k, 1], [box, BLOCK_K], _CODES),
+        TensorDescriptor(a.codes, [stored, k], [k, 1], [box, BLOCK_K], _CODES),
         TensorDescriptor(b.codes, [n, k], [k, 1], [tiles.block_n, BLOCK_K], _CODES),
         a.scales, b.scales, out, rows, n, int(torch.cuda.is_current_stream_capturing()),
         cdiv(k, BLOCK_K * tiles.group), tiles.parts, box, tiles.block_m, tiles.block_n,
-        tiles.rounds, tiles.group, num_warps=tiles.block_m // 16,
-        maxnreg=128 if tiles.block_m == 64 else 168,
-        enable_fp_fusion=False,
-        **overlapped(),
+        tiles.rounds, tiles.group, num_warps=warps, maxnreg=128 if warps == 4 else 168,
+        enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     return out
