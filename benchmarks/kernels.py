@@ -32,7 +32,6 @@ from jetrl.precision.hopper.quantize import (
     quantize_rows,
     quantize_rows_and_tokens,
     quantize_squares,
-    quantize_tokens,
     quantize_weight,
     turned_weight,
 )
@@ -106,7 +105,7 @@ def _backward_rows(layer: str, dys: list[Tensor], weight: Tensor, k: int) -> lis
     flops, quantized = 2 * rows * n * k, quantize_weight(weight)
     pairs = list(zip(dys, xs, strict=True))
     total = torch.zeros(n, k, device="cuda")
-    operands = [(quantize_tokens(dy).mT, quantize_squares(x).mT) for dy, x in pairs]
+    operands = [(quantize_rows_and_tokens(dy)[1].mT, quantize_squares(x).mT) for dy, x in pairs]
     inputs = [(a, x) for (a, _), x in zip(operands, xs, strict=True)]
 
     def wgrad(a: QTensor, x: Tensor, into: Tensor | None) -> Tensor:
@@ -335,7 +334,6 @@ def quantize_rows_of(tokens: int = 16384) -> list[Row]:
         scales = size // 128 * 4
         for name, function, num_bytes in (
             ("rows", quantize_rows, 3 * size + scales),
-            ("tokens", quantize_tokens, 3 * size + scales),
             ("squares, turned", quantize_squares, 3 * size),
             ("rows and tokens", quantize_rows_and_tokens, 4 * size + 2 * scales),
         ):

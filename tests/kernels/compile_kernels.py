@@ -365,12 +365,13 @@ def small_operations() -> None:
     from jetrl.kernels.norm import block_squares, rms_norm
     from jetrl.kernels.swiglu import swiglu
     from jetrl.precision import quantize
-    from jetrl.precision.hopper.quantize import quantize_weight
+    from jetrl.precision.hopper.quantize import dithered_bf16, quantize_weight
 
     master = empty(512, 512, dtype=torch.float32)
     states = [empty(512, 512, dtype=kind) for kind in (torch.uint8, torch.int16)]
     scalars = adamw_scalars(1, lambda _: 0.1, (0.9, 0.95), 1e-8, 0.1)
     adamw_(master, master, *states, torch.empty((), device=META), scalars)
+    dithered_bf16(master, "w")
     block_squares(master)
     x = empty(70, 256)
     rms_norm(x, x[0], 1e-6)

@@ -247,7 +247,7 @@ class MemoryPlan:
             base += 4 * num_parameters(config)
         masters = "master weights, FP32" if lora is None else "master weights of the adapter, FP32"
         self._add(masters, 4 * trained_parameters(config, self._cards, lora))
-        states = self._optimizer_bytes(trained_shapes(config, self._cards, lora))
+        states = self._optimizer_bytes(_trained_shapes(config, self._cards, lora))
         self._add(f"optimizer states, {self._settings.train.optimizer_states}", states)
         self._add("adapter as forwards read it", adapter_bytes(config, plan, lora))
         sides = " for sampling and training" if config.head == "lm" else ""
@@ -264,7 +264,7 @@ class MemoryPlan:
         if settings.critic.path is not None:
             weights = 4 * trained_parameters(self._critic, self._cards)
             weights += quantized_bytes(self._critic, plan.without_base)
-            states = self._optimizer_bytes(trained_shapes(self._critic, self._cards))
+            states = self._optimizer_bytes(_trained_shapes(self._critic, self._cards))
             self._add("critic: weights, optimizer states", weights + states)
         if settings.rollout.asks_head:
             self._add("draft head: weights, optimizer states", self._draft_head_bytes())
@@ -346,7 +346,7 @@ class MemoryPlan:
     ) -> None:
         """Add gradients and activations of an update, which ends in the column `end`."""
         batch, recomputed = self.micro_batch, self._settings.train.activation_checkpointing
-        trained = trained_shapes(config, self._cards, lora)
+        trained = _trained_shapes(config, self._cards, lora)
         gradients = 4 * sum(map(math.prod, trained.values()))
         head_name = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
         head_name = "score.weight" if config.head == "score" else head_name
@@ -365,7 +365,7 @@ class MemoryPlan:
             self._add(whose + name, {at: sizes[index] for at, sizes in columns.items()})
 
 
-def trained_shapes(
+def _trained_shapes(
     config: ModelConfig, cards: int, lora: LoRA | None = None
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of trained weights on the rank with the most rows; adapters are whole."""
@@ -385,7 +385,7 @@ def trained_shapes(
 
 
 def trained_parameters(config: ModelConfig, cards: int, lora: LoRA | None = None) -> int:
-    return sum(map(math.prod, trained_shapes(config, cards, lora).values()))
+    return sum(map(math.prod, _trained_shapes(config, cards, lora).values()))
 
 
 def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -> int:

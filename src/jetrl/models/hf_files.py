@@ -135,7 +135,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def reading_tensors(file: Path) -> Iterator[None]:
+def _reading_tensors(file: Path) -> Iterator[None]:
     """Turn an error of reading a safetensors file into a UserError that explains it."""
     try:
         open_regular(file).close()
@@ -151,13 +151,13 @@ def reading_tensors(file: Path) -> Iterator[None]:
 
 def open_tensors(file: Path) -> Any:
     """Open a safetensors file, memory-mapped: a context with `keys`, `get_slice`, `get_tensor`."""
-    with reading_tensors(file):
+    with _reading_tensors(file):
         return safe_open(str(file), framework="pt", device="cpu")
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, in CPU memory."""
-    with reading_tensors(file):
+    with _reading_tensors(file):
         return load_file(file)
 
 

@@ -62,7 +62,7 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
     if (arithmetic := arithmetic_of(x)) is not None:
         if squares:
             return arithmetic.quantize_squares(x, plan.scales)
-        return arithmetic.quantize_tokens(x, "e4m3", plan.scales)
+        return arithmetic.quantize_rows_and_tokens(x, "e4m3", plan.scales)[1]
     return quantize(x, (FP8_BLOCK, FP8_BLOCK if squares else 1), "e4m3", plan.scales)
 
 

@@ -199,7 +199,9 @@ class QuantizedWeight:
         if rounding.format == "fp8_weights":
             weight = dequantize(_fp8(weight, rounding.scales))
         if rounding.dithered and weight.dim() > 1:
-            weight = dithered_bf16(weight, self.name, self.shard.first_row if self.shard else 0)
+            arithmetic = arithmetic_of(weight)
+            dither = dithered_bf16 if arithmetic is None else arithmetic.dithered_bf16
+            weight = dither(weight, self.name, self.shard.first_row if self.shard else 0)
         if rounding.format != "fp8":
             return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
         return _fp8(weight, rounding.scales, into)

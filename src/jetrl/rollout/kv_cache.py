@@ -305,7 +305,7 @@ def gpu_work(spans: Sequence[Span], device: torch.device) -> DecodeWork | QueryT
     )
 
 
-def group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:
+def _group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:
     """Cut spans into items of at most 256 queries, and group similar items as a batch.
 
     Queries and keys of a group are within a factor of two, and its keys at most `max_keys`.
@@ -425,7 +425,7 @@ class PagedCache:
         if self.reads_pages_in_place:
             return gpu_work(spans, device)
         budget = max(1, MAX_GATHERED // self._token_elements)
-        return [part_of(items, self.page_size, device) for items in group_items(spans, budget)]
+        return [part_of(items, self.page_size, device) for items in _group_items(spans, budget)]
 
     def _slots(self, spans: Sequence[Span]) -> np.ndarray:
         """Return the slot of each token, page * page_size + offset, int64 [T]."""

@@ -26,10 +26,10 @@ from jetrl.precision.hopper.layout import empty_weight
 from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper as nvfp4_dgrad
 from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper as nvfp4_matmul
 from jetrl.precision.hopper.quantize import (
+    dithered_bf16,
     quantize_rows,
     quantize_rows_and_tokens,
     quantize_squares,
-    quantize_tokens,
     quantize_weight,
     turned_weight,
 )

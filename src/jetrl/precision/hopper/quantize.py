@@ -1,17 +1,10 @@
 """`precision.quantize` on Hopper, at the speed of memory.
 
-Five kernels, all with one program per tile of 128 columns:
-
-* rows:    X -> 1 x 128 groups (FProp)
-* tile:    dY -> 1 x 128 and 128 x 1 groups from one read (2 bytes read, 2 written)
-* square:  X -> 128 x 128 groups, transposed (WGrad)
-* weight:  W -> 128 x 128 groups
-* turn:    a weight's groups -> those of W^T: the same codes and scales, in the order DGrad reads
-
-The fused norm and SwiGLU kernels share the first one's device functions; those of a whole tile are
-in `hopper.tile`. `/` is not IEEE division in Triton, hence `div_rn`. The maximum is taken on the
-bits of |x| as integers, which orders NaN above Inf above every number, so a non-finite value makes
-its group's scale non-finite and its own code NaN.
+A program has a tile of 128 columns, except if a weight becomes BF16. The fused norm and SwiGLU
+kernels share the device functions of rows; those of a whole tile are in `hopper.tile`. `/` is not
+IEEE division in Triton, hence `div_rn`. The maximum is taken on the bits of |x| as integers, which
+orders NaN above Inf above every number, so a non-finite value makes its group's scale non-finite
+and its own code NaN.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,6 +13,7 @@ its group's scale non-finite and its own code NaN.
 from __future__ import annotations
 
 import struct
+import zlib
 from typing import Any
 
 import torch
@@ -48,6 +42,7 @@ FLOOR_BITS = struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0]
 # Two programs of a tile share an SM with at most 128 registers per thread.
 TILE_OPTIONS = {"num_warps": tile.NUM_WARPS, "maxnreg": 128, "enable_fp_fusion": False}
 _FEW_ROWS = 256
+_DITHERED = 4096  # elements of a program: 16 per thread
 
 
 @triton.jit
@@ -232,6 +227,20 @@ def _turn_kernel(
     gl.store(turned_scales_ptr + places, scale, mask=one == 0)
 
 
+@triton.jit(do_not_specialize=["begin", "key"])
+def _dither_kernel(x_ptr, rounded_ptr, begin, key, size, BLOCK: tl.constexpr):
+    """Round BLOCK elements as `precision.quantize.dithered_bf16`."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    bits = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    draws = ((places + begin).to(tl.uint32) ^ key.to(tl.uint32)) * 2654435761
+    draws = (draws ^ (draws >> 15)) * 2246822519
+    draws = (draws ^ (draws >> 13)) * 3266489917
+    bits += ((draws ^ (draws >> 16)) & 0xFFFF).to(tl.int32)
+    upper = (bits >> 16).to(tl.int16)
+    tl.store(rounded_ptr + places, upper.to(tl.bfloat16, bitcast=True), mask=inside)
+
+
 def rule(format: FP8Format, scales: str) -> dict[str, Any]:
     """Return the quantizer's constants as the kernels of rows take them."""
     return {"MAXIMUM": FORMATS[format][1], "FLOOR_BITS": FLOOR_BITS, "POW2": scales == "pow2"}
@@ -268,15 +277,10 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -
     return rows
 
 
-def quantize_tokens(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -> QTensor:
-    """Return 128 x 1 groups of x for WGrad, tokens contiguous and filled up with zeros to 128s."""
-    return quantize_rows_and_tokens(x, format, scales)[1]
-
-
 def quantize_rows_and_tokens(
     x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
 ) -> tuple[QTensor, QTensor]:
-    """Return `quantize_rows(x)` and `quantize_tokens(x)`, from one read of x."""
+    """Return `quantize_rows(x)`, and 128 x 1 groups for WGrad, tokens contiguous, zeros to 128s."""
     assert x.stride(1) == 1, f"strides {list(x.stride())}"
     num_rows, num_columns = x.shape
     dtype = FORMATS[format][0]
@@ -329,6 +333,16 @@ def quantize_weight(
         is_ragged(num_columns), **tile_rule(format, scales),
     )  # fmt: skip
     return q
+
+
+def dithered_bf16(x: Tensor, name: str, first_row: int = 0) -> Tensor:
+    """`precision.quantize.dithered_bf16` of float32 [M, K]; a NaN keeps its bits."""
+    x = x.contiguous()
+    rounded, key = torch.empty_like(x, dtype=torch.bfloat16), zlib.crc32(name.encode()) - (1 << 31)
+    _dither_kernel[(cdiv(x.numel(), _DITHERED),)](
+        x, rounded, first_row * x.shape[1], key, x.numel(), _DITHERED, num_warps=8
+    )
+    return rounded
 
 
 def turned_weight(q: QTensor) -> QTensor:
