@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -75,6 +76,14 @@ class Setup:
     def name(self) -> str:
         """The words of --quantization."""
         return self.quantization + ("" if self.drafts == "off" else f"+{self.drafts}")
+
+
+def set_environment() -> None:
+    """Set what vLLM reads when it is imported, unless it is set: one process, no reports."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if importlib.util.find_spec("flashinfer") is None:  # vLLM takes it for granted
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def model_folder(shape: str, folder: str) -> str:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from typing import Any
 import numpy as np
 
 PLANS = ("jet", "unified", "int8", "mixed", "bf16", "fp32")
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def write_ours(args: argparse.Namespace) -> None:
@@ -134,6 +132,7 @@ def compare(
 def main(argv: Sequence[str] | None = None) -> None:
     from benchmarks.harness import command_typed, print_table, write_results
     from benchmarks.shapes import SHAPES
+    from benchmarks.vllm_engine import set_environment
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -161,8 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     written = args.work / "ours.json"
     if not written.is_file():
         parser.error(f"{written}: no such file; run --side ours with the same --work first")
-    for name, value in ENVIRONMENT.items():  # read when vLLM is imported
-        os.environ.setdefault(name, value)
+    set_environment()
     ours = json.loads(written.read_text(encoding="utf-8"))
     theirs = vllm_logprobs(
         args.work / "model", ours["prompts"], args.kv_cache_dtype, args.gpu_memory_utilization

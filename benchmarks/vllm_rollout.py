@@ -43,7 +43,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,9 +57,7 @@ from benchmarks.harness import (
 )
 from benchmarks.in_turn import in_turn
 from benchmarks.shapes import SHAPES
-from benchmarks.vllm_engine import DRAFTS, LINEARS, Setup, measure
-
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+from benchmarks.vllm_engine import DRAFTS, LINEARS, Setup, measure, set_environment
 
 
 def quantization_and_drafts(text: str) -> tuple[str, str]:
@@ -99,10 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--out", default="build/bench/rollout_vllm.json", type=Path, help="JSON file"
     )
     args = parser.parse_args(argv)
-    for name, value in ENVIRONMENT.items():  # read when vLLM is imported
-        os.environ.setdefault(name, value)
-    if importlib.util.find_spec("flashinfer") is None:  # vLLM takes it for granted
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    set_environment()
     engines = args.quantization or [("fp8", "off")]
     command = command_typed("python -m benchmarks.vllm_rollout", argv)
     jobs = {}
