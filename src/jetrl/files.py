@@ -105,10 +105,7 @@ def read_json(path: str | Path, most: int = MOST_BYTES) -> Any:
 def read_stored(path: str | Path, schema: TypeAdapter[T], most: int = MOST_BYTES) -> T:
     """Return the JSON value in a file of at most `most` bytes, as its schema has it.
 
-    Raises:
-        FileNotFoundError: The file does not exist.
-        UserError: The file cannot be read, is not JSON, or has a wrong field; the message names
-            file and field.
+    FileNotFoundError without the file; a UserError names the file and the wrong field.
     """
     return checked(schema, read_json(path, most), str(path))
 

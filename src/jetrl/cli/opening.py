@@ -33,12 +33,10 @@ class ModelLocation(NamedTuple):
 def open_policy(
     path: str | Path, preset: str | None, device: str, fallback: str = DEFAULT_PRESET, **fields: str
 ) -> Policy:
-    """Return the policy at a path.
+    """Return the policy of a model or adapter directory, hub name, run directory or checkpoint.
 
-    Args:
-        path: A model directory or hub name, an adapter directory, a run directory, or a checkpoint.
-        preset: None: the run's own plan, or `fallback` if the model belongs to no run.
-        fields: Changes of the plan of a given preset.
+    Without `preset` it has the run's own plan, or that of `fallback` if the model belongs to no
+    run. `fields` change the plan of a given preset.
     """
     location = find_model(Path(path))
     if preset is None and location.run is not None:

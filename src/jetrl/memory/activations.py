@@ -36,9 +36,7 @@ _AT_ONCE, _TOGETHER = 2**29, 4
 class PlannedMicroBatch:
     """The largest micro-batch of an update, with sequences of up to `longest` tokens.
 
-    Attributes:
-        several: Whether the update has several micro-batches.
-        shared: Whether sequences may share their first tokens, which count once.
+    `several`: the update has several. `shared`: sequences may share first tokens, which count once.
     """
 
     tokens: int

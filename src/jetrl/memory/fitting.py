@@ -27,11 +27,9 @@ _FEW_SEQUENCES = 256  # Decode's graphs and logits take little for so many at on
 
 @dataclass(frozen=True)
 class Fitted:
-    """A memory plan that fits its device.
+    """A memory plan that fits its device, which has `free` bytes at first (None: unknown).
 
-    Attributes:
-        tokens: The micro-batch limit: train.tokens_per_micro_batch, or what fits of it.
-        free: Bytes free before anything is loaded; None if unknown.
+    `tokens` is the micro-batch limit: train.tokens_per_micro_batch, or what fits of it.
     """
 
     plan: MemoryPlan
@@ -41,11 +39,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Way:
-    """Changes with which a run fits.
-
-    Attributes:
-        cards: The number of GPUs; 0: as many as before.
-    """
+    """Changes with which a run fits, on `cards` GPUs (0: as many as before)."""
 
     changes: Changes
     cards: int

@@ -66,10 +66,9 @@ def within_memory(
 ) -> Result:
     """Return the result of `work`, and repeat it with less whenever memory runs out.
 
-    Args:
-        shrink: Makes the next attempt smaller, or raises; called with the allocator's message.
-        together: Whether all ranks repeat when memory runs out on one. Without it `work` has no
-            collective and may run on only some ranks.
+    `shrink` makes the next attempt smaller, or raises; it is called with the allocator's message.
+    With `together` all ranks repeat when memory runs out on one. Without it `work` has no
+    collective and may run on only some ranks.
     """
     while True:
         with Attempt() as attempt:

@@ -17,12 +17,9 @@ def most_contexts(max_prefill_tokens: int, sequences: int, longest: int) -> int:
 def gpu_pages_room(free: int, staged: int, again: bool = False) -> int:
     """Return the bytes that KV pages may take of a GPU's free memory.
 
-    4 GiB, or a fifth of the free memory if that is less, stay free for other work.
-
-    Args:
-        staged: Bytes that attention over prompts takes to stage contexts.
-        again: Whether pages with captured graphs come back. Then only half of the 4 GiB stays free,
-            so that small differences in free memory do not change the number of pages.
+    `staged` bytes stage contexts in attention over prompts. 4 GiB, or a fifth of the free memory if
+    that is less, stay free for other work; only half of that if pages with captured graphs come
+    back (`again`), so that small differences in free memory do not change the number of pages.
     """
     left = min(_GPU_LEFT, int(_GPU_LEFT_SHARE * free))
     return max(0, free - (left // 2 if again else left) - staged)

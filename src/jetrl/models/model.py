@@ -107,11 +107,7 @@ class Model:
         adapter: Adapter | None = None,
         trains: Callable[[str], bool] | None = None,
     ) -> Self:
-        """Return the model of a Hugging Face directory.
-
-        Raises:
-            UserError: A missing, damaged or unsupported file or tensor, by name; another head.
-        """
+        """Return the model of a Hugging Face directory; a UserError names a bad file or tensor."""
         config = hf.model_config(path)
         if config.head != cls.head:
             heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
@@ -151,13 +147,10 @@ class Model:
     ) -> None:
         """Write a Hugging Face directory; rank 0 writes, and every rank calls this method.
 
-        With an adapter it is PEFT's directory: only the adapter, in float32.
-
-        Args:
-            dtype: The dtype of the tensors; fp8 is block-scaled, as vLLM and transformers read it,
-                with BF16 for the layers that the plan keeps in BF16. bfloat16 rounds weights that
-                both sides read in BF16 as they do, and others by fixed draws, so that small
-                updates of many weights survive.
+        With an adapter it is PEFT's directory: only the adapter, in float32. fp8 is block-scaled,
+        as vLLM and transformers read it, with BF16 for the layers that the plan keeps in BF16.
+        bfloat16 rounds weights that both sides read in BF16 as they do, and others by fixed draws,
+        so that small updates of many weights survive.
         """
         assert not self.frozen, "a frozen model has no master weights to save"
         files: dict[str, Any] = {"tokenizer": self.tokenizer, "overwrite": overwrite}

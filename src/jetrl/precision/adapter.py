@@ -153,11 +153,7 @@ def project_down(x: Tensor, weight: AdapterWeight) -> Tensor:
 
 
 def project_up(y: Tensor, u: Tensor, weight: AdapterWeight) -> Tensor:
-    """Return y + u_part (s B)^T [T, N]; y, bfloat16, is added to in place.
-
-    Args:
-        u: bfloat16 [T, P * R], of `project_down`.
-    """
+    """Return y + u_part (s B)^T [T, N], of bfloat16 y, in place, and u of `project_down`."""
     arithmetic, rank = arithmetic_of(y), weight.shape.padded_rank
     if arithmetic is not None:
         return arithmetic.project_up(y, u, weight.up, weight.columns)

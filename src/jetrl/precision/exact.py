@@ -40,13 +40,9 @@ _SQUARES_BITS = 19
 def align(x: Tensor, dim: int, bits: int) -> Tensor:
     """Return x rounded to a grid that depends on its maximum along one dimension only.
 
-    Args:
-        x: float32 or narrower.
-        bits: The bits of the grid below the maximum of |x| along dim.
-
-    Returns:
-        float64 like x. Each value is an integer times g, at most 2**bits in units of g, with g a
-        power of two. Non-finite values stay non-finite.
+    The grid has `bits` bits below the maximum of |x|, float32 or narrower, along dim. The result is
+    float64 like x: each value is an integer times g, at most 2**bits in units of g, with g a power
+    of two. Non-finite values stay non-finite.
     """
     wide = x.double()
     exponent = torch.frexp(wide.abs().amax(dim, keepdim=True)).exponent

@@ -56,8 +56,7 @@ def bf16_matmul(
 ) -> Tensor:
     """Return a @ b^T [M, N] of bfloat16 [M, K] and [N, K], batch-invariant.
 
-    Args:
-        exact: Pin the order of sums. False leaves it to a GPU's library, by the number of rows.
+    `exact` pins the order of sums. False leaves it to a GPU's library, by the number of rows.
     """
     if (arithmetic := arithmetic_of(a)) is not None:
         matmul = arithmetic.bf16_matmul if exact else arithmetic.bf16_matmul_free
@@ -68,8 +67,7 @@ def bf16_matmul(
 def free_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in bfloat16, with FP32 sums in any order: for gradients.
 
-    Args:
-        b: [K, N], bfloat16, or float32 that a device with kernels rounds to bfloat16.
+    b [K, N] is bfloat16, or float32 that a device with kernels rounds to bfloat16.
     """
     if arithmetic_of(a) is None:
         return (a.float() @ b.float()).bfloat16()

@@ -51,11 +51,7 @@ class Gradients:
         self._in_chunks.append(master)
 
     def expect(self, master: Tensor, dtype: torch.dtype | None) -> None:
-        """Announce gradients of a master weight, in forward's order.
-
-        Args:
-            dtype: The dtype of a micro-batch's product; None for the rows of an embedding.
-        """
+        """Announce products of a master weight in forward's order; `dtype` None: embedding rows."""
 
     # What an update tells
 
@@ -64,10 +60,9 @@ class Gradients:
         self._in_micro_batch = False
 
     def begin_micro_batch(self, num_tokens: Sequence[int], own: bool = True) -> None:
-        """Begin the backward of a micro-batch; each process has its own micro-batch.
+        """Begin the backward of a micro-batch; each process has its own.
 
-        Args:
-            num_tokens: The tokens of the micro-batch of each process that has one.
+        `num_tokens` are those of the micro-batch of each process that has one.
         """
         self._in_micro_batch = True
 
@@ -86,21 +81,14 @@ class Gradients:
         return self._keep(master, _summed(self._sum(master), product[None]))
 
     def add_matmul(self, master: Tensor, dy: Tensor, x: QTensor | Tensor) -> Tensor | None:
-        """Add dy^T x, with FP32 sums; on a GPU within the GEMM.
+        """Add dy^T x of bfloat16 [T, N] and [T, K], with FP32 sums; on a GPU within the GEMM.
 
-        Args:
-            dy: bfloat16 [T, N].
-            x: bfloat16 [T, K], or codes, whose tokens may be padded up to whole groups.
+        x may be codes, whose tokens may be padded up to whole groups.
         """
         return self._keep(master, matmul_product(dy, x, self._sum(master)))
 
     def add_rows(self, master: Tensor, rows: Tensor, values: Tensor) -> Tensor | None:
-        """Add the gradients of some rows; on a GPU those of equal rows one after the other.
-
-        Args:
-            rows: int64 [T], the row of each gradient.
-            values: bfloat16 [T, D].
-        """
+        """Add bfloat16 `values` [T, D] to rows int64 [T]; a GPU adds equal rows one by one."""
         self._add_chunks(master)  # of a head that is tied to the embedding
         if master._backward_hooks:
             return rows_added(None, rows, values, range(len(master)))
@@ -186,12 +174,10 @@ _IN_FLIGHT = 3  # products that travel, or are added, while backward makes the n
 class _Stage:
     """A collective of every round, for the products of a linear layer or the embedding's rows.
 
-    Attributes:
-        master: The master weight, of own rows if it is divided.
-        dtype: The dtype of the products; None of the embedding's rows.
-        before: The products of the same master weight, added before the rows (a tied head).
-        made: A product, or rows and values, of this rank's micro-batch.
-        received: The own rows of all ranks' products, which wait for the embedding's rows.
+    `master` has own rows if it is divided. `dtype` is that of products; None of embedding rows.
+    `before`: the products of the same master weight, added before the rows (a tied head). `made`: a
+    product, or rows and values, of this rank's micro-batch. `received`: the own rows of all ranks'
+    products, which wait for the embedding's rows.
     """
 
     master: Tensor
@@ -217,9 +203,7 @@ class _Stage:
 class OrderedGradients(Gradients):
     """The gradient sums of own rows, over all micro-batches of all ranks in order.
 
-    Args:
-        masters: The master weights by name, of own rows if they are divided.
-        shards: The division of the rows of those that are divided, by name.
+    `masters` are by name, of own rows if they are divided; `shards` has the division of those.
     """
 
     def __init__(

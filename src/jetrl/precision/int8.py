@@ -37,9 +37,7 @@ _MOST_TERMS = (2**31 - 1) // 127**2
 def int8_rows(x: Tensor, out: QTensor | None = None) -> QTensor:
     """Return x [M, K] as the left operand of a product along K, or as a weight.
 
-    Args:
-        x: bfloat16 or float32, K a multiple of 64.
-        out: An earlier result, written in place.
+    x is bfloat16 or float32, K a multiple of 64. An earlier result `out` is written in place.
     """
     if (arithmetic := arithmetic_of(x)) is not None:
         return arithmetic.int8_rows(x, out)
@@ -84,8 +82,8 @@ def int8_squares_turned(w: QTensor) -> QTensor:
 def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return a @ b^T of [M, K] and [N, K], both with a scale per row: [M, N].
 
-    Raises:
-        UserError: K is so large that a sum might not fit an int32, for the tokens of a micro-batch.
+    A UserError if K, as of the tokens of a micro-batch, is so large that a sum might not fit an
+    int32.
     """
     if a.shape[1] > _MOST_TERMS:
         raise UserError(

@@ -113,9 +113,8 @@ def _widened(codes: QTensor, num_tokens: int) -> Tensor:
 class Linear(nn.Module):
     """A linear layer y = x @ weight^T + bias, in the format of the side that calls.
 
-    Args:
-        quantized: The weight [N, K]; its name is the layer's, for messages.
-        bias: FP32 master weight [N], added in the activations' dtype, or None.
+    The name of the quantized weight [N, K] is the layer's, for messages. `bias` is the FP32 master
+    weight [N], added in the activations' dtype.
     """
 
     def __init__(
@@ -138,8 +137,7 @@ class Linear(nn.Module):
     def forward(self, x: GEMMInput, side: Side) -> Tensor:
         """Return y [T, N] in `out_dtype`.
 
-        Args:
-            x: [T, K] in the activations' dtype; or, without gradients and adapter, the codes.
+        x [T, K] is in the activations' dtype or, without gradients and adapter, codes.
         """
         weight, plan = self.operand(side), self.plan.on(side)
         if isinstance(x, QTensor):
@@ -168,9 +166,8 @@ def fprop(
 ) -> Tensor:
     """Return Y = X @ weight^T, [T, N].
 
-    Args:
-        x: X [T, K] as the weight needs it: codes next to FP8, BF16 values next to BF16.
-        plan: The plan of the side that calls, which may pin the order of a BF16 product's sums.
+    X [T, K] is as the weight needs it: codes next to FP8, BF16 values next to BF16. `plan` is that
+    of the side that calls, which may pin the order of a BF16 product's sums.
     """
     if isinstance(weight, WeightOfCodedInputs):
         assert isinstance(x, Tensor), "X is coded here"
@@ -194,9 +191,7 @@ def adapted_fprop(
 ) -> tuple[Tensor, Tensor]:
     """Return Y with bias and adapter added, bfloat16 [T, N], and u, bfloat16 [T, P * R].
 
-    Args:
-        x: X [T, K] as the weight needs it, as of `fprop`.
-        values: X before it was quantized, bfloat16 [T, K].
+    x is X [T, K] as of `fprop`, `values` is X before it was quantized, bfloat16 [T, K].
     """
     arithmetic = arithmetic_of(values) if bias is None else None
     if arithmetic is not None and isinstance(weight, QTensor) and not weight.rotated:
@@ -212,12 +207,9 @@ def adapted_fprop(
 
 
 def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
-    """Return dX = dY @ weight, bfloat16 [T, K].
+    """Return dX = dY @ weight, bfloat16 [T, K], of dY [T, N] in 1 x 128 groups or in BF16.
 
     A product of BF16 values has float32 sums in any order: gradients need no agreement of bits.
-
-    Args:
-        rows: dY [T, N] in groups of 1 x 128, or BF16 values.
     """
     if isinstance(rows, QTensor):
         assert isinstance(weight, QTensor), "codes of dY multiply codes"
@@ -237,13 +229,10 @@ def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
 
 
 def wgrad(tokens: GEMMInput, x: GEMMInput, master: Tensor, gradients: Gradients) -> Tensor | None:
-    """Add dW = dY^T @ X to the gradient of the master weight, and return what autograd is handed.
+    """Add dW = dY^T @ X to a master weight's gradient [N, K]; return what autograd is handed.
 
-    Args:
-        tokens: dY [T, N] in groups of 128 x 1, or BF16 values.
-        x: X [T, K] in 128 x 128 groups next to an FP8 weight, BF16 values next to another.
-        master: The master weight [N, K].
-        gradients: The sink, whose methods say when autograd is handed more than None.
+    `tokens` is dY [T, N] in groups of 128 x 1, or BF16 values. X [T, K] is in 128 x 128 groups next
+    to an FP8 weight, else BF16 values.
     """
     if isinstance(tokens, QTensor):
         assert isinstance(x, QTensor), "codes of dY multiply codes of X"
@@ -290,10 +279,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class _AdaptedFunction(torch.autograd.Function):
-    """A frozen linear layer and its adapter, so that nothing is copied between the two.
-
-    The adapter's master weights are inputs for only their gradients.
-    """
+    """A frozen linear layer and its adapter, whose master weights are inputs for gradients only."""
 
     @staticmethod
     def forward(

@@ -85,11 +85,7 @@ class NVFP4Tensor:
 
 
 def stacked_nvfp4(parts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
-    """Return matrices stacked along N, as a copy: the same codes under the same scales.
-
-    Args:
-        parts: One or more matrices [N, K] with one scale each, of one K, on one device.
-    """
+    """Return matrices of one K, each with one scale, stacked along N: the same codes, copied."""
     codes = torch.cat([part.codes for part in parts])
     scales = torch.cat([part.scales.view(torch.uint8) for part in parts]).view(_SCALE_TYPE)
     scale = torch.stack([part.scale for part in parts])
@@ -172,9 +168,8 @@ CODE_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 class RowFactors:
     """The factors of a weight whose rows belong to several matrices with scales of their own.
 
-    Attributes:
-        ranges: The first row, the row behind the last one, and the factor, of each matrix.
-        of_rows: float32 [N], the factor of each row, on the device.
+    `ranges` has each matrix's first row, the row behind its last one, and its factor; `of_rows` is
+    the factor of each row, float32 [N], on the device.
     """
 
     ranges: tuple[tuple[int, int, float], ...]
@@ -212,8 +207,7 @@ def parts_of(n: int, k: int) -> tuple[int, int]:
 def hopper_order(q: NVFP4Tensor) -> OrderedNVFP4:
     """Return a weight in the order of Hopper's kernels, on its device.
 
-    Args:
-        q: [N, K], N a multiple of 32 and K of 128, with scales that are finite and not negative.
+    N is a multiple of 32, K of 128; scales are finite and not negative.
     """
     num_rows, num_columns = q.shape
     assert num_rows % UNIT == num_columns % BLOCK == 0, f"{list(q.shape)}"

@@ -23,12 +23,9 @@ def in_device_order(q: NVFP4Tensor) -> NVFP4Weight:
 
 
 def nvfp4_matmul(x: Tensor, w: NVFP4Weight, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return x @ w^T, [M, N]; a row depends on that row of x and on w only.
+    """Return x @ w^T, [M, N], of bfloat16 [M, K] and [N, K], float32 sums rounded to `out_dtype`.
 
-    Args:
-        x: bfloat16 [M, K].
-        w: The weight [N, K].
-        out_dtype: The dtype of the product, to which float32 sums are rounded.
+    A row depends on only that row of x and on w.
     """
     if isinstance(w, OrderedNVFP4):
         return _arithmetic(x).nvfp4_matmul(x, w, out_dtype)
@@ -37,11 +34,7 @@ def nvfp4_matmul(x: Tensor, w: NVFP4Weight, out_dtype: torch.dtype = torch.bfloa
 
 
 def nvfp4_dgrad(dy: Tensor, w: NVFP4Weight) -> Tensor:
-    """Return dX = dY @ w, bfloat16 [M, K].
-
-    Args:
-        dy: bfloat16 [M, N].
-    """
+    """Return dX = dY @ w, bfloat16 [M, K], of dY bfloat16 [M, N]."""
     if isinstance(w, OrderedNVFP4):
         return _arithmetic(dy).nvfp4_dgrad(dy, w)
     left, wide = dy.float(), widened(w).float()

@@ -178,11 +178,9 @@ class PrecisionPlan:
     def from_settings(
         settings: PrecisionSettings, deviation: SamplerDeviationSettings | None = None
     ) -> PrecisionPlan:
-        """Return the plan of the preset with the options that the settings set.
+        """Return a preset's plan with the options set in `[precision]` and `[sampler_deviation]`.
 
-        Args:
-            settings: The section `[precision]`.
-            deviation: The section `[sampler_deviation]`; None: the preset's own.
+        Without `deviation` the preset's own holds.
         """
         options = settings.model_dump(exclude={"preset"}, exclude_none=True)
         plan = PrecisionPlan.preset(settings.preset)
@@ -317,13 +315,9 @@ class PrecisionPlan:
 
     @staticmethod
     def from_dict(fields: dict[str, Any], where: str = "precision plan") -> PrecisionPlan:
-        """Return the plan that `to_dict` described.
+        """Return the plan that `to_dict` described, read from the file `where`.
 
-        Args:
-            where: The file of the fields, for messages.
-
-        Raises:
-            UserError: The fields are not those of a preset with its options changed.
+        A UserError if the fields are not those of a preset with its options changed.
         """
         name = fields.get("name")
         if not isinstance(name, str) or name not in PRESETS:

@@ -184,9 +184,7 @@ def dithered_bf16(x: Tensor, name: str, first_row: int = 0) -> Tensor:
     the lower one. So a value on BF16's grid stays, and a change far smaller than the grid's step
     moves some of many values, on average by the change. Rounding to nearest moves none of them.
 
-    Args:
-        name: The matrix, whose draws are its own.
-        first_row: The row of the whole matrix with which x begins.
+    `name` is the matrix, whose draws are its own; x begins with its row `first_row`.
     """
     rounded = torch.empty_like(x, dtype=torch.bfloat16)
     step = max(1, (1 << 24) // x.shape[1])  # rows, for the memory of the draws
