@@ -130,9 +130,8 @@ class SamplingParams:
 class Turn:
     """A turn of a completion in a task with turns.
 
-    Attributes:
-        completion: The model's text, without special tokens and stop string.
-        reply: The environment's reply; None after the last turn.
+    `completion` is the model's text, without special tokens and stop string; the environment's
+    `reply` is None after the last turn.
     """
 
     completion: str
@@ -178,11 +177,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A completion that was cut off, to be continued.
+    """A completion that was cut off, to be continued with the random numbers of `key`.
 
-    Attributes:
-        key: The key of the completion's random numbers.
-        completion: The tokens so far, perhaps none, with finish_reason "cancelled".
+    It has the tokens so far, perhaps none, with finish_reason "cancelled".
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -192,11 +189,7 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Score:
-    """A task's verdict on a completion.
-
-    Attributes:
-        parts: Named components of the reward, for the logs.
-    """
+    """A task's verdict on a completion; `parts` are named parts of the reward, for the logs."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -227,8 +220,7 @@ class Sample:
 class Example:
     """A worked answer to imitate, as token ids.
 
-    Attributes:
-        environment: Spans of the completion that an environment wrote, which are not imitated.
+    `environment`: spans of the completion that an environment wrote, which are not imitated.
     """
 
     prompt: Sequence[int]
@@ -295,11 +287,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepStats:
-    """The report of one training step.
+    """The report of a training step, from 1; 0 for what comes before the first step.
 
-    Attributes:
-        step: The step's number, from 1; 0 for what comes before the first step.
-        metrics: Values by the names of docs/metrics.md.
+    `metrics` are by the names of docs/metrics.md.
     """
 
     step: int

@@ -135,14 +135,9 @@ def check_fits(
 ) -> Fitted:
     """Return the memory plan of a run, with the largest micro-batches that fit on a GPU.
 
-    All ranks call it together. The plan is for the rank with the least free memory.
-
-    Args:
-        free: Bytes free before anything is loaded; None plans without a limit.
-        cards: The number of GPUs; None: one per process.
-
-    Raises:
-        DoesNotFitError: The run does not fit; the message names settings that would.
+    All ranks call it together. The plan is for the rank with the least free memory: `free` bytes
+    before anything is loaded; None plans without a limit. `cards` is the number of GPUs; None: one
+    per process. A DoesNotFitError names settings with which the run would fit.
     """
     tokens = settings.train.tokens_per_micro_batch
     run = _Run(settings, config, others, load, world().size if cards is None else cards)

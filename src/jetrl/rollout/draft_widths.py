@@ -82,11 +82,9 @@ class DraftWorth:
     """The tokens that drafts are expected to bring, from the last steps of decode.
 
     A forward of B sequences and R rows spends R - B rows on the draft tokens that are most likely
-    right: of each source on all first tokens, on all second ones, and so on.
-
-    Attributes:
-        head_tokens: Maximum tokens of a draft of the draft head; 0 without a trained head.
-        brought: Ratio of the tokens that drafts brought to the expected ones.
+    right: of each source on all first tokens, on all second ones, and so on. A draft of the draft
+    head has up to `head_tokens`, 0 without a trained head. `brought` is the ratio of the tokens
+    that drafts brought to the expected ones.
     """
 
     head_tokens: int = 0

@@ -66,10 +66,8 @@ ProgressCallback = Callable[[Progress], None]
 class Generation:
     """The sequences that run together over one cache, and the steps that were launched.
 
-    Attributes:
-        started: The value of `time.perf_counter` when the call began.
-        repeats: Forwards of one decode step.
-        ahead: Steps that are launched before the draws of earlier ones are known.
+    `started` is the `time.perf_counter` of the call's begin. A decode step has `repeats` forwards;
+    `ahead` steps are launched before the draws of earlier ones are known.
     """
 
     scheduler: Scheduler
@@ -404,15 +402,10 @@ class RolloutEngine:
     def add(self, group: Sequence[RunningSequence]) -> None:
         """Let the samples of a prompt run from the next step on, next to those that run already.
 
-        The first group sizes the cache, unless the engine was given `num_pages`.
-
-        Args:
-            group: Sequences with their own parameters and stop rules (`inputs.make_groups`), whose
-                indices follow those of earlier groups.
-
-        Raises:
-            UserError: The cache is too small for a sequence; or sequences differ in their seed, or
-                with speculation in temperature, top_p or top_k.
+        The first group sizes the cache, unless the engine was given `num_pages`. Sequences have
+        their own parameters and stop rules (`inputs.make_groups`); their indices follow those of
+        earlier groups. A UserError if the cache is too small for a sequence, or if sequences differ
+        in their seed, or with speculation in temperature, top_p or top_k.
         """
         if self._running is None:
             self._open(self._pool.cache_for([group]), time.perf_counter())

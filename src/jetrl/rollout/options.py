@@ -96,9 +96,8 @@ class RolloutStats:
 class Partial:
     """The bounds of one partial rollout.
 
-    Attributes:
-        enough: Complete prompts (with all their samples) that end the call.
-        version: The policy's version, recorded for the tokens that the call draws.
+    `enough` complete prompts (with all their samples) end the call. The policy's `version` is
+    recorded for the tokens that the call draws.
     """
 
     enough: int

@@ -159,10 +159,8 @@ class Scheduler:
         """Choose the next step and take the pages that it needs; not to be called when `done`.
 
         Returns None while the step depends on draws of earlier ones (`complete`); without pending
-        draws, every sequence waits for its environment (`reply`).
-
-        Args:
-            width: Maps the number of decoding sequences to the maximum tokens of each per forward.
+        draws, every sequence waits for its environment (`reply`). `width` maps the number of
+        decoding sequences to the maximum tokens of each per forward.
         """
         assert not self.done, "every sequence is finished"
         # Fill the batch, then plan who runs: prompts if any wait for prefill, otherwise decode.
@@ -215,11 +213,9 @@ class Scheduler:
     ) -> int:
         """Give the draws of a step to its sequences, in the order in which steps were scheduled.
 
-        Returns the number of tokens taken: draws past the end of a sequence or a turn are dropped.
-
-        Args:
-            drawn: (token ids, log-probs) for each of `step.draws`: one per forward, up to
-                `step.width` with drafts, or fewer for a sequence that ends.
+        `drawn` has (token ids, log-probs) for each of `step.draws`: one per forward, up to
+        `step.width` with drafts, or fewer for a sequence that ends. Returns the number of tokens
+        taken: draws past the end of a sequence or a turn are dropped.
         """
         draws = step.draws
         assert len(draws) == len(drawn), f"{len(drawn)} draws for {len(draws)} sequences"

@@ -105,9 +105,8 @@ _Piece = tuple[int, list[int], RunningSequence]  # A place in the text, tokens, 
 class Speculation:
     """The drafts of one engine, and the counts of the current call in `stats`.
 
-    Args:
-        mode: "text" or "head" verifies drafts of this source in every forward of decode, "auto"
-            those of all sources if that is faster.
+    The modes "text" and "head" verify drafts of that source in every forward of decode, "auto"
+    those of all sources if that is faster.
     """
 
     def __init__(

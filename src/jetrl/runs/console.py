@@ -38,9 +38,7 @@ Piece = tuple[str, str]
 class Console:
     """The display of a run's RL steps, or of its supervised warm-up.
 
-    Args:
-        elapsed_s: Wall time of earlier attempts.
-        samples_every: Steps between tables of completions; 0: none.
+    Earlier attempts took `elapsed_s`. Completions are shown every `samples_every` steps; 0: never.
     """
 
     def __init__(

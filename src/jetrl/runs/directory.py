@@ -158,8 +158,7 @@ class RunDirectory:
     def write_step(self, stats: StepStats, phase: Phase = "rl") -> None:
         """Append a step's metrics; a process killed after this call does not lose them.
 
-        Raises:
-            ValueError: A metric is not registered, or the step is not after the last one.
+        ValueError if a metric is not registered, or the step is not after the last one.
         """
         self._check_writable()
         position = (PHASE_ORDER[phase], stats.step)

@@ -384,8 +384,7 @@ def plot_runs(
 ) -> Path:
     """Plot metrics of several runs, one panel per metric, as a PNG.
 
-    Args:
-        metrics: Names, or `eval` for the means of all evaluated tasks; none: the usual ones.
+    `metrics` are names, or `eval` for the means of all evaluated tasks; none: the usual ones.
     """
     named = zip(labels(paths), paths, strict=True)
     runs = {label: RunDirectory.open(path).metrics() for label, path in named}

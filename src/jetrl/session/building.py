@@ -46,9 +46,8 @@ def build_policy(
 ) -> Policy:
     """Return the policy that the settings describe.
 
-    Args:
-        alphabet: The task's, for a tokenizer of characters; None: printable ASCII.
-        device: None: that of run.device. "meta" checks all and reads no weights.
+    `alphabet` is the task's, for a tokenizer of characters; None: printable ASCII. The device is
+    that of run.device by default; "meta" checks all and reads no weights.
     """
     device, seed = device or choose_device(settings.run.device), settings.run.seed
     config, path, rollout = model_config(settings), settings.model.path, settings.rollout
@@ -81,8 +80,7 @@ def policy_of_masters(
 ) -> Policy:
     """Return the policy of a run's settings with master weights of that run.
 
-    Args:
-        alphabet: Stored with the weights; None: a tokenizer of characters asks the task for it.
+    `alphabet` is stored with the weights; None: a tokenizer of characters asks the task for it.
     """
     if settings.model.tokenizer == CHARACTERS and alphabet is None:
         alphabet = build_task(settings.task).alphabet
@@ -171,9 +169,7 @@ def _frozen(settings: Settings, policy: Policy, path: str | Path) -> Policy:
 class Reward:
     """The reward that `[reward]` makes of a task's score and a reward model's.
 
-    Args:
-        plan: Under an FP8 plan the reward model scores in FP8.
-        tokens_at_once: Tokens of one packed forward of the reward model.
+    Under an FP8 plan the reward model scores in FP8, `tokens_at_once` in one packed forward.
     """
 
     def __init__(

@@ -88,8 +88,7 @@ class RolloutSizesState(Stored):
 class States(Stored):
     """The states of a run's parts, by the name that each part registers.
 
-    Attributes:
-        prompts: The pass rates of prompts, [solved, tried] by prompt id.
+    `prompts` has the pass rates of prompts, [solved, tried] by prompt id.
     """
 
     data: Digest | None = None
@@ -148,10 +147,9 @@ class Stateful(Protocol):
 class RunCheckpoints:
     """The checkpoints of a run.
 
-    Attributes:
-        good_step: The newest step that this attempt has loaded or written, if any.
-        ending_s: Seconds that the last checkpoint and the export may take: twice the longest time
-            that writing a checkpoint took; 0 before the first one.
+    `good_step` is the newest step that this attempt has loaded or written, if any. The last
+    checkpoint and the export may take `ending_s`: twice the longest time that writing a checkpoint
+    took; 0 before the first one.
     """
 
     def __init__(self, run: RunDirectory, settings: Settings) -> None:
@@ -187,8 +185,7 @@ class RunCheckpoints:
     def save(self, step: int, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Write the checkpoint after a step; it is complete once `wait` has returned.
 
-        Args:
-            metrics: For `keep_best`, and for a run that is cut before its line is written.
+        `metrics` are for `keep_best`, and for a run that is cut before its line is written.
         """
         extra, score = {"metrics": dict(metrics)}, self._score(metrics)
         # Parts with tensors (critic, draft head) hand over those of their rows.
@@ -266,11 +263,7 @@ class RunCheckpoints:
         self._background.wait()
 
     def settle(self, limit_s: float | None = None) -> None:
-        """Wait as `wait` does after an error has ended the run: a second error is only logged.
-
-        Args:
-            limit_s: Seconds to wait at most; None: until the checkpoint is complete.
-        """
+        """Wait as `wait` does, at most `limit_s`, after an error: a second error is only logged."""
         try:
             self._background.wait(limit_s)
         except RunStopped as failure:

@@ -127,11 +127,9 @@ def evaluate_model(
     progress: ProgressCallback | None = None,
     max_batch_size: int = 256,
 ) -> Evaluation:
-    """Evaluate a policy on the prompts of a task's split.
+    """Evaluate a policy on the first `num_prompts` prompts of a task's split (0: all).
 
-    Args:
-        num_prompts: Prompts to take from the start of the split; 0 takes all.
-        max_turns: Turns per completion at most; None: the task's own.
+    A completion has at most `max_turns` turns; None: the task's own limit.
     """
     encoded = encode_prompts(policy, task, split, num_prompts, system_prompt)
     turns = turns_of(task, max_turns)

@@ -57,8 +57,7 @@ def trained_examples(
 ) -> Iterator[AnyExample]:
     """Make the example of every prompt that is trained on, and raise if one cannot be made.
 
-    Args:
-        task: Not the run's own object: it may give another example each time.
+    `task` is not the run's own object: it may give another example each time.
     """
     for encoded in prompts:
         if task.weights.get(encoded.prompt.task, 1.0) > 0:

@@ -60,12 +60,10 @@ _TIMES_BF16 = 1.58
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that a run is checked for.
+    """The device that a run is checked for; `elsewhere`: Hopper GPUs of another machine.
 
-    Attributes:
-        free: Free bytes before anything is loaded; None if unknown.
-        cards: GPUs of the run; None: one per process.
-        elsewhere: If Hopper GPUs of another machine are meant.
+    `free` bytes are there before anything is loaded (None: unknown). The run has `cards` GPUs
+    (None: one per process).
     """
 
     device: str
@@ -84,9 +82,7 @@ class Machine:
 class TrainingContext:
     """The model and data of a training of any kind; `loading` says in words how long it took.
 
-    Attributes:
-        model: Without weights until they are loaded.
-        prompts: In the order of their split.
+    The model has no weights until they are loaded. Prompts are in the order of their split.
     """
 
     model: Model
@@ -107,11 +103,7 @@ class RewardContext(TrainingContext):
 
 @dataclass(frozen=True)
 class CheckedRun(TrainingContext):
-    """A run of reinforcement learning that only its weights can still refuse.
-
-    Attributes:
-        settings: With the steps that loop.epochs asks for.
-    """
+    """A run of RL that only its weights can still refuse; loop.epochs has become loop.steps."""
 
     settings: Settings
     model: Policy
@@ -149,10 +141,7 @@ def check_run(
     """Refuse whatever a run can be refused for without its weights.
 
     A start, `--preflight` and `--dry-run` call this function first, so that they say the same.
-
-    Args:
-        resume: None: the run has no run directory.
-        machine: None: this machine.
+    Without `resume` the run has no directory; the default machine is this one.
     """
     machine = machine or Machine.here(settings)
     device, free, cards = machine.device, machine.free, machine.cards

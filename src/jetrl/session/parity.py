@@ -49,12 +49,10 @@ _TOKENS_AT_ONCE = 2**16  # of a forward of the trainer
 
 @dataclass(frozen=True)
 class ParityResult:
-    """The mismatch of sampled tokens.
+    """The mismatch of sampled tokens: `different` ones have other bits in float32 log-probs.
 
-    Attributes:
-        different: The number of tokens whose float32 log-probs differ in any bit.
-        k3_kl: The K3 estimate of the KL divergence, in nats.
-        first_different: The first sequence that differs, as (prompt ids, completion ids).
+    `k3_kl` is the K3 estimate of the KL divergence, in nats. `first_different` is the first
+    sequence that differs, as (prompt ids, completion ids).
     """
 
     tokens: int
@@ -80,10 +78,9 @@ def measure(
 ) -> ParityResult:
     """Sample completions, and compare their log-probs with the trainer's in other batches.
 
-    Args:
-        prompts: Token ids of each prompt; None: random ones of mixed lengths.
-        max_tokens: Tokens per completion: the end of sequence is ignored.
-        gradients: True: the trainer runs the kernels of a training step.
+    Without `prompts` (token ids), random ones of mixed lengths are sampled. A completion has
+    `max_tokens`: the end of sequence is ignored. With `gradients` the trainer runs the kernels of a
+    training step.
     """
     if prompts is None:
         prompts = random_prompts(policy, num_prompts, max_tokens, seed)
@@ -111,8 +108,7 @@ def measure(
 def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[str]:
     """Refuse a correction of a mismatch that an exact plan does not have.
 
-    Returns:
-        A warning if sampler and trainer differ by more than rounding, without a correction.
+    Returns a warning if sampler and trainer differ by more than rounding, without a correction.
     """
     correction = algorithm.correction
     if correction == "none":
@@ -131,10 +127,9 @@ def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[
 
 
 def random_prompts(policy: Policy, count: int, max_tokens: int, seed: int) -> list[list[int]]:
-    """Return prompts of random tokens, from 1 token to half of the room in the context.
+    """Return prompts of random tokens, from 1 token to half of the context that is left.
 
-    Args:
-        max_tokens: Tokens per completion, which the context has to hold as well.
+    Completions of `max_tokens` have to fit in the context as well.
     """
     generator = np.random.Generator(np.random.Philox(derive_seed("parity", seed)))
     room = max(2, (policy.config.max_position_embeddings - max_tokens) // 2)
@@ -188,10 +183,8 @@ def locate(
     """Run one sequence as sampler and as trainer; return the first operation that differs.
 
     The sampler's way is prefill, then decode token by token, by the engine's own classes. None: no
-    operation differs, so the difference depended on the batch.
-
-    Args:
-        temperature: Of the log-probs; 0 is greedy, with the log-probs of 1.
+    operation differs, so the difference depended on the batch. A temperature of 0 is greedy, with
+    the log-probs of 1.
     """
     tokens = torch.tensor([*prompt, *completion], device=policy.device)
     targets = torch.arange(len(prompt), len(tokens), device=policy.device)
@@ -299,8 +292,7 @@ def failures(checks: Sequence[Check]) -> list[str]:
 def require_exact(policy: Policy) -> float | None:
     """Prove an exact plan's promise on this GPU before a run relies on it, by `check_policy`.
 
-    Returns:
-        The seconds that the proof took; None on the CPU, and if the plan promises nothing.
+    Returns the seconds that it took; None on the CPU, and if the plan promises nothing.
     """
     if not policy.plan.exact or policy.device.type != "cuda":
         return None

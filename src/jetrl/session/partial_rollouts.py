@@ -66,8 +66,7 @@ class Group:
 class PartialRollouts:
     """The groups that wait between two steps to be continued; the policy's plan must be exact.
 
-    Attributes:
-        on: Whether rollout.oversample is set, or groups still wait from a time when it was set.
+    `on`: rollout.oversample is set, or groups still wait from a time when it was set.
     """
 
     def __init__(
@@ -143,8 +142,7 @@ class PartialRollouts:
     ) -> list[Group]:
         """Continue the groups that wait, and begin new ones, until enough are complete.
 
-        Returns:
-            This rank's groups, those that waited first, for `choose`.
+        Returns this rank's groups, those that waited first, for `choose`.
         """
         ranks = world()
         waiting = self._waiting[ranks.rank]
@@ -186,8 +184,7 @@ class PartialRollouts:
     ) -> tuple[list[EncodedPrompt], list[Completion]]:
         """Take the oldest complete groups to train on, and let the others wait.
 
-        Returns:
-            The step's prompts of all ranks, and the completions of this rank's share.
+        Returns the step's prompts of all ranks, and the completions of this rank's share.
         """
         ranks = world()
         quota = len(ranks.share(range(self._prompts_per_step)))

@@ -70,11 +70,9 @@ def with_steps(
 class PromptOrder:
     """The prompts of a split, drawn step by step in the order that `data.order` names.
 
-    The state is {prompt id: [solved, tried]}, older completions counting less.
-
-    Args:
-        weights: The weights of mixed tasks; a task without one has 1.
-        use: Each use has an order of its own; only `prompts`, those of the steps, go by pass rate.
+    The state is {prompt id: [solved, tried]}, older completions counting less. Mixed tasks have
+    `weights`, by default 1. Each `use` has an order of its own; only `prompts`, those of the steps,
+    go by pass rate.
     """
 
     def __init__(

@@ -106,10 +106,8 @@ def joined_on(
 ) -> Iterator[None]:
     """Join the processes that torchrun has started for a command, within the block.
 
-    Args:
-        timeout_s: None: the default of the settings.
-        facts: What must be the same on all ranks in addition to versions and command line.
-        problem: Why the command cannot run as several processes; "" if it can.
+    `facts` must be the same on all ranks in addition to versions and command line. `problem` is why
+    the command cannot run as several processes; "" if it can.
     """
     chosen = choose_device(device)
     # What makes other bits has to be the same on all ranks.
@@ -158,9 +156,7 @@ def end(
 ) -> NoReturn:
     """End this rank with an exit code after an error; the other ranks end as well.
 
-    Args:
-        error: None: an error that no other rank can have caused.
-        printed: Whether rank 0 has printed its message already.
+    Without `error`, no other rank can have caused it. `printed`: rank 0 has printed its message.
     """
     # This rank may have failed because another did: then that one is named.
     trouble = peers().trouble() if _may_follow(error) else None

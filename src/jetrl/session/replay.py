@@ -38,11 +38,8 @@ _OVERRIDES = (
 def replay(path: Path, preset: str | None = None, device: str | None = None) -> tuple[int, str]:
     """Run the steps after a run's last checkpoint again; the run itself does not change.
 
-    Args:
-        preset: A precision preset instead of the run's plan.
-
-    Returns:
-        The last step that was begun, and in words what was not finite, "" if everything is.
+    With `preset` they run under that precision preset instead of the run's plan. Returns the last
+    step that was begun, and in words what was not finite, "" if everything is.
     """
     run = RunDirectory.open(path.resolve())
     # A run that ended with a NaN has no line of that step.

@@ -74,8 +74,7 @@ def encode_prompts(
 ) -> list[EncodedPrompt]:
     """Return the prompts of a task's split as token ids, in the order of the split.
 
-    Args:
-        limit: Prompts to take from the start of each mixed task; 0 takes all.
+    `limit` takes so many from the start of each mixed task; 0 takes all.
     """
     where = f"task {task.label}, split {split}"
     # A mixture gives each of its tasks the same limit.
@@ -103,11 +102,8 @@ def encode_prompts(
 class Scoring:
     """The scores of one round of completions, each begun as soon as the completion is finished.
 
-    Args:
-        prompts: Those of all ranks, in order.
-
-    Attributes:
-        own: Indices of the prompts that this rank samples and scores, ascending.
+    `prompts` are those of all ranks, in order; `own` the indices of those that this rank samples
+    and scores, ascending.
     """
 
     def __init__(
@@ -230,9 +226,7 @@ def sample_prompts(
     """Return `params.n` completions of each prompt that this rank samples, in order.
 
     A completion ends at `params.stop` and at its prompt's own stop strings, and `scoring` is told.
-
-    Args:
-        max_turns: Above 1 the task's `step` answers each turn.
+    If `max_turns` is above 1, the task's `step` answers each turn.
     """
     assert params.n == scoring.each, f"{params.n} completions a prompt, {scoring.each} to be scored"
     prompts = scoring.prompts

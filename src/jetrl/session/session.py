@@ -63,8 +63,7 @@ logger = logging.getLogger(__name__)
 class RunResult:
     """The end of a run; a path is None if nothing was written there.
 
-    Attributes:
-        stopped: Why the run ended before its last step, "" if it did not.
+    `stopped` is why the run ended before its last step, "" if it did not.
     """
 
     run_path: Path
@@ -261,11 +260,7 @@ class Session:
         )
 
     def score(self, step: Step) -> Step:
-        """Give every completion of the step its reward.
-
-        Raises:
-            RunStopped: Not one completion could be scored.
-        """
+        """Give every completion of the step its reward; RunStopped if none could be scored."""
         assert step.scoring is not None, "nothing was sampled"
         reward, stops = self.context.reward, self.run.stops
         possible = not self._partial_rollouts.on
@@ -320,9 +315,8 @@ class Session:
     def update(self, step: Step) -> Step:
         """Train on the samples: packing, advantages, forward, backward, AdamW and requantize.
 
-        Raises:
-            MismatchError: Sampler and trainer differ under an exact plan; names the operation.
-            NonFiniteError, OutOfMemoryStop: As the trainer's step.
+        A MismatchError names the operation that differs; other errors are those of the trainer's
+        step.
         """
         number, phases = step.number, self.run.phases
         # The pages of the rollout make room for activations and gradients.
@@ -363,8 +357,7 @@ class Session:
     def record(self, step: Step) -> None:
         """Write the step: its rollouts, a checkpoint if due, its metrics, its line on the console.
 
-        Raises:
-            StorageError: One of them, or the checkpoint before, could not be written.
+        A StorageError if one of them, or the checkpoint before, could not be written.
         """
         number, run = step.number, self.run
         # The first and the last step keep their rollouts, whatever rollout.keep_every says.

@@ -94,14 +94,11 @@ def refill(
     """Draw prompts until enough groups have rewards that differ.
 
     Each round draws the prompts that should bring the missing groups, by the share of groups that
-    taught something so far, and at most `num_groups`.
+    taught something so far, and at most `num_groups`. A step needs `at_least` groups; if fewer
+    teach something, others fill up. `draw` maps a round (2, 3, ...) and a number of prompts to the
+    samples of these prompts.
 
-    Args:
-        at_least: The groups that a step needs; if fewer teach something, others fill up.
-        draw: Maps a round (2, 3, ...) and a number of prompts to the samples of these prompts.
-
-    Returns:
-        The samples to train on and all samples, their groups numbered from 0, and counts.
+    Returns the samples to train on and all samples, their groups numbered from 0, and counts.
     """
     # A group teaches if its rewards differ.
     drawn, rounds = _groups(samples), 1
@@ -142,8 +139,7 @@ TIMED = ("rollout", "reward", "update", "optimizer", "requantize")
 def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str, float]:
     """Return the rewards and lengths of a step's samples.
 
-    Args:
-        compares_group: Whether groups of equal rewards are counted: they teach nothing.
+    With `compares_group`, groups of equal rewards are counted: they teach nothing.
     """
     completions = [sample.completion for sample in samples]
     rewards = np.array([sample.score.reward for sample in samples])
@@ -191,11 +187,7 @@ def throughput_metrics(
 
 
 def _speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float]:
-    """Return the worth of the drafts that all ranks verified, {} without drafts.
-
-    Args:
-        speculated: The counts of this rank's sampling; None without drafts.
-    """
+    """Return the worth of the drafts that all ranks verified, {} without drafts."""
     counts = [c for c in world().gather("counts of drafts", speculated) if c is not None]
     if not counts:
         return {}
@@ -258,8 +250,7 @@ class StepNotes:
     def on_update(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Note what was unusual about a step's sampling and updates; return counts as metrics.
 
-        Args:
-            metrics: Those of its samples and updates, without times.
+        `metrics` are those of its samples and updates, without times.
         """
         # The rules look at metrics alone, so a resumed run gives the same warnings.
         anomalies = self._anomalies.see(metrics)

@@ -41,11 +41,9 @@ _RAISED: dict[str, type[BaseException]] = {_CTRL_C: KeyboardInterrupt, _SIGTERM:
 
 
 class StopSignals:
-    """The requests to stop a run after its current step.
+    """The requests to stop a run after its current step, and the `reason` ("": it continues).
 
-    Attributes:
-        reason: Why the run stops, in words; "" as long as it continues.
-        at_once: Whether a second signal has ended the run, without another checkpoint.
+    `at_once`: a second signal has ended the run, without another checkpoint.
     """
 
     def __init__(self, max_hours: float | None, elapsed_s: float, began: float) -> None:
@@ -73,8 +71,7 @@ class StopSignals:
     def check_time(self, step_s: float, ending_s: float) -> None:
         """Ask to stop if another step, and the last checkpoint and export, would not end in time.
 
-        Args:
-            ending_s: Seconds of the last checkpoint and the export; 0: unknown.
+        Checkpoint and export take `ending_s`; 0: unknown.
         """
         # The slowest of the last steps, since lengths of completions vary.
         self._step_times.append(step_s)
@@ -91,11 +88,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def giving_up(self, possible: bool = True) -> Iterator[None]:
-        """Let SIGTERM cut the body of the `with`, by StepGivenUp.
-
-        Args:
-            possible: False if the work must be finished.
-        """
+        """Let SIGTERM cut the body of the `with`, by StepGivenUp, unless that is not `possible`."""
         # The handler raises only here, where nothing has changed yet.
         self._may_give_up = possible
         try:

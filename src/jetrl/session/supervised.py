@@ -32,10 +32,9 @@ from jetrl.training.sft import Pair, RewardTrainer, SftTrainer
 class SupervisedUpdates:
     """The `sft.steps` supervised updates of a run, or fewer once the held-out value is good enough.
 
-    Attributes:
-        held_out: Returns the held-out value that `sft.until` is compared with.
-        held_out_metric: The metric of that value, if the updates are the whole run, whose last
-            update is saved. None: a warm-up, after which the run saves itself.
+    `held_out` returns the value that `sft.until` is compared with. `held_out_metric` is its metric,
+    if the updates are the whole run, whose last update is saved. None: a warm-up, after which the
+    run saves itself.
     """
 
     run: TrainingRun
@@ -126,11 +125,7 @@ class SupervisedUpdates:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The end of a reward model's training.
-
-    Attributes:
-        accuracy: The share of held-out pairs whose better completion scores higher.
-    """
+    """The end of a reward model's training; `accuracy` is the share of held-out pairs in order."""
 
     run_path: Path
     model_path: Path

@@ -64,9 +64,8 @@ class PhaseObserver(Protocol):
 class Phases:
     """The clock of a run's phases.
 
-    Attributes:
-        timings: Seconds per phase of the current step, summed if a phase ran several times.
-        step: The number of the current step, 0 before the first.
+    `timings` are the seconds per phase of the current step, summed if a phase ran several times.
+    The current `step` is 0 before the first.
     """
 
     def __init__(self) -> None:
@@ -318,11 +317,7 @@ class TrainingRun:
         self.trackers.log(step, metrics)
 
     def export(self, dtype: Literal["bfloat16", "float32"], out: str | Path | None) -> Path:
-        """Write the trained model as a Hugging Face directory; return the one in the run directory.
-
-        Args:
-            out: A second directory to write; None: none.
-        """
+        """Write the model as a Hugging Face directory, also to `out`; return the run's own one."""
         path = self.directory.path / "model"
         with self.phases.phase("export"):
             self.context.model.save_pretrained(path, dtype=dtype, overwrite=True)

@@ -67,9 +67,7 @@ def _leaves(path: tuple[str, ...], value: object) -> Iterator[tuple[str, ...]]:
 class Elsewhere(NamedTuple):
     """A line of elsewhere.txt: settings here, and their names in other libraries.
 
-    Attributes:
-        here: Settings, or a flag; empty if there is none.
-        words: What differs, or why there is none.
+    `here` are settings, or a flag; empty if there is none. `words` say what differs, or why.
     """
 
     here: tuple[str, ...]

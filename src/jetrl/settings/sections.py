@@ -63,12 +63,8 @@ def verified_drafts(
     """Return which drafts a run verifies; by default those of text, if the run repeats its bits.
 
     `auto` sizes forwards by measured times, which changes the draws of an inexact plan, and with
-    oversampling which completions are cut off.
-
-    Args:
-        asked: The setting rollout.speculation; None: unset.
-        exact: Whether the plan promises that sampler and trainer agree.
-        device: "cpu", or a GPU.
+    oversampling which completions are cut off. `asked` is rollout.speculation (None: unset),
+    `exact` the plan's promise that sampler and trainer agree, and the device "cpu" or a GPU.
     """
     return asked or ("auto" if exact and device != "cpu" and not oversample else "off")
 
@@ -390,8 +386,7 @@ class TrackerSettings(Section):
 class Settings(Section):
     """The settings of a run, made by `loading.load_config` and written by `loading.to_toml`.
 
-    Raises:
-        UserError: A key is unknown, or a value is wrong or conflicts with another.
+    A UserError if a key is unknown, or a value is wrong or conflicts with another.
     """
 
     run: RunSettings = RunSettings()

@@ -180,11 +180,9 @@ _GAP = re.compile(r"(?<![_^0-9.])[0-9.]+(?:\s+[0-9.]|\s*\\[lc]?dots)|[0-9]\.[0-9
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer that a text gives.
+    """The answer that a text gives: a plain number such as `-1200.5` or `1/2`, or else LaTeX.
 
-    Attributes:
-        text: A plain number such as `-1200.5` or `1/2`, or else LaTeX; "" without a value.
-        scaled: The number times the `million` or the like after it, else "".
+    `text` is "" without a value; `scaled` is the number times the `million` or the like after it.
     """
 
     text: str

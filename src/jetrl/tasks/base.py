@@ -79,16 +79,12 @@ class Task:
     def step(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> Reply | None:
         """Return the environment's reply when the model has stopped, or None to end.
 
-        For tasks with `max_turns` above 1. As for `score`, the reply depends only on the arguments,
-        of which the completion may be any text. The model sees the reply and is not trained on it.
+        For tasks with `max_turns` above 1, after the earlier `turns`; `completion` is the model's
+        text in this turn, without the stop string, and may be any text. As for `score`, the reply
+        depends only on the arguments. The model sees the reply and is not trained on it.
 
-        Args:
-            turns: The turns before this one.
-            completion: The model's text in this turn, without the stop string.
-
-        Returns:
-            For a text prompt, a text that follows the turn directly; for a chat prompt, a message
-            such as `{"role": "tool", "content": "72"}`; None to end the completion.
+        For a text prompt it is a text that follows the turn directly; for a chat prompt a message
+        such as `{"role": "tool", "content": "72"}`.
         """
         return None
 

@@ -170,9 +170,7 @@ class Arithmetic(MadeUp):
 class Slip:
     """A careless teacher's wrong digit, from which all later digits are computed.
 
-    Attributes:
-        choice: In [0, 1): picks the wrong digit of the step.
-        shift: 1 to 9, added to the right digit modulo 10.
+    `choice`, in [0, 1), picks the digit of the step. `shift`, 1 to 9, is added to it modulo 10.
     """
 
     step: int

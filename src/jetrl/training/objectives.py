@@ -95,9 +95,8 @@ class Tokens:
 class TokenLoss:
     """The losses of the N tokens of a micro-batch.
 
-    Attributes:
-        loss: float32 [N], each token's contribution before it is weighted; differentiable.
-        clipped: bool [N], tokens whose gradient the clip removed or whose weight it cut.
+    `loss`, float32 [N], is each token's contribution before it is weighted; differentiable.
+    `clipped`, bool [N]: the clip removed the token's gradient or cut its weight.
     """
 
     loss: Tensor

@@ -41,12 +41,9 @@ MAX_CHUNK = 32
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A completion's score.
+    """A completion's score: the task's, of reward 0 after a failure, whose reason is `failure`.
 
-    Attributes:
-        score: The task's score; a reward of 0 after a failure.
-        failure: The reason for a missing score, else "".
-        readable: The prompt and the completion as a person would write them; "" for nothing.
+    `readable`: the prompt and the completion as a person would write them; "" for nothing.
     """
 
     score: Score
@@ -56,12 +53,9 @@ class ScoredText:
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """A task's answer to a turn.
+    """A task's answer to the turn of a ticket of `ask`; a reply of None ends the completion.
 
-    Attributes:
-        ticket: The ticket that `ask` returned.
-        reply: The environment's reply; None ends the completion.
-        failure: The reason for a missing answer, else "".
+    `failure` is the reason for a missing answer, else "".
     """
 
     ticket: int
@@ -139,9 +133,7 @@ class Scorer:
     def score(self, items: Sequence[tuple[Prompt, str | tuple[Turn, ...]]]) -> list[ScoredText]:
         """Return the scores of (prompt, completion text or turns) pairs, in their order.
 
-        Raises:
-            UserError: A prompt cannot be pickled.
-            RunStopped: A worker cannot be started again.
+        A UserError if a prompt cannot be pickled; RunStopped if a worker cannot be started again.
         """
         self.begin_step()
         return self.finish([self.begin(prompt, completion) for prompt, completion in items])

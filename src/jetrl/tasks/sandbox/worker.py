@@ -69,11 +69,9 @@ class WorkerSetup:
 
 @dataclass(frozen=True)
 class Item:
-    """A completion for a worker to score, or a turn for it to reply to.
+    """A completion for a worker to score or, with `step`, a turn for it to reply to.
 
-    Attributes:
-        completion: The text to score; for a task with turns, all turns, the last without a reply.
-        step: Whether the worker replies to the last turn instead of scoring.
+    `completion` is the text to score or, in a task with turns, all turns, the last without a reply.
     """
 
     prompt: Prompt
