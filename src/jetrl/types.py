@@ -177,10 +177,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A completion that was cut off, to be continued with the random numbers of `key`.
-
-    It has the tokens so far, perhaps none, with finish_reason "cancelled".
-    """
+    """A completion that was cut off, to be continued with the random numbers of `key`."""
 
     prompt_token_ids: tuple[int, ...]
     key: int
@@ -218,10 +215,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Example:
-    """A worked answer to imitate, as token ids.
-
-    `environment`: spans of the completion that an environment wrote, which are not imitated.
-    """
+    """A worked answer to imitate, as token ids, except for the spans of an environment."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
@@ -287,10 +281,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepStats:
-    """The report of a training step, from 1; 0 for what comes before the first step.
-
-    `metrics` are by the names of docs/metrics.md.
-    """
+    """The report of a training step (0: before the first), by the names of docs/metrics.md."""
 
     step: int
     metrics: Mapping[str, float]

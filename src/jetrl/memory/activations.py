@@ -129,10 +129,7 @@ def on_top_bytes(
     in_layer: int,
     lora: LoRA | None,
 ) -> int:
-    """Return the maximum bytes on top of saved activations: in lm_head or in a layer.
-
-    Products take `in_head` and `in_layer` bytes of these (`product_bytes`).
-    """
+    """Return the maximum bytes on top of saved activations, with products in_head or in_layer."""
     in_layer += layer_backward_bytes(config, plan, batch, lora is not None)
     if config.head == "score":
         return in_layer

@@ -27,10 +27,7 @@ _FEW_SEQUENCES = 256  # Decode's graphs and logits take little for so many at on
 
 @dataclass(frozen=True)
 class Fitted:
-    """A memory plan that fits its device, which has `free` bytes at first (None: unknown).
-
-    `tokens` is the micro-batch limit: train.tokens_per_micro_batch, or what fits of it.
-    """
+    """A memory plan that fits the `free` bytes of its device, with micro-batches of `tokens`."""
 
     plan: MemoryPlan
     tokens: int

@@ -32,10 +32,7 @@ class DenseBlock(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor, side: Side, trace: Trace | None
     ) -> tuple[Tensor, Tensor]:
-        """Return x + delta and the block's output for that sum, both [T, D].
-
-        BF16 tensors on a GPU use the fused form, whose forward has the same bits.
-        """
+        """Return x + delta and the block's output for that sum, both [T, D]; fused on a GPU."""
         if fuses(x):
             linears = (self.gate_up, self.down)
             x, delta = norm_mlp_fused(x, delta, self.norm, linears, side, trace)

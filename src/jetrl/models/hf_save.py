@@ -250,10 +250,7 @@ def _config_json(config: ModelConfig, encoding: _Encoding) -> dict[str, Any]:
 
 
 def _save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the tokenizer's files as transformers 4 and 5 read them.
-
-    4 fails on 5's class TokenizersBackend and list of extra_special_tokens; 5 reads both forms.
-    """
+    """Write the tokenizer's files so that transformers 4, without TokenizersBackend, reads them."""
     tokenizer.save_pretrained(str(directory))
     file = directory / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))

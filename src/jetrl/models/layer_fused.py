@@ -126,10 +126,7 @@ class Fixed:
     def leave(
         self, dnormed: Tensor, total: Tensor, inverse: Tensor, dtotal: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x (the same for delta) and of the norm's weight.
-
-        The residual stream's gradient `dtotal` joins inside the norm's.
-        """
+        """Return the gradients of x (and delta), with `dtotal`, and of the norm's weight."""
         weight, dtotal = self.norm_weight, dtotal.contiguous()
         return self.kernels.rms_norm_backward(dnormed, total, weight, inverse, dtotal)
 

@@ -170,10 +170,7 @@ class Model:
         return {**self._replaced, **{n: self.weights.whole(n) for n in self.master_weights()}}
 
     def master_weights(self) -> dict[str, nn.Parameter]:
-        """Return the FP32 master weights by name: the parameters that the optimizer changes.
-
-        Of a matrix that is divided among ranks they are this rank's rows.
-        """
+        """Return the FP32 parameters that the optimizer changes, of divided matrices own rows."""
         return self.weights.masters
 
     def whole_masters(self) -> Mapping[str, Tensor]:

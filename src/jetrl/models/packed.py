@@ -23,10 +23,7 @@ from jetrl.types import Batch
 
 
 def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the tokens of sequences end to end, int64 [T], and `cu_seqlens`, int64 [S + 1].
-
-    Each sequence starts at its element of `cu_seqlens`, whose last element is T.
-    """
+    """Return the tokens of sequences end to end, int64 [T], and their starts and T: [S + 1]."""
     lengths = torch.tensor([0, *map(len, sequences)], device=device)
     token_ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
     return token_ids, lengths.cumsum(0)

@@ -31,10 +31,7 @@ class Policy(Model):
     head = "lm"
 
     def first_layers(self, count: int) -> Policy:
-        """Return this policy cut to its first `count` layers, sharing all weights.
-
-        It is for checks of the machine on the policy's own shapes.
-        """
+        """Return this policy cut to its first layers, sharing all weights, for self-checks."""
         part = copy.copy(self)
         part.config = dataclasses.replace(self.config, num_layers=count)
         part.decoder = self.decoder.first_layers(count)

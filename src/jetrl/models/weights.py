@@ -106,10 +106,7 @@ class Weights:
         return master if shard is None else whole_tensor(master, shard)
 
     def master(self, name: str) -> nn.Parameter:
-        """Return a master weight for a layer that reads its values directly.
-
-        One that is not trained is read here, and needs no gradient.
-        """
+        """Return a master weight for a layer that reads its values; an untrained one is read."""
         self._asked_for.add(name)
         if name in self.masters:
             return self.masters[name]

@@ -80,10 +80,7 @@ def _factor_bits(terms: int) -> int:
 
 
 def exp_nonpositive(x: Tensor) -> Tensor:
-    """Return exp(x) for float32 x <= 0, within 1 ulp.
-
-    It is 0 below -87 and exactly 1 at 0; NaN stays NaN.
-    """
+    """Return exp(x) for float32 x <= 0, within 1 ulp: 0 below -87, exactly 1 at 0, NaN for NaN."""
     # x = n * ln 2 + r, with ln 2 in two parts so that r keeps its low bits; exp(r) by polynomial,
     # times 2**n, which is built from its exponent bits.
     clamped = x.clamp(min=_EXP_UNDERFLOW - 1)

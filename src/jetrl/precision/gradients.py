@@ -60,10 +60,7 @@ class Gradients:
         self._in_micro_batch = False
 
     def begin_micro_batch(self, num_tokens: Sequence[int], own: bool = True) -> None:
-        """Begin the backward of a micro-batch; each process has its own.
-
-        `num_tokens` are those of the micro-batch of each process that has one.
-        """
+        """Begin the backward of a micro-batch per process; `num_tokens` are those of each."""
         self._in_micro_batch = True
 
     def end_micro_batch(self, failed: bool = False) -> None:
@@ -81,10 +78,7 @@ class Gradients:
         return self._keep(master, _summed(self._sum(master), product[None]))
 
     def add_matmul(self, master: Tensor, dy: Tensor, x: QTensor | Tensor) -> Tensor | None:
-        """Add dy^T x of bfloat16 [T, N] and [T, K], with FP32 sums; on a GPU within the GEMM.
-
-        x may be codes, whose tokens may be padded up to whole groups.
-        """
+        """Add dy^T x of bfloat16 dy [T, N] and x [T, K], or codes padded along T, in FP32."""
         return self._keep(master, matmul_product(dy, x, self._sum(master)))
 
     def add_rows(self, master: Tensor, rows: Tensor, values: Tensor) -> Tensor | None:

@@ -60,20 +60,14 @@ def int8_tokens(x: Tensor) -> QTensor:
 
 
 def int8_turned(w: QTensor) -> QTensor:
-    """Return the transpose [K, N] of a weight [N, K] as the right operand of DGrad.
-
-    It is rounded again, along N, from the values that FProp multiplies.
-    """
+    """Return the transpose [K, N] of a weight [N, K] for DGrad, rounded from FProp's values."""
     if (arithmetic := arithmetic_of(w.codes)) is not None:
         return arithmetic.int8_turned(w)
     return int8_rows(dequantize(w).mT)
 
 
 def int8_squares_turned(w: QTensor) -> QTensor:
-    """Return the transpose of a weight for a DGrad in FP8: E4M3 in groups of 128 x 128.
-
-    Like `int8_turned` it is rounded from the values that FProp multiplies.
-    """
+    """Return a weight's transpose for DGrad in E4M3, 128 x 128 groups, from FProp's values."""
     if (arithmetic := arithmetic_of(w.codes)) is not None:
         return arithmetic.int8_squares_turned(w)
     return quantize(dequantize(w), (128, 128)).mT

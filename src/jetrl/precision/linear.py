@@ -135,10 +135,7 @@ class Linear(nn.Module):
         return self.quantized.operand(side)
 
     def forward(self, x: GEMMInput, side: Side) -> Tensor:
-        """Return y [T, N] in `out_dtype`.
-
-        x [T, K] is in the activations' dtype or, without gradients and adapter, codes.
-        """
+        """Return y [T, N] in `out_dtype`; x may be codes, without gradients and adapter."""
         weight, plan = self.operand(side), self.plan.on(side)
         if isinstance(x, QTensor):
             assert not torch.is_grad_enabled(), f"{self.name}: codes of X leave nothing for WGrad"

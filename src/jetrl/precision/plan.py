@@ -178,10 +178,7 @@ class PrecisionPlan:
     def from_settings(
         settings: PrecisionSettings, deviation: SamplerDeviationSettings | None = None
     ) -> PrecisionPlan:
-        """Return a preset's plan with the options set in `[precision]` and `[sampler_deviation]`.
-
-        Without `deviation` the preset's own holds.
-        """
+        """Return a preset's plan with the settings' options; without `deviation` its own holds."""
         options = settings.model_dump(exclude={"preset"}, exclude_none=True)
         plan = PrecisionPlan.preset(settings.preset)
         changes = {} if deviation is None else deviation.model_dump(exclude_none=True)

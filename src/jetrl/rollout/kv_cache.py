@@ -306,10 +306,7 @@ def gpu_work(spans: Sequence[Span], device: torch.device) -> DecodeWork | QueryT
 
 
 def _group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:
-    """Cut spans into items of at most 256 queries, and group similar items as a batch.
-
-    Queries and keys of a group are within a factor of two, and its keys at most `max_keys`.
-    """
+    """Cut spans into items of up to 256 queries; group similar ones of up to `max_keys` keys."""
     items = [
         Span(span.row + at, span.start + at, min(_MAX_QUERIES, span.length - at), span.pages)
         for span in spans

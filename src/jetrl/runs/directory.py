@@ -143,10 +143,7 @@ class RunDirectory:
     def attempt(
         self, command: Sequence[str], notes: Mapping[str, str] | None = None
     ) -> AbstractContextManager[Attempt]:
-        """Return a context that records this attempt, with all Python logging in log.txt.
-
-        `Attempt.end` sets another end than the one that the exception says.
-        """
+        """Return a context that records this attempt, with all Python logging in log.txt."""
         self._check_writable()
         return attempt_logged(self.path, self._write_attempt, command, notes or {}, self.notes)
 
@@ -175,10 +172,7 @@ class RunDirectory:
         self._last = position
 
     def metrics(self, phase: Phase | None = None) -> list[Record]:
-        """Return the lines of metrics.jsonl in order, of one phase or all.
-
-        A damaged line is a `UserError`; an incomplete last one is dropped.
-        """
+        """Return the lines of metrics.jsonl, of one phase or all; a damaged one is a UserError."""
         records, _ = read_jsonl(self.metrics_file, schemas.METRICS_LINE)
         return records if phase is None else in_phase(records, phase)
 

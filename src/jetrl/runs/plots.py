@@ -382,10 +382,7 @@ def charts_of(records: Records) -> list[Chart]:
 def plot_runs(
     paths: Sequence[str | Path], metrics: Sequence[str] = (), out_png: str | Path = "runs.png"
 ) -> Path:
-    """Plot metrics of several runs, one panel per metric, as a PNG.
-
-    `metrics` are names, or `eval` for the means of all evaluated tasks; none: the usual ones.
-    """
+    """Plot metrics of runs as a PNG, a panel per metric; `eval` names the means of all tasks."""
     named = zip(labels(paths), paths, strict=True)
     runs = {label: RunDirectory.open(path).metrics() for label, path in named}
     in_rl = any(in_phase(records, "rl") for records in runs.values())

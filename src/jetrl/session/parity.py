@@ -127,10 +127,7 @@ def check_correction(algorithm: AlgorithmSettings, plan: PrecisionPlan) -> list[
 
 
 def random_prompts(policy: Policy, count: int, max_tokens: int, seed: int) -> list[list[int]]:
-    """Return prompts of random tokens, from 1 token to half of the context that is left.
-
-    Completions of `max_tokens` have to fit in the context as well.
-    """
+    """Return prompts of random tokens, from 1 to half of the context that completions leave."""
     generator = np.random.Generator(np.random.Philox(derive_seed("parity", seed)))
     room = max(2, (policy.config.max_position_embeddings - max_tokens) // 2)
     lengths = generator.integers(1, min(room, 256), size=count)

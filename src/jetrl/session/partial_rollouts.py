@@ -102,10 +102,7 @@ class PartialRollouts:
         )
 
     def start_step(self) -> int:
-        """Return how many prompts the step draws next to its own, so that enough groups wait.
-
-        If more groups wait than should, the number is negative.
-        """
+        """Return how many prompts the step draws on top; negative if too many groups wait."""
         self.on = self._share > 0 or any(self._waiting)
         return sum(self._lacking()) - self._prompts_per_step
 
@@ -140,10 +137,7 @@ class PartialRollouts:
         version: int,
         progress: ProgressCallback,
     ) -> list[Group]:
-        """Continue the groups that wait, and begin new ones, until enough are complete.
-
-        Returns this rank's groups, those that waited first, for `choose`.
-        """
+        """Continue waiting groups, then new ones, until enough are complete; return this rank's."""
         ranks = world()
         waiting = self._waiting[ranks.rank]
         # Only members without an end are continued; whole groups keep their order.

@@ -72,10 +72,7 @@ class EncodedPrompt:
 def encode_prompts(
     policy: Model, task: Task, split: str, limit: int = 0, system_prompt: str | None = None
 ) -> list[EncodedPrompt]:
-    """Return the prompts of a task's split as token ids, in the order of the split.
-
-    `limit` takes so many from the start of each mixed task; 0 takes all.
-    """
+    """Return the prompts of a split as token ids, in order; `limit` of each mixed task (0: all)."""
     where = f"task {task.label}, split {split}"
     # A mixture gives each of its tasks the same limit.
     num_seen: Counter[str] = Counter()

@@ -61,10 +61,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run; a path is None if nothing was written there.
-
-    `stopped` is why the run ended before its last step, "" if it did not.
-    """
+    """The end of a run, and why it `stopped` early; paths are None if nothing was written there."""
 
     run_path: Path
     report_path: Path | None

@@ -248,10 +248,7 @@ class StepNotes:
         self._learning = Learning(lines)
 
     def on_update(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Note what was unusual about a step's sampling and updates; return counts as metrics.
-
-        `metrics` are those of its samples and updates, without times.
-        """
+        """Note what was unusual about a step's samples and updates; return counts as metrics."""
         # The rules look at metrics alone, so a resumed run gives the same warnings.
         anomalies = self._anomalies.see(metrics)
         # Of all ranks, since only rank 0 has a console.

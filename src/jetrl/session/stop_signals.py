@@ -69,10 +69,7 @@ class StopSignals:
             raise _RAISED[self.reason]
 
     def check_time(self, step_s: float, ending_s: float) -> None:
-        """Ask to stop if another step, and the last checkpoint and export, would not end in time.
-
-        Checkpoint and export take `ending_s`; 0: unknown.
-        """
+        """Ask to stop if a step, and `ending_s` for checkpoint and export, would end too late."""
         # The slowest of the last steps, since lengths of completions vary.
         self._step_times.append(step_s)
         if self._max_hours is None or self.reason:

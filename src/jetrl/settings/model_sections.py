@@ -35,10 +35,7 @@ class CriticSettings(Section):
 
 
 class RewardSettings(Section):
-    """The weights of a completion's reward.
-
-    The reward is rule x the task's score + model x the score of a reward model.
-    """
+    """The weights of a completion's reward: rule x the task's score + model x a reward model's."""
 
     rule: NonNegativeFloat = 1.0
     """weight of the task's own score"""

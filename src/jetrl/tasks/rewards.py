@@ -49,10 +49,7 @@ def reward_function(name: str) -> Checker:
 
 
 def weighted(checkers: Mapping[str, Checker], weights: Sequence[float] | None) -> Checker:
-    """Return the checker that adds the rewards of several, with a part for each.
-
-    A reward of None or NaN leaves its function out for that completion.
-    """
+    """Return the checker that adds several rewards, a part for each, without None and NaN."""
     factors = [1.0] * len(checkers) if weights is None else weights
     if len(factors) != len(checkers):
         what = f"{len(factors)} weights for {len(checkers)} reward functions"

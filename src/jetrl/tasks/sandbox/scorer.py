@@ -53,10 +53,7 @@ class ScoredText:
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """A task's answer to the turn of a ticket of `ask`; a reply of None ends the completion.
-
-    `failure` is the reason for a missing answer, else "".
-    """
+    """A task's answer to the turn of a ticket of `ask`: a reply (None: the end) or a `failure`."""
 
     ticket: int
     reply: Reply | None
