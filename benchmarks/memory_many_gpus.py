@@ -66,7 +66,7 @@ def row_of(shape: str, card: str, count: int, recomputed: bool) -> dict[str, Any
         "fits": True,
         "micro_batch_tokens": fitted.tokens,
         "held_gib": held,
-        "rollout_gib": round(fitted.plan.rollout / GIB, 1),
+        "rollout_gib": round(fitted.plan.at("rollout") / GIB, 1),
         "update_gib": round(fitted.plan.update / GIB, 1),
     }
 

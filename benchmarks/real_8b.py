@@ -143,7 +143,7 @@ def planned(words: Sequence[str], device: str, program: Program) -> dict[str, An
     return {
         "free_gib": free and round(free / GIB, 1),
         "tokens_per_micro_batch": fitted.plan.micro_batch.tokens,
-        "rollout_gib": round(fitted.plan.rollout / GIB, 2),
+        "rollout_gib": round(fitted.plan.at("rollout") / GIB, 2),
         "update_gib": round(fitted.plan.update / GIB, 2),
         "rows": [list(map(str.strip, cells)) for cells in fitted.plan.table()],
     }

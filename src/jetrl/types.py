@@ -194,14 +194,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Sample:
-    """A scored completion.
+    """A scored completion, of the prompt `group` in the step; algorithms compare groups.
 
-    Attributes:
-        group: The number of the prompt within the step; the algorithm compares the samples of a
-            group with each other.
-        failure: The reason for a missing verdict of the task, else "".
-        readable: The prompt and the completion as a person would write them, to be shown next to
-            them; "" for nothing.
+    `failure` is the reason for a missing verdict of the task, else "". `readable` is the prompt and
+    the completion as a person would write them, to be shown next to them; "" for nothing.
     """
 
     prompt: Prompt

@@ -241,16 +241,8 @@ def _as_text(results: Mapping[str, Evaluation], samples: int) -> str:
 def _as_object(result: Evaluation) -> dict[str, Any]:
 
     def numbers(own: Evaluation) -> dict[str, Any]:
-        names = (
-            "mean",
-            "margin",
-            "pass_at_k",
-            "maj_at_k",
-            "response_length",
-            "clip_ratio",
-            "failures",
-        )
-        return {name: getattr(own, name) for name in names}
+        names = "mean margin pass_at_k maj_at_k response_length clip_ratio failures"
+        return {name: getattr(own, name) for name in names.split()}
 
     return {
         **numbers(result),

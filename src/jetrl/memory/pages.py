@@ -28,9 +28,7 @@ def gpu_pages_room(free: int, staged: int, again: bool = False) -> int:
 # Tokens of ended completions, and entries of a table of n-grams: 48 MiB on a GPU, 3 MiB elsewhere.
 GPU_ARCHIVE, CPU_ARCHIVE = 2**22, 2**18
 MOST_ROWS = 1024  # Rows of a forward at most, if they are chosen.
-ALWAYS_ROWS = (
-    256  # Rows of a forward if drafts are always verified, unless two per sequence are more.
-)
+ALWAYS_ROWS = 256  # Those if drafts are always verified, unless two per sequence are more.
 _MOST_QUERIES = 8  # Tokens of a sequence in a forward.
 
 

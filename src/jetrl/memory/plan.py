@@ -214,11 +214,6 @@ class MemoryPlan:
         return sum(row.bytes.get(moment, 0) for row in self.rows)
 
     @property
-    def rollout(self) -> int:
-        """Maximum bytes held while completions are sampled."""
-        return self.at("rollout")
-
-    @property
     def update(self) -> int:
         """Maximum bytes held while the model is trained."""
         return max(self.at(moment) for moment in MOMENTS[2:])

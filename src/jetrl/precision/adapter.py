@@ -37,11 +37,7 @@ _ARRIVED = 256  # words for each 16 rows of A in which a GPU counts programs, at
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The shape of an adapter next to a weight [N, K].
-
-    Attributes:
-        parts: For each part the first of its rows of y, and how many there are.
-    """
+    """The shape of an adapter next to a weight [N, K]; `parts` are (first row of y, row count)."""
 
     rank: int
     scale: float
@@ -136,9 +132,8 @@ def _columns(shape: AdapterShape) -> Tensor:
 def add_adapter(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
     """Return y + (x A^T) (s B)^T [T, N], differentiable in y, x, A and B.
 
-    Args:
-        y: The layer's product [T, N]; without gradients it is added to in place.
-        x: [T, K], the values that the layer multiplied, not yet quantized.
+    y is the layer's product; without gradients it is added to in place. x [T, K] are the values
+    that the layer multiplied, not yet quantized.
     """
     if weight.in_fp32:
         return _added_in_fp32(y, x, weight)
@@ -175,12 +170,8 @@ def adapter_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of A and B, float32, and of u, bfloat16: x has the gradient u's @ down.
 
-    Products have FP32 sums in any order.
-
-    Args:
-        x: bfloat16 [T, K], what forward multiplied.
-        u: bfloat16 [T, P * R], as forward made it.
-        du: What `rank_gradient` returned, if it is known already.
+    Products have FP32 sums in any order. x, bfloat16 [T, K], is what forward multiplied, u,
+    bfloat16 [T, P * R], what it made; du is that of `rank_gradient`, if it is known already.
     """
     shape = weight.shape
     rank, padded = shape.rank, shape.padded_rank

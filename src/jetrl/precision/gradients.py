@@ -140,11 +140,8 @@ def rows_added(total: Tensor | None, rows: Tensor, values: Tensor, own: range) -
     """Return the gradient of a matrix's own rows after those of some tokens were added, in place.
 
     A GPU adds to the sum one token after the other; the CPU adds the tokens' sum, as autograd does.
-
-    Args:
-        total: float32 [n, D], the sum of own rows so far; None: zeros.
-        rows: int64 [T], the row of each gradient, which may be another process's.
-        own: The n rows of the whole matrix that `total` has.
+    `total`, float32 [n, D], is the sum of the n own rows so far; None: zeros. `rows`, int64 [T], is
+    the row of each gradient, which may be another process's.
     """
     if total is None:
         total = values.new_zeros((len(own), values.shape[1]), dtype=torch.float32)

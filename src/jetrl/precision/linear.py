@@ -289,8 +289,7 @@ class _AdaptedFunction(torch.autograd.Function):
         bias: Tensor | None,
         adapter: AdapterWeight,
     ) -> Tensor:
-        arithmetic = arithmetic_of(x)
-        arithmetic = arithmetic if bias is None else None
+        arithmetic = arithmetic_of(x) if bias is None else None
         if arithmetic is not None and isinstance(weight, QTensor) and not weight.rotated:
             y, u = arithmetic.quantized_adapted_matmul(x, weight, adapter, plan.scales)
         else:

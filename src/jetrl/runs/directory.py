@@ -82,12 +82,9 @@ class RunDirectory:
 
         A resume notes the settings that changed. They are written by `truncate_after`, which the
         caller calls with its checkpoint's step: until the checkpoint has proved to fit them, the
-        file keeps the old ones.
-
-        Raises:
-            UserError: The name is unfit or in use, another process writes the run, there is nothing
-                to resume, the precision plan has changed, or permission is missing.
-            StorageError: The disk is full.
+        file keeps the old ones. A UserError if the name is unfit or in use, another process writes
+        the run, there is nothing to resume, the precision plan has changed, or permission is
+        missing; a StorageError if the disk is full.
         """
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
         try:

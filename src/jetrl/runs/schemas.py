@@ -114,10 +114,7 @@ class RunConfig(Stored):
     resume checks all settings with `load_config`.
     """
 
-    class Run(Stored):
-        name: str = ""
-
-    class Task(Stored):
+    class Named(Stored):
         name: str = ""
 
     class Model(Stored):
@@ -137,8 +134,8 @@ class RunConfig(Stored):
 
     __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)
 
-    run: Run = Run()
-    task: Task = Task()
+    run: Named = Named()
+    task: Named = Named()
     model: Model = Model()
     precision: Precision = Precision()
     loop: Loop = Loop()

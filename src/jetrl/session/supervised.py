@@ -139,12 +139,8 @@ def train_reward_model(
     """Train a reward model, and write it into the run directory and into `out` if given.
 
     It makes `sft.steps` updates of `sft.examples_per_step` pairs, or fewer if the accuracy on
-    held-out pairs reaches `sft.until`. A resumed training has the bits of an uncut one.
-
-    Raises:
-        UserError: Settings, data or a model that cannot be used; a task without pairs.
-        RunStopped: Not finite, out of memory, or the time limit; the last checkpoint is good.
-        KeyboardInterrupt, Terminated: A signal; the update was finished, its checkpoint written.
+    held-out pairs reaches `sft.until`. A resumed training has the bits of an uncut one. Errors are
+    those of `loop.train`, and a UserError for a task without pairs.
     """
     with joined_in_script(settings, resume) as resumed:
         return _train(settings, out, resumed)

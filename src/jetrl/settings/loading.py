@@ -92,11 +92,11 @@ def load_config(
 def named(settings: Settings) -> Settings:
     """Return settings with a name of the run: unless they have one, its model's and its task's."""
     task, run = settings.task, settings.run
+    if run.name:
+        return settings
     source = Path(task.path).stem if task.name == "dataset" and task.path else task.name
     words = Path(settings.model.path or "").name, Path(re.split("[/:]", source)[-1]).stem
-    run = (
-        run if run.name else run.model_copy(update={"name": "-".join(filter(None, words)).lower()})
-    )
+    run = run.model_copy(update={"name": "-".join(filter(None, words)).lower()})
     return settings.model_copy(update={"run": run})
 
 

@@ -497,7 +497,8 @@ class Settings(Section):
             yield f"eval.samples = {self.eval.samples} with eval.temperature = 0 {why}"
 
     def _length_problems(self) -> Iterator[str]:
-        rollout = self.rollout
+        rollout, config = self.rollout, self.model.config
+        context = config.get("max_position_embeddings") if isinstance(config, dict) else None
         lengths = {"rollout.max_tokens": rollout.max_tokens}
         if self.eval.max_tokens is not None:
             lengths["eval.max_tokens"] = self.eval.max_tokens
@@ -508,12 +509,6 @@ class Settings(Section):
                     f"{rollout.page_size} tokens cannot hold one prompt and {key} = {tokens}: "
                     f"at least {tokens // rollout.page_size + 1} pages"
                 )
-            context = self._context()
-            if context is not None and context <= tokens:
+            if isinstance(context, int) and context <= tokens:
                 where = f"the model's context of {context} (model.config.max_position_embeddings)"
                 yield f"{key} = {tokens} leaves no room for a prompt in {where}"
-
-    def _context(self) -> int | None:
-        config = self.model.config
-        context = config.get("max_position_embeddings") if isinstance(config, dict) else None
-        return context if isinstance(context, int) else None

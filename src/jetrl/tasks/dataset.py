@@ -104,13 +104,8 @@ class Dataset(Task):
         self.path, self.config = path, config
         self.template, self.format = template, format
         self.test_share, self.seed = test_share, seed
-        self.fields: dict[str, str | None] = {
-            "prompt": prompt,
-            "answer": answer,
-            "demonstration": demonstration,
-            "id": id,
-        }
-        self.fields |= {"chosen": chosen, "rejected": rejected}
+        self.fields: dict[str, str | None] = {"prompt": prompt, "answer": answer, "id": id}
+        self.fields |= {"demonstration": demonstration, "chosen": chosen, "rejected": rejected}
         self.stop = to_stops(stop, "task.options.stop")
         self._check = get_checker(checker, pattern, strict, weights)
         self._checkers, self._strict = names, strict

@@ -91,12 +91,9 @@ class Checkpoints:
     """The checkpoints of a run, which may be saved while other programs read them.
 
     Every rank calls `save`, `snapshot`, `write`, `latest`, `load` and `tidy`; rank 0 looks at the
-    disk, and all ranks raise the error of one.
-
-    Args:
-        keep_last: The number of newest checkpoints that `save` keeps.
-        keep_best: The number of checkpoints with the highest score that it keeps as well.
-        ranks: None for `world()`; a `write` in its own thread needs a channel of its own.
+    disk, and all ranks raise the error of one. `save` keeps the newest `keep_last`, and the
+    `keep_best` with the highest score as well. `ranks` is None for `world()`; a `write` in its own
+    thread needs a channel of its own.
     """
 
     masters, state = staticmethod(files.masters_of), staticmethod(files.state_of)

@@ -76,12 +76,9 @@ class TrainedStep(NamedTuple):
 class Trainer:
     """An algorithm that trains a policy.
 
-    Args:
-        settings: `algorithm`, `train`, rollout.{temperature, max_tokens} and loop.steps.
-
-    Attributes:
-        extras: Other parts of training, in the order in which a step calls them.
-        calibration: Moves the clips of the ratio if the settings ask for that; else None.
+    Of the settings it reads `algorithm`, `train`, rollout.{temperature, max_tokens} and loop.steps.
+    `extras` are other parts of training, in the order in which a step calls them; `calibration`
+    moves the clips of the ratio, if the settings ask for that.
     """
 
     def __init__(

@@ -49,10 +49,8 @@ _RAN_OUT = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 class WorkerSetup:
     """The task that a worker builds, and the limits of each score.
 
-    Attributes:
-        timeout_s: Seconds of CPU time per score.
-        memory_mib: MiB that a score may add to those of the process with its task; 0: no limit.
-        sources: Contents of users' files by path.
+    A score has `timeout_s` of CPU time, and may add `memory_mib` to the memory of the process with
+    its task (0: no limit). `sources` has the contents of users' files by path.
     """
 
     name: str
