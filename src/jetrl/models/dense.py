@@ -12,7 +12,8 @@ from jetrl.models.dense_fused import norm_mlp_fused
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import Trace, fuses, tell
 from jetrl.models.weights import Weights
-from jetrl.precision.plan import LinearFormat, Side
+from jetrl.precision.plan import Side
+from jetrl.settings.presets import LinearFormat
 
 
 class DenseBlock(nn.Module):

@@ -36,8 +36,9 @@ from jetrl.models.nvfp4_files import codes_of
 from jetrl.precision.adapter import AdapterWeight
 from jetrl.precision.gradients import Gradients, OrderedGradients
 from jetrl.precision.linear import Linear
-from jetrl.precision.plan import LinearFormat, PrecisionPlan, Side
+from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.precision.quantized_weight import QuantizedWeight
+from jetrl.settings.presets import LinearFormat
 
 
 class Weights:

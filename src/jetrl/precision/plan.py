@@ -18,20 +18,8 @@ from pydantic import TypeAdapter
 
 from jetrl.errors import UserError
 from jetrl.files import checked, shown_value
+from jetrl.settings import presets
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
-from jetrl.settings.presets import (
-    PRESET_DEVIATIONS,
-    PRESETS,
-    BaseFormat,
-    BF16Rounding,
-    Format,
-    GradFormat,
-    KVFormat,
-    LinearFormat,
-    ScaleRule,
-    codes_alike,
-    key_and_value_formats,
-)
 
 
 @dataclass(frozen=True)
@@ -52,13 +40,13 @@ class SamplerDeviation:
         lm_head: The format of the sampler's output projection; None: the plan's.
     """
 
-    linears: LinearFormat | None = None
+    linears: presets.LinearFormat | None = None
     weights_through_bf16: bool = False
     bf16_layers: tuple[int, ...] = ()
-    scales: ScaleRule | None = None
-    kv: KVFormat | None = None
+    scales: presets.ScaleRule | None = None
+    kv: presets.KVFormat | None = None
     attention_split: int | None = None
-    lm_head: Format | None = None
+    lm_head: presets.Format | None = None
     logit_noise: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,7 +82,7 @@ class Rounding(NamedTuple):
     """
 
     format: Literal["fp32", "bf16", "fp8", "int8", "fp8_weights", "nvfp4"]
-    scales: ScaleRule = "fp32"
+    scales: presets.ScaleRule = "fp32"
     through_bf16: bool = False
     dithered: bool = False
 
@@ -124,24 +112,24 @@ class PrecisionPlan:
     """
 
     name: str
-    rollout_linear: LinearFormat
-    train_linear: Format
-    kv: KVFormat
-    rest: Format
-    lm_head: Format
-    grad_output: GradFormat = "e4m3"
-    scales: ScaleRule = "fp32"
+    rollout_linear: presets.LinearFormat
+    train_linear: presets.Format
+    kv: presets.KVFormat
+    rest: presets.Format
+    lm_head: presets.Format
+    grad_output: presets.GradFormat = "e4m3"
+    scales: presets.ScaleRule = "fp32"
     first_layers_bf16: int = 0
     last_layers_bf16: int = 0
     wgrad_input: WGradInput = "128x128"
     pinned_sums: bool | None = None
     sampler_deviation: SamplerDeviation = NO_DEVIATION
-    base: BaseFormat = "fp8"
-    bf16_rounding: BF16Rounding = "nearest"
+    base: presets.BaseFormat = "fp8"
+    bf16_rounding: presets.BF16Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        if self.kv not in get_args(KVFormat):
-            formats = ", ".join(get_args(KVFormat))
+        if self.kv not in get_args(presets.KVFormat):
+            formats = ", ".join(get_args(presets.KVFormat))
             raise UserError(f"precision.kv = {self.kv!r}: use one of {formats}")
         own = self.sampler_deviation
         alike = self.rollout_linear == self.train_linear == "fp8" and own.linears is None
@@ -169,10 +157,10 @@ class PrecisionPlan:
     @staticmethod
     def preset(name: str) -> PrecisionPlan:
         """Return the plan of a preset (`jetrl.settings.presets`); UserError for any other name."""
-        if name not in PRESETS:
-            raise UserError(f"precision preset {name!r}: use one of {', '.join(PRESETS)}")
-        deviation = SamplerDeviation(**PRESET_DEVIATIONS.get(name, {}))
-        return PrecisionPlan(name, **PRESETS[name]._asdict(), sampler_deviation=deviation)
+        if name not in presets.PRESETS:
+            raise UserError(f"precision preset {name!r}: use one of {', '.join(presets.PRESETS)}")
+        deviation = SamplerDeviation(**presets.PRESET_DEVIATIONS.get(name, {}))
+        return PrecisionPlan(name, **presets.PRESETS[name]._asdict(), sampler_deviation=deviation)
 
     @staticmethod
     def from_settings(
@@ -201,7 +189,7 @@ class PrecisionPlan:
         """True if all sums are in one order, on which equal bits of the two sides depend."""
         if self.pinned_sums is not None:
             return self.pinned_sums
-        return codes_alike(self.rollout_linear, self.train_linear)
+        return presets.codes_alike(self.rollout_linear, self.train_linear)
 
     @property
     def widens_wgrad(self) -> bool:
@@ -260,7 +248,7 @@ class PrecisionPlan:
         changes = {k: v for k, v in changes.items() if v not in (None, getattr(self, k))}
         return dataclasses.replace(self, **changes) if changes else self
 
-    def linear_format(self, side: Side, layer: int, num_layers: int) -> LinearFormat:
+    def linear_format(self, side: Side, layer: int, num_layers: int) -> presets.LinearFormat:
         """Return the format of a decoder layer's linears on one side."""
         chosen = self.train_linear if side == "train" else self.on(side).rollout_linear
         kept = self.keeps_bf16(layer, num_layers) or (
@@ -275,7 +263,7 @@ class PrecisionPlan:
         """The plan of a critic and of a reward model, which are not the base of an adapter."""
         return dataclasses.replace(self, base="fp8")
 
-    def linear_formats(self, layer: int, num_layers: int) -> dict[Side, LinearFormat]:
+    def linear_formats(self, layer: int, num_layers: int) -> dict[Side, presets.LinearFormat]:
         return {side: self.linear_format(side, layer, num_layers) for side in get_args(Side)}
 
     def check_layers(self, num_layers: int) -> None:
@@ -287,7 +275,7 @@ class PrecisionPlan:
                     f"to {num_layers - 1}: leave it out"
                 )
 
-    def rounding(self, side: Side, format: LinearFormat) -> Rounding:
+    def rounding(self, side: Side, format: presets.LinearFormat) -> Rounding:
         """Return how a weight is rounded for a layer that one side reads in a format."""
         if format == "bf16" or format == "fp8_activations":
             return Rounding("bf16", dithered=self.bf16_rounding == "dithered")
@@ -306,7 +294,7 @@ class PrecisionPlan:
         for name in _STORED_IF_SET:
             if fields[name] == getattr(PrecisionPlan, name):
                 del fields[name]
-        if "sampler_deviation" in fields or self.name in PRESET_DEVIATIONS:
+        if "sampler_deviation" in fields or self.name in presets.PRESET_DEVIATIONS:
             fields["sampler_deviation"] = self.sampler_deviation.to_dict()
         return fields
 
@@ -317,8 +305,8 @@ class PrecisionPlan:
         A UserError if the fields are not those of a preset with its options changed.
         """
         name = fields.get("name")
-        if not isinstance(name, str) or name not in PRESETS:
-            known = ", ".join(PRESETS)
+        if not isinstance(name, str) or name not in presets.PRESETS:
+            known = ", ".join(presets.PRESETS)
             raise UserError(f"{where}: name = {shown_value(name)}: use one of {known}")
         preset = PrecisionPlan.preset(name).to_dict()
         fields = {"bf16_rounding": "nearest", **fields}  # if not stored, whatever the preset's is
@@ -334,7 +322,7 @@ class PrecisionPlan:
         """Return rows of (role, format) for people: what is printed before a run."""
         names = {"bf16": "BF16", "fp32": "FP32"}
         names |= {"fp8": f"FP8 e4m3, {self.scales} scales", "int8": f"INT8, {self.scales} scales"}
-        keys, values = (names[format] for format in key_and_value_formats(self.kv))
+        keys, values = (names[format] for format in presets.key_and_value_formats(self.kv))
         rotated = "INT8, rotated, one scale per row"
         e4m3_or_e5m2 = f"FP8 {self.grad_output}"
         gradient = {"bf16": "BF16", "int8": rotated}.get(self.grad_output, e4m3_or_e5m2)

@@ -23,7 +23,7 @@ from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.int8 import int8_rows
 from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight, quantize_nvfp4
 from jetrl.precision.nvfp4_products import in_device_order
-from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan, Rounding, ScaleRule, Side
+from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Rounding, Side
 from jetrl.precision.quantize import (
     FORMATS,
     QTensor,
@@ -32,6 +32,7 @@ from jetrl.precision.quantize import (
     empty_int8_rows,
     quantize,
 )
+from jetrl.settings.presets import LinearFormat, ScaleRule
 
 
 @dataclass(frozen=True)
