@@ -11,6 +11,7 @@ import json
 import os
 import re
 import reprlib
+import shutil
 import stat
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
@@ -108,6 +109,14 @@ def read_stored(path: str | Path, schema: TypeAdapter[T], most: int = MOST_BYTES
     FileNotFoundError without the file; a UserError names the file and the wrong field.
     """
     return checked(schema, read_json(path, most), str(path))
+
+
+def free_space(folder: Path) -> str:
+    """Return the free space of a folder's disk, in words."""
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free there"
+    except OSError:
+        return "the free space there cannot be read"
 
 
 def checked(schema: TypeAdapter[T], value: Any, where: str) -> T:

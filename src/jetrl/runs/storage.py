@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +16,7 @@ from typing import IO, Any
 from pydantic import TypeAdapter
 
 from jetrl.errors import StorageError, UserError
-from jetrl.files import checked, open_regular
+from jetrl.files import checked, free_space, open_regular
 
 Record = dict[str, Any]
 MOST_LINE = 2**26  # bytes of a line; a sample of a million tokens is half as long
@@ -121,13 +120,6 @@ def storing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{path} could not be written: {error.strerror or error} ({_free_space(path.parent)}). "
+            f"{path} could not be written: {error.strerror or error} ({free_space(path.parent)}). "
             "What was written before is whole; free some space and continue with --resume"
         ) from None
-
-
-def _free_space(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free there"
-    except OSError:
-        return "the free space there cannot be read"

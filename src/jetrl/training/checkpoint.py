@@ -35,6 +35,7 @@ from torch import Tensor
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World, world
 from jetrl.errors import StorageError, UserError
+from jetrl.files import free_space
 from jetrl.models.hf_files import sync
 from jetrl.models.model import Model
 from jetrl.models.tiny import alphabet_of
@@ -331,16 +332,13 @@ class Checkpoints:
         return None
 
     def _explain_failure(self, target: Path, error: Exception) -> str:
-        try:
-            free = f"{shutil.disk_usage(self.directory).free / 2**30:.2f} GiB free there"
-        except OSError:
-            free = "the free space there cannot be read"
         reason = getattr(error, "strerror", None) or str(error)
         kept = self.steps()
         good = f"the last one before it is {self.path(kept[-1])}" if kept else "there is none yet"
         return (
-            f"checkpoint {target} could not be written: {reason} ({free}). Nothing of it was left, "
-            f"earlier checkpoints are unchanged; {good}. Free some space and continue with --resume"
+            f"checkpoint {target} could not be written: {reason} ({free_space(self.directory)}). "
+            f"Nothing of it was left, earlier checkpoints are unchanged; {good}. Free some space "
+            "and continue with --resume"
         )
 
 
