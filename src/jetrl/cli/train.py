@@ -275,7 +275,7 @@ def _say_how_to_go_on(end: BaseException, args: argparse.Namespace, settings: Se
 
 
 def _run_preflight(settings: Settings) -> int:
-    from jetrl.session.preflight import preflight
+    from jetrl.session.step import preflight
 
     samples, warnings = preflight(settings)
     for _, group in itertools.groupby(samples, key=lambda sample: sample.group):

@@ -289,7 +289,7 @@ def part_of(items: list[Span], page_size: int, device: torch.device) -> Part:
     )
 
 
-def gpu_work(spans: Sequence[Span], device: torch.device) -> DecodeWork | QueryTiles:
+def _gpu_work(spans: Sequence[Span], device: torch.device) -> DecodeWork | QueryTiles:
     """Return the work of the attention kernels: `DecodeWork` if each span is one token."""
     lengths = [span.start + span.length for span in spans]
     counts = [-(-length // GPU_PAGE_SIZE) for length in lengths]
@@ -420,7 +420,7 @@ class PagedCache:
         """Return the work of attention for spans, in the form that the device takes."""
         device = self._keys.codes.device
         if self.reads_pages_in_place:
-            return gpu_work(spans, device)
+            return _gpu_work(spans, device)
         budget = max(1, MAX_GATHERED // self._token_elements)
         return [part_of(items, self.page_size, device) for items in _group_items(spans, budget)]
 

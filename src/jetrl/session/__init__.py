@@ -1,7 +1,7 @@
 """An open run: the verbs of the loop, and what they work with.
 
 session           the verbs of the loop
-step              a step's record, sampling parameters, dynamic sampling and metrics
+step              a step's record, sampling parameters, dynamic sampling, metrics; preflight
 from_python       settings from a program's functions and rows
 open, building    checks before the start; models and data
 training_run      run directory, console, phases, memory peaks
@@ -15,7 +15,6 @@ watchdog          a run that hangs
 ranks             the processes of a run on several GPUs: joined, compared and ended
 nonfinite         reports of NaN
 replay            the steps after the last checkpoint, run again
-preflight         a look before a run
 """
 
 from jetrl.session.session import RunResult, Session

@@ -1,13 +1,15 @@
 """A training step: its record, its sampling parameters, dynamic sampling, and its metrics.
 
 Dynamic sampling draws more prompts instead of groups that teach nothing: a group whose completions
-all have the same reward has no gradient (Yu et al. 2025, "DAPO", eq. 11).
+all have the same reward has no gradient (Yu et al. 2025, "DAPO", eq. 11). `preflight` looks at the
+samples of the first step.
 
 The metrics are those that do not come from the trainer; docs/metrics.md lists all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -22,10 +24,12 @@ from jetrl.kernels.decode_state import SOURCES
 from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import SpeculationStats
-from jetrl.runs.anomalies import Anomalies, Learning
+from jetrl.runs.anomalies import Anomalies, Learning, problems
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric
 from jetrl.session.evaluate import Evaluation
-from jetrl.session.sampling import EncodedPrompt, Scoring
+from jetrl.session.open import open_context
+from jetrl.session.prompt_order import PromptOrder
+from jetrl.session.sampling import EncodedPrompt, Scoring, sample_prompts
 from jetrl.session.training_run import TrainingRun
 from jetrl.settings.loading import Settings
 from jetrl.training.micro_batches import MicroBatchSize
@@ -280,3 +284,32 @@ class StepNotes:
         for warning in self._learning.see(metrics):
             logger.warning("step %d: %s", step, warning)
             self._run.display.note(f"warning: {warning}")
+
+
+_PROMPTS = 4
+_SAMPLES = 4  # of each prompt, or fewer if the recipe has fewer
+
+
+def preflight(settings: Settings) -> tuple[list[Sample], list[str]]:
+    """Sample and score the first prompts of a run that has no directory; also return warnings."""
+    rollout = settings.rollout
+    with contextlib.ExitStack() as stack:
+        context = open_context(settings, stack)
+        order = PromptOrder(settings, context.prompts, context.task.weights)
+        prompts = order.draw(1, min(_PROMPTS, rollout.prompts_per_step))
+        params = rollout_params(settings, step=1)
+        params = replace(params, n=min(_SAMPLES, rollout.samples_per_prompt))
+        scoring = Scoring(context.scorer, prompts, params.n)
+        drawn = sample_prompts(context.engine, scoring, params, context.max_turns)
+        samples = scoring.samples(drawn)
+    if context.reward is not None:
+        context.engine.free_cache()
+        samples = context.reward(samples)
+    # The same checks as after the first steps of a run.
+    metrics = sample_metrics(samples, context.objective.algorithm.compares_group)
+    warnings = problems([metrics], f"{len(samples)} completions", "look at them above")
+    failures = [sample.failure for sample in samples if sample.failure]
+    if failures:
+        count = f"{len(failures)} of {len(samples)}"
+        warnings["failures"] = f"{count} completions could not be judged: {failures[0]}"
+    return samples, list(warnings.values())
