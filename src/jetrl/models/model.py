@@ -92,11 +92,6 @@ class Model:
             self.base_digest = base_digest(config, vectors, embedding)
             adapter.check_base(self.base_digest)
 
-    @property
-    def frozen(self) -> bool:
-        """True if the model has no master weights, only the training side's forward."""
-        return self.weights.frozen
-
     @classmethod
     def from_pretrained(
         cls,
@@ -152,7 +147,7 @@ class Model:
         bfloat16 rounds weights that both sides read in BF16 as they do, and others by fixed draws,
         so that small updates of many weights survive.
         """
-        assert not self.frozen, "a frozen model has no master weights to save"
+        assert not self.weights.frozen, "a frozen model has no master weights to save"
         files: dict[str, Any] = {"tokenizer": self.tokenizer, "overwrite": overwrite}
         if self.lora is not None:
             masters, base = self.adapter_tensors(), self.base_path
