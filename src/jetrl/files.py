@@ -48,12 +48,8 @@ class Stored(BaseModel):
 _SUBJECT = re.compile(r"^(Value error, |Input |String |List |Dictionary |Tuple )")  # of a message
 
 
-class _Repr(reprlib.Repr):
-    """A short representation of any value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 2, MOST_SHOWN, MOST_SHOWN, 40
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, MOST_SHOWN, MOST_SHOWN, 40
 
 
 def open_regular(path: str | Path) -> IO[bytes]:
@@ -141,7 +137,7 @@ def problem_of(error: ValidationError) -> str:
 
 def shown_value(value: Any) -> str:
     """Return a short text for a value of any size, without control characters."""
-    return printable(_Repr().repr(value))
+    return printable(_SHORT.repr(value))
 
 
 def printable(text: str) -> str:
