@@ -288,8 +288,6 @@ class OtherRanks(Peers):
             self.failed(*ending(Terminated()))
             raise Terminated
 
-    # The board
-
     def _write(self, **changed: Any) -> None:
         """Write this rank's line; without a store that answers nobody reads it."""
         if changed:  # else this is the thread, which must not undo the main thread's changes
@@ -373,8 +371,6 @@ class OtherRanks(Peers):
             (self._folder / RECORD).write_text(json.dumps(words, indent=1) + "\n")
         except OSError as error:  # a full disk may be the trouble
             logger.warning("%s: %s", self._folder / RECORD, error)
-
-    # The thread
 
     def _watch(self) -> None:
         """Keep this rank's line fresh, and end the process if trouble comes; the thread's body."""

@@ -53,8 +53,6 @@ class Gradients:
     def expect(self, master: Tensor, dtype: torch.dtype | None) -> None:
         """Announce products of a master weight in forward's order; `dtype` None: embedding rows."""
 
-    # What an update tells
-
     def begin_update(self) -> None:
         self._of_micro_batch.clear()
         self._in_micro_batch = False
@@ -70,8 +68,6 @@ class Gradients:
 
     def end_update(self) -> None:
         """End the gradients of an update: `.grad` of every master weight is complete."""
-
-    # What backward adds
 
     def add(self, master: Tensor, product: Tensor) -> Tensor | None:
         """Add a gradient [N, K] that is there in BF16."""
@@ -226,8 +222,6 @@ class OrderedGradients(Gradients):
     def sum_chunks(self, master: Tensor) -> None:
         """Do nothing: products are always summed within a micro-batch here."""
 
-    # What an update tells
-
     def begin_update(self) -> None:
         self._totals.clear()
         self._begun.clear()
@@ -261,8 +255,6 @@ class OrderedGradients(Gradients):
             sizes = [master.numel() for master in self._whole]
             for master, part in zip(self._whole, self._whole_total.split(sizes), strict=True):
                 master.grad = part.view_as(master)
-
-    # What backward adds
 
     def add(self, master: Tensor, product: Tensor) -> None:
         """Add a gradient that is there in BF16; chunks of one product are summed in FP32."""
@@ -303,8 +295,6 @@ class OrderedGradients(Gradients):
         stage.made = tensors
         self._filling = stage if stage.dtype == torch.float32 else None
         self._send_ready()
-
-    # The way of the products
 
     def _send_ready(self, all_stages: bool = False) -> None:
         """Send what is ready, in the order of the stages; or all that is left of the round."""

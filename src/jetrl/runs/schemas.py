@@ -82,7 +82,6 @@ class RolloutLine(Stored):
     Attributes:
         prompt: None: the prompt has messages.
         failure: Why the completion could not be scored, or "".
-        logprobs: Those of the sampler.
         environment: Spans [start, end) of tokens from an environment.
     """
 

@@ -50,8 +50,6 @@ class Algorithm:
             **options).
         options: The settings that the algorithm reads, with its defaults; None for a default that
             follows from other settings.
-        kl_estimator: Default of algorithm.kl_estimator.
-        kl_in: Default of algorithm.kl_in.
         compares_group: Whether a prompt needs at least two completions.
         needs_critic: Whether a value model is needed.
     """
