@@ -82,7 +82,7 @@ def test_cuts_change_no_bit(m: int) -> None:
     assert all(torch.equal(y, found[0]) for y in found)
 
 
-@pytest.mark.parametrize("rows, width", [(3, 576), (300, 4096)])
+@pytest.mark.parametrize("rows, width", [(3, 576), (64, 4096), (3, 6144), (300, 4096)])
 def test_the_fused_norm_has_the_bits_of_its_parts(rows: int, width: int) -> None:
     x, delta = normal(rows, width), normal(rows, width, seed=1)
     weight = 1 + 0.1 * normal(1, width, seed=2)[0]

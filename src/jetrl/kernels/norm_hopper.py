@@ -24,22 +24,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
+from jetrl.precision.hopper.int8 import part_layout, rotated_part, row_warps, store_row
 from jetrl.precision.hopper.int8_rows import empty_operand
-from jetrl.precision.hopper.launch import let_next_start, overlapped, wait_for_previous
+from jetrl.precision.hopper.launch import (
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+    let_next_start,
+    overlapped,
+    wait_for_previous,
+)
 from jetrl.precision.hopper.layout import cdiv, empty_row_groups, empty_turned_squares, is_ragged
 from jetrl.precision.hopper.quantize import (
     abs_bits,
     round_to_bfloat16,
     rule,
     scale_and_multiplier,
-    store_int8_row,
     tile_rule,
 )
 from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import FORMATS, QTensor
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 
 _MAX_WIDTH = 16384
 _FEW_ROWS = 256  # up to a decode step's: a program is launched for its latency
+_FEWER_ROWS = 128  # up to these, more than eight warps of INT8 rows cost more than they bring
 _BACKWARD_PROGRAMS = 512  # fixed, so that dW has the same bits on every GPU
 
 
@@ -55,7 +62,7 @@ def grid_factor(amax_bits):
 def grid_squares(x, factor):
     """Return int64 squares of float32 x, at most 2**38, in units of the grid of factor."""
     # 1.5 * 2**23 leaves no room for a fraction: rounds to nearest even, the integer in low bits.
-    rounded = tl.fma(x, factor, tl.full(x.shape, 12582912.0, tl.float32))
+    rounded = tl.fma(x, factor, 12582912.0)
     whole = (rounded.to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int64)
     return whole * whole
 
@@ -70,11 +77,10 @@ def inverse_rms_of(total, factor, amax_bits, WIDTH: tl.constexpr, EPS: tl.conste
     mean = total.to(tl.float64) * unit * unit
     # A division of float64 is dozens of instructions; by a power of two a product has its bits.
     if WIDTH & (WIDTH - 1) == 0:
-        mean = mean * tl.full(factor.shape, 1.0 / WIDTH, tl.float64)
+        mean = mean * (1.0 / WIDTH)
     else:
-        mean = mean / tl.full(factor.shape, WIDTH, tl.float64)
-    root = tl.sqrt(mean + tl.full(factor.shape, EPS, tl.float64))
-    inverse = (tl.full(factor.shape, 1.0, tl.float64) / root).to(tl.float32)
+        mean = mean / WIDTH
+    inverse = (1.0 / tl.sqrt(mean + EPS)).to(tl.float32)
     # Integers know no NaN: one makes the row NaN, an Inf makes its inverse rms 0.
     special = tl.where(amax_bits > 0x7F800000, float("nan"), 0.0)
     return tl.where(amax_bits >= 0x7F800000, special, inverse)
@@ -85,8 +91,8 @@ def _row_kernel(
     x_ptr, delta_ptr, weight_ptr, total_ptr, y_ptr, inverse_ptr, codes_ptr, scales_ptr,
     scale_stride,
     HAS_DELTA: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_INVERSE: tl.constexpr,
-    QUANTIZE: tl.constexpr, INT8: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr,
-    PADDED: tl.constexpr, EPS: tl.constexpr,
+    QUANTIZE: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    EPS: tl.constexpr,
     MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     """Add, norm and quantize one row, which stays in registers from its load to its codes.
@@ -128,9 +134,7 @@ def _row_kernel(
         y = round_to_bfloat16(x * inverse * weight.to(tl.float32))
         if WRITE_Y:
             tl.store(y_ptr + places, y.to(tl.bfloat16), mask=mask)
-        if INT8:
-            store_int8_row(y, row, columns, codes_ptr, scales_ptr, WIDTH, FLOOR_BITS)
-        elif QUANTIZE:
+        if QUANTIZE:
             GROUPS: tl.constexpr = PADDED // 128
             CODES: tl.constexpr = (WIDTH + 127) // 128 * 128
             y = tl.reshape(y, (GROUPS, 128))
@@ -147,6 +151,56 @@ def _row_kernel(
                 scale,
                 mask=groups * 128 < WIDTH,
             )
+
+
+# As `gluon_wait_for_previous` in `precision.hopper.launch`.
+_gluon_factor, _gluon_squares = gluon.jit(grid_factor.fn), gluon.jit(grid_squares.fn)
+_gluon_inverse_rms_of = gluon.jit(inverse_rms_of.fn)
+
+
+@gluon.jit
+def _int8_kernel(
+    x_ptr, delta_ptr, weight_ptr, total_ptr, y_ptr, inverse_ptr, codes_ptr, scales_ptr,
+    HAS_DELTA: gl.constexpr, WRITE_Y: gl.constexpr, WRITE_INVERSE: gl.constexpr,
+    K: gl.constexpr, EPS: gl.constexpr, FLOOR: gl.constexpr,
+):  # fmt: skip
+    """Do _row_kernel's work for INT8 codes, in parts as `precision.hopper.int8` has them."""
+    LAYOUT: gl.constexpr = part_layout(gl.num_warps())
+    WIDTH: gl.constexpr = 256 * gl.num_warps()
+    PARTS: gl.constexpr = (K + WIDTH - 1) // WIDTH
+    row = gl.program_id(0)
+    columns = gl.arange(0, WIDTH, LAYOUT)
+    first = row.to(gl.int64) * K
+    weights, loaded, parts = (), (), ()
+    gluon_let_next_start()
+    for i in gl.static_range(PARTS):
+        place, mask = i * WIDTH + columns, i * WIDTH + columns < K
+        weights += (gl.load(weight_ptr + place, mask=mask, other=0.0),)  # type: ignore[assignment]
+    gluon_wait_for_previous()
+    bits, squares = gl.full([WIDTH], 0, gl.int32, LAYOUT), gl.full([WIDTH], 0, gl.int64, LAYOUT)
+    for i in gl.static_range(PARTS):
+        place, mask = first + i * WIDTH + columns, i * WIDTH + columns < K
+        x = tile.widen(gl.load(x_ptr + place, mask=mask, other=0.0))
+        if HAS_DELTA:
+            x = x + tile.widen(gl.load(delta_ptr + place, mask=mask, other=0.0))
+            total = tile.to_bfloat16(x)
+            gl.store(total_ptr + place, total, mask=mask)
+            x = tile.widen(total)
+        loaded += (x,)  # type: ignore[assignment]
+        bits = gl.maximum(bits, x.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
+    amax_bits = gl.max(bits, 0)
+    factor = _gluon_factor(amax_bits)
+    for i in gl.static_range(PARTS):
+        squares += _gluon_squares(loaded[i], factor)
+    inverse = _gluon_inverse_rms_of(gl.sum(squares, 0), factor, amax_bits, K, EPS)
+    if WRITE_INVERSE:
+        gl.store(inverse_ptr + row, inverse)
+    for i in gl.static_range(PARTS):
+        y = tile.to_bfloat16(loaded[i] * inverse * tile.widen(weights[i]))
+        if WRITE_Y:
+            gl.store(y_ptr + first + i * WIDTH + columns, y, mask=i * WIDTH + columns < K)
+        parts += (rotated_part(tile.widen(y)),)  # type: ignore[assignment]
+    store_row(parts, row, codes_ptr, scales_ptr, K, FLOOR)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride"])
@@ -276,9 +330,18 @@ def _launch_rows(
     x: Tensor, weight: Tensor, eps: float, delta: Tensor | None, total: Tensor, y: Tensor | None,
     inverse: Tensor | None, rows: QTensor | None, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Launch _row_kernel, one program per row; x stands in for each tensor that is not used."""
+    """Launch a program per row; x stands in for each tensor that is not used."""
     num_rows, width = x.shape
     if not num_rows:
+        return
+    if rows is not None and rows.rotated:
+        warps = row_warps(width, 8 if num_rows <= _FEWER_ROWS else 16)
+        _int8_kernel[(num_rows,)](
+            x, x if delta is None else delta, weight, total, x if y is None else y,
+            x if inverse is None else inverse, rows.codes, rows.scales, delta is not None,
+            y is not None, inverse is not None, width, eps, AMAX_FLOOR, num_warps=warps,
+            enable_fp_fusion=False, **overlapped(),
+        )  # fmt: skip
         return
     padded, few = max(FP8_BLOCK, _padded(width)), num_rows <= _FEW_ROWS
     # Twice the warps if rows are few: what one thread has to do is the latency. No bit changes.
@@ -293,8 +356,8 @@ def _launch_rows(
         rows.codes if rows else x,
         rows.scales if rows else x,
         rows.scales.stride(1) if rows else 0,
-        delta is not None, y is not None, inverse is not None, rows is not None,
-        rows is not None and rows.rotated, few, width, padded, eps,
+        delta is not None, y is not None, inverse is not None, rows is not None, few, width,
+        padded, eps,
         **options, num_warps=num_warps, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
 

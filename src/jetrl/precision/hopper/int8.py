@@ -45,9 +45,9 @@ def rotated(x):
     return x * 0.125
 
 
-def row_warps(k: int) -> int:
+def row_warps(k: int, most: int = 8) -> int:
     """Return the warps of a program that quantizes a row, in parts of 256 columns per warp."""
-    return min(8, max(1, triton.next_power_of_2(k) // 256))
+    return min(most, max(1, triton.next_power_of_2(k) // 256))
 
 
 @gluon.constexpr_function
@@ -90,7 +90,7 @@ def store_row(parts, row, codes_ptr, scales_ptr, K: gl.constexpr, FLOOR: gl.cons
     columns = gl.arange(0, WIDTH, part_layout(gl.num_warps()))
     places = codes_ptr + row.to(gl.int64) * K + columns
     for i in gl.static_range(PARTS):
-        codes = tile.gluon_to_int8(parts[i] * multiplier)
+        codes = tile.to_int8(parts[i] * multiplier)
         gl.store(places + i * WIDTH, codes, mask=i * WIDTH + columns < K)
     gl.store(scales_ptr + row, scale)
 
@@ -176,7 +176,7 @@ def _tokens_kernel(
             scale, multiplier = tile.scale_and_multiplier(
                 bits.to(gl.float32, bitcast=True), _TOP, FLOOR, False
             )
-            codes = gl.convert_layout(tile.gluon_to_int8(x * multiplier[None, :]), STORED)
+            codes = gl.convert_layout(tile.to_int8(x * multiplier[None, :]), STORED)
             tokens = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORED))
             stored = panel * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, STORED))
             places = stored.to(gl.int64)[None, :] * (blocks * 64) + tokens[:, None]
@@ -225,7 +225,7 @@ def _turn_kernel(
     )
     mask = (rows < num_rows)[:, None] & inside[None, :]
     places = columns.to(gl.int64)[None, :] * num_rows + rows[:, None]
-    gl.store(turned_ptr + places, tile.gluon_to_int8(w * multiplier[None, :]), mask=mask)
+    gl.store(turned_ptr + places, tile.to_int8(w * multiplier[None, :]), mask=mask)
     gl.store(turned_scales_ptr + columns, scale, mask=inside & (gl.program_id(0) == 0))
 
 

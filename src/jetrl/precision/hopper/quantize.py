@@ -34,7 +34,6 @@ from jetrl.precision.hopper.layout import (
     is_ragged,
     whole_groups,
 )
-from jetrl.precision.hopper.tile import to_int8
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor
 
@@ -84,22 +83,6 @@ def scale_and_multiplier(
     else:
         multiplier = tl.math.div_rn(limit, amax)
     return scale, multiplier
-
-
-@triton.jit
-def store_int8_row(
-    y, row, columns, codes_ptr, scales_ptr, WIDTH: tl.constexpr, FLOOR: tl.constexpr
-):
-    """Quantize a row, float32 with zeros past WIDTH, as `precision.int8.int8_rows`."""
-    BLOCKS: tl.constexpr = y.shape[0] // 64
-    for _ in tl.static_range(6):
-        even, odd = tl.split(tl.reshape(y, (BLOCKS, 32, 2)))
-        y = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (BLOCKS * 64,))
-    y = y * 0.125
-    scale, multiplier = scale_and_multiplier(tl.max(abs_bits(y), 0), 127.0, FLOOR, False)
-    places = codes_ptr + row.to(tl.int64) * WIDTH + columns
-    tl.store(places, to_int8(y * multiplier), mask=columns < WIDTH)
-    tl.store(scales_ptr + row, scale)
 
 
 @triton.jit

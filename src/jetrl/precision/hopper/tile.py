@@ -19,7 +19,6 @@ A cap of 128 registers, two programs per SM, is best if it costs no spills (H200
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -208,10 +207,10 @@ def scale_and_multiplier(amax, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2:
     return scale, multiplier
 
 
-@triton.jit
+@gluon.jit
 def to_int8(x):
     """Return float32 products as INT8 codes: ties to even, and NaN is 0."""
-    return tl.inline_asm_elementwise(
+    return gl.inline_asm_elementwise(
         """
         {
         .reg .b32 a, b, c, d;
@@ -223,18 +222,15 @@ def to_int8(x):
         cvt.pack.sat.s8.s32.b32 $0, b, a, d;
         }
         """,
-        "=r,f,f,f,f", [x], dtype=tl.int8, is_pure=True, pack=4,
+        "=r,f,f,f,f", [x], dtype=gl.int8, is_pure=True, pack=4,
     )  # fmt: skip
-
-
-gluon_to_int8 = gluon.jit(to_int8.fn)  # as `gluon_wait_for_previous` in `precision.hopper.launch`
 
 
 @gluon.jit
 def to_codes(x, dtype: gl.constexpr):
     """Return float32 products as FP8 or INT8 codes."""
     if dtype == gl.int8:
-        codes = gluon_to_int8(x)
+        codes = to_int8(x)
     else:
         codes = x.to(dtype)
     return codes
