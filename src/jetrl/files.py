@@ -81,10 +81,10 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     return contents
 
 
-def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
+def read_text(path: str | Path) -> str:
     """Return the UTF-8 text of a file, as `read_bytes` reads it."""
     try:
-        return read_bytes(path, most).decode("utf-8")
+        return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
 

@@ -240,9 +240,8 @@ def read_nvfp4(
 class CodedWeights(Mapping[str, Tensor]):
     """The parameters of a model by name, each made or read on access and not kept.
 
-    `value` returns a parameter, in NVFP4 the float32 values of its codes. `codes` returns a
-    parameter's codes and scales, or None if it has 16 or 32 bits; it is itself None for a model
-    without NVFP4.
+    `value` returns a parameter, in NVFP4 the float32 values of its codes. `codes` returns its codes
+    and scales, or None if it has 16 or 32 bits; `codes` is None for a model without NVFP4.
     """
 
     def __init__(

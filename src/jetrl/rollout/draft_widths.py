@@ -136,8 +136,7 @@ _PROBE_EVERY = 64  # Steps that verify drafts, from one that does not to the nex
 class Width:
     """The size of a decode step's forwards; `rows` includes padded sequences.
 
-    A sequence has at most `most` tokens: the last one drawn, and drafts. `drafts` says whether they
-    are looked up.
+    A sequence has at most `most` tokens: the last one drawn, and drafts, looked up if `drafts`.
     """
 
     most: int

@@ -312,8 +312,7 @@ class Session:
     def update(self, step: Step) -> Step:
         """Train on the samples: packing, advantages, forward, backward, AdamW and requantize.
 
-        A MismatchError names the operation that differs; other errors are those of the trainer's
-        step.
+        A MismatchError names the operation that differs; other errors are the trainer's.
         """
         number, phases = step.number, self.run.phases
         # The pages of the rollout make room for activations and gradients.
@@ -383,8 +382,7 @@ class Session:
     def finish(self, out: str | Path | None = None) -> RunResult:
         """Export the model, also to `out` if given, and end the run.
 
-        Raises:
-            KeyboardInterrupt, Terminated: A signal asked the run to stop; its state is saved.
+        KeyboardInterrupt or Terminated: a signal asked the run to stop, and its state is saved.
         """
         run = self.run
         # A stopped run saves its last whole step, then raises the signal that stopped it.

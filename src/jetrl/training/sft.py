@@ -68,8 +68,7 @@ class SftTrainer(_Supervised):
         """Make one optimizer update on worked answers; empty prompts or completions are refused.
 
         Returns sft/loss (nats per completion token, before the update), sft/grad_norm, sft/lr and
-        sft/tokens (completion tokens). A skipped update has policy/skipped_updates instead of loss
-        and norm.
+        sft/tokens (completion tokens); a skipped update: policy/skipped_updates, no loss and norm.
         """
         assert examples
         size = self.micro_batch_size
