@@ -11,7 +11,7 @@ For a group of values with absolute maximum `a` (float32, from the values as the
 `pow2` scales round s up to a power of two and use r = 1 / s. E5M2 (gradients, if a plan asks for
 it) has 57344 instead of 448. A non-finite value gets a NaN code; it is never clamped away.
 
-INT8 (keys of `unified`; values, if a plan asks for it) has 127 instead of 448, and
+INT8 (keys and values, as a plan asks for it) has 127 instead of 448, and
 
     q  = int8(x * r)                     float32 product, round to nearest, ties to even
 

@@ -67,7 +67,8 @@ class RolloutSizes:
         if replace(after, max_pages=None) == replace(before, max_pages=None):
             raise OutOfMemoryStop(
                 f"out of memory in rollout ({problem}) with one sequence at a time; lower "
-                "rollout.max_tokens or set precision.kv=fp8. The last checkpoint is good"
+                "rollout.max_tokens, or set precision.kv=int8 if the plan keeps keys and values "
+                "in BF16. The last checkpoint is good"
             )
         self.now = after
         self._retries += 1

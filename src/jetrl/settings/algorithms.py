@@ -187,7 +187,7 @@ class AlgorithmSettings(Section):
     """ratio up to which a token with a negative advantage counts, as verl's clip_ratio_c = 3;
     unset: off"""
     calibrate_clip_every: NonNegative = 0
-    """steps between calibrations of the clips against a BF16 forward, under jet and unified with
+    """steps between calibrations of the clips against a BF16 forward, with eight-bit training and
     train.updates_per_step > 1; 0: never (the paper: 20)"""
     normalize_std: bool | None = None
     """divide a group's advantages by its std; unset: the algorithm's"""
@@ -220,7 +220,7 @@ class AlgorithmSettings(Section):
     correction_high: PositiveFloat | None = None
     """upper bound of the weight; unset: the correction's"""
     correction_under_exact_plan: bool = False
-    """correct under jet and unified too, where every weight is 1"""
+    """correct under an exact plan too, where every weight is 1"""
     options: dict[str, Any] = Field(default_factory=dict)
     """keyword arguments of file.py:function"""
 

@@ -2,7 +2,7 @@
 
 The size is `train.tokens_per_micro_batch` or what fits the memory plan, and is halved when memory
 runs out. Gradients of micro-batches are added, so the division changes only the order of sums and,
-under an FP8 plan, which 128 tokens share a scale in WGrad. A checkpoint keeps the size, since the
+in eight bits, which tokens share a scale in WGrad. A checkpoint keeps the size, since the
 bits of a resumed run depend on it.
 """
 
@@ -145,7 +145,7 @@ class MicroBatchSize:
         logger.warning(
             "out of memory in training (%s): from now on at most %d tokens per micro-batch instead "
             "of train.tokens_per_micro_batch = %d; gradients are the same up to the order of sums "
-            "(under an FP8 plan also up to how WGrad groups the tokens)",
+            "(in eight bits also up to how WGrad groups the tokens)",
             *(problem, self.tokens, self._setting),
         )
 

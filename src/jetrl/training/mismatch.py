@@ -1,6 +1,6 @@
 """The mismatch between sampler and trainer: how far apart their log-probs of the same tokens are.
 
-Under an exact plan (`jet`, `unified`) no float32 bit may differ; a step raises `StepMismatchError`
+Under an exact plan no float32 bit may differ; a step raises `StepMismatchError`
 if one does. Equal log-probs do not prove how the tokens were drawn; `surprise_z` tests that.
 """
 
