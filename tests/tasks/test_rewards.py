@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jetrl.errors import UserError
@@ -34,6 +35,14 @@ def of_trl_without_columns(prompts, completions):
     return [float(completions[0][0]["content"] == "2" and prompts[0][0]["role"] == "user")]
 
 
+async def of_trl_async(completions, **columns):
+    return np.array([0.25])
+
+
+def of_trl_with_ids(completion_ids, **columns):
+    return [1.0]
+
+
 def of_verl(data_source, solution_str, ground_truth, extra_info=None):
     assert (data_source, extra_info) == ("sums", {"split": "train"})
     return {"score": float(solution_str == ground_truth), "acc": 1, "pred": solution_str}
@@ -46,6 +55,8 @@ def of_verl(data_source, solution_str, ground_truth, extra_info=None):
         (of_trl, PLAIN, 1.0),
         (of_trl_without_columns, CHAT, 1.0),
         (of_verl, PLAIN, Score(1.0, {"acc": 1})),
+        (of_trl_async, PLAIN, 0.25),
+        (lambda prompt, completion: {"score": 2}, PLAIN, Score(2)),
         (lambda prompt, completion: 3, PLAIN, 3),
     ],
 )
@@ -65,6 +76,8 @@ def test_several_rewards_are_added_with_weights() -> None:
     [
         (lambda completions: 1.0, r"returned 1.0 \(float\); give a list with a number per"),
         (lambda completions: [1.0, 2.0], "give a list with a number per completion"),
+        (lambda completions, solution: [1.0], "argument: 'solution'; there is: .*, data_source"),
+        (of_trl_with_ids, r"too many positional .*; write it as f\(prompt, completion\), f\(co"),
         (lambda completions: ["a"], "which is not a number"),
         (lambda completions: [math.nan], "no reward function gave a number"),
     ],

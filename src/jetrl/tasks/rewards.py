@@ -5,14 +5,17 @@
     f(data_source, solution_str, ground_truth, extra_info)         verl: a number, or {"score": ...}
 
 A function of TRL gets lists of one completion. As there, completions are texts if the row's prompt
-is one, else lists of one message; every column of the row is a list of one value.
+is one, else lists of one message; every column of the row is a list of one value. The others may
+return {"score": ...} too, and any may be async.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from jetrl.tasks.user_files import load_function
 from jetrl.types import Prompt, Score
 
 Checker = Callable[[Prompt, str], Any]
+_FORMS = "f(prompt, completion), f(completions, **columns) or f(solution_str, ground_truth)"
 
 
 def reward_function(name: str) -> Checker:
@@ -33,19 +37,30 @@ def reward_function(name: str) -> Checker:
         file, _, word = name.rpartition(":")
         function = load_function(Path(file), word)
     try:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a C function
         return function
-    taken = None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set(parameters)
+    parameters = signature.parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-    def called(values: Mapping[str, Any]) -> Any:
-        return function(**{k: v for k, v in values.items() if taken is None or k in taken})
+    def called(*values: Any, **columns: Any) -> Any:
+        given = {k: v for k, v in columns.items() if takes_all or k in parameters}
+        try:
+            signature.bind(*values, **given)
+        except TypeError as error:
+            there = f"there is: {', '.join(columns)}" if columns else f"write it as {_FORMS}"
+            raise ScoreError(f"{name}: {error}; {there}") from None
+        result = function(*values, **given)
+        if not inspect.iscoroutine(result):
+            return result
+        with ThreadPoolExecutor(1) as thread:  # this one may have a notebook's loop
+            return thread.submit(asyncio.run, result).result()
 
     if "completions" in parameters:
-        return lambda prompt, completion: _value_of_trl(called(_of_trl(prompt, completion)), name)
+        return lambda prompt, text: _value_of_trl(called(**_of_trl(prompt, text)), name)
     if "solution_str" in parameters:
-        return lambda prompt, completion: _value_of_verl(called(_of_verl(prompt, completion)))
-    return function
+        return lambda prompt, text: _value_of_dict(called(**_of_verl(prompt, text)))
+    return lambda prompt, text: _value_of_dict(called(prompt, text))
 
 
 def weighted(checkers: Mapping[str, Checker], weights: Sequence[float] | None) -> Checker:
@@ -86,10 +101,11 @@ def _are_messages(value: object) -> bool:
 
 
 def _value_of_trl(values: Any, name: str) -> Any:
-    if not isinstance(values, Sequence) or len(values) != 1:
+    items = list(values) if isinstance(values, Iterable) else []
+    if len(items) != 1:
         kind = f"{values!r:.60} ({type(values).__name__})"
         raise ScoreError(f"{name} returned {kind}; give a list with a number per completion")
-    return values[0]
+    return items[0]
 
 
 def _of_verl(prompt: Prompt, completion: str) -> dict[str, Any]:
@@ -97,7 +113,7 @@ def _of_verl(prompt: Prompt, completion: str) -> dict[str, Any]:
     return {**row, "solution_str": completion, "ground_truth": prompt.answer}
 
 
-def _value_of_verl(value: Any) -> Any:
+def _value_of_dict(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     parts = {k: v for k, v in value.items() if k != "score" and isinstance(v, int | float)}
