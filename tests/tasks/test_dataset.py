@@ -47,17 +47,9 @@ def test_a_file_of_questions_and_answers(tmp_path: Path) -> None:
 def test_fields_template_and_text(tmp_path: Path) -> None:
     row = {"q": "2+3", "gold": 5, "worked": "2+3 = 5", "key": "a", "unit": "apples {}"}
     path = write(tmp_path / "rows.jsonl", row, {**row, "key": "b"})
-    task = get_task(
-        "dataset",
-        path=path,
-        answer="gold",
-        demonstration="worked",
-        id="key",
-        template="{q} in {unit}?\nA:",
-        format="text",
-        stop=["\n"],
-        checker="exact",
-    )
+    fields = {"answer": "gold", "demonstration": "worked", "id": "key"}
+    options = {"format": "text", "stop": ["\n"], "checker": "exact"}
+    task = get_task("dataset", path=path, template="{q} in {unit}?\nA:", **fields, **options)
     (prompt,) = read_prompts(task, "test")
     assert (prompt.text, prompt.answer) == ("2+3 in apples {}?\nA:", "5")
     assert prompt.id in "ab"
@@ -82,9 +74,8 @@ def test_parquet_and_saved_data_sets_are_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     data.to_parquet(str(tmp_path / "files" / "train.parquet"))
     data.save_to_disk(str(tmp_path / "saved"))
-    datasets.DatasetDict({"train": data, "held": data.select(range(3))}).save_to_disk(
-        str(tmp_path / "dict")
-    )
+    both = datasets.DatasetDict({"train": data, "held": data.select(range(3))})
+    both.save_to_disk(str(tmp_path / "dict"))
     lines = get_task("dataset", path=write(tmp_path / "rows.jsonl", *ROWS))
     expected = read_prompts(lines, "train")
     assert read_prompts(get_task("dataset", path=tmp_path / "saved"), "train") == expected
@@ -100,29 +91,20 @@ def test_parquet_and_saved_data_sets_are_the_same_rows(tmp_path: Path) -> None:
         read_prompts(parquet, "train")
 
 
+SOLVED = Score(1.0, {"answered": 1.0})
 REGEX = {"checker": "regex", "pattern": r"<answer>\s*(.*?)</answer>"}
 
 
 @pytest.mark.parametrize(
     "options, answer, completion, score",
     [
-        ({}, r"\frac{1}{2}", r"so \boxed{0.5}", Score(1.0, {"answered": 1.0})),
+        ({}, r"\frac{1}{2}", r"so \boxed{0.5}", SOLVED),
         ({}, "... so it is\n#### 1,200", "it costs 1200", Score(1.0, {"answered": 0.0})),
         ({"strict": True}, "7", "it is 7", Score(0.0, {"answered": 0.0})),
-        (
-            REGEX,
-            "blue",
-            "<answer>red</answer> no, <answer> blue </answer>",
-            Score(1.0, {"answered": 1.0}),
-        ),
+        (REGEX, "blue", "<answer>red</answer>, <answer> blue </answer>", SOLVED),
         (REGEX, "blue", "<answer>red</answer>", Score(0.0, {"answered": 1.0})),
         (REGEX, "blue", "blue", Score(0.0, {"answered": 0.0})),
-        (
-            {"checker": "regex", "pattern": "b.ue", "answer": ""},
-            None,
-            "a blue sky",
-            Score(1.0, {"answered": 1.0}),
-        ),
+        ({"checker": "regex", "pattern": "b.ue", "answer": ""}, None, "a blue sky", SOLVED),
     ],
 )
 def test_checkers(tmp_path, options, answer, completion, score) -> None:
@@ -144,12 +126,10 @@ def test_numbers_are_written_out(tmp_path: Path) -> None:
 
 def test_a_checker_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(
-        "def length(prompt, completion):\n    return len(completion) - prompt.metadata['limit']\n"
-    )
-    path = write(
-        tmp_path / "rows.jsonl", {"prompt": "be long", "limit": 3}, {"prompt": "?", "limit": 9}
-    )
+    score = "len(completion) - prompt.metadata['limit']"
+    file.write_text(f"def length(prompt, completion):\n    return {score}\n")
+    rows = {"prompt": "be long", "limit": 3}, {"prompt": "?", "limit": 9}
+    path = write(tmp_path / "rows.jsonl", *rows)
     options = {"path": path, "answer": "", "checker": f"{file}:length"}
     task = get_task("dataset", **options)
     by_text = {p.messages[0]["content"]: p for s in task.splits for p in read_prompts(task, s)}
@@ -168,17 +148,14 @@ def test_a_checker_of_ones_own(tmp_path: Path) -> None:
     [
         ([ROWS[0], "{not json"], {}, r"rows.jsonl, line 2: not JSON: .*column 2"),
         (
-            [{"promt": "?"}],
+            [{"promt": 1}],
             {},
             r"line 1: no field 'prompt'; did you mean promt\? \(task.options.prom",
         ),
         ([ROWS[0], {"prompt": "?"}], {}, r"line 2: no field 'answer'; there is: prompt"),
-        ([{"prompt": "?", "answer": [1]}], {}, r"line 1: field 'answer' .*not a text or a number"),
-        (
-            [{"prompt": [{"role": "user"}], "answer": "1"}],
-            {},
-            "line 1: .*needs a role and a content",
-        ),
+        ([{"prompt": "?", "answer": [1]}], {}, r"line 1: field 'answer' .*not a text or a number$"),
+        ([{"prompt": "?", "answer": [1]}], {"checker": "zero"}, 'options.answer = "" leaves it'),
+        ([{"prompt": [{"role": "user"}], "answer": 1}], {}, "line 1: .*needs a role and a content"),
         (ROWS, {"template": "{queston}"}, r"line 1: no field 'queston'.*task.options.template"),
         (
             [{**ROWS[0], "id": 1}, {**ROWS[1], "id": 1}, ROWS[2] | {"id": 2}],
@@ -245,14 +222,9 @@ def test_bad_options(tmp_path, options, message) -> None:
 
 def test_a_dotted_path_names_a_part_of_a_row(tmp_path):
     write(tmp_path / "train.jsonl", VERL)
-    task = get_task(
-        "dataset",
-        path=str(tmp_path),
-        answer="reward_model.ground_truth",
-        id="extra_info.index",
-        demonstration="extra_info.worked",
-        template="In {extra_info.unit}, {0.5} and {...}?",
-    )
+    fields = {"id": "extra_info.index", "demonstration": "extra_info.worked"}
+    fields |= {"template": "In {extra_info.unit}, {0.5} and {...}?"}
+    task = get_task("dataset", path=str(tmp_path), answer="reward_model.ground_truth", **fields)
     (prompt,) = read_prompts(task, "train")
     assert (prompt.id, prompt.answer, prompt.asked) == ("7", "5", "In m, {0.5} and {...}?")
     assert task.demonstration(prompt) == "5."
@@ -331,7 +303,10 @@ def test_a_folder_of_the_hub_has_shards_in_data(tmp_path):
     task = get_task(str(tmp_path))
     assert task.splits[0] == "train"
     assert [len(read_prompts(task, split)) for split in ("train", "test")] == [20, 3]
-    with pytest.raises(UserError, match="no split 'dev'; it has 'train', 'dataset_infos', 'test'"):
+    words = (
+        "no split 'dev'; it has 'train', 'dataset_infos', 'test'; task.split and task.eval_split"
+    )
+    with pytest.raises(UserError, match=words):
         read_prompts(task, "dev")
     with pytest.raises(UserError, match=r"task.path = x: give one"):
         get_task(str(tmp_path), path="x")
@@ -345,6 +320,7 @@ def test_a_folder_of_the_hub_has_shards_in_data(tmp_path):
         ('prompt,answer\n"a"b,1\n', "after line 1: not CSV: .* expected after"),
         ("prompt|answer\na|1\n", r"line 2: no field 'prompt'; did you mean prompt\|answer"),
         ("", "no rows in split"),
+        ("prompt,answer,answer\na,1,2\n", "line 1: several columns are called 'answer'"),
     ],
 )
 def test_bad_tables_are_named_by_file_and_line(tmp_path, text, message):
@@ -363,6 +339,7 @@ def test_bad_tables_are_named_by_file_and_line(tmp_path, text, message):
         ({"prompt": [USER], "completion": [FIVE]}, None, "5", None),
         ({"messages": [USER, FIVE]}, None, "5", None),
         ({"messages": [USER], "answer": "5"}, "5", None, None),
+        ({"messages": [USER, FIVE | {"content": None, "tool_calls": [{}]}]}, None, None, None),
         ({"prompt": [USER], "chosen": [FIVE], "rejected": [SIX]}, None, None, ("5", "6")),
         ({"chosen": [USER, FIVE], "rejected": [USER, SIX]}, None, None, ("5", "6")),
         ({"prompt": "2+3?", "chosen": "5", "rejected": "6"}, None, None, ("5", "6")),

@@ -176,11 +176,11 @@ class Dataset(Task):
             return self._text(prompt.metadata, role, where)
         *before, last = ((message["role"], message["content"]) for message in value)
         asked = [(message["role"], message["content"]) for message in prompt.messages or ()]
-        if last[0] == "assistant" and before in ([], asked):
-            return str(last[1])
+        if last[0] == "assistant" and before in ([], asked) and isinstance(last[1], str):
+            return last[1]
         if self.fields[role] is None:
             return None
-        needs = "one message of the assistant, after those of the prompt or alone"
+        needs = "one message of the assistant, after those of the prompt or alone, with a text"
         raise UserError(f"{where}: field {name!r} (the {role}): expected {needs}")
 
     def _name(self, row: Row, role: str) -> str:
@@ -253,6 +253,8 @@ class Dataset(Task):
         if not isinstance(value, str) and not number:
             what = f"field {name!r} (the {role}) is {value!r:.60}"
             hint = _parts(name, value)
+            if role == "answer" and not self._needs_answer:
+                hint += '; task.options.answer = "" leaves it to the function, in prompt.metadata'
             raise UserError(f"{where}: {what}, not a text or a number{hint}")
         # written out; str says 1e-05
         return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)

@@ -121,13 +121,14 @@ def _csv_rows(file: Path) -> Iterator[tuple[Row, str]]:
     delimiter = max(",;\t", key=text.partition("\n")[0].count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
+        header = reader.fieldnames or ()
+        if twice := [name for name in header if name and header.count(name) > 1]:
+            raise UserError(f"{file}, line 1: several columns are called {twice[0]!r}; rename them")
         for row in reader:
             where = f"{file}, line {reader.line_num}"
             if None in row or None in row.values():
-                columns = len(reader.fieldnames or ())
-                raise UserError(
-                    f"{where}: not one value for each of the header's {columns} columns"
-                )
+                wrong = f"not one value for each of the header's {len(header)} columns"
+                raise UserError(f"{where}: {wrong}")
             yield row, where
     except csv.Error as error:
         raise UserError(f"{file}, after line {reader.line_num}: not CSV: {error}") from None
