@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jetrl
@@ -36,14 +37,12 @@ class Ours(jetrl.Task):
 
 
 def test_functions_and_rows_become_settings(caplog: pytest.LogCaptureFixture) -> None:
-    made = settings_of(
-        model="Qwen/Qwen3-0.6B", data=ROWS, rewards=[right, "exact"], train={"lr": 2e-6}
-    )
-    assert (made.model.path, made.train.lr, made.run.name) == (
-        "Qwen/Qwen3-0.6B",
-        2e-6,
-        "qwen3-0.6b-data",
-    )
+    rows = [
+        {**row, "prompt": np.array([{"role": "user", "content": row["prompt"]}])} for row in ROWS
+    ]
+    model = "Qwen/Qwen3-0.6B"
+    made = settings_of(model=model, data=rows, rewards=[right, "exact"], train={"lr": 2e-6})
+    assert (made.model.path, made.train.lr, made.run.name) == (model, 2e-6, "qwen3-0.6b-data")
     assert (made.task.name, made.task.workers) == ("dataset", 0)
     assert made.task.options == {"checker": ["python:right", "exact"]}
     assert "right: called in this process, without task.timeout_s" in caplog.text
@@ -81,6 +80,7 @@ def test_a_task_is_a_class_or_an_instance(task: Any) -> None:
         ({"settings": "nothing.toml"}, "recipe nothing.toml: no such file"),
         ({"model": 3}, "model: not int; give its directory or hub name"),
         ({"data": 3}, r"data: not int; give rows \(dicts\) or a path"),
+        ({"data": {"train": ROWS}}, "data: a table of splits or columns; give one split's rows"),
         ({"task": 3}, "task: 3 is no Task; give its name, class or instance"),
         ({"data": {1: "a"}.values()}, "row 0: 'a' is no dict of columns .of a DataFrame"),
         ({"data": ["a"]}, "data, row 0: 'a' is no dict of columns"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ def settings_of(
     # Sections, as they are or with these settings.
     tables = {"model": model, "data": data}
     given = sections | {key: table for key, table in tables.items() if isinstance(table, Mapping)}
+    if any(isinstance(v, Sized) and not isinstance(v, str) for v in given.get("data", {}).values()):
+        raise UserError("data: a table of splits or columns; give one split's rows, a dict each")
     if own:
         given["task"] = own
     return named(load_config(settings, overrides, given))
@@ -102,7 +104,9 @@ def _path(data: Any) -> str:
         if not isinstance(row, Mapping):
             hint = "" if isinstance(data, list) else " (of a DataFrame: df.to_dict('records'))"
             raise UserError(f"data, row {number}: {row!r:.60} is no dict of columns{hint}")
-    return name_of(rows, "data")
+    # Of NumPy, as in pandas' records, numbers and lists become Python's.
+    plain = [{k: v.tolist() if hasattr(v, "tolist") else v for k, v in r.items()} for r in rows]
+    return name_of(plain, "data")
 
 
 def _names(rewards: Any) -> list[str]:
