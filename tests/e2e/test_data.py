@@ -72,7 +72,9 @@ def test_a_run_that_learns_nothing_is_told_so(
     assert words in page
 
 
-def test_rows_that_changed_are_noticed_by_a_resumed_run(tmp_path: Path, caplog: Any) -> None:
+def test_rows_that_changed_are_noticed_by_a_resumed_run(
+    tmp_path: Path, caplog: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
     file = tmp_path / "rows.jsonl"
     words = ("task=dataset", f"task.path={file}", "task.options.format=text")
@@ -81,6 +83,7 @@ def test_rows_that_changed_are_noticed_by_a_resumed_run(tmp_path: Path, caplog: 
         file.write_text("".join(json.dumps(row | changed) + "\n" for row in rows))
         run(tmp_path, "cut", *words, f"loop.steps={steps}", resume=steps > 1)
     assert "not those of the checkpoint" in caplog.text
+    assert "not those of the checkpoint" in capsys.readouterr().out
 
 
 def test_epochs_become_steps_and_a_resume_may_ask_for_more(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def _step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) 
     elif compared == 0:
         pieces.append(("  mismatch nothing compared", QUIET))
     if metrics.get("reward/failures"):
-        pieces.append((f"  {count(metrics['reward/failures'])} not scored", BAD))
+        pieces.append((f"  {count(metrics['reward/failures'])} not scored (log.txt: why)", BAD))
     if "timing/step_s" in metrics:
         pieces.append((f"  {duration(metrics['timing/step_s'])}", ""))
     if "throughput/rollout_tokens_per_s" in metrics:

@@ -140,8 +140,8 @@ class Stateful(Protocol):
     def state(self) -> Any:
         """Return the values for a checkpoint."""
 
-    def load_state(self, state: Any) -> None:
-        """Take over the values of a checkpoint."""
+    def load_state(self, state: Any) -> str | None:
+        """Take over the values of a checkpoint; return what the user should know, if anything."""
 
 
 class RunCheckpoints:
@@ -343,11 +343,11 @@ class RunCheckpoints:
         loaded = checkpoints.load(latest.path, model, optimizer)
         logger.info("%s: checked and read in %.1f s", latest.path, time.monotonic() - began)
         check_extra(loaded.extra, f"{latest.path}/state.json")
-        for name, part in self._states.items():
-            if name in loaded.extra["states"]:
-                part.load_state(loaded.extra["states"][name])
         # What the user should know: damaged ones that were skipped, and another number of ranks.
         notes = [*latest.notes, f"resumed after {unit} {loaded.step}"]
+        states = loaded.extra["states"]
+        said = (part.load_state(states[key]) for key, part in self._states.items() if key in states)
+        notes += filter(None, said)
         size = world().size
         if loaded.ranks != size:
             notes.append(f"resumed on {size} rank{'s' * (size > 1)}, was {loaded.ranks}")

@@ -30,7 +30,7 @@ MEMORY = 0.5  # what a completion still counts when the prompt is tried again
 
 
 class PromptDigest:
-    """A digest of the prompts and their answers, which warns when a resumed run has others."""
+    """A digest of the prompts and their answers, which says when a resumed run has others."""
 
     def __init__(self, prompts: Sequence[EncodedPrompt]) -> None:
         digest = hashlib.blake2b(digest_size=8)
@@ -42,12 +42,13 @@ class PromptDigest:
     def state(self) -> str:
         return self._digest
 
-    def load_state(self, state: str | None) -> None:
-        if state not in (None, self._digest):
-            logger.warning(
-                "the training prompts or their answers are not those of the checkpoint (data, "
-                "options, system prompt or tokenizer changed); training continues on the new ones"
-            )
+    def load_state(self, state: str | None) -> str | None:
+        if state in (None, self._digest):
+            return None
+        text = "the training prompts or their answers are not those of the checkpoint (data, "
+        text += "options, system prompt or tokenizer changed); training continues on the new ones"
+        logger.warning(text)
+        return f"warning: {text}"
 
 
 def with_steps(
