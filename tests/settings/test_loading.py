@@ -71,6 +71,7 @@ def test_override_values(override: str, section: str, key: str, value: object) -
         ("train.learning_rate=1", "here it is train.lr"),
         ("num_generations=8", "here it is rollout.samples_per_prompt"),
         ("trian.lr=3", "did you mean train.lr?"),
+        ("task.checker=math", "as in task.options.checker"),
         ("zebra.stripes=3", "known sections: run, model, adapter"),
         ("rollout=3", "name a key, such as rollout.prompts_per_step"),
     ],
@@ -160,6 +161,8 @@ def test_a_missing_recipe_is_refused_with_the_nearest(tmp_path: Path) -> None:
     assert "did you mean demo?" in message(recipe="dmo")
     assert "there is: demo" in message(recipe=tmp_path / "nothing-like-it.toml")
     assert "a folder; give a TOML file" in message(recipe=tmp_path)
+    write(tmp_path / "config.toml", "")
+    assert f"jetrl train run.name={tmp_path.name} --resume" in message(recipe=tmp_path)
 
 
 def test_recipes_are_found_by_name_and_by_path() -> None:
@@ -272,13 +275,14 @@ def test_the_settings_document_is_current() -> None:
         with_tables(text.replace("## `train`", "## `training`"))
 
 
-def test_another_task_sets_the_recipes_task_section_aside(tmp_path: Path) -> None:
-    recipe = tmp_path / "r.toml"
-    recipe.write_text(
-        "[task]\nname = 'gsm8k'\npath = 'data'\nworkers = 0\n[task.options]\nstrict = true\n"
-    )
+def test_another_task_sets_the_recipes_task_section_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "[task]\nname = 'gsm8k'\npath = 'data'\nworkers = 0\n[task.options]\nstrict = true\n"
+    recipe = write(tmp_path / "r.toml", text)
     other = load_config(recipe, ["task.options.digits=3", "task=arithmetic"]).task
     assert other == TaskSettings(name="arithmetic", options={"digits": 3})
+    assert "task.path and task.workers and task.options of the recipe are put" in caplog.text
     same = load_config(recipe, ["task=gsm8k", "task.timeout_s=3"]).task
     assert (same.path, same.options, same.timeout_s) == ("data", {"strict": True}, 3.0)
     assert load_config(recipe, ["task.split=test"]).task.path == "data"
@@ -289,10 +293,8 @@ def test_a_path_on_the_command_line_takes_the_place_of_the_recipes_config(
 ) -> None:
     model = load_config("demo", ["model.path=models/mine"]).model
     assert (model.path, model.config, model.tokenizer) == ("models/mine", None, None)
-    words = (
-        "model.path=models/mine takes the place of the recipe's model.config and model.tokenizer"
-    )
-    assert caplog.messages == [words]
+    words = "takes the place of the recipe's model.config and model.tokenizer"
+    assert caplog.messages == [f"model.path=models/mine {words}"]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def load_config(
     for section, given in (sections or {}).items():
         old = tree.get(section)
         if section == "task" and isinstance(old, dict) and isinstance(given, Mapping):
-            old = old if given.get("name", old.get("name")) == old.get("name") else None
+            old = _of_task(old, given.get("name", old.get("name")))
         tree[section] = _merged(old, given)
         keys = [f"{section}.{key}" for key in given] if isinstance(given, Mapping) else [section]
         origins.update(dict.fromkeys(keys, f"argument {section}"))
@@ -121,11 +121,14 @@ def find_recipe(recipe: str | Path) -> Path:
     name = str(recipe).removesuffix(".toml")
     if (RECIPES / f"{name}.toml").is_file() and "/" not in name:
         return RECIPES / f"{name}.toml"
+    if (path / "config.toml").is_file():
+        command = f"jetrl train run.name={path.name} --resume"
+        raise UserError(f"recipe {path}: a run; to continue it: {command}")
     if path.is_dir():
         raise UserError(f"recipe {path}: a folder; give a TOML file")
     if ".py:" in str(recipe):
         raise UserError(f"recipe {recipe}: no TOML file; is it a task? Then write task={recipe}")
-    hint = nearest(path.stem, packaged_recipes())
+    hint = nearest(path.stem, [*packaged_recipes(), *map(str, Path().glob("*.toml"))])
     raise UserError(f"recipe {recipe}: no such file or packaged recipe{hint}")
 
 
@@ -161,8 +164,8 @@ def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
         tree["loop"] = {k: v for k, v in loop.items() if k not in ("steps", "epochs")}
     task, model = tree.get("task"), tree.get("model")
     name = _parse_value(given.get("task.name", "none"), is_text=True)
-    if isinstance(task, dict) and "task.name" in given and name != task.get("name"):
-        tree["task"] = {}
+    if isinstance(task, dict) and "task.name" in given:
+        tree["task"] = _of_task(task, name)
     if given.get("model.path", "none") == "none" or not isinstance(model, dict):
         return
     if "config" not in model or any(key.startswith("model.config") for key in given):
@@ -171,6 +174,15 @@ def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     tree["model"] = {key: value for key, value in model.items() if key not in dropped}
     names = " and ".join(f"model.{key}" for key in dropped)
     _warn_once(f"model.path={given['model.path']} takes the place of the recipe's {names}")
+
+
+def _of_task(section: dict[str, Any], name: Any) -> dict[str, Any]:
+    """Return a recipe's [task], without its settings if another task takes its place."""
+    if name == section.get("name"):
+        return section
+    if dropped := [f"task.{key}" for key in section if key != "name"]:
+        _warn_once(f"task.name={name}: {' and '.join(dropped)} of the recipe are put aside")
+    return {}
 
 
 @functools.cache  # a resume reads a recipe and the run's own settings

@@ -123,6 +123,8 @@ def hint(path: Sequence[str], settings: type[BaseModel]) -> str:
     ours = [key for key, fulls in keys.items() if in_section and f"{path[0]}.{key}" in fulls]
     if near := difflib.get_close_matches(last, ours, n=1, cutoff=0.6):
         return f"did you mean {path[0]}.{near[0]}?"
+    if path[0] == "task" and in_section:
+        return f"options of the task are task.options.NAME, as in task.options.{last}"
     theirs = {name.split(".")[-1]: row for name, row in _named().items()}
     sections = [] if len(path) > 1 else list(settings.model_fields)
     for near_one in difflib.get_close_matches(last, [*keys, *theirs, *sections], n=1, cutoff=0.7):
