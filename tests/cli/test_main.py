@@ -83,6 +83,7 @@ def test_an_unknown_command_is_refused_with_the_nearest(jetrl: Callable) -> None
     "words, message",
     [
         (["train", "demo", "--train.lr=1"], "; a setting is train.lr=VALUE"),
+        (["train", "demo", "--learning_rate", "1"], "; a setting is learning_rate=VALUE"),
         (["sample", "x", "--temp", "0"], "--temp"),  # no abbreviations of --temperature
     ],
 )

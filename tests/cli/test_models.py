@@ -230,7 +230,9 @@ def test_a_supervised_run_keeps_what_it_trained_in_model_out_and_checkpoint(tmp_
     assert find_model(run) == (run / "model", run), "which was written later"
 
 
-def test_a_run_directory_stands_for_its_exported_model(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_directory_stands_for_its_exported_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for place, message in (
         (tmp_path / "nothing", "no such model"),
         (tmp_path, "neither model, adapter, run nor"),
@@ -239,6 +241,9 @@ def test_a_run_directory_stands_for_its_exported_model(tiny_model: Path, tmp_pat
         with pytest.raises(UserError, match=message):
             find_model(place)
     run = fake_run(tmp_path / "runs" / "mine", tiny_model, "jet")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="mine: no such model; did you mean runs/mine"):
+        find_model(Path("mine"))
     assert find_model(run) == (run / "model", run)
     assert find_model(run / "model") == (run / "model", run)
     assert find_model(tiny_model) == (tiny_model, None)

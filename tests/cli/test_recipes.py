@@ -20,6 +20,7 @@ CONFIGS = json.loads(Path(__file__).with_name("model_configs.json").read_text(en
 REAL = [name for name in packaged_recipes() if name not in ("demo", "gsm8k-smoke")]
 GPUS = {"qwen3-8b-math-4gpus": 4, "qwen3-14b-gsm8k": 2}  # of the others: one
 DATA = ("task.path=.", "task.workers=0")
+OWN = "task.options.checker=own.py:f"
 H200_GIB = 139.0  # free on an H200 that nothing else uses
 
 
@@ -80,19 +81,15 @@ def test_adapters_fit_where_all_parameters_do_not(
 @pytest.mark.parametrize(
     "words, lr, has",
     [
-        (["Qwen/Qwen3-8B", "own.jsonl"], 2e-5, {"adapter": {"kind": "lora"}}),
+        (["Qwen/Qwen3-8B", "own.jsonl", OWN], 2e-5, {"adapter": {"kind": "lora"}}),
         (["Qwen/Qwen3-8B", "own.jsonl", "train.lr=3e-6", "--gpu-memory", 250], 3e-6, {}),
         (["Qwen/Qwen3-1.7B", "task.path=.", "run.name=a"], 1e-6, {"task": {"name": "gsm8k"}}),
     ],
 )
 def test_a_recipe_written_for_a_model_and_rows_passes_its_dry_run(
-    words: list[Any],
-    lr: float,
-    has: dict[str, dict[str, str]],
-    h200: None,
-    jetrl: Callable,
-    tmp_path: Path,
+    words: list[Any], lr: float, has: dict[str, Any], h200: None, jetrl: Callable, tmp_path: Path
 ) -> None:
+    (tmp_path / "own.py").write_text("def f(prompt, completion):\n    return 1\n")
     rows = [json.dumps({"question": f"{n}+1?", "answer": n + 1}) for n in range(20)]
     (tmp_path / "own.jsonl").write_text("\n".join(rows))
     done = jetrl("init-recipe", *words, "--out", "mine.toml")

@@ -199,14 +199,16 @@ def test_a_bad_weight_is_found_when_it_is_sampled_from(
 
 
 def test_the_warm_up_is_guarded_and_kept(
-    tmp_path: Path, bad_swiglu: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, bad_swiglu: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"on": True}
     bad_swiglu(state)
     message = r"sft/grad_norm is nan.*layers\.1\.swiglu.*Lower sft\.lr"
+    words = (f"run.dir={tmp_path}/runs", "sft.steps=2", "sft.examples_per_step=4")
     with pytest.raises(NonFiniteError, match=message):
-        train(settings(tmp_path, "sft.steps=2", "sft.examples_per_step=4"))
-    assert main(["replay", "--trust-task", str(tmp_path / "run")]) == 4
+        train(settings(tmp_path, *words))
+    monkeypatch.chdir(tmp_path)
+    assert main(["replay", "--trust-task", "run"]) == 4
     assert "layers.1.swiglu" in capsys.readouterr().out
 
 

@@ -32,11 +32,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Hints at KEY=VALUE if a setting was given as an option."""
+    """Hints at KEY=VALUE if a setting was given as an option, as other libraries take them."""
 
     def error(self, message: str) -> NoReturn:
-        setting = re.search(r"unrecognized arguments: --(\w+\.[\w.]+)", message)
-        super().error(message + (f"; a setting is {setting[1]}=VALUE" if setting else ""))
+        setting = re.search(r"unrecognized arguments: --([\w.]+)(?![\w-])", message)
+        if setting and ("." in setting[1] or "KEY=VALUE" in (self.usage or "")):
+            message += f"; a setting is {setting[1]}=VALUE"
+        super().error(message)
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:

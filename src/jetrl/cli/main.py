@@ -46,8 +46,8 @@ COMMANDS = {
 # Commands that measure jetrl itself: only a checkout has them.
 IN_CHECKOUT = {"bench": "benchmarks.command", "study": "benchmarks.study.command"}
 
-# Commands that run the Python files named by their recipe; the others run only files typed by hand.
-RUN_USERS_FILES = ("train", "sft", "study")
+# Commands that run the Python files of their recipe or settings; others only files typed by hand.
+RUN_USERS_FILES = ("train", "sft", "study", "init-recipe")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,10 +128,8 @@ def _command(arguments: Sequence[str]) -> int:
         return 0
     command, words = parse(arguments[0], arguments[1:])
     if launched_size() > 1 and not getattr(command, "RUNS_ON_RANKS", False):
-        raise UserError(
-            f"jetrl {arguments[0]} runs as one process, but torchrun started {launched_size()}: "
-            "start it without torchrun"
-        )
+        what = f"jetrl {arguments[0]} runs as one process, but torchrun started {launched_size()}"
+        raise UserError(f"{what}: start it without torchrun")
     trusted = arguments[0] in RUN_USERS_FILES or getattr(words, "trust_task", False)
     with nullcontext() if trusted else trust_only():
         try:

@@ -128,9 +128,8 @@ def find_model(path: Path) -> ModelLocation:
     if Checkpoints.masters(path) is not None:
         run = path.resolve().parent.parent
         if not (run / "config.toml").is_file():
-            raise UserError(
-                f"{path}: this checkpoint is outside its run directory, whose settings are needed"
-            )
+            why = "is outside its run directory, whose settings are needed"
+            raise UserError(f"{path}: this checkpoint {why}")
         return ModelLocation(path, run)
     if (path / "config.toml").is_file():
         return ModelLocation(_newest(path), path)
@@ -138,6 +137,8 @@ def find_model(path: Path) -> ModelLocation:
         return ModelLocation(path, None)
     what = "neither model, adapter, run nor checkpoint" if path.exists() else "no such model"
     known = "give a Hugging Face directory or hub name, or a run directory"
+    if (Path("runs") / path / "config.toml").is_file():
+        known = f"did you mean runs/{path}?"
     raise UserError(f"{path}: {what}; {known}")
 
 

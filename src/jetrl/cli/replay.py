@@ -22,7 +22,7 @@ from jetrl.errors import NonFiniteError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("path", metavar="RUN", help="a run directory, such as runs/NAME")
+    add("path", metavar="RUN", help="a run's directory, or its name in runs")
     add("--plan", choices=PLANS, help="another precision preset than the run's")
     add("--device", choices=DEVICES, help="another device than the run's")
     add_trust_argument(parser)
@@ -32,11 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from jetrl.cli.runs import find_run
     from jetrl.runs.format import visible
     from jetrl.session.replay import replay
 
     with contextlib.redirect_stdout(sys.stderr):  # the console of the run
-        step, problem = replay(Path(args.path), args.plan, args.device)
+        step, problem = replay(find_run(args.path, Path("runs")), args.plan, args.device)
     if args.json:
         print_json({"finite": not problem, "step": step, "problem": problem}, indent=1)
     else:
