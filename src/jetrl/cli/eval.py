@@ -44,11 +44,9 @@ RUNS_ON_RANKS = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     arguments.add_model_arguments(parser)
-    add(
-        "--task",
-        help="a built-in task, reasoning_gym:NAME, file.py:Class, or several of them separated by "
-        "commas (default: the run's own task with its path, options, split and system prompt)",
-    )
+    tasks = "a built-in task, reasoning_gym:NAME, file.py:Class, or several of them separated by "
+    tasks += "commas (default: the run's own task with its path, options, split and system prompt)"
+    add("--task", help=tasks)
     add("--path", help="data file or folder of the task")
     option = "an option of the task, as in [task.options] (repeatable)"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
@@ -168,9 +166,8 @@ def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
     if own.prompts < 0:
         raise UserError(f"--prompts {own.prompts}: 0 (all) or more")
     if args.temperature == 0 and own.samples > 1:
-        raise UserError(
-            f"--samples {own.samples} with --temperature 0 draws the same completion each time"
-        )
+        what = f"--samples {own.samples} with --temperature 0"
+        raise UserError(f"{what} draws the same completion each time")
     temperature = own.temperature if args.temperature is None else args.temperature
     if temperature == 0 and own.samples > 1:
         temperature = 1.0  # several greedy completions would be the same

@@ -124,11 +124,8 @@ def _head(out: Path, command: str, checked: CheckedRun, machine: Machine, others
     cards, needed = machine.cards or 1, checked.memory.plan.needed / GIB
     start, gpus, where = "jetrl", "", "one GPU" if machine.device == "cuda" else "memory"
     if cards > 1:
-        start, gpus, where = (
-            f"torchrun --nproc-per-node {cards} -m jetrl",
-            f" --gpus {cards}",
-            f"{cards} GPUs, each",
-        )
+        start, gpus = f"torchrun --nproc-per-node {cards} -m jetrl", f" --gpus {cards}"
+        where = f"{cards} GPUs, each"
     lines = [
         f"GRPO on {checked.task.label}, written by `{command}`.",
         "",

@@ -21,10 +21,8 @@ from jetrl.errors import UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    parser.usage = (
-        "jetrl runs {list | show RUN ... | plot RUN ... | watch RUN ...} [--dir DIR] [--json] "
-        "[--metric NAME ...] [--out FILE]"
-    )
+    parser.usage = "jetrl runs {list | show RUN ... | plot RUN ... | watch RUN ...} [--dir DIR]"
+    parser.usage += " [--json] [--metric NAME ...] [--out FILE]"
     add("action", choices=("list", "show", "plot", "watch"), help="what to do")
     add("run", nargs="*", metavar="RUN", help="a run's name or directory")
     add("--dir", default="runs", help="the folder with the run directories")

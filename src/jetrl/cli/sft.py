@@ -35,10 +35,8 @@ RUNS_ON_RANKS = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    parser.usage = (
-        "jetrl sft [RECIPE] [KEY=VALUE ...] [--task answers|reward] [--out DIR] [--resume] "
-        "[--dry-run]"
-    )
+    parser.usage = "jetrl sft [RECIPE] [KEY=VALUE ...] [--task answers|reward] [--out DIR]"
+    parser.usage += " [--resume] [--dry-run]"
     add_recipe_arguments(parser)
     task = "learn worked answers, or which completion of a pair is better"
     add("--task", choices=("answers", "reward"), default="answers", help=task)

@@ -106,10 +106,8 @@ class RunLock:
                 "system, or have this one mounted with locks (Lustre: -o flock)"
             ) from None
         self._file.close()
-        raise UserError(
-            f"run {path.name}: another process is writing {path}; "
-            "wait for it or stop it, or choose another run.name"
-        )
+        what = f"run {path.name}: another process is writing {path}"
+        raise UserError(f"{what}; wait for it or stop it, or choose another run.name")
 
     @staticmethod
     def check(path: Path) -> None:

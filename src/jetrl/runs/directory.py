@@ -289,10 +289,8 @@ class RunDirectory:
             )
         used = self.path.is_dir() and any(self.path.iterdir())
         if used and not resume and not self._is_void():
-            raise UserError(
-                f"run.name {self.name!r} is in use ({self.path}): choose another run.name, "
-                "or continue that run with --resume"
-            )
+            what = f"run.name {self.name!r} is in use ({self.path}): choose another run.name, or"
+            raise UserError(f"{what} continue that run with --resume (in Python: resume=True)")
         if resume and not (self.path / "config.toml").is_file():
             raise UserError(
                 f"nothing to resume: {self.path} is not a run directory; start it without --resume"

@@ -30,19 +30,11 @@ from jetrl.runs.storage import Record
 Records = Sequence[dict[str, Any]]
 
 DEFAULT_METRICS = (
-    "reward/mean",
-    "eval",
-    "response_length/mean",
-    "policy/entropy",
-    "mismatch/mean_abs_logprob_diff",
-    "timing/step_s",
+    *("reward/mean", "eval", "response_length/mean", "policy/entropy"),
+    *("mismatch/mean_abs_logprob_diff", "timing/step_s"),
 )
-SUPERVISED_METRICS = (
-    "sft/loss",
-    "reward_model/accuracy",
-    "reward_model/eval_accuracy",
-    "sft/grad_norm",
-)
+_ACCURACIES = ("reward_model/accuracy", "reward_model/eval_accuracy")
+SUPERVISED_METRICS = ("sft/loss", *_ACCURACIES, "sft/grad_norm")
 PANEL_INCHES = (5.2, 2.9)
 
 # Each color on a light and on a dark page.
@@ -218,13 +210,8 @@ def _moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
 
 MAX_BARS = 60
 PHASES = {
-    "rollout": "blue",
-    "reward": "amber",
-    "update": "violet",
-    "requantize": "green",
-    "checkpoint": "pink",
-    "eval": "slate",
-    "other": "axis",
+    **{"rollout": "blue", "reward": "amber", "update": "violet", "requantize": "green"},
+    **{"checkpoint": "pink", "eval": "slate", "other": "axis"},
 }
 
 
