@@ -124,7 +124,6 @@ def evaluate_model(
     threshold: float = 1.0,
     system_prompt: str | None = None,
     max_turns: int | None = None,
-    progress: ProgressCallback | None = None,
     max_batch_size: int = 256,
 ) -> Evaluation:
     """Evaluate a policy on the first `num_prompts` prompts of a task's split (0: all).
@@ -134,7 +133,7 @@ def evaluate_model(
     encoded = encode_prompts(policy, task, split, num_prompts, system_prompt)
     turns = turns_of(task, max_turns)
     engine = RolloutEngine(policy, max_batch_size=max_batch_size)
-    result = evaluate(engine, scorer, encoded, params, threshold, turns, progress)
+    result = evaluate(engine, scorer, encoded, params, threshold, turns)
     # Majorities need answers that can be compared, which few tasks have.
     votes = [task.vote(sample.prompt, sample.completion.text) for sample in result.samples]
     if not any(vote is not None for vote in votes):

@@ -32,7 +32,7 @@ from jetrl.precision.int8 import int8_matmul, int8_rows
 from jetrl.precision.linear import Linear
 from jetrl.randomness import derive_seed
 from jetrl.rollout.decode import DecodeBatch
-from jetrl.rollout.engine import ProgressCallback, RolloutEngine
+from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.pages import PageAllocator
 from jetrl.rollout.prefill import Prefill
@@ -72,7 +72,6 @@ def measure(
     max_tokens: int = 64,
     temperature: float = 1.0,
     seed: int = 0,
-    progress: ProgressCallback | None = None,
     max_batch_size: int = 256,
     gradients: bool = False,
 ) -> ParityResult:
@@ -88,7 +87,7 @@ def measure(
         n=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True
     )
     engine = RolloutEngine(policy, max_batch_size=max_batch_size)
-    completions = engine.generate(prompts, params, progress)
+    completions = engine.generate(prompts, params)
     pairs = [(list(prompts[i // samples]), list(c.token_ids)) for i, c in enumerate(completions)]
     rollout = [np.array(c.logprobs, dtype=np.float32) for c in completions]
     trainer = _trainer_logprobs(policy, pairs, temperature or 1.0, gradients)

@@ -289,9 +289,9 @@ def as_override(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def describe(model: type[BaseModel] = Settings) -> Iterator[tuple[str, str, str, str]]:
+def describe() -> Iterator[tuple[str, str, str, str]]:
     """Yield every setting as (dotted key, type, default, description)."""
-    for name, section in model.model_fields.items():
+    for name, section in Settings.model_fields.items():
         section_model = typing.cast(type[BaseModel], section.annotation)
         for key, setting in section_model.model_fields.items():
             default = setting.get_default(call_default_factory=True)
