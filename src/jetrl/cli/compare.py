@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     comparison = compare_runs([find_run(name, Path(args.dir)) for name in args.run])
     if args.json:
-        facts = {"same": comparison.same, **dataclasses.asdict(comparison)}
-        print_json(facts)
+        print_json({"same": comparison.same, **dataclasses.asdict(comparison)})
     else:
         first, *others = comparison.runs
         lines = [table(comparison_rows(comparison)), ""]

@@ -109,8 +109,7 @@ def _fitting(
         except DoesNotFitError as error:
             if not error.ways:
                 raise
-            ways = sorted(error.ways, key=lambda each: (each.cards, len(each.changes)))
-            way, *others = ways
+            way, *others = sorted(error.ways, key=lambda each: (each.cards, len(each.changes)))
             if "adapter.kind" in way.changes:
                 words = ["train.lr=2e-5", *(w for w in words if w != "train.lr=1e-6")]
             words = [*words, *way.overrides]

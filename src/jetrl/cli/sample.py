@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     policy = open_policy(args.model, args.plan, args.device)
     set_template_args(policy.tokenizer, template_args, "--template-arg")
-    engine = RolloutEngine(policy)
-    completions = engine.generate(prompts, params, system_prompt=args.system)
+    completions = RolloutEngine(policy).generate(prompts, params, system_prompt=args.system)
     for index, completion in enumerate(completions):
         prompt = prompts[index // params.n]
         if args.json:

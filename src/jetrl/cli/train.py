@@ -264,8 +264,7 @@ def _say_how_to_go_on(end: BaseException, args: argparse.Namespace, settings: Se
     task = getattr(args, "task", None)  # None: of `train`
     options = ["--task", "reward"] if task == "reward" else []
     options += ["--out", args.out] if task and args.out else []
-    command = "sft" if task else "train"
-    again = shlex.join(["jetrl", command, *args.words, *options, "--resume"])
+    again = shlex.join(["jetrl", "sft" if task else "train", *args.words, *options, "--resume"])
     report = Path(settings.run.dir) / str(settings.run.name) / "report.html"
     if report.is_file():
         tell(f"report  {report}")

@@ -209,6 +209,5 @@ def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tenso
 
 def stored_base_digest(config: ModelConfig, weights: Mapping[str, Tensor]) -> str:
     """Return the `base_digest` of a base's stored weights."""
-    shapes = parameter_shapes(config)
-    vectors = [weights[name] for name, shape in shapes.items() if len(shape) == 1]
+    vectors = [weights[name] for name, shape in parameter_shapes(config).items() if len(shape) == 1]
     return base_digest(config, vectors, weights[_EMBEDDINGS])

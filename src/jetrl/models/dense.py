@@ -35,8 +35,7 @@ class DenseBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return x + delta and the block's output for that sum, both [T, D]; fused on a GPU."""
         if fuses(x):
-            linears = (self.gate_up, self.down)
-            x, delta = norm_mlp_fused(x, delta, self.norm, linears, side, trace)
+            x, delta = norm_mlp_fused(x, delta, self.norm, (self.gate_up, self.down), side, trace)
         else:
             x = x + delta
             normed = self.norm(x)

@@ -68,8 +68,7 @@ class DraftHead:
             # The scale that the output head is used to.
             self.masters["norm.weight"].copy_(policy.decoder.norm.rounded)
         self.weights = {n: m.detach().to(dtype, copy=True) for n, m in self.masters.items()}
-        count = min(KNOWN_TOKENS, policy.config.vocab_size)
-        self.known = torch.arange(count, device=device)
+        self.known = torch.arange(min(KNOWN_TOKENS, policy.config.vocab_size), device=device)
         self.rows = _head_rows(policy, self.known).to(dtype, copy=True)
 
     def know(self, counts: np.ndarray) -> None:
@@ -94,8 +93,7 @@ class DraftHead:
         embedded = embedding.detach()[token_ids]
         both = torch.cat([rms_norm(hidden, size, eps=_EPS), rms_norm(embedded, size, eps=_EPS)], 1)
         stream = linear(both, weights["fc.weight"])
-        normed = rms_norm(stream, size, eps=_EPS)
-        stream = stream + dense_mlp(normed, weights)
+        stream = stream + dense_mlp(rms_norm(stream, size, eps=_EPS), weights)
         return rms_norm(stream, size, eps=_EPS) * weights["norm.weight"]
 
     @torch.no_grad()

@@ -147,8 +147,7 @@ def open_weights(
     if outline and hf_files.is_hub_name(path):
         yield _outline(config, layout)
         return
-    directory = hf_files.model_directory(path, "weights")
-    weights = _StoredWeights(directory, device, config, layout)
+    weights = _StoredWeights(hf_files.model_directory(path, "weights"), device, config, layout)
     weights.check_complete()
     yield _outline(config, layout) if outline else weights
 
@@ -183,8 +182,7 @@ class _StoredWeights(nvfp4_files.CodedWeights):
         layout: nvfp4_files.NVFP4Layout | None,
     ) -> None:
         self._parts, self._tied = families.stored_tensors(config), config.tie_word_embeddings
-        codes = None if layout is None else self._codes
-        super().__init__(self._parts, self._weight, codes)
+        super().__init__(self._parts, self._weight, None if layout is None else self._codes)
         self._directory, self._device, self._layout = directory, device, layout
         self._files = hf_files.tensor_files(directory)
 
@@ -275,8 +273,7 @@ class _StoredWeights(nvfp4_files.CodedWeights):
         if len(part.shape) != 2 or not scaled:
             raise UserError(f"{file}: {part.name} is in FP8, but there is no tensor {scales_name}")
         sides = zip(part.shape, families.FP8_BLOCK, strict=True)
-        grid = tuple(-(-size // block) for size, block in sides)
-        scales = self._tensor(scales_name, grid)
+        scales = self._tensor(scales_name, tuple(-(-size // block) for size, block in sides))
         if scales.dtype not in (torch.float32, torch.bfloat16):
             raise UserError(f"{file}: {scales_name} is {scales.dtype}: float32 or bfloat16 is read")
         return dequantize(QTensor(tensor, scales.float(), families.FP8_BLOCK))

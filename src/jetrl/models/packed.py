@@ -31,8 +31,7 @@ def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
 
 def token_positions(cu_seqlens: Tensor) -> Tensor:
     """Return each token's position in its sequence, int64 [T], on the device of cu_seqlens."""
-    lengths = cu_seqlens.diff()
-    starts = cu_seqlens[:-1].repeat_interleave(lengths)
+    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
     return torch.arange(len(starts), device=cu_seqlens.device) - starts
 
 
@@ -89,8 +88,7 @@ class Stems:
             run_starts.append(run_starts[-1] + end - first)
             stem_of.append(stem)
 
-        ends = batch.cu_seqlens.tolist()
-        for i, (start, end) in enumerate(itertools.pairwise(ends)):
+        for i, (start, end) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
             stem, length = int(batch.stem_ids[i]), int(batch.stem_lengths[i])
             if stem not in shared or length == 0:
                 add_run(start, end, -1)

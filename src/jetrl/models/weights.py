@@ -111,8 +111,7 @@ class Weights:
         self._asked_for.add(name)
         if name in self.masters:
             return self.masters[name]
-        wide = self._tensors[name].to(self.device, torch.float32)
-        return nn.Parameter(wide, requires_grad=False)
+        return nn.Parameter(self._tensors[name].to(self.device, torch.float32), requires_grad=False)
 
     def quantized(
         self, layer: str, name: str, formats: Mapping[Side, LinearFormat]

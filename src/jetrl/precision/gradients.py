@@ -395,8 +395,7 @@ class OrderedGradients(Gradients):
         """Add autograd's gradients of this round: of vectors, whole on every rank."""
         if not self._whole:
             return
-        device = self._whole[0].device
-        flat = torch.zeros(sum(p.numel() for p in self._whole), device=device)
+        flat = torch.zeros(sum(p.numel() for p in self._whole), device=self._whole[0].device)
         gradients = [p.grad for p in self._whole if p.grad is not None]
         if len(gradients) == len(self._whole):
             torch.cat([gradient.flatten() for gradient in gradients], out=flat)

@@ -140,8 +140,7 @@ def widened(q: NVFP4Tensor) -> Tensor:
     """Return codes times group scales, bfloat16 [N, K]; exact, without the matrix's scale."""
     table = torch.tensor(_VALUES + tuple(-value for value in _VALUES), device=q.codes.device)
     values = table.index_select(0, unpacked_codes(q).flatten().int()).view(q.shape)
-    scales = q.scales.float().repeat_interleave(NVFP4_GROUP, 1)
-    return (values * scales).bfloat16()
+    return (values * q.scales.float().repeat_interleave(NVFP4_GROUP, 1)).bfloat16()
 
 
 def dequantize_nvfp4(q: NVFP4Tensor) -> Tensor:

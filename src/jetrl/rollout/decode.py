@@ -158,8 +158,7 @@ class EagerForwards:
         assert verify is not None, "a forward without drafts"
         assert isinstance(out, Verified), "no room for verifying drafts"
         # A draft per sequence; the forward draws behind every token of it.
-        drafts = speculation.drafts(state, rows, verify)
-        known = (state, speculation.text, drafts)
+        known = (state, speculation.text, speculation.drafts(state, rows, verify))
         count = min(verify.rows, size.rows * verify.most)  # Only graphs pad the sequences.
         inputs = verify_inputs(*known, rows, page_size, verify.most, count)
         draws, hidden = self._draw(inputs, size)
@@ -240,10 +239,8 @@ class GraphForwards(EagerForwards):
         # Nothing here touches the host: all sizes are known, and idle rows take part.
         several = None
         if isinstance(inputs, VerifyInputs) and size.verify is not None and size.verify.most > 1:
-            most = size.verify.most
-            several = SequenceQueries(inputs.queries, inputs.first, inputs.keys, most)
-        tables = self.buffers.tables[: size.rows]
-        work = DecodeWork(tables, inputs.lengths, size.longest, several)
+            several = SequenceQueries(inputs.queries, inputs.first, inputs.keys, size.verify.most)
+        work = DecodeWork(self.buffers.tables[: size.rows], inputs.lengths, size.longest, several)
         kv = self.cache.decode_key_values(inputs.slots, work)
         hidden = self.policy.rollout_forward(inputs.token_ids, inputs.positions, kv)
         logits, rows = self.policy.rollout_logits(hidden), slice(0, len(inputs.token_ids))

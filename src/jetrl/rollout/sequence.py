@@ -203,5 +203,4 @@ def resumed_key(key: int, num_tokens: int) -> int:
 
 def _key(content: bytes, occurrence: int, sample: int) -> int:
     source = content + occurrence.to_bytes(8, "little") + sample.to_bytes(8, "little")
-    digest = hashlib.blake2b(source, digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(hashlib.blake2b(source, digest_size=8).digest(), "little") >> 1

@@ -112,8 +112,7 @@ class RunLock:
     @staticmethod
     def check(path: Path) -> None:
         """Raise `UserError` if the lock is held or permission is missing; write nothing."""
-        folders = (path, *path.absolute().parents)
-        there = next(folder for folder in folders if folder.exists())
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         try:
             if not os.access(there / ".", os.W_OK | os.X_OK):
                 code = errno.EACCES if there.is_dir() else errno.ENOTDIR

@@ -161,8 +161,7 @@ class Console:
     def _print(self, pieces: Sequence[Piece]) -> None:
         with self._unread():
             if self.interactive:
-                line = Text.assemble(*pieces)
-                self._rich.print(line, soft_wrap=True)
+                self._rich.print(Text.assemble(*pieces), soft_wrap=True)
                 return
             encoding = getattr(self._file, "encoding", None) or "utf-8"
             text = "".join(piece for piece, _ in pieces)

@@ -116,8 +116,7 @@ def show_run(path: str | Path) -> str:
 def _row(path: Path) -> RunRow:
     try:
         run = RunDirectory.open(path)
-        preset = str(run.plan().get("name", ""))
-        return RunRow(path.name, path, run.state(), run.history(), preset)
+        return RunRow(path.name, path, run.state(), run.history(), str(run.plan().get("name", "")))
     except Exception as error:  # whatever is wrong with one run, the others are listed
         return RunRow(path.name, path, "damaged", RunHistory(), problem=str(error))
 

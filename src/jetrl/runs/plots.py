@@ -389,8 +389,7 @@ def plot_runs(
             for (label, records), color in zip(runs.items(), itertools.cycle(LINES), strict=False):
                 rl = in_phase(records, "rl")
                 own = rl if any(name in record for record in rl) else in_phase(records, "sft")
-                curve = series(own, name)
-                line(axes, *curve, clip(visible(label), 60), COLORS[color])
+                line(axes, *series(own, name), clip(visible(label), 60), COLORS[color])
             metric = find_metric(name)
             finish(axes, metric.unit if metric else "")
             axes.set_title(clip(visible(name), 60), loc="left", fontsize=10, fontweight="bold")

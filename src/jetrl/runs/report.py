@@ -137,8 +137,7 @@ def _header(
     run: RunDirectory, config: Mapping[str, Any], history: RunHistory, attempts: list[Attempt]
 ) -> Html:
     state = run.state()
-    model = config.get("model", {})
-    source = model.get("path") or "a model with random initial weights"
+    source = config.get("model", {}).get("path") or "a model with random initial weights"
     about = [
         f"{config.get('task', {}).get('name', 'task')} on {source}",
         f"{config.get('precision', {}).get('preset', '')} precision",
@@ -164,8 +163,7 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
         note = f"of {count(tokens)} tokens compared, " if tokens is not None else "tokens, "
         note += "bit for bit" if exact else "0 is expected from an exact plan"
         different = text(f"{count(history.num_different)} different")
-        tone = "good" if exact else "bad"
-        tiles.append(tile("Sampler against trainer", different, note, tone))
+        tiles.append(tile("Sampler against trainer", different, note, "good" if exact else "bad"))
     extra = {
         "Tokens per decode forward, with drafts": "speculation/tokens_per_forward",
         "Acceptance rate of the draft head": "speculation/acceptance_head",
@@ -190,8 +188,7 @@ def _change_tile(label: str, change: Change) -> Html:
     if change.first_step == change.last_step:
         return tile(label, text(last), f"step {change.last_step}")
     steps = f"step {change.first_step} to {change.last_step}"
-    span = f'<span class="from">{text(first)} &rarr;</span> {text(last)}'
-    return tile(label, Html(span), steps)
+    return tile(label, Html(f'<span class="from">{text(first)} &rarr;</span> {text(last)}'), steps)
 
 
 def _warnings(records: list[Record]) -> Html:

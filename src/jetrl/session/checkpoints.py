@@ -289,8 +289,7 @@ class RunCheckpoints:
 
     def start_over(self) -> list[str]:
         """Forget the lines of a run without a checkpoint, which is begun from its start."""
-        changed = self._run.changed_settings
-        every, _ = changed.get("checkpoint.every", (self._settings.every, None))
+        every, _ = self._run.changed_settings.get("checkpoint.every", (self._settings.every, None))
 
         def forget() -> None:
             if self._run.had_checkpoint(every):

@@ -111,8 +111,7 @@ def affordable(work: Work, free: int, gpus: int) -> int:
 
 def child_bytes(work: Work) -> int:
     """Return the GPU memory that a child may take: of each weight all copies, and its gradient."""
-    small = _small(work)
-    return _CHILD_BYTES + 12 * sum(map(math.prod, parameter_shapes(small.config).values()))
+    return _CHILD_BYTES + 12 * sum(map(math.prod, parameter_shapes(_small(work).config).values()))
 
 
 @contextlib.contextmanager

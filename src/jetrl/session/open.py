@@ -247,8 +247,7 @@ def check_pairs(
     split, limit = task_settings.eval_split, settings.eval.prompts
     eval_prompts = encode_prompts(model, task, split, limit, system_prompt)
     held_out = [preference_pair(task, model, encoded) for encoded in eval_prompts]
-    another_task = build_task(task_settings)
-    pairs = [*trained_examples(preference_pair, another_task, model, prompts)]
+    pairs = [*trained_examples(preference_pair, build_task(task_settings), model, prompts)]
     equal = sum(better == worse for better, worse in pairs)
     notes = [f"{equal} of {len(pairs)} pairs are the same completion twice and teach nothing"]
     memory = planned(max(len(sequence) for pair in (*pairs, *held_out) for sequence in pair))

@@ -235,8 +235,7 @@ def _replay(
     """Run the sampler's forwards of a sequence whose tokens are given."""
     # The cache has the pages of only this sequence, and the scheduler runs nothing else.
     params = SamplingParams(max_tokens=len(completion), temperature=temperature)
-    rules = StopRules(len(completion))
-    sequence = RunningSequence(0, tuple(prompt), 0, rules, params=params)
+    sequence = RunningSequence(0, tuple(prompt), 0, StopRules(len(completion)), params=params)
     allocator = PageAllocator(-(-sequence.max_cached_tokens // _PAGE_SIZE), _PAGE_SIZE)
     scheduler = Scheduler([[sequence]], allocator, 1, len(prompt))
     cache = PagedCache(policy.config, policy.plan, allocator.num_pages, _PAGE_SIZE, policy.device)

@@ -291,8 +291,7 @@ class Session:
 
         # Each round draws prompts in an order of its own, so a resume draws the same ones.
         def next_round(number: int, num_prompts: int) -> Sequence[Sample]:
-            order = self._order(f"prompts again {step.number} {number}")
-            prompts = order.draw(1, num_prompts)
+            prompts = self._order(f"prompts again {step.number} {number}").draw(1, num_prompts)
             return self.score(self.sample(Step(step.number, number, prompts))).samples
 
         # Groups that teach are kept, the others replaced, until there are enough or rounds end.

@@ -178,8 +178,7 @@ class MemoryPeaks(PhaseObserver):
             reset_peak(self._device)
 
     def end(self, phase: str, seconds: float) -> None:
-        peak = self._take()
-        self._phases[phase] = max(peak, self._phases.get(phase, 0))
+        self._phases[phase] = max(self._take(), self._phases.get(phase, 0))
 
     def _take(self) -> int:
         """Return the peak since the last reset, in bytes; 0 on the CPU."""
@@ -246,8 +245,7 @@ class TrainingRun:
         self.trackers = Trackers({})
 
         def open_all() -> None:
-            values = settings.model_dump(mode="json")
-            self.trackers = open_trackers(settings.trackers, path, values)
+            self.trackers = open_trackers(settings.trackers, path, settings.model_dump(mode="json"))
 
         world().from_first("the trackers", open_all)  # every rank raises an error of rank 0's
         stack.callback(lambda: self.trackers.close(lambda: summary_of(self.directory.history())))

@@ -148,8 +148,7 @@ def _read_toml(path: Path, origins: Origins) -> dict[str, Any]:
             section = header[1]
             origins.setdefault(section, f"{path}, line {number}")
         elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
-            full = f"{section}.{key[1]}".lstrip(".")
-            origins.setdefault(full, f"{path}, line {number}")
+            origins.setdefault(f"{section}.{key[1]}".lstrip("."), f"{path}, line {number}")
     return tree
 
 

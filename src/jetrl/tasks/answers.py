@@ -259,8 +259,7 @@ def check_math(gold: str, completion: str, strict: bool = False) -> Score:
     answer = final_answer(completion, strict=strict)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
-    right = _is_right(gold_answer(gold), answer)
-    return Score(float(right), {"answered": float(answer.marked)})
+    return Score(float(_is_right(gold_answer(gold), answer)), {"answered": float(answer.marked)})
 
 
 def _fraction(number: str) -> Fraction | None:

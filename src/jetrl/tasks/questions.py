@@ -198,8 +198,7 @@ class Benchmark(Task):
         if not self.source.choices:
             return check_math(prompt.answer or "", completion)
         letter = chosen_letter(completion)
-        answered = float(letter is not None)
-        return Score(float(letter == prompt.answer), {"answered": answered})
+        return Score(float(letter == prompt.answer), {"answered": float(letter is not None)})
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
         return chosen_letter(completion) if self.source.choices else answer_key(completion)

@@ -282,8 +282,7 @@ class Objective:
         token_loss = _piece(name, algorithm.loss, (LOSSES, UsersLoss), values | own)
         if not isinstance(algorithm.advantages, str):
             values |= own
-        estimators = (ESTIMATORS, UsersEstimator)
-        advantages = _piece(name, algorithm.advantages, estimators, values)
+        advantages = _piece(name, algorithm.advantages, (ESTIMATORS, UsersEstimator), values)
         aggregation = settings.aggregation or algorithm.aggregation
         correction = Correction.from_settings(settings)
         return cls(algorithm, settings, max_tokens, advantages, token_loss, aggregation, correction)
