@@ -244,6 +244,8 @@ def test_a_run_directory_stands_for_its_exported_model(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="mine: no such model; did you mean runs/mine"):
         find_model(Path("mine"))
+    with pytest.raises(UserError, match=r"config.json: no such file; did you mean .*mine/model\?"):
+        Policy.from_pretrained(run, PrecisionPlan.preset("fp32"))
     assert find_model(run) == (run / "model", run)
     assert find_model(run / "model") == (run / "model", run)
     assert find_model(tiny_model) == (tiny_model, None)

@@ -27,6 +27,7 @@ BAD: list[tuple[str, ...]] = [  # what the message has, and the words
     ("for a model that is not trained", NVFP4),
     ("is missing; config.json asks", "model.path={dir}/other-shape"),
     ("error: model.path: ", "model.path={dir}/nowhere"),
+    ("error: model.tokenizer: no", "model.path={dir}/base", "model.tokenizer=nowhere"),
     ("no weights", "model.path={dir}/no-weights"),
     ("model.safetensors: truncated or not a safetensors file", "model.path={dir}/cut"),
     ("no vocabulary: none of merges.txt", "model.path={dir}/no-words", "model.tokenizer=none"),

@@ -172,9 +172,7 @@ def model_directory(path: str | Path, part: Part = "small") -> Path:
     if not directory.is_dir():
         what = "is a file, not a directory" if directory.exists() else "no such directory"
         if directory.suffix == ".gguf":
-            what += (
-                "; transformers reads a GGUF, and benchmarks/smollm2.py writes one as a directory"
-            )
+            what += "; transformers reads it, and benchmarks/smollm2.py writes one as a directory"
         raise UserError(f"{directory}: {what}; {_CONTENTS}")
     return directory
 
@@ -183,7 +181,9 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         contents = read_json(file)
     except FileNotFoundError:
-        raise UserError(f"{file}: no such file; {_CONTENTS}") from None
+        of_run = file.parent / "model"
+        hint = f"did you mean {of_run}?" if (of_run / file.name).is_file() else _CONTENTS
+        raise UserError(f"{file}: no such file; {hint}") from None
     if not isinstance(contents, dict):
         raise UserError(f"{file}: a JSON object is expected")
     return contents

@@ -344,5 +344,6 @@ def _tokenizer(name: str | None, alphabet: str | None) -> PreTrainedTokenizerBas
     if name is None:
         return None
     if name != CHARACTERS:
-        return hf.load_tokenizer(name)
+        with named("model.tokenizer"):
+            return hf.load_tokenizer(name)
     return character_tokenizer() if alphabet is None else character_tokenizer(alphabet)
