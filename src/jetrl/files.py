@@ -123,11 +123,11 @@ def checked(schema: TypeAdapter[T], value: Any, where: str) -> T:
         raise UserError(f"{where}: {problem_of(error)}") from None
 
 
-def problem_of(error: ValidationError) -> str:
-    """Return a schema's first problem in words, without control characters."""
+def problem_of(error: ValidationError, key: str = "") -> str:
+    """Return a schema's first problem in words, without control characters, below a key."""
     first = error.errors(include_url=False, include_context=False)[0]
-    places = (str(place) for place in first["loc"] if place != "[key]")
-    field = ".".join(printable(place) for place in places)
+    places = (key, *(str(place) for place in first["loc"] if place != "[key]"))
+    field = ".".join(printable(place) for place in places if place)
     message = _SUBJECT.sub("", first["msg"])
     if first["type"] == "missing":
         return f"{field} is missing"

@@ -54,9 +54,8 @@ def test_functions_and_rows_become_settings(caplog: pytest.LogCaptureFixture) ->
 
 def test_a_recipe_and_settings_are_changed(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
-    recipe.write_text(
-        "[task]\nname = 'gsm8k'\noptions.strict = true\n[train]\nlr = 1e-5\neps = 1e-6\n"
-    )
+    text = "[task]\nname = 'gsm8k'\noptions.strict = true\n[train]\nlr = 1e-5\neps = 1e-6\n"
+    recipe.write_text(text)
     made = settings_of(recipe, train={"lr": 2e-6}, data="rows.jsonl", rewards="math")
     assert (made.run.name, made.train.lr, made.train.eps) == ("mine", 2e-6, 1e-6)
     assert made.task.options == {"checker": "math"}  # those of another task are put aside

@@ -53,8 +53,7 @@ def test_fields_template_and_text(tmp_path: Path) -> None:
     (prompt,) = read_prompts(task, "test")
     assert (prompt.text, prompt.answer) == ("2+3 in apples {}?\nA:", "5")
     assert prompt.id in "ab"
-    assert task.demonstration(prompt) == "2+3 = 5"
-    assert task.stops(prompt) == ("\n",)
+    assert (task.demonstration(prompt), task.stops(prompt)) == ("2+3 = 5", ("\n",))
     assert [task.score(prompt, text) for text in (" 5 ", "5.0", "")] == [1.0, 0.0, 0.0]
 
 
@@ -204,6 +203,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, rows, options, message) -
         ({"path": "none.jsonl"}, "no such file or folder; give a folder with train.jsonl"),
         ({"format": "chatty"}, "format = 'chatty'"),
         ({"test_share": 1.0}, "test_share = 1.0"),
+        ({"checker": ["math"], "weights": ["a"]}, "task.options.weights.0 = 'a': "),
         ({"answer": ""}, "checker 'math' needs an answer"),
         ({"checker": "regex"}, "the checker 'regex' needs one"),
         ({"checker": "regex", "pattern": "("}, "not a regular expression: missing"),
@@ -303,9 +303,7 @@ def test_a_folder_of_the_hub_has_shards_in_data(tmp_path):
     task = get_task(str(tmp_path))
     assert task.splits[0] == "train"
     assert [len(read_prompts(task, split)) for split in ("train", "test")] == [20, 3]
-    words = (
-        "no split 'dev'; it has 'train', 'dataset_infos', 'test'; task.split and task.eval_split"
-    )
+    words = "no split 'dev'; it has 'train', 'dataset_infos', 'test'; task.split and task.eval_s"
     with pytest.raises(UserError, match=words):
         read_prompts(task, "dev")
     with pytest.raises(UserError, match=r"task.path = x: give one"):

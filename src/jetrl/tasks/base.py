@@ -234,7 +234,7 @@ def check_values(task_class: type[Task], options: Mapping[str, Any]) -> None:
         try:
             TypeAdapter(hints.get(option, Any)).validate_python(value, strict=True)
         except ValidationError as error:
-            raise UserError(f"{option_key(option)} = {problem_of(error)}") from None
+            raise UserError(problem_of(error, option_key(option))) from None
 
 
 def question_content(format: Format, text: str) -> dict[str, Any]:
