@@ -161,6 +161,13 @@ def test_a_signal_in_the_warm_up(
     assert same(train(small(*warm), resume=True).run_path, uncut.run_path)
 
 
+def test_a_signal_during_the_export_stops_nothing(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signalled(monkeypatch, verbs.TrainingRun, "export", 1, signal.SIGINT)
+    assert train(small()).stopped == ""
+
+
 def test_the_time_limit_leaves_a_checkpoint_and_says_so(
     small: Small, same: Same, uncut: Path, tmp_path: Path
 ) -> None:

@@ -385,17 +385,17 @@ class Session:
         """
         run = self.run
         # A stopped run saves its last whole step, then raises the signal that stopped it.
-        if run.stops.decide():
+        if stopped := run.stops.reason if run.stops.decide() else "":
             self._save_stopped_run()
             run.stops.raise_signal()
-            run.attempt.end("stopped", run.stops.reason)
+            run.attempt.end("stopped", stopped)
         # Under fp32 the weights are used as they are, so a rounded model would be another one.
         is_fp32 = self.context.policy.plan.rest == "fp32"
         model_path = run.export("float32" if is_fp32 else "bfloat16", out)
         run_path = run.directory.path
         report = run_path / "report.html" if self.settings.report.enabled else None
         paths = run_path, report, run.checkpoints.last_path, model_path
-        return RunResult(*paths, steps=self.last_step.number, stopped=run.stops.reason)
+        return RunResult(*paths, steps=self.last_step.number, stopped=stopped)
 
     # Parts of the verbs
 
