@@ -113,8 +113,10 @@ def test_what_a_run_cannot_go_on_with_is_refused(
     uncut: RunResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = uncut.run_path.parent
-    assert is_as_uncut(train(settings(runs), resume=True), uncut)
-    assert "all steps of loop.steps=4 are done" in capsys.readouterr().out
+    assert is_as_uncut(train(settings(runs, "sft.lr=1"), resume=True), uncut)
+    said = capsys.readouterr().out
+    assert "all steps of loop.steps=4 are done" in said
+    assert "changes of [sft] have no effect" in said
     with pytest.raises(UserError, match=r"'run' is in use.*--resume"):
         train(settings(runs))
     # The policy as the warm-up left it is not there any more.

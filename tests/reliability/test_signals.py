@@ -206,8 +206,11 @@ def test_the_time_limit_in_the_warm_up(small: Small, tmp_path: Path) -> None:
         train(small(*warm))
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints" / "sft")
     assert checkpoints.steps() == [1]
-    assert jetrl(["train", "demo", f"run.dir={tmp_path}", "run.name=run", "--resume"]) == 75
+    words = ["train", "demo", f"run.dir={tmp_path}", "run.name=run", "--resume"]
+    assert jetrl(words) == 75
     assert checkpoints.steps() == [1, 2]
+    assert jetrl([*words, "sft.steps=0", "run.max_hours=none"]) == 0  # ends the warm-up here
+    assert len(RunDirectory.open(tmp_path / "run").metrics("sft")) == 2
 
 
 def test_a_step_that_would_not_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,8 +141,10 @@ class Session:
             self.run.display.show_steps(num_steps, step)
             if step >= num_steps:
                 notes.append(f"all steps of loop.steps={num_steps} are done: raise it to go on")
+            if any(key.startswith("sft.") for key in self.run.directory.changed_settings):
+                notes.append("the supervised updates are over: changes of [sft] have no effect")
         # No step is saved yet: the warm-up continues, or the run begins anew.
-        elif not (checkpoints.in_supervised_updates and self.settings.sft.steps):
+        elif not checkpoints.in_supervised_updates:
             notes = checkpoints.start_over()
         self.run.display.note(*notes)
 
@@ -177,7 +179,7 @@ class Session:
             return
         settings, context = self.settings, self.context
         # The warm-up has its own optimizer, which ends with it.
-        if settings.sft.steps:
+        if settings.sft.steps or self.run.checkpoints.in_supervised_updates:
             size, reports = self._micro_batch_size, self._nonfinite
             trainer = SftTrainer(context.policy, settings, size, reports.sft_guard)
             SupervisedUpdates(
