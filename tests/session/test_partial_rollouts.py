@@ -17,10 +17,13 @@ from jetrl.types import Prompt
 STATE = [["b", [[5, [1, 2], [-0.5, -0.25], "cancelled", "", [1, 1]]]]]
 
 
-def carrying(*ids: str, oversample: float = 0.5, dynamic_sampling: bool = False) -> PartialRollouts:
+def carrying(
+    *ids: str, oversample: float = 0.5, dynamic_sampling: bool = False, each: int = 1
+) -> PartialRollouts:
     prompts = [EncodedPrompt(Prompt(id=i, text=i), (1,)) for i in ids]
     policy = SimpleNamespace(plan=PrecisionPlan.preset("unified"))
-    settings = load_config("demo", [f"rollout.oversample={oversample}"])
+    words = [f"rollout.oversample={oversample}", f"rollout.samples_per_prompt={each}"]
+    settings = load_config("demo", [*words, "algorithm.name=reinforce_pp"])
     return PartialRollouts(settings, policy, prompts, 1, dynamic_sampling)
 
 
@@ -31,6 +34,8 @@ def test_the_state_comes_back_unless_a_prompt_is_gone() -> None:
     assert json.loads(json.dumps(resumed.state())) == STATE
     with pytest.raises(UserError, match=r"prompt 'b'.* does not have now"):
         carrying("a").load_state(STATE)
+    with pytest.raises(UserError, match=r"resume with rollout\.samples_per_prompt=1$"):
+        carrying("b", each=2).load_state(STATE)
 
 
 @pytest.mark.parametrize("oversample, more", [(0.5, 31), (1 / 64, 0), (0.0, -1)])

@@ -79,6 +79,7 @@ class PartialRollouts:
         ranks: int | None = None,
     ) -> None:
         self._prompts_per_step = settings.rollout.prompts_per_step
+        self._samples_per_prompt = settings.rollout.samples_per_prompt
         self._share = settings.rollout.oversample
         self._by_id = {encoded.prompt.id: encoded for encoded in prompts}
         ranks = ranks or world().size
@@ -204,8 +205,12 @@ class PartialRollouts:
                 f"set: {self._problem}"
             )
         # The oldest go first, whatever the number of ranks was.
-        groups = [self._group(group) for group in state]
-        size = world().size
+        groups, size = [self._group(group) for group in state], len(self._waiting)
+        for count in {len(group.members) for group in groups} - {self._samples_per_prompt}:
+            raise UserError(
+                f"the checkpoint has unfinished completions, {count} of each prompt: resume with "
+                f"rollout.samples_per_prompt={count}"
+            )
         self._waiting = [groups[rank::size] for rank in range(size)]
 
     def _group(self, state: Any) -> Group:
