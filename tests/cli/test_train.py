@@ -232,3 +232,10 @@ def test_a_resumed_run_has_its_own_settings_and_names_those_of_the_recipe(
     assert jetrl("train", *place, "--resume").err == ""
     assert jetrl("train", tmp_path / "mine" / "config.toml", "--resume").err == ""
     assert jetrl("train", "demo", *place, "train.lr=0.25", "eval.every=7", "--resume").err == ""
+    # A run that was renamed, whose settings have the old name.
+    (tmp_path / "mine").rename(tmp_path / "copy")
+    (tmp_path / "copy" / "plan.json").write_text("{}")
+    (tmp_path / "copy.toml").write_text(f'run.dir = "{tmp_path}"\n')
+    for recipe in ("copy.toml", "copy/config.toml"):
+        assert jetrl("train", tmp_path / recipe, "--resume").code == 0
+        assert loop.calls[-1][1].run.name == "copy"

@@ -42,7 +42,6 @@ _MEANING = 58  # column where a setting's meaning starts
 _MOST_CHARACTERS, _MOST_OF_A_VALUE = 800, 40  # of the sentence about a recipe's unused settings
 _LEFT = ("run", "report", "checkpoint", "model")  # what a run leaves
 _FIRST = ("task.name", "model.path")  # say most about another recipe
-_PLACE = {"run.name", "run.dir"}  # say which run, and not what it does
 _USUAL_GIB = 80  # of a GPU, if a dry run plans for one that is not here
 _NOTHING_NAMED = """\
 no recipe and no settings. For example:
@@ -125,10 +124,17 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
         raise UserError(f"two recipes, {recipes[0]} and {recipes[1]}: a setting is KEY=VALUE")
     if not words:
         raise UserError(_NOTHING_NAMED)
-    settings = named(load_config(recipes[0] if recipes else None, overrides))
-    own = Path(settings.run.dir) / str(settings.run.name) / "config.toml"
+    recipe = recipes[0] if recipes else None
+    settings = named(load_config(recipe, overrides))
+    own, here = Path(settings.run.dir, str(settings.run.name)), Path(recipe or "").absolute().parent
+    # The config.toml of a run that was moved or copied stands for the run that lies there now.
+    if resume and recipe and (here / "plan.json").is_file() and here.resolve() != own.resolve():
+        place = {"run": {"dir": str(here.parent), "name": here.name}}
+        settings = load_config(recipe, overrides, place)
+    own = Path(settings.run.dir, str(settings.run.name), "config.toml")
     if resume and own.is_file():
-        given, settings = settings, load_config(own, overrides)
+        place = {"run": {"dir": settings.run.dir, "name": settings.run.name}}
+        given, settings = settings, load_config(own, overrides, place)
         unused = _unused_of_recipe(recipes[0], given, settings, own) if recipes else ""
         if unused and launched_rank() == 0:
             tell(unused)
@@ -231,8 +237,8 @@ def _unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path)
 
     recipes, runs = (settings.model_dump(mode="json") for settings in (given, own))
     differing = settings_that_differ(recipes, runs)
-    place = _PLACE | ({"loop.steps"} if given.loop.epochs else set())
-    keys = sorted(differing.keys() - place, key=lambda key: (key not in _FIRST, key))
+    derived = {"loop.steps"} if given.loop.epochs else set()
+    keys = sorted(differing.keys() - derived, key=lambda key: (key not in _FIRST, key))
     unused = [f"{k} = {word(differing[k][0])} (the run: {word(differing[k][1])})" for k in keys]
     if not unused:
         return ""
