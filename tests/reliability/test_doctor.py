@@ -164,6 +164,15 @@ def test_a_hang_and_odd_numbers(run: Path, doctor: Said) -> None:
         assert words in text
 
 
+def test_a_resume_puts_a_checkpoint_back_that_was_being_replaced(
+    run: Path, finished: Path, same: Callable[[Path, Path], bool]
+) -> None:
+    for path in [*(run / "checkpoints").iterdir()]:
+        path.rename(path.with_name(f".replaced-{path.name}"))
+    assert jetrl(["train", str(run / "config.toml"), "--resume"]) == 0
+    assert same(run, finished)
+
+
 DAMAGE = {
     "masters.safetensors": lambda p: p.write_bytes(p.read_bytes()[:-1]),
     "optimizer.safetensors": lambda p: p.write_bytes(

@@ -161,6 +161,7 @@ class RunCheckpoints:
         # Its own channel: the thread that writes must not mix with the collectives of the loop.
         self._steps = Checkpoints(run.checkpoints_dir, keep_last, keep_best, ranks)
         self._supervised = Checkpoints(run.checkpoints_dir / "sft", keep_last, ranks=ranks)
+        world().from_first("what a crash left", self._steps.put_back)
         self._background = Background()
         self.good_step: int | None = None
         self.ending_s = 0.0

@@ -188,7 +188,7 @@ class Checkpoints:
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True)
             sync(self.directory.parent)
-        self._put_back()
+        self.put_back()
         self._clean()
         writing.mkdir()
 
@@ -203,7 +203,7 @@ class Checkpoints:
         return latest
 
     def _latest(self) -> Latest:
-        self._put_back()
+        self.put_back()
         notes: list[str] = []
         for step in reversed(self.steps()):
             path = self.path(step)
@@ -290,7 +290,7 @@ class Checkpoints:
         sync(self.directory)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """Undo a replacement that a crash interrupted."""
         # The old folder is whole: it goes back to its name.
         for entry in self._hidden(_REPLACED):
