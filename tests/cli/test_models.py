@@ -1,7 +1,4 @@
-"""The commands around a model directory work on a real tiny model.
-
-They are init, sample, eval, parity, export and doctor.
-"""
+"""init, sample, eval, parity, export and doctor work on a real tiny model."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.e2e.small import before_call
 
 from jetrl import loop, precision, train
 from jetrl.cli import doctor
@@ -254,7 +252,9 @@ def test_a_run_directory_stands_for_its_exported_model(
     assert open_policy(tiny_model, None, "auto").plan.name == "int8"
 
 
-def test_a_run_that_was_cut_stands_for_its_last_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_was_cut_stands_for_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = fake_run(tmp_path / "runs" / "cut", None, "unified")
     alphabet = get_task("arithmetic").alphabet
     settings = load_config("demo", ["run.seed=5"])
@@ -266,7 +266,14 @@ def test_a_run_that_was_cut_stands_for_its_last_checkpoint(tmp_path: Path) -> No
         assert opened.plan.name == "unified"
         for name, master in opened.master_weights().items():  # not run.seed 0 of the settings
             assert torch.equal(master, policy.master_weights()[name])
-    (checkpoint / "masters.safetensors").write_bytes(b"short")
+
+    def newer() -> None:  # the run is at work
+        shutil.rmtree(checkpoint)
+        Checkpoints(run / "checkpoints").save(4, policy, optimizer, {})
+
+    before_call(Checkpoints, "check", 1, newer, monkeypatch.setattr)
+    assert open_policy(run, None, "auto").plan.name == "unified"
+    (run / "checkpoints" / "step_000004" / "masters.safetensors").write_bytes(b"short")
     with pytest.raises(UserError, match="damaged"):
         open_policy(run, None, "auto")
 

@@ -289,6 +289,14 @@ def test_a_large_file_is_known_by_its_pieces_and_by_older_checksums(tmp_path, mo
         assert not any(is_known_by(file, known) for known in (now, *older))
 
 
+def test_an_older_checkpoint_is_gone_before_its_files_are(made, tmp_path, monkeypatch):
+    checkpoints, removed = Checkpoints(tmp_path, keep_last=1), []
+    save(checkpoints, made, 1)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: removed.append(path.name))
+    save(checkpoints, made, 2)
+    assert ".writing-step_000001" in removed
+
+
 def test_what_a_crash_left_is_removed_or_put_back(made, tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, made, 1, 2)

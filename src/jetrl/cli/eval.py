@@ -31,6 +31,7 @@ from jetrl.randomness import derive_seed
 from jetrl.untrusted import files_named, trust_only
 
 if TYPE_CHECKING:
+    from jetrl.cli.opening import ModelLocation
     from jetrl.models.policy import Policy
     from jetrl.session.evaluate import Evaluation
     from jetrl.settings.sections import EvalSettings, Settings, TaskSettings
@@ -71,10 +72,11 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.cli.opening import find_model
     from jetrl.session.evaluate import evaluate_model
 
+    location = find_model(Path(args.model))  # a run may write newer checkpoints meanwhile
     for own in sets:
         task, scorer = _build_scored(args, own)
         with scorer:
-            policy = policy or _opened(args)
+            policy = policy or _opened(args, location)
             policy.plain_text = own.task.special_tokens_as_text
             results[task.label if not args.task else own.task.name] = evaluate_model(
                 *(policy, task, scorer, own.params),
@@ -95,18 +97,17 @@ def run(args: argparse.Namespace) -> int:
             f"{name} ({own.task.eval_split})" for name, own in zip(results, sets, strict=True)
         )
         about = f"task {tasks}, plan {policy.plan.name} on {policy.device.type}"
-        print(f"{find_model(Path(args.model)).path}: {about}")
+        print(f"{location.path}: {about}")
         print(_as_text(results, samples))
     return 0
 
 
-def _opened(args: argparse.Namespace) -> Policy:
+def _opened(args: argparse.Namespace, location: ModelLocation) -> Policy:
     """Return the policy to evaluate; warn on stderr if its weights are rounded to BF16."""
-    from jetrl.cli.opening import find_model, open_policy
+    from jetrl.cli.opening import open_policy
     from jetrl.models.chat_template import set_template_args
     from jetrl.training.checkpoint import Checkpoints
 
-    location = find_model(Path(args.model))
     policy = open_policy(args.model, args.plan, args.device)
     given = arguments.key_values(args.template_arg, "--template-arg")
     set_template_args(policy.tokenizer, given, "--template-arg")

@@ -39,6 +39,18 @@ def open_policy(
     run. `fields` change the plan of a given preset.
     """
     location = find_model(Path(path))
+    try:
+        return _policy_at(location, preset, device, fallback, fields)
+    except (FileNotFoundError, UserError):
+        if location.run != Path(path) or location.path.exists():
+            raise
+    # The run is at work, and has removed that checkpoint since: it has a newer one.
+    return open_policy(path, preset, device, fallback, **fields)
+
+
+def _policy_at(
+    location: ModelLocation, preset: str | None, device: str, fallback: str, fields: dict[str, str]
+) -> Policy:
     if preset is None and location.run is not None:
         stored = RunDirectory.open(location.run).plan()
         plan = PrecisionPlan.from_dict(stored, str(location.run / "plan.json"))
@@ -132,7 +144,9 @@ def find_model(path: Path) -> ModelLocation:
             raise UserError(f"{path}: this checkpoint {why}")
         return ModelLocation(path, run)
     if (path / "config.toml").is_file():
-        return ModelLocation(_newest(path), path)
+        with contextlib.suppress(FileNotFoundError):  # of a checkpoint that was removed meanwhile
+            return ModelLocation(_newest(path), path)
+        return find_model(path)
     if is_hub_name(path):
         return ModelLocation(path, None)
     what = "neither model, adapter, run nor checkpoint" if path.exists() else "no such model"

@@ -323,7 +323,10 @@ class Checkpoints:
         best = [step for _, step in sorted(scores, reverse=True)[: self.keep_best]]
         for step in steps:
             if step not in past[-self.keep_last :] and step not in best:
-                shutil.rmtree(self.path(step), ignore_errors=True)
+                # Renamed first: other programs that read it find all of its files, or none.
+                removed = self.directory / f"{_WRITING}{self.path(step).name}"
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(self.path(step).rename(removed))
 
     def _score(self, step: int) -> float | None:
         """Return the score of a checkpoint; None if it has none, or is damaged."""
