@@ -5,6 +5,7 @@ The disk is a small tmpfs in a mount namespace of its own, where the system lets
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import shutil
@@ -12,10 +13,12 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.e2e.small import before_call
 
 from jetrl import train
 from jetrl.cli.main import main
@@ -131,17 +134,14 @@ def test_any_checkpoint(
     """
     words = ("sft.steps=4", "sft.examples_per_step=4", f"checkpoint.every={every}", "loop.steps=2")
     uncut = train(small(*words, name="uncut"))
-    begun = 0
+    begun, write = itertools.count(1), Checkpoints.write
 
     def full(self: Any, snapshot: Any) -> Path:
-        nonlocal begun
-        begun += 1
-        if begun >= failing:
+        if next(begun) >= failing:
             raise StorageError("checkpoint could not be written; go on with --resume")
         return write(self, snapshot)
 
     with monkeypatch.context() as patch:
-        write = Checkpoints.write
         patch.setattr(Checkpoints, "write", full)
         with pytest.raises(StorageError, match="go on with --resume"):
             train(small(*words))
@@ -169,14 +169,8 @@ def test_a_model_that_cannot_be_written(
 def test_a_run_directory_that_is_deleted_ends_the_run_as_a_file_that_cannot_be_written(
     every: int, small: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = Session.record
-
-    def deleted(self: Session, step: Any) -> None:
-        if step.number == 2:
-            shutil.rmtree(tmp_path / "run")
-        record(self, step)
-
-    monkeypatch.setattr(Session, "record", deleted)
+    gone = partial(shutil.rmtree, tmp_path / "run")
+    before_call(Session, "record", 2, gone, monkeypatch.setattr)
     words = (f"checkpoint.every={every}", "rollout.keep_every=9", "report.enabled=true")
     with pytest.raises(StorageError, match=r"metrics.jsonl (was deleted|could not be written)"):
         train(small(*words))

@@ -28,10 +28,7 @@ from jetrl.training.sft import SftTrainer
 from jetrl.training.trainer import Trainer
 
 Small, Same = Callable[..., Any], Callable[[Path, Path], bool]
-ENDS: dict[int, type[BaseException]] = {
-    signal.SIGTERM: Terminated,
-    signal.SIGINT: KeyboardInterrupt,
-}
+ENDS: dict[int, Any] = {signal.SIGTERM: Terminated, signal.SIGINT: KeyboardInterrupt}
 
 
 def signalled(
@@ -184,17 +181,13 @@ def test_the_time_limit_leaves_a_checkpoint_and_says_so(
 def test_the_time_limit_counts_what_a_checkpoint_takes_to_write(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, check, seen = Checkpoints.write, StopSignals.check_time, []
-
-    def slow(checkpoints: Checkpoints, snapshot: Any) -> Path:
-        time.sleep(0.2)
-        return write(checkpoints, snapshot)
+    check, seen = StopSignals.check_time, []
 
     def told(stops: StopSignals, step_s: float, ending_s: float) -> None:
         seen.append(ending_s)
         check(stops, step_s, ending_s)
 
-    monkeypatch.setattr(Checkpoints, "write", slow)
+    before_call(Checkpoints, "write", 1, lambda: time.sleep(0.2), monkeypatch.setattr)
     monkeypatch.setattr(StopSignals, "check_time", told)
     train(small("checkpoint.every=1", "checkpoint.background=false", "loop.steps=1"))
     assert seen[-1] > 0.4, "the last checkpoint and the export"

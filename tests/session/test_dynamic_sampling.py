@@ -28,9 +28,8 @@ def test_idle_groups_are_replaced_in_order():
         asked.append((again, count))
         return [*group(0, 1, 1), *group(1, 0, 1)] if again == 2 else group(0, 1, 0)
 
-    samples, drawn, counts = refill(
-        [*group(0, 0, 1), *group(1, 0, 0), *group(2, 1, 1)], 3, 1, 4, draw
-    )
+    three = [*group(0, 0, 1), *group(1, 0, 0), *group(2, 1, 1)]
+    samples, drawn, counts = refill(three, 3, 1, 4, draw)
     # One of three taught: 2 missing at a share of 1/3 would be 6, at most 3. Then 2 of 5 did.
     assert asked == [(2, 3), (3, 3)]
     assert names(samples) == [
@@ -43,9 +42,8 @@ def test_idle_groups_are_replaced_in_order():
 
 
 def test_the_rounds_have_an_end_and_what_taught_is_kept():
-    samples, _, counts = refill(
-        [*group(0, 0, 1), *group(1, 0, 0)], 2, 1, 3, lambda again, count: group(0, 1, 1)
-    )
+    two = [*group(0, 0, 1), *group(1, 0, 0)]
+    samples, _, counts = refill(two, 2, 1, 3, lambda again, count: group(0, 1, 1))
     assert names(samples) == [(0, "p0", 0), (0, "p0", 1)]
     assert counts == {"rounds": 3, "dropped_groups": 3}
     idle = [*group(0, 0, 0), *group(1, 1, 1)]

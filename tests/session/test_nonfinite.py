@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
@@ -70,15 +71,13 @@ def bad_swiglu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The forward of the second layer's SwiGLU gives a NaN where gradients are wanted."""
 
     def install(state: dict[str, bool]) -> None:
-        swiglu, calls = dense.swiglu, []
+        swiglu, calls = dense.swiglu, itertools.count(1)
 
         def faulty(gates: torch.Tensor) -> torch.Tensor:
             out = swiglu(gates)
-            if state["on"] and torch.is_grad_enabled():
-                calls.append(1)
-                if len(calls) % 2 == 0:
-                    out = out.clone()
-                    out[3, 5] = math.nan
+            if state["on"] and torch.is_grad_enabled() and next(calls) % 2 == 0:
+                out = out.clone()
+                out[3, 5] = math.nan
             return out
 
         monkeypatch.setattr(dense, "swiglu", faulty)
@@ -91,9 +90,8 @@ def test_a_nan_forward_stops_the_run_names_the_operation_and_can_be_replayed(
 ) -> None:
     state = bad_at(2)
     bad_swiglu(state)
-    with pytest.raises(
-        NonFiniteError, match=r"output of layers\.1\.swiglu, first in row 3"
-    ) as stop:
+    first = r"output of layers\.1\.swiglu, first in row 3"
+    with pytest.raises(NonFiniteError, match=first) as stop:
         train(settings(tmp_path, "loop.steps=2"))
     assert stop.value.exit_code == 4
     run = tmp_path / "run"
@@ -118,14 +116,12 @@ def test_a_nan_forward_stops_the_run_names_the_operation_and_can_be_replayed(
 def test_a_nan_on_the_way_back_is_named_too(
     tmp_path: Path, bad_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, dgrad = bad_at(2), linear.dgrad
-    calls: list[int] = []
+    state, dgrad, calls = bad_at(2), linear.dgrad, itertools.count(1)
 
     def faulty(*args: Any) -> Any:
         dx = dgrad(*args)
-        calls.append(1)
         # Backward comes to lm_head, then down, gate_up, o and qkv of the last layer: 9 an update.
-        return dx * math.nan if state["on"] and len(calls) % 9 == 3 else dx
+        return dx * math.nan if next(calls) % 9 == 3 and state["on"] else dx
 
     monkeypatch.setattr(linear, "dgrad", faulty)
     with pytest.raises(NonFiniteError, match=r"gradient of (the output of )?layers\.1\.post_norm"):
@@ -190,9 +186,8 @@ def test_a_bad_weight_is_found_when_it_is_sampled_from(
 
     with monkeypatch.context() as patch:
         patch.setattr(Optimizer, "apply", spoiling)
-        with pytest.raises(
-            NonFiniteError, match=r"In step 2, .*master weight layers\.1\.down\.weight"
-        ):
+        found = r"In step 2, .*master weight layers\.1\.down\.weight"
+        with pytest.raises(NonFiniteError, match=found):
             train(settings(tmp_path, "loop.steps=3"))
     assert main(["replay", "--trust-task", str(tmp_path / "run")]) == 4
     assert "master weight layers.1.down.weight, first in row 7 (1 of" in capsys.readouterr().out
@@ -234,10 +229,9 @@ def test_too_little_memory_costs_time_and_not_tokens(
     prefill = "rollout.max_prefill_tokens=20"
     result = train(settings(tmp_path, "loop.steps=2", prefill, name="small"))
     records = RunDirectory.open(result.run_path).metrics("rl")
-    assert records[0]["memory/rollout_retries"] >= 1
-    assert records[0]["memory/train_retries"] >= 1
-    assert "memory/rollout_retries" not in records[1]
-    assert "memory/train_retries" not in records[1]
+    for retries in ("memory/rollout_retries", "memory/train_retries"):
+        assert records[0][retries] >= 1
+        assert retries not in records[1]
     assert all(r["mismatch/num_different"] == 0 for r in records)
     first = [path / "rollouts/step_000001.jsonl" for path in (plain.run_path, result.run_path)]
     assert first[0].read_bytes() == first[1].read_bytes()
@@ -258,12 +252,10 @@ def test_anomalies_are_said_and_counted_and_rollouts_of_some_steps_are_kept(
 ) -> None:
     monkeypatch.setattr(anomalies, "ENOUGH", 2)
     monkeypatch.setattr(anomalies, "SPIKE", 1.0)
-    step = Optimizer.gradient_norm
-    calls: list[int] = []
+    step, calls = Optimizer.gradient_norm, itertools.count(1)
 
     def spiking(optimizer: Optimizer) -> torch.Tensor:
-        calls.append(1)
-        return step(optimizer) * (1e4 if len(calls) == 4 else 1)
+        return step(optimizer) * (1e4 if next(calls) == 4 else 1)
 
     monkeypatch.setattr(Optimizer, "gradient_norm", spiking)
     result = train(settings(tmp_path, "loop.steps=5", "rollout.keep_every=2"))

@@ -31,26 +31,16 @@ def test_out_of_memory_names_the_phase() -> None:
 
 def test_peaks_of_phases_are_the_highest_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     held = {"peak": 0}
-
-    def peak(_: torch.device) -> int:
-        return held["peak"]
-
-    def reset(_: torch.device) -> None:
-        held["peak"] = 2**30
-
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: held["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: held.update(peak=2**30))
     peaks, phases = MemoryPeaks(torch.device("cuda")), Phases()
     phases.observers.append(peaks)
     held["peak"] = 9 * 2**30  # while the model was loaded
     for name, gib in (("rollout", 3), ("rollout", 2), ("update", 5), ("eval", 4)):
         with phases.phase(name):
             held["peak"] = gib * 2**30
-    assert peaks.take_metrics() == {
-        "memory/peak_gib": 9,
-        "memory/rollout_peak_gib": 3,
-        "memory/update_peak_gib": 5,
-    }
+    of_phases = {"memory/rollout_peak_gib": 3, "memory/update_peak_gib": 5}
+    assert peaks.take_metrics() == {"memory/peak_gib": 9, **of_phases}
     with phases.phase("update"):
         held["peak"] = 4 * 2**30
     assert peaks.take_metrics() == {"memory/peak_gib": 9, "memory/update_peak_gib": 4}
@@ -76,13 +66,10 @@ def test_the_pages_of_a_rollout_are_given_back_before_updates(
 
         monkeypatch.setattr(owner, method, called)
 
-    for owner, method in (
-        (SftTrainer, "step"),
-        (Trainer, "step"),
-        (RolloutEngine, "generate"),
-        (RunContext, "free_kv_pages"),
-    ):
-        seen(owner, method)
+    for owner in (SftTrainer, Trainer):
+        seen(owner, "step")
+    seen(RolloutEngine, "generate")
+    seen(RunContext, "free_kv_pages")
     with Session(load_config("demo", [*WORDS.split(), f"run.dir={tmp_path}"])) as session:
         session.warm_up()
         looked = ["generate", "free_kv_pages"]

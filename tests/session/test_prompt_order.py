@@ -46,9 +46,8 @@ def drawn(order, step, count):
 def tried(order, i, solved, count):
     """Let an order see completions of a prompt."""
     prompt, completion = Prompt(id=f"p{i}", text="?"), Completion((2,), (0.0,), "stop")
-    order.observe(
-        [Sample(prompt, 0, (1,), completion, Score(float(k < solved))) for k in range(count)]
-    )
+    scores = [Score(float(k < solved)) for k in range(count)]
+    order.observe([Sample(prompt, 0, (1,), completion, score) for score in scores])
 
 
 def test_mixed_tasks_share_a_step_and_each_runs_through_its_own_epochs():
@@ -70,9 +69,7 @@ def test_mixed_tasks_share_a_step_and_each_runs_through_its_own_epochs():
 def test_epochs_are_steps_over_the_prompts_that_are_trained_on(word, steps):
     """Ten prompts count, and 3 are drawn per step."""
     tasks = ["a"] * 10 + ["b"] * 5
-    prompts = [
-        EncodedPrompt(Prompt(id=str(i), text="?", task=t), (1,)) for i, t in enumerate(tasks)
-    ]
+    prompts = order(tasks=tasks)._prompts
     given = load_config(None, [f"loop.{word}", "rollout.prompts_per_step=3", "sft.steps=1"])
     settings, note = with_steps(given, prompts, {"a": 1.0, "b": 0.0})
     assert settings.loop.steps == steps
@@ -132,9 +129,8 @@ def test_the_record_of_pass_rates_outlives_a_cut():
 def test_solved_is_what_evaluation_calls_solved(words, reward, parts, solved) -> None:
     """A sample is solved by the task's own score, whatever [reward] adds."""
     prompt = Prompt(id="a", text="?")
-    drawing = PromptOrder(
-        load_config("demo", ["data.order=pass_rate", *words]), [EncodedPrompt(prompt, (1,))], {}
-    )
+    settings = load_config("demo", ["data.order=pass_rate", *words])
+    drawing = PromptOrder(settings, [EncodedPrompt(prompt, (1,))], {})
     completion = Completion((2,), (0.0,), "stop")
     drawing.observe([Sample(prompt, 0, (1,), completion, Score(reward, parts))])
     assert drawing.state() == {"a": [solved, 1]}

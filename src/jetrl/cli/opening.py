@@ -58,9 +58,7 @@ def _policy_at(
         plan = PrecisionPlan.preset(preset or fallback).replace(**fields)
     chosen, masters = choose_device(device), Checkpoints.masters(location.path)
     if masters is not None:
-        world().from_first(
-            "whether the checkpoint is good", lambda: Checkpoints.check(location.path)
-        )
+        world().from_first("the checkpoint", lambda: Checkpoints.check(location.path))
         settings = _settings_on(location.run, chosen)
         alphabet = Checkpoints.state(location.path).get("alphabet")
         plan = _plan_over(settings.model.path, plan, preset)

@@ -129,12 +129,12 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
     own, here = Path(settings.run.dir, str(settings.run.name)), Path(recipe or "").absolute().parent
     # The config.toml of a run that was moved or copied stands for the run that lies there now.
     if resume and recipe and (here / "plan.json").is_file() and here.resolve() != own.resolve():
-        place = {"run": {"dir": str(here.parent), "name": here.name}}
-        settings = load_config(recipe, overrides, place)
+        place = {"dir": str(here.parent), "name": here.name}
+        settings = load_config(recipe, overrides, {"run": place})
     own = Path(settings.run.dir, str(settings.run.name), "config.toml")
     if resume and own.is_file():
-        place = {"run": {"dir": settings.run.dir, "name": settings.run.name}}
-        given, settings = settings, load_config(own, overrides, place)
+        place = {"dir": settings.run.dir, "name": str(settings.run.name)}
+        given, settings = settings, load_config(own, overrides, {"run": place})
         unused = _unused_of_recipe(recipes[0], given, settings, own) if recipes else ""
         if unused and launched_rank() == 0:
             tell(unused)

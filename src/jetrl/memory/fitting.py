@@ -189,10 +189,8 @@ def _ways(run: _Run, free: int) -> list[Way]:
     pinned = run.settings.distributed.same_bits_down_to
     saving = [] if whole else [dict(pair for remedy in remedies for pair in remedy.items())]
     for changes in ({}, *saving):
-        by_cards = (
-            run.way({**changes, **({_PINNED: n} if pinned else {})}, free, n) for n in counts
-        )
-        if found := next(filter(None, by_cards), None):
+        more = (run.way({**changes, **({_PINNED: n} if pinned else {})}, free, n) for n in counts)
+        if found := next(filter(None, more), None):
             return [*ways, found]
     return ways
 

@@ -439,9 +439,8 @@ class DecodeBatch:
         stop_ids = frozenset.intersection(*{sequence.rules.token_ids for sequence in running})
         if stop_ids != self._stop_ids:
             stops = sorted(stop_ids)[:MAX_STOP_IDS]
-            self._buffers.state.stops[: 1 + len(stops)] = to_device(
-                [len(stops), *stops], self._device
-            )
+            counted = to_device([len(stops), *stops], self._device)
+            self._buffers.state.stops[: len(counted)] = counted
             self._stop_ids = stop_ids
 
     def _new_pages(

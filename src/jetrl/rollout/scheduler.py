@@ -223,9 +223,8 @@ class Scheduler:
         # Every sequence takes its draws and decides whether it ends with one of them.
         taken = 0
         ended: list[RunningSequence] = []
-        for index, length, (token_ids, logprobs) in zip(
-            draws, step.draw_lengths, drawn, strict=True
-        ):
+        taken_in = zip(draws, step.draw_lengths, drawn, strict=True)
+        for index, length, (token_ids, logprobs) in taken_in:
             sequence = self.sequences[index]
             sequence.num_pending -= length
             sequence.num_extra -= length * (step.width - 1)
@@ -404,9 +403,8 @@ class Scheduler:
         else:
             shares_prompt = not self._leads(sequence)
         size = self.allocator.page_size
-        total = self.allocator.pages_for(
-            min(sequence.num_tokens + size, sequence.max_cached_tokens)
-        )
+        tokens = min(sequence.num_tokens + size, sequence.max_cached_tokens)
+        total = self.allocator.pages_for(tokens)
         return total - len(sequence.prompt) // size if shares_prompt else total
 
     def _donor(self, sequence: RunningSequence) -> RunningSequence | None:

@@ -49,11 +49,9 @@ def open_run_directory(settings: Settings, plan: Mapping[str, Any], resume: bool
 class FollowedDirectory(RunDirectory):
     """The run directory of a rank other than 0: only its log is written."""
 
-    def __init__(
-        self, path: Path, changed_settings: dict[str, tuple[Any, Any]], own: World
-    ) -> None:
+    def __init__(self, path: Path, changed: dict[str, tuple[Any, Any]], own: World) -> None:
         super().__init__(path)
-        self.changed_settings = changed_settings
+        self.changed_settings = changed
         self.log_file = path / FOLDER / f"rank_{own.rank}.txt"
         self.hang_file = path / FOLDER / f"rank_{own.rank}_hang.txt"
         self._own = own

@@ -98,9 +98,7 @@ class PartialRollouts:
     @property
     def num_unfinished(self) -> int:
         """The number of completions that are continued in the next step."""
-        return sum(
-            not _is_complete(m) for groups in self._waiting for g in groups for m in g.members
-        )
+        return sum(not _is_complete(m) for own in self._waiting for g in own for m in g.members)
 
     def start_step(self) -> int:
         """Return how many prompts the step draws on top; negative if too many groups wait."""
@@ -207,10 +205,8 @@ class PartialRollouts:
         # The oldest go first, whatever the number of ranks was.
         groups, size = [self._group(group) for group in state], len(self._waiting)
         for count in {len(group.members) for group in groups} - {self._samples_per_prompt}:
-            raise UserError(
-                f"the checkpoint has unfinished completions, {count} of each prompt: resume with "
-                f"rollout.samples_per_prompt={count}"
-            )
+            setting = f"rollout.samples_per_prompt={count}"
+            raise UserError(f"the checkpoint has unfinished completions: resume with {setting}")
         self._waiting = [groups[rank::size] for rank in range(size)]
 
     def _group(self, state: Any) -> Group:

@@ -98,11 +98,8 @@ class Session:
         self.context = context = open_context(settings, stack, self._resumes)
         settings = self.settings = context.settings
 
-        def state() -> list[str]:
-            return hang_state(context.engine, context.policy)
-
         attempt = settings, context, stack, self._resumes, self._began
-        self.run = run = TrainingRun(*attempt, hang_state=state)
+        self.run = run = TrainingRun(*attempt, lambda: hang_state(context.engine, context.policy))
 
         # What outlives a step is registered with the checkpoints.
         checkpoints = run.checkpoints

@@ -202,11 +202,8 @@ class MemoryPeaks(PhaseObserver):
 
 def settings_of_attempt(settings: Settings, resume: bool) -> Settings:
     """Return the settings of an attempt: a run that is resumed has its own, with some changed."""
-    if not resume:
-        return settings
-    return world().from_first(
-        "the run's settings", lambda: RunDirectory.settings_of_resume(settings)
-    )
+    own = RunDirectory.settings_of_resume
+    return world().from_first("the run's settings", lambda: own(settings)) if resume else settings
 
 
 class TrainingRun:

@@ -157,10 +157,8 @@ def check_rewards(
     reward_N = np.asarray(rewards, dtype=np.float64)
     group_N = np.asarray(groups, dtype=np.int64)
     if not np.isfinite(reward_N).all():
-        first = int(np.flatnonzero(~np.isfinite(reward_N))[0])
-        raise UserError(
-            f"the reward of sample {first} (group {group_N[first]}) is {reward_N[first]}"
-        )
+        bad = int(np.flatnonzero(~np.isfinite(reward_N))[0])
+        raise UserError(f"the reward of sample {bad} (group {group_N[bad]}) is {reward_N[bad]}")
     return reward_N, group_N
 
 

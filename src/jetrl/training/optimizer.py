@@ -38,9 +38,8 @@ def _gathered(own: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[st
         everything[:total].split([count[rank] for count in counts.values()])
         for rank, (everything, total) in enumerate(zip(gather_equal(padded), of_rank, strict=True))
     ]
-    return {
-        name: torch.cat(list(p)) for name, p in zip(own, zip(*pieces, strict=True), strict=True)
-    }
+    whole = (torch.cat(list(parts)) for parts in zip(*pieces, strict=True))
+    return dict(zip(own, whole, strict=True))
 
 
 ADVICE = (

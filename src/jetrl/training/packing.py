@@ -52,9 +52,8 @@ def choose_minibatches(
 def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[int]]:
     """Return ascending sample numbers per update: every sample once, whole groups if enough."""
     if len(groups) < num_minibatches:
-        raise UserError(
-            f"lower train.updates_per_step = {num_minibatches}: only {len(groups)} samples"
-        )
+        setting = f"train.updates_per_step = {num_minibatches}"
+        raise UserError(f"lower {setting}: only {len(groups)} samples")
     # Whole groups if there are enough, else single samples.
     units = _members(groups)
     if len(units) < num_minibatches:

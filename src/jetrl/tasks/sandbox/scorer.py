@@ -180,10 +180,8 @@ class Scorer:
                 self._pump(wait_for_one=True)
         answered = [ticket for ticket in self._replies if ticket in self._turns]
         self._turns.difference_update(answered)
-        replies = [(ticket, self._replies.pop(ticket)) for ticket in answered]
-        return [
-            StepAnswer(t, r.step_reply, re.sub("^score ", "step ", r.failure)) for t, r in replies
-        ]
+        due = [(ticket, self._replies.pop(ticket)) for ticket in answered]
+        return [StepAnswer(t, r.step_reply, re.sub("^score ", "step ", r.failure)) for t, r in due]
 
     def drop(self) -> None:
         """Forget all completions and turns without a result; end the workers that are at one."""

@@ -89,9 +89,8 @@ class DraftHeadTraining(Learner):
         # By sample: its batch, the positions of its trained tokens, and its end.
         where: dict[int, tuple[Batch, np.ndarray, int]] = {}
         for batch in (micro.batch for micro in micro_batches):
-            self._counts += np.bincount(
-                batch.token_ids[targets(batch)], minlength=len(self._counts)
-            )
+            drawn = batch.token_ids[targets(batch)]
+            self._counts += np.bincount(drawn, minlength=len(self._counts))
             for i, start, end in zip(
                 batch.sample_ids, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False
             ):
@@ -213,17 +212,15 @@ class DraftHeadTraining(Learner):
         for i in range(head.tokens):
             hidden = head.next_hidden(weights, hidden, tokens[:, i])
             logits = linear(hidden, head.rows).float()
-            losses.append(
-                cross_entropy(logits, wanted[:, i], ignore_index=_NOT_KNOWN, reduction="sum")
-            )
+            loss = cross_entropy(logits, wanted[:, i], ignore_index=_NOT_KNOWN, reduction="sum")
+            losses.append(loss)
             if i == 0:
                 right = (logits.argmax(1) == wanted[:, 0]).sum()
         count = (wanted != _NOT_KNOWN).sum()
         total = torch.stack(losses).sum()
         (total / count.clamp(min=1)).backward()
-        return torch.stack(
-            [total.detach(), count.float(), right.float(), follows[:, 0].sum().float()]
-        )
+        sums = total.detach(), count.float(), right.float(), follows[:, 0].sum().float()
+        return torch.stack(sums)
 
     def _gather(self, lessons: _Lessons) -> None:
         """Add the hidden states that other ranks have copied."""
