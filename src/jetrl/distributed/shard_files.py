@@ -58,7 +58,7 @@ def own_part(
 class ShardFiles:
     """The tensors in the files of all ranks, read one at a time; `properties` are of whole ones.
 
-    A UserError names the damaged file, or the tensor whose rows are missing.
+    Raises UserError for a damaged file, or a tensor whose rows are missing.
     """
 
     def __init__(self, folder: Path) -> None:

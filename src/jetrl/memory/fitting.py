@@ -134,7 +134,7 @@ def check_fits(
 
     All ranks call it together. The plan is for the rank with the least free memory: `free` bytes
     before anything is loaded; None plans without a limit. `cards` is the number of GPUs; None: one
-    per process. A DoesNotFitError names settings with which the run would fit.
+    per process. DoesNotFitError names settings with which the run would fit.
     """
     tokens = settings.train.tokens_per_micro_batch
     run = _Run(settings, config, others, load, world().size if cards is None else cards)

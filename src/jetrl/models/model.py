@@ -165,7 +165,7 @@ class Model:
         return {**self._replaced, **{n: self.weights.whole(n) for n in self.master_weights()}}
 
     def master_weights(self) -> dict[str, nn.Parameter]:
-        """Return the FP32 parameters that the optimizer changes, of divided matrices own rows."""
+        """Return the FP32 parameters that the optimizer changes; own rows of divided matrices."""
         return self.weights.masters
 
     def whole_masters(self) -> Mapping[str, Tensor]:

@@ -127,8 +127,8 @@ class Policy(Model):
     ) -> list[Tensor]:
         """Return log-probs of each sequence's tokens from the second on, float32 [len - 1] each.
 
-        They come from one packed forward and are differentiable in the master weights. A UserError
-        names an empty sequence, one longer than the context, or a token id out of range.
+        They come from one packed forward and are differentiable in the master weights. Raises
+        UserError for an empty sequence, one longer than the context, or a token id out of range.
         """
         self.check_sequences(sequences)
         if not sequences:

@@ -76,7 +76,7 @@ def int8_squares_turned(w: QTensor) -> QTensor:
 def int8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return a @ b^T of [M, K] and [N, K], both with a scale per row: [M, N].
 
-    A UserError if K, as of a micro-batch's tokens, is so large that a sum might not fit an int32.
+    Raises UserError if K, such as a micro-batch's tokens, is so large that int32 may overflow.
     """
     if a.shape[1] > _MOST_TERMS:
         raise UserError(

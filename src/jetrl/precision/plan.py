@@ -302,7 +302,7 @@ class PrecisionPlan:
     def from_dict(fields: dict[str, Any], where: str = "precision plan") -> PrecisionPlan:
         """Return the plan that `to_dict` described, read from the file `where`.
 
-        A UserError if the fields are not those of a preset with its options changed.
+        Raises UserError if the fields are not those of a preset with its options changed.
         """
         name = fields.get("name")
         if not isinstance(name, str) or name not in presets.PRESETS:

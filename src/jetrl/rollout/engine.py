@@ -66,8 +66,8 @@ ProgressCallback = Callable[[Progress], None]
 class Generation:
     """The sequences that run together over one cache, and the steps that were launched.
 
-    `started` is the `time.perf_counter` of the call's begin. A decode step has `repeats` forwards;
-    `ahead` steps are launched before the draws of earlier ones are known.
+    The call began at `started` (`time.perf_counter`). A decode step has `repeats` forwards; `ahead`
+    steps are launched before the draws of earlier ones are known.
     """
 
     scheduler: Scheduler
@@ -404,8 +404,8 @@ class RolloutEngine:
 
         The first group sizes the cache, unless the engine was given `num_pages`. Sequences have
         their own parameters and stop rules (`inputs.make_groups`); their indices follow those of
-        earlier groups. A UserError if the cache is too small for a sequence, or if sequences differ
-        in their seed, or with speculation in temperature, top_p or top_k.
+        earlier groups. Raises UserError if the cache is too small for a sequence, or if sequences
+        differ in their seed, or with speculation in temperature, top_p or top_k.
         """
         if self._running is None:
             self._open(self._pool.cache_for([group]), time.perf_counter())

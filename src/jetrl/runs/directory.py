@@ -82,9 +82,11 @@ class RunDirectory:
 
         A resume notes the settings that changed. They are written by `truncate_after`, which the
         caller calls with its checkpoint's step: until the checkpoint has proved to fit them, the
-        file keeps the old ones. A UserError if the name is unfit or in use, another process writes
-        the run, there is nothing to resume, the precision plan has changed, or permission is
-        missing; a StorageError if the disk is full.
+        file keeps the old ones.
+
+        Raises UserError if the name is unfit or in use, another process writes the run, there is
+        nothing to resume, the precision plan has changed, or permission is missing; StorageError if
+        the disk is full.
         """
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
         try:
@@ -152,7 +154,7 @@ class RunDirectory:
     def write_step(self, stats: StepStats, phase: Phase = "rl") -> None:
         """Append a step's metrics; a process killed after this call does not lose them.
 
-        ValueError if a metric is not registered, or the step is not after the last one.
+        Raises ValueError if a metric is not registered, or the step is not after the last one.
         """
         self._check_writable()
         position = (PHASE_ORDER[phase], stats.step)

@@ -26,7 +26,7 @@ _DAMAGED = "the file is damaged: repair or delete that line"
 def read_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list[Record], str]:
     """Return the objects of a file in order, and a note about a dropped last line, or "".
 
-    A missing file has none. A UserError if a line is damaged or does not fit the schema.
+    A missing file has none. Raises UserError if a line is damaged or does not fit the schema.
     """
     records: list[Record] = []
     try:

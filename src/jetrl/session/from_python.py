@@ -31,7 +31,7 @@ def settings_of(
     processes with the limits of [task]. Any other is called in this process, without limits.
 
     `data` is task.path, of which every column reaches the rewards, functions as in tasks/rewards.py
-    or names of checkers. A UserError names an argument or a setting that is unknown or wrong.
+    or names of checkers. UserError names an argument or a setting that is unknown or wrong.
     """
     if not isinstance(settings, Settings | str | Path | None):
         kind = type(settings).__name__

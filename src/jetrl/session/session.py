@@ -310,7 +310,7 @@ class Session:
     def update(self, step: Step) -> Step:
         """Train on the samples: packing, advantages, forward, backward, AdamW and requantize.
 
-        A MismatchError names the operation that differs; other errors are the trainer's.
+        MismatchError names the operation that differs; other errors are the trainer's.
         """
         number, phases = step.number, self.run.phases
         # The pages of the rollout make room for activations and gradients.
@@ -351,7 +351,7 @@ class Session:
     def record(self, step: Step) -> None:
         """Write the step: its rollouts, a checkpoint if due, its metrics, its line on the console.
 
-        A StorageError if one of them, or the checkpoint before, could not be written.
+        Raises StorageError if one of them, or the checkpoint before, could not be written.
         """
         number, run = step.number, self.run
         # The first and the last step keep their rollouts, whatever rollout.keep_every says.
@@ -380,7 +380,7 @@ class Session:
     def finish(self, out: str | Path | None = None) -> RunResult:
         """Export the model, also to `out` if given, and end the run.
 
-        KeyboardInterrupt or Terminated: a signal asked the run to stop, and its state is saved.
+        Raises KeyboardInterrupt or Terminated if a signal stops the run; its state is saved.
         """
         run = self.run
         # A stopped run saves its last whole step, then raises the signal that stopped it.

@@ -386,7 +386,7 @@ class TrackerSettings(Section):
 class Settings(Section):
     """The settings of a run, made by `loading.load_config` and written by `loading.to_toml`.
 
-    A UserError if a key is unknown, or a value is wrong or conflicts with another.
+    Raises UserError if a key is unknown, or a value is wrong or conflicts with another.
     """
 
     run: RunSettings = RunSettings()

@@ -185,8 +185,8 @@ class Mix(Task):
 def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) -> Task:
     """Return the task of a name, built with its options (`[task.options]` in a recipe).
 
-    A UserError if the task or an option is unknown (the nearest name is offered), a file does not
-    import or lacks the class (with file and line), or a package or data is missing.
+    Raises UserError if the task or an option is unknown (the nearest name is offered), a file does
+    not import or lacks the class (with file and line), or a package or data is missing.
     """
     options = with_path(options, path)
     if name.startswith("reasoning_gym:"):

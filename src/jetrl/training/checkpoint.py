@@ -222,7 +222,7 @@ class Checkpoints:
     def load(self, path: str | Path, policy: Model, optimizer: Optimizer) -> Loaded:
         """Load a checkpoint's master weights and optimizer state, bit for bit, into a model.
 
-        A UserError names each difference in plan, model or tensors, and has changed nothing.
+        Raises UserError for a difference in plan, model or tensors, having changed nothing.
         """
         # `latest` has just compared the checksums of the path that it returned.
         path, ranks = Path(path), self._ranks

@@ -76,7 +76,7 @@ class TrainedStep(NamedTuple):
 class Trainer:
     """An algorithm that trains a policy.
 
-    Of the settings it reads `algorithm`, `train`, rollout.{temperature, max_tokens} and loop.steps.
+    It reads `algorithm`, `train`, rollout.{temperature, max_tokens} and loop.steps of the settings.
     `extras` are other parts of training, in the order in which a step calls them; `calibration`
     moves the clips of the ratio, if the settings ask for that.
     """

@@ -130,7 +130,7 @@ class Scorer:
     def score(self, items: Sequence[tuple[Prompt, str | tuple[Turn, ...]]]) -> list[ScoredText]:
         """Return the scores of (prompt, completion text or turns) pairs, in their order.
 
-        A UserError if a prompt cannot be pickled; RunStopped if a worker cannot be started again.
+        Raises UserError if a prompt cannot be pickled, RunStopped if a worker cannot be restarted.
         """
         self.begin_step()
         return self.finish([self.begin(prompt, completion) for prompt, completion in items])
