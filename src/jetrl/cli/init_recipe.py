@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from jetrl.cli.train import add_gpu_arguments, check_gpu_arguments, planned_machine
 from jetrl.errors import UserError
+from jetrl.untrusted import files_named, trust_only
 
 if TYPE_CHECKING:
     from jetrl.memory.fitting import Way
@@ -102,9 +103,9 @@ def _fitting(
 
     others: list[Way] = []
     while True:
-        settings = load_config(None, words)
+        settings = load_config(None, words)  # all typed by hand
         try:
-            with contextlib.ExitStack() as stack:
+            with trust_only(files_named(settings.model_dump())), contextlib.ExitStack() as stack:
                 return check_run(settings, stack, False, machine), machine, words, others
         except DoesNotFitError as error:
             if not error.ways:

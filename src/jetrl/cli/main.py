@@ -46,8 +46,8 @@ COMMANDS = {
 # Commands that measure jetrl itself: only a checkout has them.
 IN_CHECKOUT = {"bench": "benchmarks.command", "study": "benchmarks.study.command"}
 
-# Commands that run the Python files of their recipe or settings; others only files typed by hand.
-RUN_USERS_FILES = ("train", "sft", "study", "init-recipe")
+# Commands that run the Python files named by their recipe; the others run only files typed by hand.
+RUN_USERS_FILES = ("train", "sft", "study")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
