@@ -36,10 +36,10 @@ def test_listing_has_good_and_damaged_runs(make_run):
         list_runs(good.parent / "none")
 
 
-def test_plot_overlays_runs(make_run, tmp_path):
-    runs = [make_run("a", steps=4), make_run("b", steps=60), make_run("c", steps=0)]
+def test_plot_overlays_runs(make_run, tmp_path, recwarn):
+    runs = [make_run("日🙂", steps=4), make_run("b", steps=60), make_run("c", steps=0)]
     out = plot_runs(runs, (), tmp_path / "plots" / "all.png")
-    assert out.read_bytes().startswith(b"\x89PNG")
+    assert (out.read_bytes()[:4], list(recwarn)) == (b"\x89PNG", [])
     for metric in ("policy/kl_ref", "nonsense"):
         with pytest.raises(UserError, match=f"metric {metric}: none of these runs has it; they"):
             plot_runs(runs, [metric], tmp_path / "out.png")

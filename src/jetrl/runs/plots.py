@@ -9,6 +9,7 @@ import io
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -379,7 +380,8 @@ def plot_runs(
     num_rows = math.ceil(len(names) / num_columns)
     width, height = PANEL_INCHES
     out = Path(out_png)
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # no font has it: a box stands for it
         size = (width * num_columns, height * num_rows + 0.4)
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(num_rows, num_columns, squeeze=False)
