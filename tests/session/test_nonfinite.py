@@ -88,8 +88,7 @@ def bad_swiglu(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_nan_forward_stops_the_run_names_the_operation_and_can_be_replayed(
     tmp_path: Path, bad_at: Any, bad_swiglu: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state = bad_at(2)
-    bad_swiglu(state)
+    bad_swiglu(bad_at(2))
     first = r"output of layers\.1\.swiglu, first in row 3"
     with pytest.raises(NonFiniteError, match=first) as stop:
         train(settings(tmp_path, "loop.steps=2"))
@@ -99,11 +98,14 @@ def test_a_nan_forward_stops_the_run_names_the_operation_and_can_be_replayed(
     assert [r["step"] for r in lines(run)] == [1]
     assert RunDirectory.open(run).rollout_steps() == [1, 2]
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-
+    for folder in ("replay-left", "checkpoints/.writing-step_000002"):  # of killed processes
+        (run / folder).mkdir()
+        (run / folder / "gone").symlink_to("nowhere")
     capsys.readouterr()
     again = ["replay", "--trust-task", str(run)]
     assert main(again) == 4  # the fault is still there: it happens again
     assert "output of layers.1.swiglu, first in row 3" in capsys.readouterr().out
+    assert not (run / "replay-left").exists()
     assert main([*again, "--json"]) == 4
     found = json.loads(capsys.readouterr().out)
     assert (found["finite"], found["step"]) == (False, 2)
@@ -196,8 +198,7 @@ def test_a_bad_weight_is_found_when_it_is_sampled_from(
 def test_the_warm_up_is_guarded_and_kept(
     tmp_path: Path, bad_swiglu: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = {"on": True}
-    bad_swiglu(state)
+    bad_swiglu({"on": True})
     message = r"sft/grad_norm is nan.*layers\.1\.swiglu.*Lower sft\.lr"
     words = (f"run.dir={tmp_path}/runs", "sft.steps=2", "sft.examples_per_step=4")
     with pytest.raises(NonFiniteError, match=message):

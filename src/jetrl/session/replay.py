@@ -17,6 +17,7 @@ from typing import Any
 
 from jetrl.errors import NonFiniteError
 from jetrl.precision import PrecisionPlan
+from jetrl.runs.attempts import RunLock, is_locked
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.storage import write_atomically
 from jetrl.session.nonfinite import REPLAY
@@ -45,9 +46,13 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
     # A run that ended with a NaN has no line of that step.
     last = max((line["step"] for line in run.metrics("rl")), default=0) + 1
     number = 0
+    for left in run.path.glob(f"{REPLAY}*"):
+        if not is_locked(left):  # of a replay that was killed
+            shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=REPLAY, dir=run.path) as folder:
+        lock, copy = RunLock(Path(folder)), Path(folder, f"{REPLAY}run")
         try:
-            with Session(_copied(run, Path(folder), preset, device), resume=True) as session:
+            with Session(_copied(run, copy, preset, device), resume=True) as session:
                 session.warm_up()
                 session.evaluate_start()
                 # The loop of jetrl.loop.train, up to the step that had no line.
@@ -59,6 +64,8 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
                     session.record(session.evaluate(step))
         except NonFiniteError as error:
             return number, str(error)
+        finally:
+            lock.release()
     return number, ""
 
 
@@ -79,6 +86,7 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
             }
         )
         plan = PrecisionPlan.from_settings(settings.precision, None).to_dict()
+    folder.mkdir()
     (folder / "config.toml").write_text(to_toml(settings), encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     # Lines are copied, since a resume cuts them; checkpoints and reference are linked.
@@ -86,7 +94,9 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
         shutil.copy(run.metrics_file, folder)
     for name in ("checkpoints", "reference"):
         if (run.path / name).is_dir():
-            shutil.copytree(run.path / name, folder / name, copy_function=_link)
+            # The run may be at work: what it has not completed may be gone in a moment.
+            ignore = shutil.ignore_patterns(".writing-*")
+            shutil.copytree(run.path / name, folder / name, ignore=ignore, copy_function=_link)
     if preset is not None:
         for file in (folder / "checkpoints").rglob(files.STATE_FILE):
             _set_plan(file.parent, plan)
