@@ -158,7 +158,7 @@ def step_row(
     }
     size, plan = world().size, flow.planned()
     peaks = slowest("the peaks of memory", {**update.peaks, **rollout.peaks})
-    planned = {name: getattr(plan, name) / 2**30 for name in ("rollout", "update")}
+    planned = {"rollout": plan.at("rollout") / 2**30, "update": plan.update / 2**30}
     return {
         **rollout_row(flow, choices, limit, rollout),
         "seconds": {name: round(seconds[name], 3) for name in PARTS if name in seconds},
