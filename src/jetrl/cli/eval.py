@@ -122,7 +122,7 @@ def _opened(args: argparse.Namespace, location: ModelLocation) -> Policy:
 
 
 class OneSet(NamedTuple):
-    """A set of prompts, with the settings of its evaluation."""
+    """The task whose prompts are evaluated, and how."""
 
     task: TaskSettings
     eval: EvalSettings

@@ -27,7 +27,7 @@ _FEW_SEQUENCES = 256  # Decode's graphs and logits take little for so many at on
 
 @dataclass(frozen=True)
 class Fitted:
-    """A memory plan that fits the `free` bytes of its device, with micro-batches of `tokens`."""
+    """A memory plan that fits in `free` bytes (None: unknown) with micro-batches of `tokens`."""
 
     plan: MemoryPlan
     tokens: int

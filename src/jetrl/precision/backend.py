@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Arithmetic(Protocol):
-    """A device's kernels, each with the bits of the public operation of its name."""
+    """The kernels of a device. Each has the name of a public operation, and gives its bits."""
 
     # precision.gemm
     def fp8_matmul(self, a: QTensor, b: QTensor, out_dtype: torch.dtype, /) -> Tensor: ...
@@ -150,7 +150,7 @@ def accelerator(device: torch.device | None = None) -> Backend | None:
 
 @functools.cache
 def backend_for(device: torch.device) -> Backend:
-    """Return the backend of a device; a UserError says why there is none."""
+    """Return the backend of a device. Raises UserError if jetrl has no kernels for it."""
     if device.type == "cuda" and torch.cuda.is_available():
         if (backend := accelerator(device)) is not None:
             return backend

@@ -281,7 +281,7 @@ class OrderedGradients(Gradients):
         return product, None
 
     def _stage(self, master: Tensor, rows: bool = False) -> _Stage:
-        """Return the stage of a master weight's products, or of its rows."""
+        """Return the stage that gathers a master weight's products, or the rows added to it."""
         return next(s for s in self._stages if s.master is master and (s.dtype is None) == rows)
 
     def _chunks(self, stage: _Stage) -> Tensor | None:

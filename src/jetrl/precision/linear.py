@@ -154,7 +154,7 @@ class Linear(nn.Module):
         return self.with_bias(y)
 
     def with_bias(self, product: Tensor) -> Tensor:
-        """Return the product plus the bias, if there is one, in the product's dtype."""
+        """Return a product [T, N] plus the layer's bias, if it has one, in the product's dtype."""
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 

@@ -177,7 +177,7 @@ class RowFactors:
 
 @dataclass(frozen=True)
 class OrderedNVFP4:
-    """A weight [N, K] in NVFP4, in the order of its device's kernels; 4.5 bits per value.
+    """An NVFP4 weight [N, K], 4.5 bits per value, laid out as its device's kernels read it.
 
     Attributes:
         codes: On Hopper int32 [N / 32 * K / 128 * 16, 32], as above; a unit's rows follow each

@@ -368,7 +368,7 @@ class Scheduler:
         return tuple(member.index for member in self._groups[sequence.index])
 
     def _share_prompt(self, donor: RunningSequence, sequence: RunningSequence) -> None:
-        """Let a sequence use the pages of the prompt that another member of its group holds."""
+        """Share the prompt's pages of `donor` with `sequence`, a sample of the same prompt."""
         sequence.pages = self.allocator.fork(donor.pages, len(donor.prompt))
         sequence.num_computed = len(donor.prompt)
 

@@ -36,7 +36,7 @@ Piece = tuple[str, str]
 
 
 class Console:
-    """The display of a run's RL steps, or of its supervised warm-up.
+    """Prints the progress of a run: RL steps, or supervised updates.
 
     Earlier attempts took `elapsed_s`. Completions are shown every `samples_every` steps; 0: never.
     """

@@ -22,7 +22,7 @@ Origins = dict[str, str]
 
 
 def origin(key: str, origins: Origins) -> str:
-    """Return the origin of a key, else of its section, else of something inside it."""
+    """Return where a key was set, else where its section or a key inside it was set."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):  # a.b.c, a.b, a
         if (prefix := ".".join(parts[:end])) in origins:

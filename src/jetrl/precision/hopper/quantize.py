@@ -329,7 +329,7 @@ def dithered_bf16(x: Tensor, name: str, first_row: int = 0) -> Tensor:
 
 
 def turned_weight(q: QTensor) -> QTensor:
-    """Return `q.mT` of a weight's 128 x 128 groups with bytes of its own, in DGrad's order."""
+    """Return the transpose of a weight's 128 x 128 groups, copied into the order DGrad reads."""
     num_rows, num_columns = q.shape
     assert q.block == (FP8_BLOCK, FP8_BLOCK), f"groups {q.block}"
     blocks, column_blocks = cdiv(num_rows, FP8_BLOCK), cdiv(num_columns, FP8_BLOCK)
