@@ -102,6 +102,6 @@ def test_a_run_holds_what_was_planned(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(again) == 1
     lines = (result.run_path / "metrics.jsonl").read_text().splitlines()
     last = [json.loads(line) for line in lines if "memory/update_peak_gib" in line][-1]
-    for phase, planned in (("rollout", plan.rollout), ("update", plan.update)):
+    for phase, planned in (("rollout", plan.at("rollout")), ("update", plan.update)):
         measured = last[f"memory/{phase}_peak_gib"] - before
         assert planned / GIB == pytest.approx(measured, rel=0.05)
