@@ -75,7 +75,7 @@ def prompt_tokens(policy: Any, count: int, length: int) -> list[list[int]]:
 
 
 def vllm_logprobs(
-    folder: Path, prompts: Sequence[Sequence[int]], kv_cache_dtype: str, memory: float
+    folder: Path, prompts: Sequence[Sequence[int]], kv_cache_dtype: str
 ) -> list[list[float]]:
     """Return vLLM's log-probs of the tokens of prompts, from the second on."""
     from vllm import LLM, SamplingParams
@@ -87,7 +87,8 @@ def vllm_logprobs(
         dtype="bfloat16",
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=max(map(len, prompts)) + 1,
-        gpu_memory_utilization=memory,
+        gpu_memory_utilization=0.1,  # what must be free; other programs may use the GPU
+        kv_cache_memory_bytes=2**30,
         enable_prefix_caching=False,
         enforce_eager=True,
     )
@@ -148,7 +149,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--side", choices=["both", "ours", "vllm"], default="both")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of our side")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
     parser.add_argument("--work", type=Path, default=Path("build/bench/vllm_export"))
     parser.add_argument("--out", type=Path, default=Path("build/bench/vllm_export.json"))
     args = parser.parse_args(argv)
@@ -162,9 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"{written}: no such file; run --side ours with the same --work first")
     set_environment()
     ours = json.loads(written.read_text(encoding="utf-8"))
-    theirs = vllm_logprobs(
-        args.work / "model", ours["prompts"], args.kv_cache_dtype, args.gpu_memory_utilization
-    )
+    theirs = vllm_logprobs(args.work / "model", ours["prompts"], args.kv_cache_dtype)
     rows = compare(ours["logprobs"], theirs)
     print_table(rows)
     command = command_typed("python -m benchmarks.vllm_export", argv)
