@@ -61,7 +61,7 @@ LIMIT_S = 900.0  # seconds that one command may take
 
 NOT_COMPARED = (  # what holds times, process numbers or pictures of both
     *("log.txt", "attempts.jsonl", "status.json", "hang.txt", "report.html", "plots/*"),
-    *(".lock", "*.lock", "*.pyc"),
+    *(".lock", "*.lock", "checkpointed.txt", "*.pyc"),
 )
 MEASURED = re.compile(r"(timing|throughput|memory)/")  # metrics that depend on the machine
 MEASURED_KEYS = {"metrics.jsonl": ("time",), "manifest.json": ("bytes", "sha256")}

@@ -38,7 +38,7 @@ def fake_run(folder: Path) -> Any:
         metrics_file=folder / "metrics.jsonl",
         rollouts_dir=folder / "rollouts",
         checkpoints_dir=folder / "checkpoints",
-        changed_settings={},
+        checkpointed_file=folder / "checkpointed.txt",
         truncate_after=lambda step: None,
         metrics=lambda phase: [{"step": 99}],
     )

@@ -6,6 +6,7 @@
       metrics.jsonl                 one line per step (docs/metrics.md)
       rollouts/step_NNNNNN.jsonl    the step's completions with their log-probs and rewards
       checkpoints/                  written by the trainer
+      checkpointed.txt              there once a checkpoint has been written
       log.txt                       Python logging, a header for each attempt
       attempts.jsonl                each start of the program, and how it ended
       status.json                   the current phase, or the phase in which it was killed
@@ -62,6 +63,7 @@ class RunDirectory:
         self.hang_file = path / "hang.txt"
         self.metrics_file = path / "metrics.jsonl"
         self.checkpoints_dir = path / "checkpoints"
+        self.checkpointed_file = path / "checkpointed.txt"
         self.rollouts_dir = path / "rollouts"
         self.changed_settings: dict[str, tuple[Any, Any]] = {}
         self.notes: list[str] = []
@@ -216,17 +218,11 @@ class RunDirectory:
         """Return the totals so far; console and time limit of a resumed run start from them."""
         return history_of(self.metrics(), read_attempts(self.path))
 
-    def had_checkpoint(self, every: int) -> bool:
-        """Return whether metrics and attempts prove that a checkpoint was written."""
-        # The second checkpoint waits until the first is complete. A step's line is written after
-        # its checkpoint has begun, a supervised update's line before: the line of the second
-        # checkpoint proves the first one in RL; in supervised training, the line after it does.
-        steps = [record["step"] for record in self.metrics("rl")]
-        updates = [record["step"] for record in self.metrics("sft")]
-        second = 2 * every
-        saved_twice = max(steps, default=0) >= second or max(updates, default=0) > second
+    def had_checkpoint(self) -> bool:
+        """Return whether a checkpoint was written, even if it is gone."""
+        # Older versions have left no such file; what has finished steps had a checkpoint.
         finished = any(attempt.state == "finished" for attempt in self.attempts())
-        return (every > 0 and saved_twice) or (finished and bool(steps))
+        return self.checkpointed_file.exists() or (finished and bool(self.metrics("rl")))
 
     def attempts(self) -> list[Attempt]:
         return read_attempts(self.path)
@@ -309,6 +305,7 @@ class RunDirectory:
             (killed_at_once or self.state() in ("failed", "stopped", "interrupted"))
             and not (self.metrics_file.is_file() and self.metrics_file.stat().st_size)
             and not any(folder.is_dir() and any(folder.iterdir()) for folder in left)
+            and not self.checkpointed_file.exists()
         )
 
     def _write_settings(self, settings: Settings, plan: dict[str, Any], resume: bool) -> None:

@@ -125,9 +125,6 @@ class RunConfig(Stored):
     class Loop(Stored):
         steps: Step | None = None
 
-    class Checkpoint(Stored):
-        every: Step = 0
-
     class Report(Stored):
         samples: Annotated[int, Field(ge=0, le=10**6)] = 0
 
@@ -138,7 +135,6 @@ class RunConfig(Stored):
     model: Model = Model()
     precision: Precision = Precision()
     loop: Loop = Loop()
-    checkpoint: Checkpoint = Checkpoint()
     report: Report = Report()
 
 

@@ -242,6 +242,9 @@ class RunCheckpoints:
         self._ranks.from_first("the run's lines", self._flush_lines)
         checkpoints.write(snapshot)
         self.ending_s = max(self.ending_s, 2 * (time.monotonic() - began))
+        if self._ranks.is_first:
+            with storing(self._run.checkpointed_file):
+                self._run.checkpointed_file.touch()
         # With a checkpoint of a step the warm-up is over, and its own are not needed.
         if checkpoints is self._steps:
             self.good_step = snapshot.step
@@ -290,10 +293,9 @@ class RunCheckpoints:
 
     def start_over(self) -> list[str]:
         """Forget the lines of a run without a checkpoint, which is begun from its start."""
-        every, _ = self._run.changed_settings.get("checkpoint.every", (self._settings.every, None))
 
         def forget() -> None:
-            if self._run.had_checkpoint(every):
+            if self._run.had_checkpoint():
                 raise UserError(
                     f"no checkpoint in {self._run.checkpoints_dir}, where there has been one: put "
                     "it back, or choose another run.name"
