@@ -15,7 +15,8 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +40,7 @@ from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.settings.loading import Settings, load_config
 from jetrl.training.micro_batches import MicroBatchSize, batch_logprobs
-from jetrl.training.packing import pack
+from jetrl.training.packing import pack, shares_prompts
 from jetrl.training.trainer import TrainedStep, Trainer
 from jetrl.types import Completion, Sample, SamplingParams
 
@@ -120,6 +121,7 @@ class Flow:
         self.peaks: dict[str, float] = {}
         self.captured = (0, 0.0)
         self.trainer: Trainer
+        self._warm = choices.warm_micro_batches or 2 * world().size
         self.chosen: Row = {"max_batch_size": batch_size, **choices.train}
         free = free_bytes(policy.device)
         on_gpu = policy.device.type == "cuda"
@@ -236,30 +238,44 @@ class Flow:
             graphs, seconds = capture_graphs(engine, count, load.prompt_length, longest, totals)
         self.captured = (self.captured[0] + graphs, self.captured[1] + seconds)
 
-    def synthetic(self, sequences: int, seed: int, one_prompt: bool = False) -> list[Sample]:
-        """Return samples of the load's lengths that nobody drew, without log-probs: one group."""
+    def synthetic(self, sequences: int, seed: int, each: int = 1) -> list[Sample]:
+        """Return samples of the load's lengths that nobody drew, without log-probs: one group.
+
+        Args:
+            each: Samples that share a prompt.
+        """
         load = self.load
-        longest = load.response_length
-        if one_prompt:
-            each = self.chosen["micro_batch_tokens"] // sequences
-            longest = max(1, min(longest, each - load.prompt_length))
-        sizes = (load.prompt_length, longest)
+        sizes = (load.prompt_length, load.response_length)
         prompts, answers = (
             Load(sequences, 1, size, 0).random_prompts(self.vocabulary, seed + place)
             for place, size in enumerate(sizes)
         )
-        if one_prompt:
-            prompts = prompts[:1] * sequences
-        zeros = (0.0,) * longest
+        prompts = [prompts[i // each] for i in range(sequences)]
+        zeros = (0.0,) * load.response_length
         completions = [Completion(tuple(answer), zeros, "length") for answer in answers]
         samples = make_samples(prompts, completions, random_rewards(len(completions), seed))
         return [replace(sample, group=0) for sample in samples]
 
-    def fit(self) -> None:
+    def of_each_size(self, shared: bool) -> Iterator[list[Sample]]:
+        """Yield samples of the first micro-batches of each size that the load is packed into."""
+        samples_each = self.load.samples if shared else 1
+        samples = self.synthetic(self.load.sequences, seed=2, each=samples_each)
+        shares = shares_prompts(self.trainer.settings.train.share_prompts, samples)
+        sizes = defaultdict[tuple[int, int], list[list[int]]](list)
+        for batch in pack(samples, self.chosen["micro_batch_tokens"], share_prompts=shares):
+            ids = batch.sample_ids.tolist()
+            sizes[len(ids), len({i // samples_each for i in ids})].append(ids)
+        for batches in sizes.values():
+            yield [samples[i] for ids in batches[: self._warm] for i in ids]
+
+    def fit(self, shared: bool = True) -> None:
         """Make the trainer with the largest micro-batch that fits, and have it make updates.
 
-        One of them is with the load's last, smaller micro-batch, which may have its own kernels, as
-        has one whose samples share their prompt.
+        The last ones have the sizes of the step's micro-batches, which may have kernels of their
+        own.
+
+        Args:
+            shared: Whether the samples of a prompt of the load share it.
         """
         load = self.load
         given, length = self._choices.tokens_per_micro_batch, load.length
@@ -269,11 +285,8 @@ class Flow:
         for checkpointing in (False, True) if recomputed is None else (recomputed == "true",):
             for count in counts:
                 if self._fits(count, checkpointing):
-                    if rest := load.sequences % count:
-                        self._train_on(self.synthetic(rest, seed=2), self.trainer)
-                    if self.trainer.settings.train.share_prompts:
-                        shared = self.synthetic(load.samples, seed=3, one_prompt=True)
-                        self._train_on(shared, self.trainer)
+                    for samples in self.of_each_size(shared):
+                        self._train_on(samples, self.trainer)
                     return
         raise OutOfMemoryStop(
             f"{self.policy.plan.name}: not even {counts[-1]} sequences of {length} tokens fit, "
@@ -311,8 +324,7 @@ class Flow:
         size = _Tried(tokens)
         trainer = Trainer(self.policy, settings, micro_batch_size=size)
         spare = torch.empty(_SPARE_BYTES, dtype=torch.uint8, device=self.policy.device)
-        warm = self._choices.warm_micro_batches or 2 * world().size
-        samples = self.synthetic(warm * count, seed=1)
+        samples = self.synthetic(self._warm * count, seed=1)
         try:
             for tried in (samples[:1], samples):
                 self._train_on(tried, trainer)

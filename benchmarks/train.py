@@ -62,7 +62,7 @@ def measure(
 ) -> Row:
     """Return the row of a plan."""
     flow = Flow(policy, load, choices)
-    flow.fit()
+    flow.fit(shared=False)
     samples = flow.synthetic(load.sequences, seed=2)
     old, logprobs = flow.timed("old_logprobs", lambda: flow.old_logprobs(samples))
     given = with_logprobs(samples, logprobs)

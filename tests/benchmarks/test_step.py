@@ -15,6 +15,7 @@ from tests.distributed.ranks import run_ranks
 
 from benchmarks import step_parts
 from jetrl.models.families import ModelConfig
+from jetrl.training import packing
 
 LOAD = Load(prompts=2, samples=2, prompt_length=20, response_length=12)
 CHOICES = Choices("tiny", "cpu", None, 1e-3, None, None, {})
@@ -65,9 +66,7 @@ def test_a_digest_of_parts_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch)
         other = tensor.clone()
         other.view(-1).view(torch.int32)[place] ^= 1
         assert tensor_digest("x", other) != whole
-    swapped = tensor.clone()
-    swapped[[0, 1]] = tensor[[1, 0]]
-    assert tensor_digest("x", swapped) != whole
+    assert tensor_digest("x", tensor[[1, 0, *range(2, len(tensor))]]) != whole
     for dtype in (torch.uint8, torch.bfloat16, torch.float8_e4m3fn):
         tensor_digest("x", torch.zeros(3, 4).to(dtype))
 
@@ -83,11 +82,24 @@ def test_a_step_has_the_same_digests_on_two_ranks() -> None:
     assert alone["digests"]["warm"] != alone["digests"]["step"]
     assert "exchange" not in alone
     for row in run_ranks(2, _step, TAIL, "unified", True):
-        assert row["digests"] == alone["digests"]
-        assert row["ranks"] == 2
+        assert (row["ranks"], row["digests"]) == (2, alone["digests"])
         assert row["compared_tokens"] == alone["compared_tokens"] == TAIL.drawn
         assert row["different"] == alone["different"] == 0
         assert "gather" in row["seconds"]
         assert row["exchange"]["rounds"] > 0
         assert row["exchange"]["gb_sent_a_round"] >= 0
         assert set(row["planned_gib"]) == {"rollout", "update"}
+
+
+def test_the_warm_up_has_every_size_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, sizes = packing.pack, list[set[tuple[int, int]]]()
+
+    def pack(*args: Any, **keywords: Any) -> list[packing.Batch]:
+        found = original(*args, **keywords)
+        sizes.append({(len(batch.sample_ids), len(set(batch.stem_ids))) for batch in found})
+        return found
+
+    monkeypatch.setattr(packing, "pack", pack)
+    choices = Choices("tiny", "cpu", 1, 1e-3, 720, None, {"share_prompts": "true"})
+    measure(policy_of("unified", choices), Load(5, 3, 128, 16), choices, 1e12)
+    assert {(12, 4), (3, 1)} == sizes.pop() <= set.union(*sizes)
