@@ -1,6 +1,7 @@
 r"""Load jetrl's export in vLLM, and compare log-probs of prompts with each of our plans.
 
     python -m benchmarks.vllm_export --model runs/mine --dtype bfloat16   a model, on texts of GSM8K
+    python -m benchmarks.vllm_export --model runs/demo --task arithmetic --prompts 500
     python -m benchmarks.vllm_export --shape tiny                         random weights
 
 Needs vLLM (0.26.0 was used) beside jetrl. Where one environment does not hold both, run the two
@@ -48,7 +49,7 @@ def write_ours(args: argparse.Namespace) -> None:
         policy = make_policy(args.shape, "jet", device, args.layers)
     else:
         policy = open_policy(args.model, "jet", device)
-    prompts = prompt_tokens(policy, args.prompts, args.tokens)
+    prompts = prompt_tokens(policy, args.task, args.prompts, args.tokens)
     export = args.work / "model"
     policy.save_pretrained(export, dtype=args.dtype, overwrite=True)
     del policy
@@ -59,21 +60,21 @@ def write_ours(args: argparse.Namespace) -> None:
             logprobs[plan] = [reader.logprobs([prompt])[0].tolist() for prompt in prompts]
         del reader
         print(f"{plan}: {sum(map(len, logprobs[plan]))} log-probs", flush=True)
-    written = {"prompts": prompts, "logprobs": logprobs}
+    written = {"model": args.model or args.shape, "prompts": prompts, "logprobs": logprobs}
     (args.work / "ours.json").write_text(json.dumps(written), encoding="utf-8")
 
 
-def prompt_tokens(policy: Any, count: int, length: int) -> list[list[int]]:
-    """Return prompts as token ids: texts of GSM8K, or random ids without a tokenizer."""
+def prompt_tokens(policy: Any, name: str, count: int, length: int) -> list[list[int]]:
+    """Return prompts with answers of a task as token ids, or random ids without a tokenizer."""
     if policy.tokenizer is None:
         draw = np.random.default_rng(0)
         return draw.integers(0, policy.config.vocab_size, (count, length)).tolist()
     from jetrl.tasks import get_task
 
-    task = get_task("gsm8k", format="text")
+    task = get_task(name, **({"format": "text"} if name == "gsm8k" else {}))
     rows = list(task.prompts("test"))[:count]
-    texts = [f"{row.text} {task.demonstration(row)}" for row in rows]
-    return [policy.tokenizer.encode(text)[:length] for text in texts]
+    encode = policy.tokenizer.encode
+    return [(encode(row.text) + encode(task.demonstration(row)))[:length] for row in rows]
 
 
 def vllm_logprobs(
@@ -150,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--model", help="a model or a run, in place of random weights")
+    parser.add_argument("--task", default="gsm8k", help="of a model's prompts (default: gsm8k)")
     parser.add_argument("--dtype", choices=["fp8", "bfloat16"], default="fp8", help="default: fp8")
     parser.add_argument("--prompts", type=int, default=16, help="default 16")
     parser.add_argument(
@@ -180,7 +182,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = command_typed("python -m benchmarks.vllm_export", argv)
     from vllm import __version__
 
-    write_results(args.out, "vllm_export", command, rows, vllm=__version__, export=args.dtype)
+    facts = {"vllm": __version__, "export": args.dtype, "model": ours["model"]}
+    write_results(args.out, "vllm_export", command, rows, **facts)
 
 
 if __name__ == "__main__":
