@@ -39,7 +39,7 @@ def fake_run(folder: Path) -> Any:
         rollouts_dir=folder / "rollouts",
         checkpoints_dir=folder / "checkpoints",
         checkpointed_file=folder / "checkpointed.txt",
-        truncate_after=lambda step: None,
+        truncate_after=lambda step: [],
         metrics=lambda phase: [{"step": 99}],
     )
 

@@ -109,11 +109,14 @@ def test_truncate_after_forgets_metrics_and_rollouts(create, synthetic):
             run.write_rollouts(step, synthetic.samples_of(step))
         before = run.metrics_file.read_bytes().splitlines()
     with create(resume=True) as run:
-        run.truncate_after(3)
+        assert run.truncate_after(3) == []
         assert run.metrics_file.read_bytes().splitlines() == before[:4]
         assert run.rollout_steps() == [1, 2, 3]
         run.write_step(StepStats(4, synthetic.metrics_of(4)))
         assert [r["step"] for r in run.metrics("rl")] == [1, 2, 3, 4]
+        assert run.truncate_after(5) == []
+        [lost] = run.truncate_after(9)
+        assert lost.endswith("jsonl has lost the lines of steps 5 to 8; it continues with step 9")
         run.truncate_after(2, phase="sft")
         assert run.metrics() == []
         assert run.rollout_steps() == []

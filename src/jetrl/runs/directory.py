@@ -21,6 +21,7 @@ process writes it.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 import tomllib
@@ -48,6 +49,8 @@ from jetrl.runs.storage import (
 from jetrl.settings.loading import Settings, to_toml
 from jetrl.settings.presets import PRESETS
 from jetrl.types import Sample, StepStats
+
+logger = logging.getLogger(__name__)
 
 PHASE_ORDER: dict[str, int] = {"sft": 0, "rl": 1}
 MAX_NAME = 120
@@ -192,10 +195,10 @@ class RunDirectory:
     def rollouts(self, step: int) -> list[Record]:
         return read_jsonl(self._rollouts_file(step), schemas.ROLLOUT_LINE)[0]
 
-    def truncate_after(self, step: int, phase: Phase = "rl") -> None:
+    def truncate_after(self, step: int, phase: Phase = "rl") -> list[str]:
         """Drop the metrics and rollouts after a step, and write the settings of the resumed run.
 
-        All RL steps come after the steps of the phase "sft".
+        All RL steps come after the steps of the phase "sft". Returns notes about lost lines.
         """
         self._check_writable()
         if self._new_config:
@@ -213,6 +216,12 @@ class RunDirectory:
             for written in self.rollout_steps():
                 if (PHASE_ORDER["rl"], written) > limit:
                     self._rollouts_file(written).unlink()
+        last = max((record["step"] for record in in_phase(kept, phase)), default=0)
+        if last >= step - 1:  # a run may be cut between checkpoint and line
+            return []
+        lost = f"{self.metrics_file} has lost the lines of steps {last + 1} to {step - 1}"
+        logger.warning("%s", note := f"{lost}; it continues with step {step}")
+        return [note]
 
     def history(self) -> RunHistory:
         """Return the totals so far; console and time limit of a resumed run start from them."""

@@ -77,8 +77,9 @@ class FollowedDirectory(RunDirectory):
         """Return the file that rank 0 writes the samples of a step to."""
         return self._rollouts_file(step)
 
-    def truncate_after(self, step: int, phase: Phase = "rl") -> None:
-        """Do nothing: rank 0 drops the lines after a step."""
+    def truncate_after(self, step: int, phase: Phase = "rl") -> list[str]:
+        """Return no notes: rank 0 drops the lines after a step."""
+        return []
 
 
 @contextlib.contextmanager

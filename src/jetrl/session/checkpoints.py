@@ -315,8 +315,8 @@ class RunCheckpoints:
         # Later checkpoints are damaged, or of a run that fell back: they go.
         self._steps.tidy(loaded.step)
 
-        def go_back() -> None:
-            self._run.truncate_after(loaded.step)
+        def go_back() -> list[str]:
+            lost = self._run.truncate_after(loaded.step)
             last = max((r["step"] for r in self._run.metrics("rl")), default=-1)
             metrics = loaded.extra.get("metrics")
             if last < loaded.step and metrics:  # the run was cut between checkpoint and line
@@ -324,16 +324,18 @@ class RunCheckpoints:
                     self._run.write_step(StepStats(loaded.step, metrics))
                 except ValueError as error:
                     raise UserError(f"{path}/state.json: extra.metrics: {error}") from None
+            return lost
 
-        world().from_first("the run's lines", go_back)
-        return loaded.step, notes
+        return loaded.step, notes + world().from_first("the run's lines", go_back)
 
     def load_supervised(self, model: Model, optimizer: Optimizer) -> tuple[int, list[str]]:
         """Resume supervised updates, as `load` does; 0 updates are done without a checkpoint."""
         if not self.in_supervised_updates:
             return 0, []
         _, loaded, notes = self._load(self._supervised, model, optimizer, "supervised update")
-        world().from_first("the run's lines", lambda: self._run.truncate_after(loaded.step, "sft"))
+        notes += world().from_first(
+            "the run's lines", lambda: self._run.truncate_after(loaded.step, "sft")
+        )
         return loaded.step, notes
 
     def _load(
