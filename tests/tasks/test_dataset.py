@@ -155,6 +155,8 @@ def test_a_checker_of_ones_own(tmp_path: Path) -> None:
         ([{"prompt": "?", "answer": [1]}], {}, r"line 1: field 'answer' .*not a text or a number$"),
         ([{"prompt": "?", "answer": [1]}], {"checker": "zero"}, 'options.answer = "" leaves it'),
         ([{"prompt": [{"role": "user"}], "answer": 1}], {}, "line 1: .*needs a role and a content"),
+        ([{"conversations": [{"from": "human", "value": "?"}]}], {}, "ShareGPT.* from to role"),
+        ([{"instruction": "?", "output": "5"}], {}, r"Alpaca rows: task\.options\.template="),
         (ROWS, {"template": "{queston}"}, r"line 1: no field 'queston'.*task.options.template"),
         (
             [{**ROWS[0], "id": 1}, {**ROWS[1], "id": 1}, ROWS[2] | {"id": 2}],

@@ -45,6 +45,12 @@ _USUAL = {
     "rejected": ("rejected",),
     "id": (),
 }
+_OTHER_FORMS = {  # rows that need options or other keys, by a field of theirs
+    "conversations": "; of ShareGPT rows rename conversations to messages, from to role (human to "
+    "user, gpt to assistant) and value to content",
+    "instruction": '; Alpaca rows: task.options.template="{instruction} {input}", and '
+    "task.options.answer=output, or task.options.demonstration=output for supervised training",
+}
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{(?=.*['"]role['"]\s*:)(?=.*['"]content['"]\s*:)""", re.S)
 
 
@@ -274,7 +280,8 @@ def _value(row: Row, field: str, where: str, why: str) -> Any:
     known = list(_paths(row))
     if field in known:
         raise UserError(f"{where}: field {field!r} is empty (null); fill it, or drop the row")
-    raise UserError(f"{where}: no field {field!r}{nearest(field, known)} ({why})")
+    form = next((hint for name, hint in _OTHER_FORMS.items() if name in row), "")
+    raise UserError(f"{where}: no field {field!r}{nearest(field, known)} ({why}){form}")
 
 
 def _paths(row: Row, above: str = "") -> Iterator[str]:
