@@ -176,6 +176,7 @@ def test_the_time_limit_leaves_a_checkpoint_and_says_so(
     assert jetrl([*words, "run.max_hours=1e-9"]) == 75
     assert jetrl([*words, "run.max_hours=none"]) == 0
     assert same(tmp_path / "run", uncut)
+    assert train(small("run.max_hours=1e-9", "loop.steps=1", name="done")).stopped == ""
 
 
 def test_the_time_limit_counts_what_a_checkpoint_takes_to_write(
@@ -189,7 +190,7 @@ def test_the_time_limit_counts_what_a_checkpoint_takes_to_write(
 
     before_call(Checkpoints, "write", 1, lambda: time.sleep(0.2), monkeypatch.setattr)
     monkeypatch.setattr(StopSignals, "check_time", told)
-    train(small("checkpoint.every=1", "checkpoint.background=false", "loop.steps=1"))
+    train(small("checkpoint.every=1", "checkpoint.background=false", "loop.steps=2"))
     assert seen[-1] > 0.4, "the last checkpoint and the export"
 
 

@@ -202,11 +202,12 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """Yield the number of each step to do, until the run is to stop after a step."""
-        stops = self.run.stops
-        while self.last_step.number < self.settings.loop.steps and not stops.decide():
+        stops, total = self.run.stops, self.settings.loop.steps
+        while self.last_step.number < total and not stops.decide():
             began = time.monotonic()
             yield self.last_step.number + 1
-            stops.check_time(time.monotonic() - began, self.run.checkpoints.ending_s)
+            if self.last_step.number < total:  # a run whose steps are all done is not cut
+                stops.check_time(time.monotonic() - began, self.run.checkpoints.ending_s)
 
     def draw_prompts(self, number: int) -> Step:
         """Begin a step: draw its prompts, in the order that data.order names.
