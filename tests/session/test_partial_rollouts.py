@@ -17,12 +17,11 @@ from jetrl.types import Prompt
 STATE = [["b", [[5, [1, 2], [-0.5, -0.25], "cancelled", "", [1, 1]]]]]
 
 
-def carrying(
-    *ids: str, oversample: float = 0.5, dynamic_sampling: bool = False, each: int = 1
-) -> PartialRollouts:
+def carrying(*ids: str, dynamic_sampling: bool = False, **given: float) -> PartialRollouts:
     prompts = [EncodedPrompt(Prompt(id=i, text=i), (1,)) for i in ids]
     policy = SimpleNamespace(plan=PrecisionPlan.preset("unified"))
-    words = [f"rollout.oversample={oversample}", f"rollout.samples_per_prompt={each}"]
+    rollout = {"oversample": 0.5, "samples_per_prompt": 1, **given}
+    words = [f"rollout.{key}={value}" for key, value in rollout.items()]
     settings = load_config("demo", [*words, "algorithm.name=reinforce_pp"])
     return PartialRollouts(settings, policy, prompts, 1, dynamic_sampling)
 
@@ -35,7 +34,9 @@ def test_the_state_comes_back_unless_a_prompt_is_gone() -> None:
     with pytest.raises(UserError, match=r"prompt 'b'.* does not have now"):
         carrying("a").load_state(STATE)
     with pytest.raises(UserError, match=r"resume with rollout\.samples_per_prompt=1$"):
-        carrying("b", each=2).load_state(STATE)
+        carrying("b", samples_per_prompt=2).load_state(STATE)
+    with pytest.raises(UserError, match=r"resume with rollout\.max_tokens=3 or more$"):
+        carrying("b", max_tokens=2).load_state(STATE)
 
 
 @pytest.mark.parametrize("oversample, more", [(0.5, 31), (1 / 64, 0), (0.0, -1)])

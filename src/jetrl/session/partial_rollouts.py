@@ -80,6 +80,7 @@ class PartialRollouts:
     ) -> None:
         self._prompts_per_step = settings.rollout.prompts_per_step
         self._samples_per_prompt = settings.rollout.samples_per_prompt
+        self._max_tokens = settings.rollout.max_tokens
         self._share = settings.rollout.oversample
         self._by_id = {encoded.prompt.id: encoded for encoded in prompts}
         ranks = ranks or world().size
@@ -204,9 +205,14 @@ class PartialRollouts:
             )
         # The oldest go first, whatever the number of ranks was.
         groups, size = [self._group(group) for group in state], len(self._waiting)
-        for count in {len(group.members) for group in groups} - {self._samples_per_prompt}:
-            setting = f"rollout.samples_per_prompt={count}"
-            raise UserError(f"the checkpoint has unfinished completions: resume with {setting}")
+        counts = {len(group.members) for group in groups} - {self._samples_per_prompt}
+        needed = [f"samples_per_prompt={count}" for count in counts]
+        members = [m for group in groups for m in group.members if not _is_complete(m)]
+        longest = max((len(member.completion.token_ids) for member in members), default=0)
+        if longest >= self._max_tokens:
+            needed.append(f"max_tokens={longest + 1} or more")
+        for key in needed:
+            raise UserError(f"the checkpoint has unfinished completions: resume with rollout.{key}")
         self._waiting = [groups[rank::size] for rank in range(size)]
 
     def _group(self, state: Any) -> Group:
