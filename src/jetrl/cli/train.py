@@ -325,6 +325,7 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
     """Yield settings and plans; raise the `UserError` of a run that would be refused."""
     from jetrl.memory.fitting import shown
     from jetrl.precision import PrecisionPlan
+    from jetrl.runs.directory import RunDirectory
     from jetrl.session.open import TrainingContext, check_pairs, check_run
     from jetrl.settings.loading import Settings, to_toml
 
@@ -347,14 +348,15 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
         machine = planned_machine(args, settings)
         yield f"# memory plan{_of_gpus(args, machine)}"
         if getattr(args, "task", None) == "reward":
-            checked: TrainingContext = check_pairs(settings, resume, machine)
+            checked: TrainingContext = check_pairs(settings, resume or None, machine)
         else:
-            checked = check_run(settings, stack, resume, machine)
+            checked = check_run(settings, stack, resume or None, machine)
     yield shown(checked.memory.plan, indent="#   ")
     yield from (f"# {note}" for note in checked.notes)
     unread = [*_unread(settings, resume), *["proofs on the GPU"] * (machine.device != "cpu")]
     if unread:
         yield f"# not checked: {', '.join(unread)}"
+    RunDirectory.check(settings, plan.to_dict(), resume)  # last: a name in use hides no plan
 
 
 def _of_gpus(args: argparse.Namespace, machine: Machine) -> str:
