@@ -61,15 +61,18 @@ def test_a_run_says_where_the_context_ends_and_how_long_the_proof_of_exactness_t
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Session(load_config("demo", words)) as session:
-        assert "rollout.max_tokens" not in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "rollout.max_tokens" not in out
+        assert "train.warmup_steps is above its 2 updates" in out
         assert "proven" not in session.context.loading  # on the CPU there is nothing to prove
     monkeypatch.setattr(opening, "require_exact", lambda _: 2.52)
-    long = [*words, "run.name=long", "rollout.max_tokens=251"]
+    long = [*words, "run.name=long", "rollout.max_tokens=251", "train.warmup_steps=2"]
     with Session(load_config("demo", long)) as session:
         assert session.context.loading.endswith(" s, exactness proven in 2.5 s")
     said = capsys.readouterr().out
     assert "rollout.max_tokens = 251: after the longest prompt, of 6 tokens" in said
     assert "has room for 250" in said
+    assert "warmup_steps" not in said, "the second of two updates has train.lr"
 
 
 @pytest.mark.parametrize("more", [[], ["sft.steps=2", "checkpoint.every=1"]])

@@ -170,7 +170,8 @@ def check_run(
     policy = build_policy(settings, plan, task.alphabet, "meta")
     prompts = encode_prompts(policy, task, task_settings.split, system_prompt=system_prompt)
     settings, epoch = with_steps(settings, prompts, task.weights)
-    notes.append(epoch)
+    updates = settings.loop.steps * settings.train.updates_per_step
+    notes += [epoch, *_short_warm_ups(settings, sft=settings.sft.steps, train=updates)]
     # Another task object is asked, since a task may give another answer each time.
     if settings.sft.steps:
         for _ in trained_examples(worked_answer, build_task(task_settings), policy, prompts):
@@ -249,9 +250,20 @@ def check_pairs(
     held_out = [preference_pair(task, model, encoded) for encoded in eval_prompts]
     pairs = [*trained_examples(preference_pair, build_task(task_settings), model, prompts)]
     equal = sum(better == worse for better, worse in pairs)
-    notes = [f"{equal} of {len(pairs)} pairs are the same completion twice and teach nothing"]
+    notes = _short_warm_ups(settings, sft=settings.sft.steps)
+    if equal:
+        notes += [f"{equal} of {len(pairs)} pairs are the same completion twice and teach nothing"]
     memory = planned(max(len(sequence) for pair in (*pairs, *held_out) for sequence in pair))
-    return RewardContext(model, task, prompts, memory, notes if equal else [], "", held_out)
+    return RewardContext(model, task, prompts, memory, notes, "", held_out)
+
+
+def _short_warm_ups(settings: Settings, **updates: int) -> list[str]:
+    """Return notes about sections whose learning rate still rises at the last of their updates."""
+    return [
+        f"{name}.warmup_steps is above its {count} updates: the learning rate never is {name}.lr"
+        for name, count in updates.items()
+        if 0 < count < getattr(settings, name).warmup_steps
+    ]
 
 
 def _check_place(
