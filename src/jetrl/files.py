@@ -46,8 +46,6 @@ class Stored(BaseModel):
 
 
 _SUBJECT = re.compile(r"^(Value error, |Input |String |List |Dictionary |Tuple )")  # of a message
-
-
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, MOST_SHOWN, MOST_SHOWN, 40
 

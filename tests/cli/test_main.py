@@ -130,9 +130,8 @@ def test_sys_exit_in_a_user_s_code_is_named(
     monkeypatch.setattr("jetrl.cli.export.run", lambda args: sys.exit(0))
     done = jetrl("export", "a", "b")
     assert done.code == 2
-    assert re.search(
-        r"sys\.exit\(\) ended the command: SystemExit: 0 \(.*test_main\.py, l", done.err
-    )
+    said = r"sys\.exit\(\) ended the command: SystemExit: 0 \(.*test_main\.py, l"
+    assert re.search(said, done.err)
 
 
 def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path: Path) -> None:

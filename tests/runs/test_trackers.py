@@ -72,11 +72,8 @@ def test_wandb_gets_run_and_metrics(fake_wandb, tmp_path):
 
 def test_the_project_is_the_setting_or_the_environment(fake_wandb, monkeypatch, tmp_path):
     run = fake_wandb()
-    for variable, setting, expected in (
-        (None, None, "jetrl"),
-        ("mine", None, "mine"),
-        ("mine", "set", "set"),
-    ):
+    cases = ((None, None, "jetrl"), ("mine", None, "mine"), ("mine", "set", "set"))
+    for variable, setting, expected in cases:
         monkeypatch.delenv("WANDB_PROJECT", raising=False)
         if variable:
             monkeypatch.setenv("WANDB_PROJECT", variable)

@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_prompts(words: Sequence[str], chat: bool) -> Iterator[Prompt]:
     """Yield prompts from the arguments, or from the lines of standard input with text."""
+    from jetrl.tasks.base import question_content
     from jetrl.types import Prompt
 
     texts = [" ".join(words)] if words else []
@@ -74,10 +75,7 @@ def _read_prompts(words: Sequence[str], chat: bool) -> Iterator[Prompt]:
     if not texts:
         raise UserError("no prompt: give one as an argument, or lines on standard input")
     for number, text in enumerate(texts):
-        if chat:
-            yield Prompt(id=str(number), messages=({"role": "user", "content": text},))
-        else:
-            yield Prompt(id=str(number), text=text)
+        yield Prompt(id=str(number), **question_content("chat" if chat else "text", text))
 
 
 def _as_text(prompt: Prompt, completion: Completion) -> str:

@@ -84,8 +84,10 @@ def add_gpu_arguments(parser: argparse.ArgumentParser, plan: str) -> None:
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help=memory)
 
 
-def check_gpu_arguments(args: argparse.Namespace) -> None:
+def check_gpu_arguments(args: argparse.Namespace, plans: bool = True) -> None:
     for name, value in (("--gpus", args.gpus), ("--gpu-memory", args.gpu_memory)):
+        if value is not None and not plans:
+            raise UserError(f"{name} goes with --dry-run: a run uses the GPUs that torchrun starts")
         if value is not None and not value > 0:
             raise UserError(f"{name} {value:g}: should be above 0")
 
@@ -179,10 +181,7 @@ def run(args: argparse.Namespace) -> int:
 
 def opened(args: argparse.Namespace) -> tuple[Settings, bool]:
     """Return the settings of `train` and `sft`, and whether the run is resumed."""
-    for name, value in (("--gpus", args.gpus), ("--gpu-memory", args.gpu_memory)):
-        if value is not None and not args.dry_run:
-            raise UserError(f"{name} goes with --dry-run: a run uses the GPUs that torchrun starts")
-    check_gpu_arguments(args)
+    check_gpu_arguments(args, plans=args.dry_run)
     resume = args.resume
     if not resume and started_by_torchrun():
         from jetrl.session import ranks

@@ -204,9 +204,7 @@ def _smallest(run: _Run, remedies: Sequence[Changes], always: Changes, free: int
     for count in range(len(remedies) + 1):
         found: dict[tuple[str, ...], Way] = {}
         for chosen in itertools.combinations(remedies, count):
-            changes = dict(always)
-            for remedy in chosen:
-                changes |= remedy
+            changes = dict(pair for r in (always, *chosen) for pair in r.items())
             keys = tuple(changes)
             twice = len(keys) < len(always) + sum(map(len, chosen))  # of one setting
             if not twice and keys not in found and (way := run.way(changes, free)):

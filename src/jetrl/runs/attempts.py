@@ -130,15 +130,8 @@ class RunLock:
 
 
 _held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
-
-
-def _release_in_child() -> None:
-    # A forked worker shares the lock, and would keep it after this process is killed.
-    for lock in _held_locks:
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
+# A forked worker shares the lock, and would keep it after this process is killed.
+os.register_at_fork(after_in_child=lambda: [*map(RunLock.release, _held_locks)])
 
 
 def _try_lock(file: IO[bytes], kind: int) -> bool:
@@ -205,7 +198,10 @@ def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Itera
     root.addHandler(handler)
     root.setLevel(min(previous_level or logging.INFO, logging.INFO))
     logging.captureWarnings(True)
-    quieted = [_quiet(logging.getLogger(name)) for name in LOUD_LIBRARIES]
+    loud = [logging.getLogger(name) for name in LOUD_LIBRARIES]
+    quieted = [(logger, logger.propagate, logger.handlers) for logger in loud]
+    for logger in loud:
+        logger.propagate, logger.handlers = True, []
     try:
         yield
     finally:
@@ -215,12 +211,6 @@ def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Itera
         root.setLevel(previous_level)
         root.removeHandler(handler)
         handler.close()
-
-
-def _quiet(logger: logging.Logger) -> tuple[logging.Logger, bool, list[logging.Handler]]:
-    before = (logger, logger.propagate, logger.handlers)
-    logger.propagate, logger.handlers = True, []
-    return before
 
 
 @contextmanager

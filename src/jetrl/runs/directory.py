@@ -50,8 +50,6 @@ from jetrl.settings.loading import Settings, to_toml
 from jetrl.settings.presets import PRESETS
 from jetrl.types import Sample, StepStats
 
-logger = logging.getLogger(__name__)
-
 PHASE_ORDER: dict[str, int] = {"sft": 0, "rl": 1}
 MAX_NAME = 120
 READING = "reading.txt"
@@ -220,7 +218,7 @@ class RunDirectory:
         if last >= step - 1:  # a run may be cut between checkpoint and line
             return []
         lost = f"{self.metrics_file} has lost the lines of steps {last + 1} to {step - 1}"
-        logger.warning("%s", note := f"{lost}; it continues with step {step}")
+        logging.getLogger("jetrl").warning("%s", note := f"{lost}; it continues with step {step}")
         return [note]
 
     def history(self) -> RunHistory:

@@ -96,9 +96,7 @@ def show_run(path: str | Path) -> str:
         rows.append(("now", f"{status.phase} of step {status.step} for {since}"))
     if history.num_sft_steps:
         rows.append(("supervised steps", count(history.num_sft_steps)))
-    for change in (history.reward, *history.evals):
-        if change is None:
-            continue
+    for change in filter(None, (history.reward, *history.evals)):
         ends = " -> ".join(metric_value(change.name, v) for v in (change.first, change.last))
         rows.append((change.name, f"{ends}  (step {change.first_step} to {change.last_step})"))
     if history.num_different is not None:
@@ -211,7 +209,8 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         rows.append((name, *cells))
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         base = next(run.settings[key][0] for run in runs if key in run.settings)
-        rows.append((key, *(_setting(run.settings.get(key, (base, base))[1]) for run in runs)))
+        values = (run.settings.get(key, (base, base))[1] for run in runs)
+        rows.append((key, *("unset" if v is None else as_override(v) for v in values)))
     return rows
 
 
@@ -297,10 +296,6 @@ def _reached(
         return f"{text} ({number(value / first[name])} of the first)"
     faster = first[name] / value if is_time else value / first[name]
     return f"{text} ({number(faster)} times as fast)"
-
-
-def _setting(value: Any) -> str:
-    return "unset" if value is None else as_override(value)
 
 
 def _exactly(value: float | None) -> str:

@@ -235,16 +235,12 @@ def _lines(key: str, title: str, unit: str, names: Mapping[str, str]) -> ChartOf
             finish(axes, unit, len(curves))
 
         form = percent if unit == "share" else number
-        ends = [f"{label} {_ends(values, form)}" for label, (_, values) in curves.items()]
+        ends = {label: curve[1][[0, -1][: len(curve[1])]] for label, curve in curves.items()}
+        shown = [f"{label} {' to '.join(map(form, values))}" for label, values in ends.items()]
         unit_text = "" if unit in ("share", "norm", "reward") else f" {unit}"
-        return Chart(key, title, "; ".join(ends) + unit_text, draw)
+        return Chart(key, title, "; ".join(shown) + unit_text, draw)
 
     return chart_of
-
-
-def _ends(values: np.ndarray, form: Callable[[float], str]) -> str:
-    first, last = form(values[0]), form(values[-1])
-    return f"{first} to {last}" if len(values) > 1 else first
 
 
 def _evaluation(records: Records) -> Chart | None:

@@ -109,7 +109,10 @@ def write_report(run_path: str | Path) -> Path:
     for old in plots.glob("*.png"):
         old.unlink(missing_ok=True)
     records, attempts, history = run.metrics(), run.attempts(), run.history()
-    config, plan = run.config(), run.plan()
+    config, formats = run.config(), run.plan()
+    for key, value in formats.items():
+        if isinstance(value, Mapping):
+            formats[key] = ", ".join(f"{name} = {field}" for name, field in value.items())
     charts = charts_of(records)
     for chart in charts:
         to_png(chart, plots / f"{chart.key}.png")
@@ -121,7 +124,7 @@ def write_report(run_path: str | Path) -> Path:
         section("Curves", figures(charts) if charts else no_step),
         _samples(run, config),
         _settings(run, config),
-        section("Precision plan", table(_plan_rows(plan), ("of plan.json", "format"))),
+        section("Precision plan", table(formats.items(), ("of plan.json", "format"))),
         _attempts(attempts),
         Html(
             f"<footer>Written by jetrl on {text(date(time.time()))} from {text(run.name)}"
@@ -291,15 +294,6 @@ def _settings(run: RunDirectory, config: Mapping[str, Any]) -> Html:
         table(rows, ("differs from the default", "this run", "default")) if rows else Html(""),
         folded("All settings (config.toml)", (run.path / "config.toml").read_text("utf-8")),
     )
-
-
-def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    def shown(value: Any) -> str:
-        if isinstance(value, Mapping):
-            return ", ".join(f"{key} = {field}" for key, field in value.items())
-        return str(value)
-
-    return [(key, shown(value)) for key, value in plan.items()]
 
 
 def _attempts(attempts: list[Attempt]) -> Html:

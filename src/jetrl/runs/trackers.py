@@ -103,9 +103,8 @@ def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(_OPENERS[name][0])
     except ImportError as error:
-        raise UserError(
-            f"trackers.names: {name} is not installed ({error}): pip install {name}"
-        ) from None
+        what = f"trackers.names: {name} is not installed ({error})"
+        raise UserError(f"{what}: pip install {name}") from None
 
 
 def _start(name: str, settings: TrackerSettings, path: Path, config: dict[str, Any]) -> Tracker:

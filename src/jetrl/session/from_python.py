@@ -34,20 +34,15 @@ def settings_of(
     or names of checkers. UserError names an argument or a setting that is unknown or wrong.
     """
     if not isinstance(settings, Settings | str | Path | None):
-        kind = type(settings).__name__
-        raise UserError(
-            f"settings: not {kind}; give a recipe's path or a Settings, or model= and so on"
-        )
-    # Settings of the arguments that are no sections.
-    overrides: list[str] = []
+        what = f"settings: not {type(settings).__name__}"
+        raise UserError(f"{what}; give a recipe's path or a Settings, or model= and so on")
     names = _names(() if rewards is None else rewards)
     own = _task_section(task, data, names, reward_weights)
     if names and not {"name", "path"} & own.keys() and settings is None:
         raise UserError("rewards: there is nothing to score; add data=, rows or their file")
     # A model by its name is an override, which puts a recipe's own config aside.
-    if isinstance(model, str | Path):
-        overrides.append(f"model.path={model}")
-    elif model is not None and not isinstance(model, Mapping):
+    overrides = [f"model.path={model}"] if isinstance(model, str | Path) else []
+    if not isinstance(model, str | Path | Mapping | None):
         raise UserError(f"model: not {type(model).__name__}; give its directory or hub name")
     # Sections, as they are or with these settings.
     tables = {"model": model, "data": data}

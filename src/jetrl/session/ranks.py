@@ -159,7 +159,9 @@ def end(
     Without `error`, no other rank can have caused it. `printed`: rank 0 has printed its message.
     """
     # This rank may have failed because another did: then that one is named.
-    trouble = peers().trouble() if _may_follow(error) else None
+    own = isinstance(error, UserError | RunStopped) and not isinstance(error, RankLost)
+    may_follow = isinstance(error, Exception | Terminated) and not own
+    trouble = peers().trouble() if may_follow else None
     if trouble is not None and trouble.rank != launched_rank():
         leave(trouble)
     # The others end by this account from here on.
@@ -201,12 +203,6 @@ def leave(trouble: Trouble) -> NoReturn:
         if rank == 0:
             meeting.told()
     exit_now(trouble.code)
-
-
-def _may_follow(error: BaseException | None) -> bool:
-    if isinstance(error, UserError | RunStopped):
-        return isinstance(error, RankLost)
-    return isinstance(error, Exception | Terminated)
 
 
 _BLOCK = 2**22  # words whose products are held at a time: 32 MiB
@@ -251,7 +247,8 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
         whole = {n: m.detach() for n, m in weights.masters.items() if n not in weights.shards}
         tensors |= {prefix + n: t for n, t in (weights.quantized_tensors() | whole).items()}
     # One number per tensor, made on its device: a copy to the host would take seconds.
-    factors = _factors(device)
+    mixed = torch.arange(1, _BLOCK + 1, device=device) * _FACTOR  # modulo 2**64
+    factors = (mixed ^ (mixed >> 29)) * _FACTOR | 1
     digests = torch.stack([_in_order(tensor, factors) for tensor in tensors.values()]).tolist()
     all_digests = world().gather("digests of the weights", digests)
     ranks = ranks_that_differ(all_digests)
@@ -265,11 +262,6 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
         f"{len(differing)} of {len(tensors)} weights {when}, first in {differing[0]}: a fault of a "
         "GPU, or a bug; continue with --resume"
     )
-
-
-def _factors(device: torch.device) -> Tensor:
-    mixed = torch.arange(1, _BLOCK + 1, device=device) * _FACTOR  # modulo 2**64
-    return (mixed ^ (mixed >> 29)) * _FACTOR | 1
 
 
 def _in_order(tensor: Tensor, factors: Tensor) -> Tensor:

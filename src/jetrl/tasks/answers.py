@@ -455,7 +455,8 @@ def same_value(gold: str, answer: str) -> bool:
     sympy = _sympy()
     sympy.core.random.seed(0)
     golds, answers = (_parse(_without_doubled_brackets(text)) for text in (gold, answer))
-    if not _verify(golds, answers):
+    verify = load_math_verify().verify
+    if not verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None):
         return bool(golds and answers) and _same_region(golds[0], answers[0])
     if gold == answer or not (len(golds) == len(answers) == 2):
         return True
@@ -470,11 +471,6 @@ def _without_doubled_brackets(text: str) -> str:
     while (fewer := _DOUBLED.sub(r"\1\2", plain)) != plain:
         plain = fewer
     return plain
-
-
-def _verify(golds: list[Any], answers: list[Any]) -> bool:
-    verify = load_math_verify().verify
-    return bool(verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def _parse(answer: str) -> list[Any]:

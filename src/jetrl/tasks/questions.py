@@ -74,11 +74,7 @@ class Gsm8k(Task):
     def self_test(self) -> list[tuple[Prompt, str, float | None]]:
         prompt = Prompt(id="self-test", text="6 * 3 = ?", answer="18")
         right = ("6 * 3 = 18\n#### 18", "so \\boxed{\\frac{36}{2}}")
-        return [
-            *((prompt, text, 1.0) for text in right),
-            (prompt, "#### 19", 0.0),
-            (prompt, "", 0.0),
-        ]
+        return [(prompt, text, float(text in right)) for text in (*right, "#### 19", "")]
 
     def _prompt(self, prompt_id: str, row: Row, where: str) -> Prompt:
         for field in ("question", "answer"):
@@ -248,11 +244,8 @@ class Benchmark(Task):
 
 def chosen_letter(completion: str) -> str | None:
     r"""Return the letter of the last `\boxed{B}`, else of the last `answer is B`."""
-    for pattern in (_BOX, _SAID):
-        letters = pattern.findall(completion)
-        if letters:
-            return str(letters[-1])
-    return None
+    letters = _BOX.findall(completion) or _SAID.findall(completion)
+    return str(letters[-1]) if letters else None
 
 
 def _column(row: Row, name: str, where: str) -> Any:

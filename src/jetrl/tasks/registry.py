@@ -114,8 +114,7 @@ class Mix(Task):
         if sum(self.weights.values()) <= 0:
             raise UserError("task.options.tasks: all weights are 0; at least one must be more")
         mixed = list(self.tasks.values())
-        splits = [split for split in mixed[0].splits if all(split in t.splits for t in mixed)]
-        self.splits = tuple(splits)
+        self.splits = tuple(s for s in mixed[0].splits if all(s in task.splits for task in mixed))
         self.max_turns = max(task.max_turns for task in mixed)
         alphabets = [task.alphabet for task in mixed if task.alphabet is not None]
         if len(alphabets) == len(mixed):

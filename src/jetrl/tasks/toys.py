@@ -349,15 +349,11 @@ class Program(WrittenOut):
 
     def draw(self, source: random.Random) -> str:
         first = "".join(f"{letter}{source.randrange(10)}" for letter in self.letters)
-        body = ",".join(
-            f"{letter}{source.choice('+-')}{source.choice(self._operands(letter))}"
-            for letter in self.letters
-        )
+        # An assignment adds or subtracts never the variable itself, and never 0.
+        others = {letter: self.letters.replace(letter, "") + "123456789" for letter in self.letters}
+        terms = (f"{a}{source.choice('+-')}{source.choice(others[a])}" for a in self.letters)
+        body = ",".join(terms)
         return f"{self.rounds:02d}*{first}:{body}="
-
-    def _operands(self, letter: str) -> str:
-        """Return what an assignment may add or subtract: never the variable itself, never 0."""
-        return self.letters.replace(letter, "") + "123456789"
 
     def solve(self, text: str, slip: Slip | None = None) -> list[str]:
         rounds, _, rest = text.rstrip("=").partition("*")
