@@ -117,7 +117,8 @@ def test_truncate_after_forgets_metrics_and_rollouts(create, synthetic):
         assert run.truncate_after(5) == []
         [lost] = run.truncate_after(9)
         assert lost.endswith("jsonl has lost the lines of steps 5 to 8; it continues with step 9")
-        run.truncate_after(2, phase="sft")
+        [lost] = run.truncate_after(2, phase="sft")
+        assert "steps 1 to 2; it continues with step 3" in lost
         assert run.metrics() == []
         assert run.rollout_steps() == []
 

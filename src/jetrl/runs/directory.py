@@ -215,10 +215,12 @@ class RunDirectory:
                 if (PHASE_ORDER["rl"], written) > limit:
                     self._rollouts_file(written).unlink()
         last = max((record["step"] for record in in_phase(kept, phase)), default=0)
-        if last >= step - 1:  # a run may be cut between checkpoint and line
+        following = step + (phase == "sft")  # an RL step's line may be only in its checkpoint
+        if last >= following - 1:
             return []
-        lost = f"{self.metrics_file} has lost the lines of steps {last + 1} to {step - 1}"
-        logging.getLogger("jetrl").warning("%s", note := f"{lost}; it continues with step {step}")
+        lost = f"{self.metrics_file} has lost the lines of steps {last + 1} to {following - 1}"
+        note = f"{lost}; it continues with step {following}"
+        logging.getLogger("jetrl").warning("%s", note)
         return [note]
 
     def history(self) -> RunHistory:
