@@ -260,7 +260,7 @@ def check_pairs(
 def _short_warm_ups(settings: Settings, **updates: int) -> list[str]:
     """Return notes about sections whose learning rate still rises at the last of their updates."""
     return [
-        f"{name}.warmup_steps is above its {count} updates: the learning rate never is {name}.lr"
+        f"{name}.warmup_steps is above its {count} updates: the rate never reaches {name}.lr"
         for name, count in updates.items()
         if 0 < count < getattr(settings, name).warmup_steps
     ]
