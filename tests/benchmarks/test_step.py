@@ -22,7 +22,6 @@ CHOICES = Choices("tiny", "cpu", None, 1e-3, None, None, {})
 
 
 def test_flops_of_a_step_by_hand() -> None:
-    """Every product of the tiny model, token by token."""
     config = ModelConfig.from_hf(SHAPES["tiny"])
     layer = 256 * (2 + 2 * 1) * 128 + 2 * 128 * 256 + 3 * 256 * 512
     layers, head = 2 * layer, 256 * 256

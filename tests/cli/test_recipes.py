@@ -50,7 +50,6 @@ def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_recipe_fits_the_gpus_that_it_asks_for(name: str, h200: None, jetrl: Callable) -> None:
-    """A recipe reads its model by the name on the hub, and its memory plan fits each GPU."""
     count = GPUS.get(name, 1)
     done = jetrl("train", name, "--dry-run", "run.device=cuda", *DATA, "--gpus", count)
     assert done.code == 0, done.err

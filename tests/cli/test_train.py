@@ -196,7 +196,6 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
 def test_a_real_run_from_the_command_line(
     jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The demo at its smallest: one update of each kind, then a sample from what it left."""
     monkeypatch.chdir(tmp_path)
     words = ["demo", *SMALL]
     done = jetrl("train", *words)

@@ -32,7 +32,6 @@ from jetrl.session import ranks
 def test_runs_that_cannot_begin_are_refused_once(
     words: list[str], message: str, tmp_path: Path
 ) -> None:
-    """All ranks end with code 2, and rank 0 alone prints one message."""
     ends = run_commands([["train", *own.split()] for own in words], tmp_path)
     assert [end.code for end in ends] == [2] * len(ends), ends
     assert all(end.out == "" for end in ends), ends

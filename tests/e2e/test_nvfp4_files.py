@@ -44,7 +44,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_exact_and_its_files_go_on(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run resumes, exports files that name the base, and merges into the values of the codes."""
     words = [*WORDS, *ADAPTER, f"model.path={base}", f"run.dir={tmp_path}", "run.name=run"]
     run = train(load_config("demo", words)).run_path
     train(load_config("demo", [*words, "loop.steps=2"]), resume=True)

@@ -109,7 +109,6 @@ FP8_LINEARS = LINEARS | {"partial": (960, 576, ((0, 576), (576, 192), (768, 192)
 @pytest.mark.parametrize("rank", [8, 32, 64])
 @pytest.mark.parametrize("linear", FP8_LINEARS)
 def test_a_product_with_an_adapter_has_the_bits_of_both(linear: str, rank: int) -> None:
-    """The adapter added before the product is written, against a pass over the written product."""
     n, columns, parts = FP8_LINEARS[linear]
     w = weight(rank, columns, parts, n)
     base, x = quantize_weight(random(n, columns, 7, 0.02)), random(1000, columns, 3)
@@ -173,7 +172,6 @@ def test_some_layers_have_adapters_and_others_none() -> None:
     [("unified", "qwen3"), ("unified", "smollm2"), ("mixed", "qwen3"), ("bf16", "qwen3")],
 )
 def test_gradients_follow_the_reference(preset: str, family: str) -> None:
-    """Gradients of the GPU and of the CPU agree to the noise of quantized and BF16 activations."""
     ours, theirs = (adapted_policy(preset, family, device) for device in ("cuda", "cpu"))
     if family == "smollm2":
         assert_gradients_are_as_far(ours, theirs, adapted_policy("fp32", family, "cpu"))
@@ -182,7 +180,6 @@ def test_gradients_follow_the_reference(preset: str, family: str) -> None:
 
 
 def test_updates_move_the_adapter_alone_and_graphs_read_it() -> None:
-    """The base has the bits that it had; graphs captured before an update read the new A and B."""
     p = adapted_policy()
     before = {name: t.clone() for name, t in p.weights.quantized_tensors().items()}
     engine, prompts = RolloutEngine(p), random_prompts(p, 5, 30, seed=3)

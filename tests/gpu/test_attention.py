@@ -399,7 +399,6 @@ def test_gradients_of_more_blocks_than_a_grid_is_high(
 def test_gradients_do_not_depend_on_how_much_of_ds_is_kept(
     gpu, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients have the same bits with all of dS kept or one key-value head's at a time."""
     lengths = [500, 1, 63, 129, 300, 1100]
     b = batch(gpu, lengths, 8, 2, 128, kv)
     tiles = gpu.QueryTiles.packed(b.starts, "cuda")

@@ -83,7 +83,6 @@ def test_plan_options_stay_exact(options: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("family", ["qwen3", "smollm2"])
 def test_gradients_follow_the_reference(preset: str, options: dict[str, str], family: str) -> None:
-    """Gradients of the GPU and of the CPU agree under the same weights, though not in bits."""
     on_cpu = policy(PrecisionPlan.preset(preset).replace(**options), family, "cpu")
     weights = {name: m.detach().clone() for name, m in on_cpu.master_weights().items()}
     on_gpu = Policy(on_cpu.config, on_cpu.plan, weights, "cuda")
@@ -158,7 +157,6 @@ def gradients_of(p: Policy) -> dict[str, torch.Tensor]:
 def test_the_fused_flow_has_the_bits_of_its_parts(
     name: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forward has the same bits fused and unfused, with and without gradients."""
     p = policy(PLANS[name], family)
     for master_name, master in p.master_weights().items():
         if master_name.endswith("bias"):

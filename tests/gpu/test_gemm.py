@@ -32,7 +32,6 @@ def backends(gemm) -> list[str]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_have_the_same_bits_at_every_m_and_in_all_libraries(gemm, kernels, shape) -> None:
-    """Ours takes the rows of a decode step; eagerly and replayed."""
     n, k = shape
     counts = [*ROWS, 4096, 16384] if shape in MANY_ROWS else ROWS
     x = random(counts[-1], k, 0)
@@ -133,7 +132,6 @@ def test_a_short_group_has_the_bits_of_one_filled_up_with_zeros(
 @pytest.mark.parametrize("rows", [1, 63, 129])
 @pytest.mark.parametrize("shape", [(384, 896), (960, 576)], ids=str)
 def test_close_to_the_exact_reference(gemm, kernels, shape, rows: int, scales: str) -> None:
-    """The error is at least 40 dB below the exact reference."""
     n, k = shape
     x, w = random(rows, k, 4), random(n, k, 5, 0.02)
     a, weight = kernels.quantize_rows(x, scales=scales), kernels.quantize_weight(w, scales=scales)

@@ -52,7 +52,6 @@ def test_gradient_of_the_logits(kernels) -> None:
 
 @pytest.mark.parametrize("rows", [1, 100, 333])
 def test_head_in_chunks_equals_the_whole(kernels, rows: int) -> None:
-    """Chunk sizes change no bit of log-probs; gradients are those of float64 within BF16."""
     vocabulary, width = 8192, 512
     g = torch.Generator("cuda").manual_seed(rows)
     hidden = torch.randn(rows, width, generator=g, device="cuda").bfloat16()

@@ -71,7 +71,6 @@ def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
 
 
 def test_a_run_holds_what_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 5% of the measured peak, in rollout and in update."""
     recipe = tmp_path / "r.toml"
     recipe.write_text("")
     settings = load_config(

@@ -45,7 +45,6 @@ def test_norm_and_codes_have_the_bits_of_the_reference(
 
 
 def test_extreme_rows(kernels) -> None:
-    """Zeros, one huge or large value, the largest and the smallest bfloat16, NaN and Inf."""
     x, _, weight = inputs(8, 1024)
     x[0], x[1, 7], x[2] = 0, 3e38, torch.finfo(torch.bfloat16).tiny
     x[3, 3], x[4, 4] = torch.nan, torch.inf

@@ -147,7 +147,6 @@ def test_the_parts_of_a_long_sum_are_added_in_order(hopper, shape: tuple[int, in
 def test_a_product_with_an_adapter_has_the_bits_of_both(
     hopper, linear: str, rank: int, form: str
 ) -> None:
-    """The adapter added before the product is written, and behind it, against a later pass."""
     n, k, parts = LINEARS[linear]
     adapter = adapter_weight(rank, k, parts, n)
     base = hopper_order(quantize_nvfp4(random(n, k, 13, 0.02)))

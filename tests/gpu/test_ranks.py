@@ -83,7 +83,6 @@ def test_rows_of_the_embedding_are_added_by_their_owners(size: int) -> None:
     "tokens, n, k", list(itertools.product([100, 4096], [512, 4096], [512, 12288]))
 )
 def test_a_product_added_in_the_gemm_is_the_sum(tokens: int, n: int, k: int) -> None:
-    """A sum made within the GEMM has the bits of one made afterwards, by the owner of the rows."""
     g = torch.Generator("cuda").manual_seed(0)
     dy = torch.randn(tokens, n, generator=g, device="cuda").bfloat16()
     x = torch.randn(tokens, k, generator=g, device="cuda").bfloat16()

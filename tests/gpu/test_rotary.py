@@ -73,7 +73,6 @@ def assert_stored(cache, expected) -> None:
 def test_codes_of_any_magnitude_are_the_quantizers(
     kernels, tokens: int, heads: int, groups: int, head_dim: int, scales: str, kv_format: str
 ) -> None:
-    """Standard deviations from 1e-30 to 1e3, groups of zeros, NaN and Inf, codes between two."""
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, heads + 2 * groups, head_dim, generator=g)
     x *= 10.0 ** torch.randint(-30, 4, (tokens, heads + 2 * groups, 1), generator=g)

@@ -32,7 +32,6 @@ def test_values_are_within_one_unit_of_the_reference(kernels, tokens: int) -> No
 @pytest.mark.parametrize("tokens", [1, 63, 129, 1000])
 @pytest.mark.parametrize("width", [192, 384])
 def test_all_forms_make_the_same_bits(kernels, tokens: int, width: int) -> None:
-    """The codes of forward and backward are the quantized BF16 result."""
     x = gate_up(tokens, width)
     y = kernels.swiglu_forward(x)
     assert_same(kernels.swiglu_quantize(x), quantize(y))

@@ -37,7 +37,6 @@ def quantized(p: Policy) -> list[QuantizedWeight]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_requantize_overwrites_in_place(preset: str) -> None:
-    """With the bits of a model that is made of the new master weights."""
     p = policy(preset)
     tensors = [tensor for weight in quantized(p) for tensor in weight.tensors()]
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -54,7 +53,6 @@ def test_requantize_overwrites_in_place(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_base_is_trained_around(preset: str) -> None:
-    """Weights that are not trained serve both sides, and have neither masters nor gradients."""
     whole = policy(preset)
     around = Policy(
         CONFIG, whole.plan, dict(RandomWeights(CONFIG, 0)), trains=lambda name: "norm" in name
@@ -81,7 +79,6 @@ def test_a_base_is_trained_around(preset: str) -> None:
 
 
 def test_a_base_is_read_one_tensor_at_a_time() -> None:
-    """A weight that is not trained is dropped before the next one is read."""
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
 

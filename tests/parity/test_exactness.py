@@ -87,7 +87,6 @@ def test_every_plan_option_stays_exact(options: dict[str, Any]) -> None:
 
 
 def test_a_base_in_nvfp4_is_exact() -> None:
-    """Weights in NVFP4 serve both sides, also after what is trained beside them has moved."""
     plan = PrecisionPlan.preset("unified").replace(base="nvfp4", last_layers_bf16=1)
     config = policy("unified").config
     p = Policy(config, plan, dict(RandomWeights(config, 0)), trains=lambda name: "norm" in name)

@@ -148,7 +148,6 @@ def test_rows_have_the_same_bits_in_any_batch_and_are_the_products_of_the_values
 
 
 def test_matrices_with_scales_of_their_own_are_stacked_as_they_are() -> None:
-    """Values, products and gradients are those of the matrices, which keep codes and scales."""
     weights = [matrix(rows, 256, std, rows) for rows, std in ((96, 0.02), (48, 3.0), (112, 1e-4))]
     parts = [quantize_nvfp4(weight) for weight in weights]
     whole = stacked_nvfp4(parts)

@@ -190,7 +190,6 @@ def test_a_resume_skips_a_damaged_checkpoint_and_ends_with_the_same_bits(
     same: Callable[[Path, Path], bool],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A file is cut short, has a flipped bit, is empty, or is gone."""
     DAMAGE[file](run / "checkpoints" / "step_000003" / file)
     code, text = doctor()
     assert code == 1

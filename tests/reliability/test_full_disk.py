@@ -95,7 +95,6 @@ def test_a_real_full_disk(small_words: list[str], tmp_path: Path) -> None:
 def test_a_disk_that_is_full_from_the_start(
     room: int, small_words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first file, a later one or the first rollouts do not fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:

@@ -90,7 +90,6 @@ def test_a_reply_that_leaves_no_room_cuts_the_completion_off(policy):
 
 
 def test_a_reply_that_is_no_text_for_the_model_ends_its_own_completion(policy):
-    """Half of a character, a character that the tokenizer lacks, and no text at all."""
     unusable = {1: "\ud83d", 3: "日", 8: ""}
     wanted, _ = generate(policy, Scripted(delay=2))
     script = Scripted()

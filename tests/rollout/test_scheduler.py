@@ -225,7 +225,6 @@ def test_steps_are_scheduled_before_the_draws_are_known():
 
 
 def test_preempted_sequences_share_the_prompt_again():
-    """A sequence that comes back shares the prompt of another sample that still holds the pages."""
     simulation = simulate([40], n=6, max_tokens=60, pages=25, page_size=4, stop_chance=0.04)
     simulation.run()
     preemptions = simulation.scheduler.num_preemptions

@@ -185,7 +185,6 @@ def test_a_row_takes_the_draft_of_the_text_first(policy):
 
 
 def test_the_head_begins_at_the_state_of_the_last_token_drawn(policy, monkeypatch):
-    """A slot's hidden state is the one that the trainer's forward has at that token."""
     head = trained_head(policy)
     seen = []
     draft = head.draft

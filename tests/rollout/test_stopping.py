@@ -87,7 +87,6 @@ def test_keys_follow_the_content_and_not_the_call():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_draws_taken_in_together_end_where_they_end_one_by_one(seed):
-    """Several forwards' draws at once: the same tokens, text and reason, however they are cut."""
     rng = random.Random(seed)
     alphabet = ["a", "b", "\n", "é", "漢", "😀", "END", " "]
     for number in range(150):

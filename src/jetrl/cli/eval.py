@@ -198,9 +198,8 @@ def _own_settings(args: argparse.Namespace) -> Settings:
 
     run = find_model(Path(args.model)).run
     if run is None:
-        raise UserError(
-            f"{args.model} is not a run directory, so there is no task to evaluate: add --task NAME"
-        )
+        what = f"{args.model} is not a run directory"
+        raise UserError(f"{what}, so there is no task to evaluate: add --task NAME")
     return load_config(run / "config.toml")
 
 

@@ -50,9 +50,8 @@ def encode_prompt(
     """
     where = f"prompt {prompt.id!r}"
     if tokenizer is None:
-        raise UserError(
-            f"{where}: the model has no tokenizer; set model.tokenizer to a directory that has one"
-        )
+        what = f"{where}: the model has no tokenizer"
+        raise UserError(f"{what}; set model.tokenizer to a directory that has one")
     if prompt.messages is not None:
         token_ids = _encode_messages(tokenizer, prompt.messages, system_prompt, where, plain_text)
     elif system_prompt is not None:

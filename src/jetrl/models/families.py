@@ -214,9 +214,8 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     values = [] if value is None else value if isinstance(value, list | tuple) else [value]
     for item in values:
         if type(item) is not int or not 0 <= item < _MOST_TOKENS:
-            raise UserError(
-                f"{where} = {shown_value(value)}: give a token id or a list of token ids"
-            )
+            what = f"{where} = {shown_value(value)}"
+            raise UserError(f"{what}: give a token id or a list of token ids")
     return tuple(values)
 
 
@@ -241,9 +240,8 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
         if count != 1:
-            raise UserError(
-                f"config.json: {count} labels; a reward model or critic has one (num_labels = 1)"
-            )
+            what = f"config.json: {count} labels"
+            raise UserError(f"{what}; a reward model or critic has one (num_labels = 1)")
     return family, "score" if scores else "lm"
 
 

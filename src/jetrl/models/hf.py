@@ -244,9 +244,8 @@ class _StoredWeights(nvfp4_files.CodedWeights):
                 file = self._directory / hf_files.INDEX if len(files) > 1 else min(files)
                 file = next((self._files[name] for name in names if name in self._files), file)
                 tie = "; is tie_word_embeddings true?" if part.name == "lm_head.weight" else ""
-                raise UserError(
-                    f"{file}: tensor {missing[0]} {list(part.shape)} is missing; {asks}{tie}"
-                )
+                what = f"{file}: tensor {missing[0]} {list(part.shape)} is missing"
+                raise UserError(f"{what}; {asks}{tie}")
             used |= {*names}
         unread = () if self._layout is None else self._layout.unread
         ignored = (*_IGNORED_SUFFIXES, *unread)

@@ -20,9 +20,8 @@ from jetrl.memory.out_of_memory import release
 try:
     from cuda.bindings import driver
 except ModuleNotFoundError as error:
-    raise UserError(
-        f"sampling on a GPU needs the package cuda-bindings ({error}): pip install cuda-bindings"
-    ) from error
+    what = f"sampling on a GPU needs the package cuda-bindings ({error})"
+    raise UserError(f"{what}: pip install cuda-bindings") from error
 
 
 @dataclass

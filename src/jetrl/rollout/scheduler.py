@@ -192,7 +192,9 @@ class Scheduler:
                 copies.append(copy)
             # A prefill draws only where its chunk ends with the last known token.
             ends = start + length == len(sequence.prompt) + len(sequence.generated)
-            draws = self._draws(sequence) if ends or not prefills else ()
+            # At the start the whole group draws from the prompt's logits.
+            drawing = [sequence] if sequence.started else self._groups[sequence.index]
+            draws = tuple(s.index for s in drawing) if ends or not prefills else ()
             chunks.append(Chunk(sequence.index, start, length, draws, written - length))
             sequence.num_computed += length
             sequence.num_extra += length * (most - 1)
@@ -360,12 +362,6 @@ class Scheduler:
 
     def _leads(self, sequence: RunningSequence) -> bool:
         return self._groups[sequence.index][0] is sequence
-
-    def _draws(self, sequence: RunningSequence) -> tuple[int, ...]:
-        """Return the sequences that draw from a sequence's logits: at the start its whole group."""
-        if sequence.started:
-            return (sequence.index,)
-        return tuple(member.index for member in self._groups[sequence.index])
 
     def _share_prompt(self, donor: RunningSequence, sequence: RunningSequence) -> None:
         """Share the prompt's pages of `donor` with `sequence`, a sample of the same prompt."""

@@ -42,11 +42,6 @@ _STEP = 64  # rows of the inner loops
 _LINES = 64  # of a program that scales keys: 8 KB of codes, 16 KB written
 
 
-def part_bytes(head_dim: int) -> int:
-    """Return the bytes of the sums of dK and dV of one part of a key-value head."""
-    return 2 * BACKWARD_KEYS * head_dim * 4
-
-
 @triton.jit(do_not_specialize=["first_group", "num_groups"])
 def add_parts_kernel(
     sums_ptr, dk_ptr, dv_ptr, divided_ptr, scale, first_group, num_groups,
@@ -429,7 +424,7 @@ def attention_backward(
     # even one fits, dQ is computed from the start. A kernel takes no None, so other tensors stand
     # for those that it does not read.
     k_scales, v_scales = (delta if s is None else s for s in (codes.k_scales, codes.v_scales))
-    of_parts = tiles.num_parts * part_bytes(head_dim)
+    of_parts = tiles.num_parts * 2 * BACKWARD_KEYS * head_dim * 4
     at_once = STORED_DS_BYTES // (group * tiles.stored_tiles * DS_TILE_BYTES + of_parts)
     store, count = at_once > 0, min(groups, max(1, at_once)) if at_once else groups
     q_rows, do_rows = rows(q), rows(do)

@@ -56,7 +56,10 @@ def backward_lists(runs: Sequence[Run]) -> BackwardLists:
         if run.stem >= 0:
             first_block[i] = sum(branch.query_blocks for branch in branches[run.stem])
             branches[run.stem].append(run)
-    most = _most_blocks_of_a_part(runs)
+    # The maximum blocks of queries in a part: the longest sequence's, with its stem.
+    stems = (runs[r.stem].query_blocks if r.stem >= 0 else 0 for r in runs)
+    longest = max((r.query_blocks + s for r, s in zip(runs, stems, strict=True)), default=0)
+    most = max(longest, _FEWEST_OF_A_PART)
     with_branches = [0] * len(runs)  # of each stem, its first tile of dS with its branches
     num_blocks = [sum(branch.query_blocks for branch in of_stem) for of_stem in branches]
     work: list[tuple[int, tuple[int, ...]]] = []  # of each entry of key_tiles its blocks of queries
@@ -120,12 +123,3 @@ def _key_tiles(
         first += count
     lists.num_parts += len(parts) if divided else 0
     return entries
-
-
-def _most_blocks_of_a_part(runs: Sequence[Run]) -> int:
-    """Return the maximum blocks of queries in a part: the longest sequence's, with its stem."""
-    longest = max(
-        (r.query_blocks + (runs[r.stem].query_blocks if r.stem >= 0 else 0) for r in runs),
-        default=0,
-    )
-    return max(longest, _FEWEST_OF_A_PART)

@@ -93,9 +93,8 @@ class Learner(Extra):
                 )
         updates = tensors.get("updates", torch.tensor(-1))
         if updates.numel() != 1 or updates.is_floating_point() or int(updates) < 0:
-            raise UserError(
-                f"{self.name}.safetensors of the checkpoint has no count of updates: it is damaged"
-            )
+            what = f"{self.name}.safetensors of the checkpoint has no count of updates"
+            raise UserError(f"{what}: it is damaged")
         moments = {n.removeprefix("adamw."): tensors[n] for n in tensors if n.startswith("adamw")}
         self.optimizer.load_state(moments, int(updates))
         with torch.no_grad():
