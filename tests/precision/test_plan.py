@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tests.training.shared import config
 
 from jetrl.errors import UserError
+from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.precision_section import PrecisionSettings
 from jetrl.settings.presets import key_and_value_formats
@@ -78,12 +81,22 @@ def test_keys_and_values_have_the_formats_that_are_named(kv: str) -> None:
     assert kv == (keys if keys == values else f"{keys}+{values}")
 
 
-@pytest.mark.parametrize("kv", ["int4", "fp8+fp8", "int8+"])
-def test_unknown_formats_of_keys_and_values_are_named(kv: str) -> None:
-    with pytest.raises(UserError, match=rf"precision.kv = '{re.escape(kv)}': use one of .*int8"):
-        PrecisionPlan.preset("unified").replace(kv=kv)
-    with pytest.raises(ValidationError, match="int8"):
-        PrecisionSettings(preset="unified", kv=kv)
+WRONG = [*(("kv", kv) for kv in ("int4", "fp8+fp8", "int8+")), ("lm_head", "fp16")]
+
+
+@pytest.mark.parametrize("field, value", [*WRONG, ("last_layers_bf16", -1)])
+def test_wrong_fields_are_named(field: str, value: Any) -> None:
+    shown = re.escape(repr(value))
+    with pytest.raises(UserError, match=rf"precision.{field} = {shown}: should be .*('int8'|to 0)"):
+        PrecisionPlan.preset("unified").replace(**{field: value})
+    with pytest.raises(ValidationError, match=field):
+        PrecisionSettings(preset="unified", **{field: value})
+
+
+def test_a_model_takes_a_preset_by_its_name() -> None:
+    with pytest.raises(UserError, match="precision preset 'fp8': use one of fp32, bf16"):
+        Policy.from_config(config(), "fp8")
+    assert Policy.from_config(config(), "bf16", device="meta").plan == PrecisionPlan.preset("bf16")
 
 
 def test_a_base_in_nvfp4_stands_for_fp8_on_both_sides() -> None:

@@ -7,7 +7,7 @@ both sides of the flow read (`models.weights`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -22,7 +22,7 @@ from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.nvfp4_files import CodedWeights, check_base
-from jetrl.models.packed import Stems, token_positions, upload
+from jetrl.models.packed import Stems, as_token_ids, token_positions, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.tiny import RandomWeights
 from jetrl.models.weights import Weights
@@ -96,14 +96,17 @@ class Model:
     def from_pretrained(
         cls,
         path: str | Path,
-        plan: PrecisionPlan,
+        plan: PrecisionPlan | str,
         device: str | torch.device = "cpu",
         frozen: bool = False,
         adapter: Adapter | None = None,
         trains: Callable[[str], bool] | None = None,
     ) -> Self:
-        """Return the model of a Hugging Face directory; a UserError names a bad file or tensor."""
-        config = hf.model_config(path)
+        """Return the model of a Hugging Face directory; a UserError names a bad file or tensor.
+
+        `plan` is a plan or a preset's name.
+        """
+        plan, config = PrecisionPlan.preset(plan), hf.model_config(path)
         if config.head != cls.head:
             heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
             has, needs = heads[config.head], heads[cls.head]
@@ -122,14 +125,14 @@ class Model:
     def from_config(
         cls,
         config: Mapping[str, Any],
-        plan: PrecisionPlan,
+        plan: PrecisionPlan | str,
         seed: int = 0,
         device: str | torch.device = "cpu",
         tokenizer: PreTrainedTokenizerBase | None = None,
         adapter: Adapter | None = None,
     ) -> Self:
         """Return a model with random weights; those of a seed differ between a CPU and a GPU."""
-        model = ModelConfig.from_hf(config)
+        plan, model = PrecisionPlan.preset(plan), ModelConfig.from_hf(config)
         check_device(model, plan, torch.device(device))  # the weights are made on it
         weights = RandomWeights(model, seed, device)
         return cls(model, plan, weights, device, tokenizer, adapter=adapter)
@@ -221,17 +224,14 @@ class Model:
         if self._offloaded:
             self.decoder.move(torch.device("cpu"))
 
-    def check_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Raise a UserError that names the first sequence that this model cannot process."""
-        limit, vocabulary = self.config.max_position_embeddings, self.config.vocab_size
+    def check_sequences(self, sequences: Iterable[Iterable[int]]) -> list[list[int]]:
+        """Return token ids; a UserError names the first sequence that the model cannot process."""
+        limit, checked = self.config.max_position_embeddings, []
         for index, sequence in enumerate(sequences):
-            if not 1 <= len(sequence) <= limit:
-                raise UserError(
-                    f"sequence {index} has {len(sequence)} tokens; the model takes 1 to {limit}"
-                )
-            if min(sequence) < 0 or max(sequence) >= vocabulary:
-                bad = next(t for t in sequence if not 0 <= t < vocabulary)
-                raise UserError(f"sequence {index}: token id {bad} is outside [0, {vocabulary})")
+            checked.append(as_token_ids(sequence, f"sequence {index}", self.config.vocab_size))
+            if not 1 <= (size := len(checked[-1])) <= limit:
+                raise UserError(f"sequence {index} has {size} tokens; the model takes 1 to {limit}")
+        return checked
 
 
 def check_device(

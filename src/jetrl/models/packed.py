@@ -12,14 +12,30 @@ and the places of the other rows' results.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.errors import UserError
 from jetrl.types import Batch
+
+
+def as_token_ids(tokens: Iterable[int], where: str, vocab_size: int) -> list[int]:
+    """Return the token ids in a list, an array or a tensor; a UserError names what is none."""
+    try:
+        token_ids = [operator.index(token) for token in tokens]
+    except TypeError:
+        what = "a list of token ids (`generate` takes a text or a Prompt, too)"
+        raise UserError(f"{where}: {tokens!r:.80} is not {what}") from None
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            what = f"{where}: token id {token} is outside the vocabulary [0"
+            raise UserError(f"{what}, {vocab_size})")
+    return token_ids
 
 
 def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

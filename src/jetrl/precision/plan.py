@@ -12,14 +12,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
-from jetrl.errors import UserError
-from jetrl.files import checked, shown_value
+from jetrl.errors import UserError, named
+from jetrl.files import checked, problem_of, shown_value
 from jetrl.settings import presets
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
+from jetrl.settings.section import NonNegative
+
+
+@functools.cache
+def _schemas() -> dict[str, Any]:
+    hints = get_type_hints(PrecisionPlan, include_extras=True)
+    return {name: TypeAdapter(hint) for name, hint in hints.items()}
 
 
 @dataclass(frozen=True)
@@ -119,8 +126,8 @@ class PrecisionPlan:
     lm_head: presets.Format
     grad_output: presets.GradFormat = "e4m3"
     scales: presets.ScaleRule = "fp32"
-    first_layers_bf16: int = 0
-    last_layers_bf16: int = 0
+    first_layers_bf16: NonNegative = 0
+    last_layers_bf16: NonNegative = 0
     wgrad_input: WGradInput = "128x128"
     pinned_sums: bool | None = None
     sampler_deviation: SamplerDeviation = NO_DEVIATION
@@ -128,9 +135,11 @@ class PrecisionPlan:
     bf16_rounding: presets.BF16Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        if self.kv not in get_args(presets.KVFormat):
-            formats = ", ".join(get_args(presets.KVFormat))
-            raise UserError(f"precision.kv = {self.kv!r}: use one of {formats}")
+        for name, schema in _schemas().items():
+            try:
+                schema.validate_python(getattr(self, name), strict=True)
+            except ValidationError as error:
+                raise UserError(problem_of(error, f"precision.{name}")) from None
         own = self.sampler_deviation
         alike = self.rollout_linear == self.train_linear == "fp8" and own.linears is None
         if self.base == "nvfp4" and (own.weights_through_bf16 or not alike):
@@ -155,10 +164,13 @@ class PrecisionPlan:
             raise UserError("precision.grad_output = int8 needs precision.preset = int8")
 
     @staticmethod
-    def preset(name: str) -> PrecisionPlan:
-        """Return the plan of a preset (`jetrl.settings.presets`); UserError for any other name."""
-        if name not in presets.PRESETS:
-            raise UserError(f"precision preset {name!r}: use one of {', '.join(presets.PRESETS)}")
+    def preset(name: Any) -> PrecisionPlan:
+        """Return a preset's plan (`jetrl.settings.presets`), or a plan; else UserError."""
+        if isinstance(name, PrecisionPlan):
+            return name
+        if name not in [*presets.PRESETS]:  # which may be no text
+            what = f"precision preset {shown_value(name)}"
+            raise UserError(f"{what}: use one of {', '.join(presets.PRESETS)}")
         deviation = SamplerDeviation(**presets.PRESET_DEVIATIONS.get(name, {}))
         return PrecisionPlan(name, **presets.PRESETS[name]._asdict(), sampler_deviation=deviation)
 
@@ -260,7 +272,7 @@ class PrecisionPlan:
 
     @property
     def without_base(self) -> PrecisionPlan:
-        """The plan of a critic and of a reward model, which are not the base of an adapter."""
+        """The plan of a critic and of a reward model, which have no base."""
         return dataclasses.replace(self, base="fp8")
 
     def linear_formats(self, layer: int, num_layers: int) -> dict[Side, presets.LinearFormat]:
@@ -305,10 +317,8 @@ class PrecisionPlan:
         Raises UserError if the fields are not those of a preset with its options changed.
         """
         name = fields.get("name")
-        if not isinstance(name, str) or name not in presets.PRESETS:
-            known = ", ".join(presets.PRESETS)
-            raise UserError(f"{where}: name = {shown_value(name)}: use one of {known}")
-        preset = PrecisionPlan.preset(name).to_dict()
+        with named(where):
+            preset = PrecisionPlan.preset(name).to_dict()
         fields = {"bf16_rounding": "nearest", **fields}  # if not stored, whatever the preset's is
         changed = {k: v for k, v in fields.items() if k not in preset or v != preset[k]}
         deviation = changed.pop("sampler_deviation", None)
