@@ -16,9 +16,9 @@ The life of one answer:
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,6 +68,15 @@ class Prompt:
         return str((self.messages or ({},))[-1].get("content", ""))
 
 
+# Scalars and arrays of NumPy and torch become Python's: a tensor is equal to no token id.
+_CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    **dict.fromkeys(("n", "max_tokens", "top_k", "seed"), ("an integer", operator.index)),
+    **dict.fromkeys(("temperature", "top_p"), ("a number", lambda value: float(+value))),
+    "stop_token_ids": ("a list of token ids", lambda ids: tuple(map(operator.index, ids))),
+    "stop": ("a list of texts", lambda stop: (stop,) if isinstance(stop, str) else tuple(stop)),
+}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """The settings of sampling.
@@ -102,28 +111,25 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        for name in ("n", "max_tokens", "top_k", "seed"):
-            value = getattr(self, name)
-            if not isinstance(value, SupportsIndex):
-                raise ValueError(f"SamplingParams: {name} must be an integer, not {value!r}")
-            object.__setattr__(self, name, operator.index(value))
+        for name, (words, convert) in _CONVERTED.items():
+            try:
+                object.__setattr__(self, name, convert(getattr(self, name)))
+            except TypeError:
+                what = f"{name} must be {words}, not {getattr(self, name)!r}"
+                raise ValueError(f"SamplingParams: {what}") from None
         bounds = {
             "n": ("at least 1", self.n >= 1),
             "max_tokens": ("at least 1", self.max_tokens >= 1),
             "temperature": ("0 or from 1e-20 to 1e20", 1e-20 <= (self.temperature or 1) <= 1e20),
             "top_p": ("in (0, 1]", 0 < self.top_p <= 1),
             "top_k": ("in [0, 2**63), 0 for off", 0 <= self.top_k < 2**63),
-            "stop": ("texts, none empty", all(isinstance(s, str) and s for s in stop)),
+            "stop": ("texts, none empty", all(isinstance(s, str) and s for s in self.stop)),
             "seed": ("in [0, 2**63)", 0 <= self.seed < 2**63),
         }
         for name, (words, holds) in bounds.items():
             if not holds:
-                raise ValueError(
-                    f"SamplingParams: {name} must be {words}, not {getattr(self, name)}"
-                )
+                what = f"{name} must be {words}, not {getattr(self, name)}"
+                raise ValueError(f"SamplingParams: {what}")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from transformers import BatchEncoding
 
 from jetrl.errors import UserError
 from jetrl.rollout.engine import RolloutEngine
@@ -25,6 +27,10 @@ def test_kinds_of_prompts_are_one(engine, policy):
     assert engine.generate([Prompt(id="q", text="12+7=")], PARAMS) == as_ids
     assert engine.generate(np.array([ids]), PARAMS) == as_ids
     assert engine.generate([], PARAMS) == []
+    params = SamplingParams(stop_token_ids=torch.tensor([5]), temperature=torch.tensor(0.5))
+    assert params == SamplingParams(stop_token_ids=(5,), temperature=0.5)
+    rows = [policy.logprobs(of)[0].tolist() for of in ([ids], torch.tensor([ids]), iter([ids]))]
+    assert rows[0] == rows[1] == rows[2] == policy.logprobs([ids], temperature=0)[0].tolist()
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -51,6 +57,7 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(engine, length):
         ([5, 6], "prompt 0: 5 is not a list of token ids"),
         ([[5], [6.5]], "prompt 1: .* is not a list of token ids"),
         ("text", "put the one prompt into a list"),
+        (BatchEncoding({"input_ids": [[5]]}), "not a table: give its 'input_ids'"),
         (["ok", "é"], "prompt '1'.*no token for 'é'"),
         ([Prompt(id="q7", messages=({"role": "user", "content": "a"},))], "'q7'.*chat template"),
     ],
@@ -75,7 +82,10 @@ def test_text_needs_a_tokenizer(make_policy):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": 1e-40}, {"top_k": 2**64}, {"n": 2.0}, {"max_tokens": "8"}, {"seed": 1.5}],
+    [
+        *({"temperature": 1e-40}, {"top_k": 2**64}, {"n": 2.0}, {"max_tokens": "8"}, {"seed": 1.5}),
+        *({"temperature": None}, {"top_p": "1"}, {"stop": None}, {"stop_token_ids": [5.0]}),
+    ],
     ids=str,
 )
 def test_parameters_that_nothing_could_be_drawn_with_are_refused(wrong):
@@ -93,8 +103,10 @@ def test_a_cache_too_small_for_one_sequence(policy):
 
 
 def test_sizes_that_no_engine_has_are_refused(policy):
-    with pytest.raises(UserError, match="num_pages must be at least 1, not 0"):
-        RolloutEngine(policy, num_pages=0)
+    for wrong in ({"num_pages": 0}, {"max_batch_size": "8"}, {"page_size": 2.5}):
+        (name,) = wrong
+        with pytest.raises(UserError, match=f"{name} must be an integer of at least 1"):
+            RolloutEngine(policy, **wrong)
     with pytest.raises(UserError, match="max_model_len 129: the model's context is 128"):
         RolloutEngine(policy, max_model_len=129)
     engine = RolloutEngine(policy, max_model_len=10)

@@ -23,6 +23,7 @@ from jetrl.models.decoder import without_adapters
 from jetrl.models.model import Model
 from jetrl.models.packed import Stems, pack, token_positions, upload
 from jetrl.precision.backend import backend_of
+from jetrl.types import SamplingParams
 
 
 class Policy(Model):
@@ -127,10 +128,12 @@ class Policy(Model):
     ) -> list[Tensor]:
         """Return log-probs of each sequence's tokens from the second on, float32 [len - 1] each.
 
-        They come from one packed forward and are differentiable in the master weights. Raises
-        UserError for an empty sequence, one longer than the context, or a token id out of range.
+        They come from one packed forward and are differentiable in the master weights. The
+        temperature is that of sampling, 0 included (`SamplingParams`). Raises UserError for an
+        empty sequence, one longer than the context, or a token id out of range.
         """
-        self.check_sequences(sequences)
+        sequences = self.check_sequences(sequences)
+        temperature = SamplingParams(temperature=temperature).temperature or 1.0
         if not sequences:
             return []
         token_ids, cu_seqlens = pack(sequences, self.device)

@@ -247,16 +247,15 @@ class RolloutEngine:
         context = policy.config.max_position_embeddings
         sizes = (max_batch_size, num_pages, page_size, max_prefill_tokens, max_model_len)
         for name, value in zip(_SIZES, sizes, strict=True):
-            if value is not None and value < 1:
-                raise UserError(f"{name} must be at least 1, not {value}")
+            if value is not None and (isinstance(value, float | str) or value < 1):
+                raise UserError(f"{name} must be an integer of at least 1, not {value!r}")
         if max_model_len is not None and max_model_len > context:
             raise UserError(f"max_model_len {max_model_len}: the model's context is {context}")
         if speculation not in MODES:
             raise UserError(f"speculation {speculation!r}: one of {', '.join(MODES)}")
         if speculation == "head" and draft_head is None:
-            raise UserError(
-                "speculation 'head' needs a draft head, which a run trains; use text, auto or off"
-            )
+            what = "speculation 'head' needs a draft head"
+            raise UserError(f"{what}, which a run trains; use text, auto or off")
         # Kernels fix some sizes on a GPU.
         on_gpu = policy.device.type == "cuda"
         if on_gpu:
@@ -336,11 +335,12 @@ class RolloutEngine:
                 halved and the call starts over, with the same draws.
         """
         chosen = options or GenerateOptions()
+        # Everything that a user may have got wrong is checked before anything runs.
+        limit = self.max_model_len
+        encoded = encode_prompts(self.policy, prompts, limit, system_prompt)
 
         def attempt() -> list[Completion]:
-            # Everything that a user may have got wrong is checked before anything runs.
-            started, limit = time.perf_counter(), self.max_model_len
-            encoded = encode_prompts(self.policy, prompts, limit, system_prompt)
+            started = time.perf_counter()
             groups = resumed_groups(self.policy, chosen.bounds.resume, params, limit)
             first = sum(map(len, groups))
             groups += make_groups(self.policy, encoded, params, limit, chosen, first)

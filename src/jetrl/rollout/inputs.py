@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from jetrl.errors import UserError
 from jetrl.models import chat, hf
+from jetrl.models.packed import as_token_ids
 from jetrl.models.policy import Policy
 from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.sequence import RunningSequence, resumed_key, sequence_keys
@@ -26,6 +26,9 @@ def encode_prompts(
     """Return the token ids of each prompt, with room for at least one more token."""
     if isinstance(prompts, str | Prompt):
         raise UserError("generate takes a list of prompts; put the one prompt into a list")
+    if isinstance(prompts, Mapping):  # of a tokenizer; its keys are not prompts
+        column = next(iter(prompts), "")
+        raise UserError(f"generate takes a list of prompts, not a table: give its {column!r}")
     encoded = []
     for index, prompt in enumerate(prompts):
         # Text and messages go through the tokenizer; token ids are taken as they are.
@@ -33,15 +36,8 @@ def encode_prompts(
             prompt = Prompt(id=str(index), text=prompt)
         if isinstance(prompt, Prompt):
             rules = (system_prompt, policy.plain_text)
-            token_ids = chat.encode_prompt(policy.tokenizer, prompt, *rules)
-        else:
-            try:
-                token_ids = [operator.index(token) for token in prompt]
-            except TypeError:
-                raise UserError(
-                    f"prompt {index}: {prompt!r:.80} is not a list of token ids, a text or a Prompt"
-                ) from None
-        _check_ids(token_ids, policy.config.vocab_size, f"prompt {index}")
+            prompt = chat.encode_prompt(policy.tokenizer, prompt, *rules)
+        token_ids = as_token_ids(prompt, f"prompt {index}", policy.config.vocab_size)
         if not token_ids:
             raise UserError(f"prompt {index} is empty; a prompt needs at least one token")
         if len(token_ids) >= max_model_len:
@@ -117,27 +113,18 @@ def resumed_groups(
 
 def _stop_rules(policy: Policy, params: SamplingParams, max_turns: int = 1) -> StopRules:
     """Return the rules of a call: its stop ids, and the model's unless ignored."""
-    _check_ids(params.stop_token_ids, policy.config.vocab_size, "stop_token_ids")
+    as_token_ids(params.stop_token_ids, "stop_token_ids", policy.config.vocab_size)
     ends = hf.eos_token_ids(policy.config, policy.generation_config, policy.tokenizer)
     stops = frozenset([*params.stop_token_ids, *(() if params.ignore_eos else ends)])
     decode = text_decoder(policy)
     if params.stop and decode is None:
         raise UserError(f"stop strings {list(params.stop)} need a tokenizer: set model.tokenizer")
     if max_turns > 1 and decode is None:
-        raise UserError(
-            "a task with turns reads text, and the model has no tokenizer: set model.tokenizer"
-        )
+        what = "a task with turns reads text"
+        raise UserError(f"{what}, and the model has no tokenizer: set model.tokenizer")
     return StopRules(params.max_tokens, stops, params.stop, decode, max_turns)
 
 
 def text_decoder(policy: Policy) -> Decode | None:
     """Return a function from token ids to text, or None without a tokenizer."""
     return None if policy.tokenizer is None else partial(chat.decode, policy.tokenizer)
-
-
-def _check_ids(token_ids: Sequence[int], vocab_size: int, where: str) -> None:
-    for token in token_ids:
-        if not 0 <= token < vocab_size:
-            raise UserError(
-                f"{where}: token id {token} is outside the model's vocabulary [0, {vocab_size})"
-            )
