@@ -79,6 +79,8 @@ def test_several_rewards_are_added_with_weights() -> None:
         (lambda completions, solution: [1.0], "argument: 'solution'; there is: .*, data_source"),
         (of_trl_with_ids, r"too many positional .*; write it as f\(prompt, completion\), f\(co"),
         (lambda completions: ["a"], "which is not a number"),
+        (lambda completion, answer: 1.0, "argument: 'answer'; there is: prompt, completion"),
+        (lambda prompt, completion: {"reward": 1}, r"{'reward': 1} \(dict\), which is not a num"),
         (lambda completions: [math.nan], "no reward function gave a number"),
     ],
 )

@@ -60,6 +60,8 @@ def reward_function(name: str) -> Checker:
         return lambda prompt, text: _value_of_trl(called(**_of_trl(prompt, text)), name)
     if "solution_str" in parameters:
         return lambda prompt, text: _value_of_dict(called(**_of_verl(prompt, text)))
+    if next(iter(parameters), "") == "completion":  # by name: it does not get the prompt
+        return lambda prompt, text: _value_of_dict(called(prompt=prompt, completion=text))
     return lambda prompt, text: _value_of_dict(called(prompt, text))
 
 
@@ -114,7 +116,7 @@ def _of_verl(prompt: Prompt, completion: str) -> dict[str, Any]:
 
 
 def _value_of_dict(value: Any) -> Any:
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or "score" not in value:
         return value
     parts = {k: v for k, v in value.items() if k != "score" and isinstance(v, int | float)}
-    return Score(value.get("score"), parts)  # type: ignore[arg-type]  # the scorer checks it
+    return Score(value["score"], parts)  # the scorer checks it
