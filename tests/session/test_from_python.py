@@ -63,6 +63,7 @@ def test_a_recipe_and_settings_are_changed(tmp_path: Path) -> None:
     assert (again.loop.steps, again.train.eps) == (3, 1e-6)
     assert again.task.options == {"checker": "math", "strict": True}
     assert settings_of(made) == made
+    assert settings_of(made, loop={"steps": np.int64(3)}).loop.steps == 3
 
 
 @pytest.mark.parametrize("task", [Ours, Ours()])
@@ -70,6 +71,8 @@ def test_a_task_is_a_class_or_an_instance(task: Any) -> None:
     made = settings_of("demo", task=task)
     assert isinstance(build_task(made.task), Ours)
     assert made.task.workers == 0
+    with pytest.raises(UserError, match=r"task.options.checker: task python:Ours.* has no such"):
+        build_task(settings_of("demo", task=task, rewards=right).task)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,11 @@ def test_a_task_is_a_class_or_an_instance(task: Any) -> None:
         ({"settings": "nothing.toml"}, "recipe nothing.toml: no such file"),
         ({"model": 3}, "model: not int; give its directory or hub name"),
         ({"data": 3}, r"data: not int; give rows \(dicts\) or a path"),
-        ({"data": {"train": ROWS}}, "data: a table of splits or columns; give one split's rows"),
+        (
+            {"data": {"train": ROWS}, "rewards": right},
+            "data: a table of splits or columns; give one",
+        ),
+        ({"run": "mine"}, r"run is a section: write \[run\] .* \(in Python: give a dict\)"),
         ({"task": 3}, "task: 3 is no Task; give its name, class or instance"),
         ({"data": {1: "a"}.values()}, "row 0: 'a' is no dict of columns .of a DataFrame"),
         ({"data": ["a"]}, "data, row 0: 'a' is no dict of columns"),

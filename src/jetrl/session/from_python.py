@@ -36,6 +36,9 @@ def settings_of(
     if not isinstance(settings, Settings | str | Path | None):
         what = f"settings: not {type(settings).__name__}"
         raise UserError(f"{what}; give a recipe's path or a Settings, or model= and so on")
+    columns = data.values() if isinstance(data, Mapping) else ()
+    if any(isinstance(column, Sized) and not isinstance(column, str) for column in columns):
+        raise UserError("data: a table of splits or columns; give one split's rows, a dict each")
     names = _names(() if rewards is None else rewards)
     own = _task_section(task, data, names, reward_weights)
     if names and not {"name", "path"} & own.keys() and settings is None:
@@ -47,8 +50,6 @@ def settings_of(
     # Sections, as they are or with these settings.
     tables = {"model": model, "data": data}
     given = sections | {key: table for key, table in tables.items() if isinstance(table, Mapping)}
-    if any(isinstance(v, Sized) and not isinstance(v, str) for v in given.get("data", {}).values()):
-        raise UserError("data: a table of splits or columns; give one split's rows, a dict each")
     if own:
         given["task"] = own
     return named(load_config(settings, overrides, given))

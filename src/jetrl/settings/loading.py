@@ -84,7 +84,9 @@ def load_config(
     if isinstance(recipe, str | Path):
         tree.setdefault("run", {}).setdefault("name", path.stem)
     try:
-        return Settings.model_validate_json(json.dumps(tree, default=str), strict=True)
+        # Numbers and arrays of NumPy and torch become Python's.
+        text = json.dumps(tree, default=lambda v: getattr(v, "tolist", lambda: str(v))())
+        return Settings.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise UserError(explain(error, Settings, origins)) from None
 
@@ -242,7 +244,8 @@ def _check_tree(
         if isinstance(section, type) and issubclass(section, BaseModel):
             if not isinstance(value, Mapping):
                 where = origin(full, origins)
-                raise UserError(f"{where}: {full} is a section: write [{full}] above its keys")
+                what = f"{full} is a section: write [{full}] above its keys"
+                raise UserError(f"{where}: {what} (in Python: give a dict)")
             _check_tree(value, section, (*path, key), origins)
         else:
             _reject_unwritable(full, value, origins)

@@ -66,7 +66,7 @@ def read_prompts(task: Task, split: str) -> list[Prompt]:
     return prompts
 
 
-class MixedTask(Section):
+class _MixedTask(Section):
     """A table of `task.options.tasks`."""
 
     name: Text
@@ -123,11 +123,11 @@ class Mix(Task):
     def _add(self, number: int, entry: Mapping[str, Any]) -> None:
         where = f"task.options.tasks[{number}]"
         for key in entry:
-            if key not in MixedTask.model_fields:
-                near = nearest(str(key), MixedTask.model_fields)
+            if key not in _MixedTask.model_fields:
+                near = nearest(str(key), _MixedTask.model_fields)
                 raise UserError(f"{where}.{key}: no such key{near}")
         try:
-            mixed = MixedTask.model_validate(entry, strict=True)
+            mixed = _MixedTask.model_validate(entry, strict=True)
         except ValidationError as error:
             raise UserError(f"{where}.{problem_of(error)}") from None
         if mixed.name == "mix":
@@ -193,7 +193,10 @@ def get_task(name: str, /, *, path: str | Path | None = None, **options: Any) ->
         return build(ReasoningGym, name, {**options, "dataset": dataset})
     if name.startswith(PREFIX):
         task = live(name, "task.name")
-        return task if isinstance(task, Task) else build(task, name, options)
+        if not isinstance(task, Task):
+            return build(task, name, options)
+        check_options([], options, f"{name} (an instance)")
+        return task
     file, colon, class_name = name.rpartition(":")
     if name.endswith(".py"):
         raise UserError(f"task {name}: add the class, as in {name}:MyTask")
