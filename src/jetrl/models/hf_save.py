@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -67,7 +67,8 @@ def save_model(
         dithered: The weights that are rounded to BF16 by fixed draws (`quantize.dithered_bf16`).
         overwrite: Replace a model directory at `path`, which stays until the new one is complete.
     """
-    assert dtype in ("bfloat16", "float32", "fp8"), dtype
+    if dtype not in get_args(SaveDtype):
+        raise UserError(f"dtype {dtype!r}: one of {', '.join(map(repr, get_args(SaveDtype)))}")
     parameters = stored_tensors(config)
     assert parameters.keys() == set(weights), parameters.keys() ^ set(weights)
     encoding = _Encoding(dtype, frozenset(bf16_layers), scales, dithered)

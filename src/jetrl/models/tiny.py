@@ -87,7 +87,7 @@ def make_tiny(
     head_dim: int = 64,
     vocab_size: int | None = None,
     tokenizer: Literal["characters", "bpe"] = "characters",
-    text_files: Sequence[str | Path] = (),
+    text_files: str | Path | Sequence[str | Path] = (),
     seed: int = 0,
     *,
     alphabet: str = PRINTABLE,
@@ -112,6 +112,7 @@ def make_tiny(
     """
     if family not in FAMILIES:
         raise UserError(f"family {family!r}: one of {', '.join(FAMILIES)}")
+    text_files = [text_files] if isinstance(text_files, str | Path) else text_files
     if tokenizer == "bpe":
         made: PreTrainedTokenizerBase = train_bpe_tokenizer(text_files, vocab_size or 4096)
     elif text_files or tokenizer != "characters":
