@@ -60,7 +60,6 @@ def whole() -> Whole:
 def test_attention_has_the_bits_of_whole_sequences(
     heads: int, groups: int, head_dim: int, kv: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the gradients of all rows but stems: the same blocks meet in the same order."""
     w = whole()
     g = torch.Generator("cuda").manual_seed(0)
 

@@ -101,7 +101,7 @@ def test_bad_text_files(name: str, contents: bytes, message: str, tmp_path: Path
 def test_transformers_and_jetrl_load_a_tiny_model(
     family: str, kind: str, jsonl: Path, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"text_files": [jsonl], "vocab_size": 280} if kind == "bpe" else {}
+    options: dict[str, Any] = {"text_files": jsonl, "vocab_size": 280} if kind == "bpe" else {}
     path = make_tiny(tmp_path / "m", family, **SMALL, tokenizer=kind, seed=4, **options)
     config = ModelConfig.from_hf(read_config(path))
     weights = read_model(path)[1]
@@ -144,6 +144,7 @@ def test_tokenizer_json_wins_over_the_class_transformers_puts_in(tmp_path: Path)
         ({"family": "gpt2"}, f"family 'gpt2': one of {', '.join(FAMILIES)}"),
         ({"tokenizer": "bpe"}, "at least one text file"),
         ({"text_files": ["a.txt"]}, "trained on text files"),
+        ({"dtype": "bf16"}, "dtype 'bf16': one of 'bfloat16', 'float32', 'fp8'"),
         ({"vocab_size": 50}, "vocab_size = 50: the tokenizer has 98 tokens"),
     ],
 )
