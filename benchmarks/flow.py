@@ -256,7 +256,7 @@ class Flow:
         samples = make_samples(prompts, completions, random_rewards(len(completions), seed))
         return [replace(sample, group=0) for sample in samples]
 
-    def of_each_size(self, shared: bool) -> Iterator[list[Sample]]:
+    def _of_each_size(self, shared: bool) -> Iterator[list[Sample]]:
         """Yield samples of the first micro-batches of each size that the load is packed into."""
         samples_each = self.load.samples if shared else 1
         samples = self.synthetic(self.load.sequences, seed=2, each=samples_each)
@@ -285,7 +285,7 @@ class Flow:
         for checkpointing in (False, True) if recomputed is None else (recomputed == "true",):
             for count in counts:
                 if self._fits(count, checkpointing):
-                    for samples in self.of_each_size(shared):
+                    for samples in self._of_each_size(shared):
                         self._train_on(samples, self.trainer)
                     return
         raise OutOfMemoryStop(

@@ -13,12 +13,12 @@ The weights are written as `jetrl export --dtype fp8` writes them (block-scaled,
 --dtype bfloat16 as a run of `int8` exports them. Each plan then reads that directory and computes
 the log-prob of every token of the prompts behind the first; so does vLLM (`prompt_logprobs`), in
 eager mode, with keys and values in BF16 unless --kv-cache-dtype says fp8. A row has the differences
-of one plan from vLLM, in nats. An export that is read wrongly (a scale turned round, a layer left
-out) differs by nats from all plans; roundings differ by hundredths where a model is trained, and by
-nats as well at the shape of 8B with random weights, which therefore say nothing here.
+of one plan from vLLM, in nats. An export that is read wrongly (an inverted scale, a missing layer)
+differs by nats from all plans. Roundings of a trained model differ by hundredths; those of random
+weights at the shape of 8B differ by nats as well, so such weights prove nothing here.
 
-vLLM's kernel for FP8 blocks on a CPU leaves inputs in BF16, so `bf16` is its like, and is offered
-with AMX only. It has a path for AVX-512, which --fp8-without-amx has vLLM take.
+vLLM's CPU kernel for FP8 blocks leaves inputs in BF16, so compare it with `bf16`. vLLM offers it
+only on CPUs with AMX; with --fp8-without-amx it takes the kernel's path for AVX-512.
 """
 
 from __future__ import annotations
