@@ -28,6 +28,7 @@ from jetrl.kernels.exponential_hopper import LOG2_E
 from jetrl.precision.backend import rows_at_once
 from jetrl.precision.gemm import bf16_matmul
 from jetrl.precision.gradients import Gradients
+from jetrl.precision.hopper.gemm import pinned_bf16_reductions
 
 # Pinned: the bits of every log-prob depend on both.
 BLOCK = 4096
@@ -272,7 +273,6 @@ class _HeadLogprobs(torch.autograd.Function):
         dweight = returned = None
         if ctx.needs_input_grad[1]:
             dweight, returned = ctx.gradients.buffer(ctx.master)
-        ones = torch.ones_like(grad)
         chunk_rows = ctx.chunk_rows if kept is None else max(1, _CHUNK_GRADIENTS // len(weight))
         for start in range(0, len(chosen), chunk_rows):
             rows = slice(start, start + chunk_rows)
@@ -281,15 +281,16 @@ class _HeadLogprobs(torch.autograd.Function):
             else:
                 logits = bf16_matmul(hidden[rows], weight, torch.float32)
                 gradient = _logit_gradient(
-                    logits, chosen[rows], softmax[:, rows], ones[rows], ctx.temperature,
-                    torch.empty_like(logits, dtype=torch.bfloat16),
+                    logits, chosen[rows], softmax[:, rows], torch.ones_like(grad[rows]),
+                    ctx.temperature, torch.empty_like(logits, dtype=torch.bfloat16),
                 )  # fmt: skip
                 del logits
             # `gradient` is per unit of each row's log-prob: the incoming gradient scales rows of
             # the small matrices instead of it, after the product or before.
             scale = grad[rows, None]
             if dhidden is not None:
-                torch.mul(torch.mm(gradient, weight), scale, out=dhidden[rows])
+                with pinned_bf16_reductions():  # where cuBLAS splits K depends on the GPU
+                    torch.mul(torch.mm(gradient, weight), scale, out=dhidden[rows])
             if dweight is not None:
                 scaled = (hidden[rows] * scale).bfloat16()
                 torch.ops.aten.addmm.dtype_out(

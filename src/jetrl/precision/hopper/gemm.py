@@ -114,10 +114,8 @@ def pinned_bf16_reductions() -> Iterator[None]:
     _silence_torch_once()
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
     before = library()
-    reductions = (
-        matmul.allow_bf16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction_split_k,
-    )
+    split_k = matmul.allow_bf16_reduced_precision_reduction_split_k
+    reductions = (matmul.allow_bf16_reduced_precision_reduction, split_k)
     library("cublaslt")  # the only one that can forbid it
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     try:
