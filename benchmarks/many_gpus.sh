@@ -29,36 +29,36 @@ size="--tokens-per-micro-batch 11520"
 case ${1:-} in
 # Equal digests of codes, master weights and moments on 1, 2 and 4 GPUs.
 same-1|same-2|same-4)
-    step "${1#same-}" "$1" --shape qwen3-8b --plan unified $same $size --digest ;;
+    step "${1#same-}" "$1" --shape qwen3-8b --plan int8 $same $size --digest ;;
 # As much work for each GPU: how a step grows with the number of GPUs.
 weak-1|weak-2|weak-4)
-    step "${1#weak-}" "$1" --shape qwen3-8b --plan unified $equal $tail $size \
+    step "${1#weak-}" "$1" --shape qwen3-8b --plan int8 $equal $tail $size \
         --batch-per-rank --exchange ;;
 # Two cards of 80 GB: so much memory is left on each, and the plan sizes the micro-batches.
 8b-2-80gb)
-    step 2 "$1" --shape qwen3-8b --plan unified --prompts 16 --samples 8 --prompt-length 256 \
+    step 2 "$1" --shape qwen3-8b --plan int8 --prompts 16 --samples 8 --prompt-length 256 \
         --response-length 1024 --batch-per-rank --leave-free 78.75 ;;
 # How ranks end that are killed or fail, on two GPUs with NCCL.
 faults-2)
     "$python" tests/reliability/fail_ranks.py --device cuda --out "$out/fail_ranks.json" ;;
 # FP8 beside BF16 on the same GPUs, each with the largest micro-batch that the plan has room for.
 plans-2|plans-4)
-    step "${1#plans-}" "$1" --shape qwen3-8b --plan bf16 --plan unified $equal --batch-per-rank ;;
+    step "${1#plans-}" "$1" --shape qwen3-8b --plan bf16 --plan int8 $equal --batch-per-rank ;;
 # Models that need several GPUs.
 14b-2)
-    step 2 "$1" --shape qwen3-14b --plan unified --prompts 16 --samples 8 --prompt-length 256 \
+    step 2 "$1" --shape qwen3-14b --plan int8 --prompts 16 --samples 8 --prompt-length 256 \
         --response-length 2048 --exchange ;;
 32b-4)
-    step 4 "$1" --shape qwen3-32b --plan unified --prompts 16 --samples 8 --prompt-length 256 \
+    step 4 "$1" --shape qwen3-32b --plan int8 --prompts 16 --samples 8 --prompt-length 256 \
         --response-length 2048 --train activation_checkpointing=true --exchange ;;
 32b-4-rollouts)
-    step 4 "$1" --shape qwen3-32b --plan bf16 --plan unified --prompts 16 --samples 8 \
+    step 4 "$1" --shape qwen3-32b --plan bf16 --plan int8 --prompts 16 --samples 8 \
         --prompt-length 256 --response-length 2048 --rollout-only ;;
 # Without a GPU, to try the commands out on two processes, or on four: the digests are equal.
 try|try-4)
     ranks=4
     [ "$1" = try ] && ranks=2
-    tiny="--shape tiny --layers 1 --device cpu --plan unified --prompts 4 --samples 2"
+    tiny="--shape tiny --layers 1 --device cpu --plan int8 --prompts 4 --samples 2"
     tiny="$tiny --prompt-length 8 --response-length 16 --tokens-per-micro-batch 48"
     step 1 try-1 $tiny --warm-micro-batches 4 --digest
     step "$ranks" "$1-same" $tiny --warm-micro-batches 4 --digest --exchange

@@ -107,7 +107,9 @@ def listed(index: Path) -> dict[Path, list[str]]:
 
 def commits_of(path: Path) -> str:
     """Return the commits that a results file says were measured."""
-    found = content(path) if path.suffix == ".json" else {}
+    if path.suffix == ".txt":
+        return re.findall(r", commit (\w+)", path.read_text(encoding="utf-8"))[0]
+    found = content(path)
     return ", ".join(filter(None, [*found.get("commits", []), found.get("commit")]))
 
 
