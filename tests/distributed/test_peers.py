@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -111,6 +113,47 @@ def test_a_main_thread_that_cannot_be_reached_is_ended(monkeypatch: pytest.Monke
         time.sleep(60)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+
+
+@pytest.mark.parametrize("first", ["lost", "interrupted"])
+def test_a_signal_does_not_cut_a_record_off(
+    first: str, monkeypatch: pytest.MonkeyPatch, gone: int, tmp_path: Path
+) -> None:
+    """torchrun sends SIGTERM while the other ranks write down what they remember."""
+    monkeypatch.setattr(module, "TICK_S", 60.0)  # the main thread finds the trouble
+    run, recorded = Run(), []
+
+    def record(folder: Path, rank: int) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        recorded.append(rank)
+
+    monkeypatch.setattr(run.ranks, "_write_collectives", record)
+    run.ranks.open()
+    run.ranks.attach(tmp_path, print, print)
+    run.write(RankStatus(1, "here", gone))
+    with pytest.raises(RankLost, match="rank 1 is gone"):
+        raise run.ranks.lost("x", "closed") if first == "lost" else run.ranks.interrupted()
+    run.ranks.close()
+    assert recorded == [0]
+
+
+def test_a_rank_does_not_end_before_its_record_is_whole(
+    run: Run, gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, recorded = threading.Event(), threading.Event(), []
+
+    def record(folder: Path, rank: int) -> None:
+        begun.set()
+        go_on.wait()
+        recorded.append(threading.current_thread().name)
+
+    monkeypatch.setattr(run.ranks, "_write_collectives", record)
+    run.ranks.attach(tmp_path, print, print)
+    run.write(RankStatus(1, "here", gone))
+    begun.wait()
+    threading.Timer(0.2, go_on.set).start()
+    run.ranks.lost("x", "closed")
+    assert recorded == ["peers"]
 
 
 def test_torchrun_that_is_gone_ends_all() -> None:

@@ -23,14 +23,8 @@ from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.directory import RunDirectory
 
-TINY = [
-    *SMALL,
-    "sft.steps=2",
-    "train.lr=1e-2",
-    "algorithm.kl=0.01",
-    "adapter.kind=lora",
-    "adapter.rank=4",
-]
+OWN = "sft.steps=2 train.lr=1e-2 algorithm.kl=0.01 adapter.kind=lora adapter.rank=4"
+TINY = [*SMALL, *OWN.split()]
 
 
 def settings(path: Path, *overrides: str, name: str = "run") -> Any:

@@ -14,18 +14,11 @@ from jetrl import load_config, train
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import RunResult
 
-TINY = [
-    *SMALL,
-    "sft.steps=0",
-    "rollout.prompts_per_step=3",
-    "rollout.max_tokens=10",
-    "rollout.max_batch_size=9",  # the last prompts begin late, and are cut off
-    "rollout.oversample=1.0",
-    "train.warmup_steps=0",
-    "train.schedule=constant",
-    "train.lr=1e-3",
-    "loop.steps=4",
-]
+# max_batch_size: the last prompts begin late, and are cut off.
+ROLLOUT = "prompts_per_step=3 max_tokens=10 max_batch_size=9 oversample=1.0"
+TRAIN = "warmup_steps=0 schedule=constant lr=1e-3"
+TINY = [*SMALL, "sft.steps=0", "loop.steps=4"]
+TINY += [*(f"rollout.{x}" for x in ROLLOUT.split()), *(f"train.{x}" for x in TRAIN.split())]
 
 
 def settings(path: Path, *overrides: str, name: str = "run") -> Any:

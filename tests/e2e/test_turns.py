@@ -11,23 +11,13 @@ from jetrl import load_config, train
 from jetrl.runs.directory import RunDirectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = [
-    f"task.name={EXAMPLES / 'calculator_tool.py'}:CalculatorTool",
-    "task.options.limit=10",
-    "sft.steps=25",
-    "sft.until=none",
-    "sft.examples_per_step=16",
-    "sft.lr=1e-2",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_tokens=24",
-    "eval.prompts=4",
-    "train.updates_per_step=1",
-    "checkpoint.every=1",
-    "checkpoint.keep_last=2",
-    "model.config.num_hidden_layers=1",
-    "report.enabled=true",
-]
+WORDS = """
+    task.options.limit=10 sft.steps=25 sft.until=none sft.examples_per_step=16 sft.lr=1e-2
+    rollout.prompts_per_step=4 rollout.samples_per_prompt=4 rollout.max_tokens=24 eval.prompts=4
+    train.updates_per_step=1 checkpoint.every=1 checkpoint.keep_last=2 report.enabled=true
+    model.config.num_hidden_layers=1
+"""
+TINY = [f"task.name={EXAMPLES / 'calculator_tool.py'}:CalculatorTool", *WORDS.split()]
 
 
 def settings(path: Path, *overrides: str, name: str = "run") -> Any:

@@ -49,15 +49,11 @@ RUN_LIMIT_S = 240.0  # kernels may have to be compiled
 SHUTDOWN_S = 30.0  # of torchrun, between SIGTERM and SIGKILL
 
 # Two micro-batches an update, so that each rank has one, and matrices of which each has rows.
-SETTINGS = [
-    *SMALL,
-    "model.config.hidden_size=256",
-    "model.config.vocab_size=256",
-    "train.tokens_per_micro_batch=128",
-    "train.updates_per_step=1",
-    "sft.examples_per_step=16",
-    "loop.steps=8",
-]
+MORE = """
+    model.config.hidden_size=256 model.config.vocab_size=256 sft.examples_per_step=16 loop.steps=8
+    train.tokens_per_micro_batch=128 train.updates_per_step=1
+"""
+SETTINGS = [*SMALL, *MORE.split()]
 UPDATE = "before the work of an update"
 POINTS = {**faults.POINTS, UPDATE: ("jetrl.training.trainer:Trainer.step", faults.BEFORE)}
 

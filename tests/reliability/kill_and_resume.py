@@ -40,18 +40,11 @@ from jetrl.runs import plots  # noqa: F401 (plots: as above)
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import reproducible
 
-SMALL = [
-    *faults.SMALL,
-    "sft.steps=5",
-    "sft.until=2.0",
-    "sft.check_every=2",
-    "sft.examples_per_step=8",
-    "eval.prompts=8",
-    "eval.every=2",
-    "train.warmup_steps=2",
-    "checkpoint.keep_best=1",
-    "loop.steps=7",
-]
+MORE = """
+    sft.steps=5 sft.until=2.0 sft.check_every=2 sft.examples_per_step=8 eval.prompts=8 eval.every=2
+    train.warmup_steps=2 checkpoint.keep_best=1 loop.steps=7
+"""
+SMALL = [*faults.SMALL, *MORE.split()]
 FROM_OUTSIDE = "from outside, at a random time"
 
 

@@ -39,22 +39,13 @@ from jetrl.session import Session
 POISON_EVERY, POISON_AT = 97, 13
 MAX_GROWTH_MIB = 16.0  # over all steps looked at: less than one copy of the run's tensors
 MAX_MORE = 4  # of open files, threads, processes, between thirds of the run
-SETTINGS = [
-    *faults.SMALL,
-    f"task.name={faults.TASK}:Soak",
-    "sft.steps=60",
-    "sft.until=none",
-    "sft.examples_per_step=16",
-    "eval.prompts=8",
-    "eval.every=50",
-    "train.lr=4e-4",
-    "train.on_nonfinite=skip",
-    "checkpoint.every=10",
-    "checkpoint.keep_best=1",
-    "task.workers=1",
-    "task.timeout_s=60",  # far from what a sum takes, on a busy machine as well
-    "run.device=cpu",
-]
+# A score may take far longer than a sum does, since the machine may be busy.
+MORE = """
+    sft.steps=60 sft.until=none sft.examples_per_step=16 eval.prompts=8 eval.every=50 train.lr=4e-4
+    train.on_nonfinite=skip checkpoint.every=10 checkpoint.keep_best=1 task.workers=1
+    task.timeout_s=60 run.device=cpu
+"""
+SETTINGS = [*faults.SMALL, f"task.name={faults.TASK}:Soak", *MORE.split()]
 OUTCOMES = {0: "finished", 6: "disk full", 75: "time limit", 130: "Ctrl-C", 143: "SIGTERM"}
 OUTCOMES[-signal.SIGTERM] = "SIGTERM, which met no handler any more"
 

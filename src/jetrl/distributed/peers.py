@@ -192,7 +192,7 @@ class OtherRanks(Peers):
         self._at_end: Callable[[Trouble], None] = lambda trouble: None
         self._trouble: Trouble | None = None
         self._ending = self._orderly = self._recorded = False
-        self._over = threading.Event()
+        self._recording, self._over = threading.RLock(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
 
     def open(self) -> None:
@@ -230,11 +230,11 @@ class OtherRanks(Peers):
             self._status = replace(self._status, awaits="")
 
     def lost(self, what: str, reason: str) -> RankLost:
+        if threading.get_ident() == self._main:
+            self._ending = True  # SIGTERM must not cut off what is recorded of the trouble
         deadline = time.monotonic() + ANSWER_S
         while (trouble := self.trouble()) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        if threading.get_ident() == self._main:
-            self._ending = True
         if trouble is None:
             words = f"rank {self._rank} waited for the others ({what})"
             words += f", and one of them is gone or did not answer: {reason}"
@@ -270,12 +270,11 @@ class OtherRanks(Peers):
         self._write(left=True)
 
     def interrupted(self) -> bool:
-        if self._ending:
-            return True
-        if (trouble := self.trouble()) is None:
-            return False
-        self._ending = True
-        raise RankLost(trouble.reason, trouble.code)
+        before, self._ending = self._ending, True  # as in `lost`
+        if not before and (trouble := self.trouble()) is not None:
+            raise RankLost(trouble.reason, trouble.code)
+        self._ending = before
+        return before
 
     def attach(
         self, folder: Path, on_hang: Callable[[str], None], at_end: Callable[[Trouble], None]
@@ -309,9 +308,8 @@ class OtherRanks(Peers):
 
     def _told(self) -> Trouble | None:
         """Return the trouble that a rank has written down."""
-        if not self._store.check([_TROUBLE]):
-            return None
-        return Trouble(**json.loads(self._store.get(_TROUBLE)))
+        there = self._store.check([_TROUBLE])
+        return Trouble(**json.loads(self._store.get(_TROUBLE))) if there else None
 
     def _tell(self, trouble: Trouble) -> Trouble:
         """Write trouble down, unless another rank was first; return the one that counts."""
@@ -355,22 +353,22 @@ class OtherRanks(Peers):
 
     def _record(self, trouble: Trouble) -> None:
         """Write this rank's collectives; one of the surviving ranks also writes the board."""
-        if self._recorded or self._folder is None:
-            return
-        self._recorded = True
-        if trouble.kind != "failed":
-            self._write_collectives(self._folder, self._rank)
-        if self._rank != trouble.printed_by:
-            return
-        lines = sorted({**self._others(), self._rank: self._status}.items())
-        ranks = [
-            {**asdict(line), "place": line.place, "collectives": line.number} for _, line in lines
-        ]
-        words = {"time": time.time(), "rank": trouble.rank, "words": trouble.reason, "ranks": ranks}
-        try:
-            (self._folder / RECORD).write_text(json.dumps(words, indent=1) + "\n")
-        except OSError as error:  # a full disk may be the trouble
-            logger.warning("%s: %s", self._folder / RECORD, error)
+        with self._recording:  # who ends the process waits for who records
+            if self._recorded or self._folder is None:
+                return
+            self._recorded = True
+            if trouble.kind != "failed":
+                self._write_collectives(self._folder, self._rank)
+            if self._rank != trouble.printed_by:
+                return
+            lines = sorted({**self._others(), self._rank: self._status}.items())
+            ranks = [{**asdict(x), "place": x.place, "collectives": x.number} for _, x in lines]
+            board = {"time": time.time(), "rank": trouble.rank, "words": trouble.reason}
+            text = json.dumps({**board, "ranks": ranks}, indent=1)
+            try:
+                (self._folder / RECORD).write_text(text + "\n")
+            except OSError as error:  # a full disk may be the trouble
+                logger.warning("%s: %s", self._folder / RECORD, error)
 
     def _watch(self) -> None:
         """Keep this rank's line fresh, and end the process if trouble comes; the thread's body."""
