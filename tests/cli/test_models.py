@@ -347,6 +347,9 @@ def test_low_disk_and_missing_packages_are_named(
     for version, status in (("3.9.1", "OK"), ("3.10.0", "WARN"), (None, "--")):
         monkeypatch.setattr(doctor, "installed", lambda _, found=version: found)
         assert doctor._check_triton().status == status
+    for there, status in (("sgl-deep-gemm vllm", "WARN"), ("sgl-deep-gemm", "OK"), ("vllm", "--")):
+        monkeypatch.setattr(doctor, "installed", dict.fromkeys(there.split(), "1.0").get)
+        assert doctor._check_package("sgl-deep-gemm", "speed").status == status
 
 
 def test_a_tokenizer_setting_replaces_no_models_own_in_silence(

@@ -17,15 +17,8 @@ from jetrl.runs.directory import RunDirectory
 from jetrl.runs.metrics import reproducible
 from jetrl.types import Prompt
 
-TINY = [
-    *SMALL,
-    "sft.steps=0",
-    "rollout.samples_per_prompt=2",
-    "rollout.max_tokens=4",
-    "train.updates_per_step=1",
-    "checkpoint.every=1",
-    "checkpoint.keep_last=3",
-]
+WORDS = "sft.steps=0 rollout.samples_per_prompt=2 rollout.max_tokens=4 train.updates_per_step=1"
+TINY = [*SMALL, *WORDS.split(), "checkpoint.every=1", "checkpoint.keep_last=3"]
 
 
 def run(path: Path, name: str, *overrides: str, resume: bool = False) -> Any:

@@ -150,6 +150,9 @@ def _check_package(name: str, use: str = "") -> Finding:
     version = installed(name)
     if use and version is None:
         return Finding("--", name, f"not installed (optional; for {use})")
+    if name == "sgl-deep-gemm" and installed("vllm"):
+        step = "vLLM takes it for its own, and errs in FP8: keep the two in separate environments"
+        return Finding("WARN", name, f"{version}, beside vLLM", step)
     return Finding.of(version is not None, name, version or "not installed", f"pip install {name}")
 
 
@@ -302,8 +305,7 @@ def _check_checkpoints(run: RunDirectory) -> list[Finding]:
     """Return which checkpoints are whole or damaged, and how many steps a resume would repeat."""
     from jetrl.training.checkpoint import Checkpoints
 
-    damaged: list[Finding] = []
-    whole: list[str] = []
+    damaged, whole = list[Finding](), list[str]()
     for name, folder in (("", run.checkpoints_dir), ("sft ", run.checkpoints_dir / "sft")):
         checkpoints = Checkpoints(folder)
         for step in checkpoints.steps():
@@ -387,11 +389,8 @@ def _check_numbers(run: RunDirectory) -> list[Finding]:
         "reward_model/skipped_updates": (f"updates of the reward model {skipped}", ""),
         "reward/failures": ("completions could not be judged and got reward 0", first),
     }
-    lines = run.metrics()
-    totals = {
-        name: sum(float(line.get(name, 0)) for line in lines)
-        for name in ("mismatch/num_different", *warnings)
-    }
+    lines, names = run.metrics(), ("mismatch/num_different", *warnings)
+    totals = {name: sum(float(line.get(name, 0)) for line in lines) for name in names}
     findings = []
     different = totals["mismatch/num_different"]
     if different and PrecisionPlan.from_dict(run.plan(), str(run.path / "plan.json")).exact:
