@@ -174,8 +174,7 @@ def check_trusted(file: Path) -> None:
     if _trusted is not None and file.resolve() not in _trusted:
         rule = "this command runs no file that you did not name yourself"
         why = "it may come with a run from elsewhere; read it, then add --trust-task to run it"
-        what = f"{file} is a Python file that the run's settings name"
-        raise UserError(f"{what}, and {rule}: {why}")
+        raise UserError(f"{file} is a Python file that the run's settings name, and {rule}: {why}")
 
 
 def files_named(words: object) -> set[str]:

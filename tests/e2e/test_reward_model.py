@@ -20,19 +20,12 @@ from jetrl.session import open as opening
 from jetrl.session.session import Session
 from jetrl.training.sft import RewardTrainer
 
-TINY = [
-    *SMALL,
-    "task.options.max_operand=4",
-    "task.options.digits=1",
-    "sft.until=none",
-    "sft.warmup_steps=0",
-    "sft.examples_per_step=16",
-    "rollout.prompts_per_step=3",
-    "eval.prompts=8",
-    "train.updates_per_step=1",
-    "checkpoint.every=0",
-    "loop.steps=1",
-]
+WORDS = """
+    task.options.max_operand=4 task.options.digits=1 sft.until=none sft.warmup_steps=0 loop.steps=1
+    sft.examples_per_step=16 rollout.prompts_per_step=3 eval.prompts=8 train.updates_per_step=1
+    checkpoint.every=0
+"""
+TINY = [*SMALL, *WORDS.split()]
 
 
 @pytest.fixture(scope="module")

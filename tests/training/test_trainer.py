@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.training.shared import REWARDS, draw, equal, make_policy, settings, snapshot, trained
 
-from jetrl.errors import MismatchError, RunStopped
+from jetrl.errors import MismatchError, RunStopped, UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.algorithms import ALGORITHMS
 from jetrl.training.advantages import group_advantages
@@ -242,6 +242,12 @@ def test_a_correction_weighs_by_the_mismatch(bigram):
 def test_a_step_without_tokens_stops(bigram, sample):
     with pytest.raises(RunStopped, match="none of the step's 2 samples"):
         Trainer(bigram(), settings()).step([sample(0, [1], []), sample(0, [1], [])])
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_a_token_outside_the_vocabulary_is_refused(token, bigram, sample):
+    with pytest.raises(UserError, match="a token outside the vocabulary"):
+        Trainer(bigram(), settings()).step([sample(0, [1], [2]), sample(0, [token], [2])])
 
 
 def test_an_update_without_tokens_is_left_out(bigram, sample):

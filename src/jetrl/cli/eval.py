@@ -96,8 +96,7 @@ def run(args: argparse.Namespace) -> int:
         tasks = ", ".join(
             f"{name} ({own.task.eval_split})" for name, own in zip(results, sets, strict=True)
         )
-        about = f"task {tasks}, plan {policy.plan.name} on {policy.device.type}"
-        print(f"{location.path}: {about}")
+        print(f"{location.path}: task {tasks}, plan {policy.plan.name} on {policy.device.type}")
         print(_as_text(results, samples))
     return 0
 

@@ -33,8 +33,7 @@ def as_token_ids(tokens: Iterable[int], where: str, vocab_size: int) -> list[int
         raise UserError(f"{where}: {tokens!r:.80} is not {what}") from None
     for token in token_ids:
         if not 0 <= token < vocab_size:
-            vocabulary = f"[0, {vocab_size})"
-            raise UserError(f"{where}: token id {token} is outside the vocabulary {vocabulary}")
+            raise UserError(f"{where}: token {token} is outside the vocabulary, [0, {vocab_size})")
     return token_ids
 
 

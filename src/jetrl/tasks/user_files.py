@@ -69,8 +69,7 @@ def _load_module(file: Path, label: str) -> ModuleType:
     try:
         source = fixed[str(file)] if str(file) in fixed else file.read_bytes()
     except OSError as error:
-        hint = "paths start at the working folder"
-        raise UserError(f"{label}: {error.strerror} ({hint})") from error
+        raise UserError(f"{label}: {error.strerror} (paths start at the working folder)") from error
     module_name = f"jetrl_user_task_{file.stem}_{zlib.crc32(str(file).encode()):x}"
     if module_name in sys.modules and loaded.get(str(file)) == source:
         return sys.modules[module_name]

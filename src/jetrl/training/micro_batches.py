@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
-from jetrl.errors import OutOfMemoryStop
+from jetrl.errors import OutOfMemoryStop, UserError
 from jetrl.models.packed import Stems, upload
 from jetrl.models.policy import Policy
 from jetrl.settings.sections import TrainSettings
@@ -207,8 +207,11 @@ def batch_logprobs(
 
     `seen` is called with the hidden states [N, D] from which the tokens were drawn.
     """
+    ids, size = batch.token_ids, policy.config.vocab_size
+    if not 0 <= ids.min() <= ids.max() < size:  # a GPU would end the process
+        raise UserError(f"a sample has a token outside the vocabulary, [0, {size})")
     return policy.train_logprobs(
-        torch.from_numpy(batch.token_ids),
+        torch.from_numpy(ids),
         torch.from_numpy(batch.cu_seqlens),
         torch.from_numpy(targets(batch)),
         temperature,
