@@ -246,7 +246,7 @@ def test_a_step_without_tokens_stops(bigram, sample):
 
 @pytest.mark.parametrize("token", [-1, 10**6])
 def test_a_token_outside_the_vocabulary_is_refused(token, bigram, sample):
-    with pytest.raises(UserError, match="a token outside the vocabulary"):
+    with pytest.raises(UserError, match="the model has 0 to 10"):
         Trainer(bigram(), settings()).step([sample(0, [1], [2]), sample(0, [token], [2])])
 
 

@@ -191,8 +191,9 @@ class OtherRanks(Peers):
         self._on_hang: Callable[[str], None] = lambda why: None
         self._at_end: Callable[[Trouble], None] = lambda trouble: None
         self._trouble: Trouble | None = None
-        self._ending = self._orderly = self._recorded = False
-        self._recording, self._over = threading.RLock(), threading.Event()
+        self._ending = self._orderly = False
+        self._recorded: threading.Event | None = None  # set once the record is on disk
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
 
     def open(self) -> None:
@@ -250,8 +251,7 @@ class OtherRanks(Peers):
         return any(o.number < own.number or (own.awaits and not o.awaits) for o in here)
 
     def is_well(self, rank: int) -> bool:
-        line = self._others().get(rank)
-        return line is not None and not self._is_gone(line)
+        return (line := self._others().get(rank)) is not None and not self._is_gone(line)
 
     def trouble(self) -> Trouble | None:
         if self._trouble is None and not self._over.is_set():
@@ -344,23 +344,22 @@ class OtherRanks(Peers):
         """Return whether a rank of this machine has no process any more."""
         if line.rank not in self._neighbors:
             return False
-        with contextlib.suppress(PermissionError):
-            try:
-                os.kill(line.pid, 0)
-            except ProcessLookupError:
-                return True
+        try:
+            os.kill(line.pid, 0)
+        except (ProcessLookupError, PermissionError) as error:
+            return isinstance(error, ProcessLookupError)
         return False
 
     def _record(self, trouble: Trouble) -> None:
         """Write this rank's collectives; one of the surviving ranks also writes the board."""
-        with self._recording:  # who ends the process waits for who records
-            if self._recorded or self._folder is None:
-                return
-            self._recorded = True
-            if trouble.kind != "failed":
-                self._write_collectives(self._folder, self._rank)
-            if self._rank != trouble.printed_by:
-                return
+        if self._recorded is not None or self._folder is None:
+            if self._recorded is not None:  # the other thread writes, and this one may end all
+                self._recorded.wait(LEAVE_S)
+            return
+        self._recorded = threading.Event()
+        if trouble.kind != "failed":
+            self._write_collectives(self._folder, self._rank)
+        if self._rank == trouble.printed_by:
             lines = sorted({**self._others(), self._rank: self._status}.items())
             ranks = [{**asdict(x), "place": x.place, "collectives": x.number} for _, x in lines]
             board = {"time": time.time(), "rank": trouble.rank, "words": trouble.reason}
@@ -369,6 +368,7 @@ class OtherRanks(Peers):
                 (self._folder / RECORD).write_text(text + "\n")
             except OSError as error:  # a full disk may be the trouble
                 logger.warning("%s: %s", self._folder / RECORD, error)
+        self._recorded.set()
 
     def _watch(self) -> None:
         """Keep this rank's line fresh, and end the process if trouble comes; the thread's body."""

@@ -209,7 +209,7 @@ def batch_logprobs(
     """
     ids, size = batch.token_ids, policy.config.vocab_size
     if not 0 <= ids.min() <= ids.max() < size:  # a GPU would end the process
-        raise UserError(f"a sample has a token outside the vocabulary, [0, {size})")
+        raise UserError(f"token ids are {ids.min()} to {ids.max()}; the model has 0 to {size - 1}")
     return policy.train_logprobs(
         torch.from_numpy(ids),
         torch.from_numpy(batch.cu_seqlens),
