@@ -22,7 +22,7 @@ the linears; `fp8_per_block` has blocks of 128 x 128 as jetrl has; `none` is BF1
 chose is in its log; what it says of its layers, in the row. Half the bytes of keys and values need
 not be faster there on Hopper: try --kv-cache-dtype auto (BF16) as well. Blocks may be multiplied by
 DeepGEMM or FlashInfer, which compile for minutes; by CUTLASS with VLLM_USE_DEEP_GEMM=0 and
-VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0.
+VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0. Uninstall sgl-deep-gemm, which vLLM takes for its own.
 
 After a `+` stands how vLLM speculates. `ngram` looks the last tokens up in the text before them, on
 the CPU, and `ngram_gpu` on the GPU. Random weights repeat next to nothing, so their rows say what
