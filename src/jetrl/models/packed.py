@@ -31,9 +31,9 @@ def as_token_ids(tokens: Iterable[int], where: str, vocab_size: int) -> list[int
     except TypeError:
         what = "a list of token ids (`generate` takes a text or a Prompt, too)"
         raise UserError(f"{where}: {tokens!r:.80} is not {what}") from None
-    for token in token_ids:
-        if not 0 <= token < vocab_size:
-            raise UserError(f"{where}: token {token} is outside the vocabulary, [0, {vocab_size})")
+    for each in token_ids:
+        if not 0 <= each < vocab_size:
+            raise UserError(f"{where}: token id {each} is outside the vocabulary [0, {vocab_size})")
     return token_ids
 
 
