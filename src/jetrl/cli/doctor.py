@@ -152,7 +152,7 @@ def _check_package(name: str, use: str = "") -> Finding:
         return Finding("--", name, f"not installed (optional; for {use})")
     if name == "sgl-deep-gemm" and installed("vllm"):
         step = "vLLM takes it for its own, and errs in FP8: keep the two in separate environments"
-        return Finding("WARN", name, f"{version}, beside vLLM", step)
+        return Finding("WARN", name, f"{version}, and vLLM is installed, too", step)
     return Finding.of(version is not None, name, version or "not installed", f"pip install {name}")
 
 

@@ -231,11 +231,11 @@ class OtherRanks(Peers):
             self._status = replace(self._status, awaits="")
 
     def lost(self, what: str, reason: str) -> RankLost:
-        if threading.get_ident() == self._main:
-            self._ending = True  # SIGTERM must not cut off what is recorded of the trouble
         deadline = time.monotonic() + ANSWER_S
         while (trouble := self.trouble()) is None and time.monotonic() < deadline:
             time.sleep(0.05)
+        if threading.get_ident() == self._main:
+            self._ending = True
         if trouble is None:
             words = f"rank {self._rank} waited for the others ({what})"
             words += f", and one of them is gone or did not answer: {reason}"
@@ -270,11 +270,12 @@ class OtherRanks(Peers):
         self._write(left=True)
 
     def interrupted(self) -> bool:
-        before, self._ending = self._ending, True  # as in `lost`
-        if not before and (trouble := self.trouble()) is not None:
-            raise RankLost(trouble.reason, trouble.code)
-        self._ending = before
-        return before
+        if self._ending:
+            return True
+        if (trouble := self.trouble()) is None:
+            return False
+        self._ending = True
+        raise RankLost(trouble.reason, trouble.code)
 
     def attach(
         self, folder: Path, on_hang: Callable[[str], None], at_end: Callable[[Trouble], None]
@@ -352,11 +353,13 @@ class OtherRanks(Peers):
 
     def _record(self, trouble: Trouble) -> None:
         """Write this rank's collectives; one of the surviving ranks also writes the board."""
+        if self._recorded is not None:  # the other thread writes; this one may end the process
+            self._recorded.wait(LEAVE_S)
         if self._recorded is not None or self._folder is None:
-            if self._recorded is not None:  # the other thread writes, and this one may end all
-                self._recorded.wait(LEAVE_S)
             return
         self._recorded = threading.Event()
+        if threading.get_ident() == self._main:
+            self._ending = True  # SIGTERM must not cut the record off
         if trouble.kind != "failed":
             self._write_collectives(self._folder, self._rank)
         if self._rank == trouble.printed_by:

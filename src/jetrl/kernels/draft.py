@@ -61,8 +61,7 @@ def propose(
     )
     counts = (tokens >= 0).int().cumprod(1).sum(1)
     sources = torch.where(place >= draft_text.slots * width, 2, ((place // width) != rows).long())
-    sources = torch.where(place >= 0, sources, 0).int()
-    return Drafts(tokens, counts.int(), sources)
+    return Drafts(tokens, counts.int(), torch.where(place >= 0, sources, 0).int())
 
 
 def ngram_entry(draft_text: DraftText, groups: Tensor, last: Tensor, order: int) -> Tensor:

@@ -22,8 +22,7 @@ def free_bytes(device: str | torch.device) -> int | None:
     if not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info(where)
-    kept = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
-    return int(free) + kept
+    return int(free) + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
 
 
 class DeviceBytes:

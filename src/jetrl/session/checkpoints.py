@@ -333,10 +333,9 @@ class RunCheckpoints:
         if not self.in_supervised_updates:
             return 0, []
         _, loaded, notes = self._load(self._supervised, model, optimizer, "supervised update")
-        notes += world().from_first(
-            "the run's lines", lambda: self._run.truncate_after(loaded.step, "sft")
-        )
-        return loaded.step, notes
+        run, step = self._run, loaded.step
+        notes += world().from_first("the run's lines", lambda: run.truncate_after(step, "sft"))
+        return step, notes
 
     def _load(
         self, checkpoints: Checkpoints, model: Model, optimizer: Optimizer, unit: str

@@ -208,7 +208,7 @@ def batch_logprobs(
     `seen` is called with the hidden states [N, D] from which the tokens were drawn.
     """
     ids, size = batch.token_ids, policy.config.vocab_size
-    if not 0 <= ids.min() <= ids.max() < size:  # a GPU would end the process
+    if not 0 <= ids.min() <= ids.max() < size:  # on a GPU it would end the process
         raise UserError(f"token ids are {ids.min()} to {ids.max()}; the model has 0 to {size - 1}")
     return policy.train_logprobs(
         torch.from_numpy(ids),
