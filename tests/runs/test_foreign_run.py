@@ -14,10 +14,12 @@ from rich.console import Console
 from jetrl.cli.doctor import run_checks
 from jetrl.cli.main import main
 from jetrl.errors import UserError
+from jetrl.runs.directory import RunDirectory
 from jetrl.runs.format import count, duration, number, percent, visible
 from jetrl.runs.overview import compare_runs, list_runs, runs_table, show_run
 from jetrl.runs.plots import plot_runs
 from jetrl.runs.report import write_report
+from jetrl.settings.loading import load_config
 
 ODD_NAME = "eval/\x1b]0;title\x07\u202e[red]x[/red]/mean"
 
@@ -80,6 +82,22 @@ def test_a_pipe_is_not_waited_for(folder, name):
     (folder / "one" / name).unlink()
     os.mkfifo(folder / "one" / name)
     assert "two" in listed(folder)
+
+
+@pytest.mark.parametrize("name", [".lock", "log.txt", "status.json", "hang.txt", "plots/x.png"])
+def test_a_pipe_in_its_place_is_refused_and_not_opened(folder, name):
+    """`--resume` and `--dry-run` come by `check`, a start by `create`."""
+    run = folder / "one"
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    settings = load_config(run / "config.toml", [f"run.dir={folder}", "run.name=one"])
+    plan = RunDirectory.open(run).plan()
+    for resume in (True, False):
+        with pytest.raises(UserError, match=rf"one/{name}: a pipe, .*; delete it, or"):
+            RunDirectory.check(settings, plan, resume)
+        with pytest.raises(UserError, match=rf"one/{name}: a pipe, .*; delete it, or"):
+            RunDirectory.create(settings, plan, resume=resume)
 
 
 def test_measures_that_are_not_finite_or_huge_are_shown(folder):

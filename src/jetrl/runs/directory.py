@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import time
 import tomllib
@@ -53,6 +54,7 @@ from jetrl.types import Sample, StepStats
 PHASE_ORDER: dict[str, int] = {"sft": 0, "rl": 1}
 MAX_NAME = 120
 READING = "reading.txt"
+_FOLDERS = ("rollouts", "checkpoints", "plots", "ranks")
 
 
 class RunDirectory:
@@ -288,7 +290,16 @@ class RunDirectory:
                 for left in folder.glob(pattern):
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
 
+    def _check_files(self) -> None:
+        """Refuse pipes, sockets and devices in the run's folders: opening a pipe waits forever."""
+        for folder in (self.path, *(self.path / name for name in _FOLDERS)):
+            for entry in sorted(folder.glob("*")):
+                if os.path.exists(entry) and not (os.path.isfile(entry) or os.path.isdir(entry)):
+                    what = "a pipe, a socket or a device, which no run writes"
+                    raise UserError(f"{entry}: {what}; delete it, or choose another run.name")
+
     def _check_use(self, resume: bool) -> None:
+        self._check_files()
         if self.path.is_symlink():
             raise UserError(
                 f"run directory {self.path} is a link to {self.path.resolve()}: set run.dir to the "
