@@ -13,6 +13,7 @@ import warnings
 import pytest
 
 from jetrl.errors import RunStopped, StorageError, UserError
+from jetrl.precision import PrecisionPlan
 from jetrl.runs.directory import RunDirectory
 from jetrl.settings.loading import load_config
 from jetrl.types import Completion, StepStats, Turn
@@ -233,6 +234,46 @@ def test_an_attempt_that_left_something_keeps_the_name(create, left):
         attempt.end("stopped", "no")
     with pytest.raises(UserError, match="in use"):
         create()
+
+
+LARGEST = {  # settings that readers of a run directory check, at their bounds
+    "loop.steps": 10**12,
+    "sft.steps": 10**12,
+    "report.samples": 10**6,
+    "precision.first_layers_bf16": 1024,
+    "precision.last_layers_bf16": 1024,
+    "sampler_deviation.attention_split": 2**53 - 64,
+    "sampler_deviation.logit_noise": 1e6,
+}
+
+
+def test_what_the_settings_take_the_readers_take(create):
+    overrides = [f"{key}={value}" for key, value in LARGEST.items()]
+    settings = load_config(None, [*overrides, "run.name=large"])
+    plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation).to_dict()
+    with create(*overrides, **plan) as run:
+        assert run.config()["loop"]["steps"] == 10**12
+        assert run.plan()["sampler_deviation"]["logit_noise"] == 1e6
+
+
+@pytest.mark.parametrize("key", LARGEST)
+def test_what_readers_would_refuse_is_no_setting(key):
+    with pytest.raises(UserError, match=rf"{key} = .*: should be less than"):
+        load_config(None, [f"{key}={2 * LARGEST[key]}"])
+
+
+def test_a_run_does_not_write_settings_that_it_cannot_read(create, tmp_path):
+    """Found before training, and in a dry run; nothing is made."""
+    for overrides, plan, words in (
+        ([f'task.options.text="{"x" * 2**24}"'], {}, "larger than the 16 MiB"),
+        ([], {"name": 2**60}, "plan.json: name = "),
+    ):
+        with pytest.raises(UserError, match=words):
+            create(*overrides, **plan)
+        with pytest.raises(UserError, match=words):
+            settings = load_config(None, [*overrides, f"run.dir={tmp_path}", "run.name=x"])
+            RunDirectory.check(settings, plan, resume=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_log_takes_all_logging_and_gives_it_back(create):

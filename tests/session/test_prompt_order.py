@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jetrl.errors import UserError
 from jetrl.randomness import shares
 from jetrl.session.prompt_order import PromptDigest, PromptOrder, with_steps
 from jetrl.session.sampling import EncodedPrompt
@@ -64,7 +65,7 @@ def test_mixed_tasks_share_a_step_and_each_runs_through_its_own_epochs():
 
 
 @pytest.mark.parametrize(
-    "word, steps", [("epochs=2", 7), ("epochs=0.1", 1), ("steps=3", 3), ("epochs=none", 100)]
+    "word, steps", [("epochs=2", 7), ("epochs=0.1", 1), ("epochs=1e-30", 1), ("steps=3", 3), ("epochs=none", 100)]
 )
 def test_epochs_are_steps_over_the_prompts_that_are_trained_on(word, steps):
     """Ten prompts count, and 3 are drawn per step."""
@@ -74,6 +75,13 @@ def test_epochs_are_steps_over_the_prompts_that_are_trained_on(word, steps):
     settings, note = with_steps(given, prompts, {"a": 1.0, "b": 0.0})
     assert settings.loop.steps == steps
     assert note.startswith("10 training prompts: an epoch is 3.333 steps (supervised: 0.1562 upd")
+
+
+@pytest.mark.parametrize("epochs", ["1e13", "1e308"])
+def test_epochs_of_more_steps_than_a_run_may_have_are_refused(epochs):
+    given = load_config(None, [f"loop.epochs={epochs}", "rollout.prompts_per_step=3"])
+    with pytest.raises(UserError, match=r"loop\.epochs = 1e\+.* steps, more than the maximum of 1e"):
+        with_steps(given, order(tasks=["a"] * 100)._prompts, {})
 
 
 @pytest.mark.parametrize("explore", [None, 0.1])

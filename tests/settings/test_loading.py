@@ -289,7 +289,7 @@ def test_a_tokenizer_on_the_command_line_is_kept(overrides: list[str], kept: str
     assert (model.path, model.config, model.tokenizer) == ("models/mine", None, kept)
 
 
-@pytest.mark.parametrize("key", ["run.seed", "rollout.top_k", "loop.steps", "rollout.max_tokens"])
+@pytest.mark.parametrize("key", ["run.seed", "rollout.top_k", "eval.every", "rollout.max_tokens"])
 def test_whole_numbers_beyond_64_bits_are_refused(key: str) -> None:
     with pytest.raises(UserError, match=rf"{key}.*should be less than 9223372036854775808"):
         load_config("demo", [f"{key}={2**70}"])

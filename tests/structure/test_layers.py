@@ -31,8 +31,8 @@ EVERYTHING = BASE | BELOW_ROLLOUT | PARTS | {"session", "loop"}
 
 ALLOWED: dict[str, set[str]] = {
     **{part: set() for part in ("types", "errors", "randomness")},
-    **{part: {"errors"} for part in ("files", "settings", "untrusted")},
-    "distributed": {"errors", "files"},
+    **{part: {"errors"} for part in ("files", "untrusted")},
+    **{part: {"errors", "files"} for part in ("settings", "distributed")},
     **dict.fromkeys(("precision", "tasks", "runs"), BASE),
     "kernels": BASE | {"precision"},
     "models": BASE | {"kernels", "precision"},

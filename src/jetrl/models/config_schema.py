@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from jetrl.files import Stored
+from jetrl.settings.section import MOST_LAYERS
 
 Name = Annotated[str, Field(max_length=200)]
-Layers = Annotated[int, Field(ge=1, le=1024)]
+Layers = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 Heads = Annotated[int, Field(ge=1, le=2**14)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
@@ -75,12 +76,12 @@ class HfConfig(Named):
     tie_word_embeddings: bool | None = None
     use_sliding_window: Off = None
     sliding_window: int | None = None
-    no_rope_layers: Annotated[list[Literal[0, 1]], Field(max_length=1024)] | None = None
+    no_rope_layers: Annotated[list[Literal[0, 1]], Field(max_length=MOST_LAYERS)] | None = None
     no_rope_layer_interval: Positions = 4
     attention_bias: Off = None
     mlp_bias: Off = None
     hidden_act: Literal["silu", "swish"]  # two names of one function
-    layer_types: Annotated[list[Literal["full_attention"]], Field(max_length=1024)] | None = None
+    layer_types: Annotated[list[Literal["full_attention"]], Field(max_length=MOST_LAYERS)] | None = None
     num_labels: int | None = None
     id2label: dict[Any, Any] | None = None
 

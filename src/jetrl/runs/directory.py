@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jetrl.errors import StorageError, UserError, is_of_disk
-from jetrl.files import checked, read_stored, read_text
+from jetrl.files import MOST_BYTES, checked, read_stored, read_text
 from jetrl.runs import schemas
 from jetrl.runs.attempts import Attempt, RunLock, attempt_logged, read_attempts, run_state
 from jetrl.runs.history import RunHistory, history_of, in_phase, phase_of
@@ -94,6 +94,7 @@ class RunDirectory:
         the disk is full.
         """
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
+        _check_readable(settings, plan)
         try:
             run._check_use(resume)
             for folder in (run.path, run.rollouts_dir, run.checkpoints_dir):
@@ -130,6 +131,7 @@ class RunDirectory:
     def check(cls, settings: Settings, plan: Mapping[str, Any], resume: bool) -> None:
         """Raise what `create` would raise, before anything slow is loaded; write nothing."""
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
+        _check_readable(settings, plan)
         run._check_use(resume)
         if resume:
             run._check_plan(plan)
@@ -396,6 +398,16 @@ def _checked_name(name: str | None) -> str:
     if len(name.encode()) > MAX_NAME:
         raise UserError(f"run.name: {len(name.encode())} bytes long, at most {MAX_NAME} may be")
     return name
+
+
+def _check_readable(settings: Settings, plan: Mapping[str, Any]) -> None:
+    """Raise if readers of the run would refuse its config.toml or plan.json: not after training."""
+    text = to_toml(settings)
+    if len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
+        most = f"{MOST_BYTES / 2**20:g} MiB of config.toml that are read back"
+        raise UserError(f"the settings are larger than the {most}: name files in place of tables")
+    checked(schemas.RUN_CONFIG, tomllib.loads(text), "config.toml")
+    checked(schemas.PLAN, json.loads(json.dumps(plan)), "plan.json")
 
 
 def settings_that_differ(

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from jetrl.files import Count, Step, Stored, UnixTime
+from jetrl.settings.section import ReportSamples
 from jetrl.types import Completion, Sample
 
 Phase = Literal["sft", "rl"]
@@ -126,7 +127,7 @@ class RunConfig(Stored):
         steps: Step | None = None
 
     class Report(Stored):
-        samples: Annotated[int, Field(ge=0, le=10**6)] = 0
+        samples: ReportSamples = 0
 
     __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)
 

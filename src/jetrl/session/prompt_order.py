@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jetrl.errors import UserError
+from jetrl.files import MOST_STEPS
 from jetrl.randomness import derive_seed, draw_range, shares, weighted_draw
 from jetrl.session.sampling import EncodedPrompt
 from jetrl.settings.loading import Settings
@@ -59,7 +60,10 @@ def with_steps(
     count = sum(weights.get(encoded.prompt.task, 1.0) > 0 for encoded in prompts)
     epoch, loop = count / settings.rollout.prompts_per_step, settings.loop
     if loop.epochs is not None:
-        loop = loop.model_copy(update={"steps": math.ceil(loop.epochs * epoch - 1e-9)})
+        if loop.epochs * epoch > MOST_STEPS:
+            what = f"loop.epochs = {loop.epochs:g} is {loop.epochs * epoch:.3g} steps"
+            raise UserError(f"{what}, more than the maximum of {MOST_STEPS:.0e}")
+        loop = loop.model_copy(update={"steps": max(math.ceil(loop.epochs * epoch - 1e-9), 1)})
     note = f"{count:,} training prompts: an epoch is {epoch:,.4g} steps"
     if settings.sft.steps:
         note += f" (supervised: {count / settings.sft.examples_per_step:,.4g} updates)"

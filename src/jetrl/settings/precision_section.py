@@ -7,10 +7,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from jetrl.settings import presets
-from jetrl.settings.section import NonNegative, NonNegativeFloat, Section
+from jetrl.settings.section import LayerCount, Section
 
 # The GPU's attention reads 64 keys at a time.
-WholeBlocks = Annotated[int, Field(ge=64, lt=2**63, multiple_of=64)]
+WholeBlocks = Annotated[int, Field(ge=64, lt=2**53, multiple_of=64)]
+Noise = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class PrecisionSettings(Section):
@@ -22,9 +23,9 @@ class PrecisionSettings(Section):
     """output gradients in DGrad and WGrad; unset: the preset's"""
     scales: Literal["fp32", "pow2"] | None = None
     """unset: the preset's (fp32)"""
-    first_layers_bf16: NonNegative = 0
+    first_layers_bf16: LayerCount = 0
     """decoder layers at the start kept in BF16"""
-    last_layers_bf16: NonNegative = 0
+    last_layers_bf16: LayerCount = 0
     """decoder layers at the end kept in BF16"""
     kv: presets.KVSetting | None = None
     """keys and values, or keys + values apart; unset: the preset's"""
@@ -57,7 +58,7 @@ class SamplerDeviationSettings(Section):
     unset: the preset's"""
     weights_through_bf16: bool | None = None
     """round master weights to BF16 before the sampler quantizes them to FP8; unset: the preset's"""
-    bf16_layers: tuple[NonNegative, ...] | None = None
+    bf16_layers: tuple[LayerCount, ...] | None = None
     """decoder layers, counted from 0, whose linears only the sampler has in BF16"""
     scales: Literal["fp32", "pow2"] | None = None
     """the sampler's FP8 and INT8 scales; unset: the trainer's"""
@@ -68,6 +69,6 @@ class SamplerDeviationSettings(Section):
     trainer's sums"""
     lm_head: Literal["bf16", "fp8"] | None = None
     """the sampler's output projection; unset: the trainer's"""
-    logit_noise: NonNegativeFloat | None = None
+    logit_noise: Noise | None = None
     """standard deviation of Gaussian noise on the sampler's logits, before the temperature; unset:
     0"""

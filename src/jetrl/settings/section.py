@@ -7,6 +7,7 @@ from typing import Annotated, Any, NoReturn
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from jetrl.errors import UserError
+from jetrl.files import Step
 
 # Below 2**63, which is what a tensor, a seed and a counter hold.
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
@@ -17,6 +18,11 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Mass = Annotated[float, Field(gt=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
+# What readers of a run's files take as well (runs/schemas.py), so no run writes what they refuse.
+Steps = Step
+ReportSamples = Annotated[int, Field(ge=0, le=10**6)]
+MOST_LAYERS = 1024
+LayerCount = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
 
 
 def _as_tuple(value: Any) -> Any:

@@ -29,8 +29,10 @@ from jetrl.settings.section import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
+    ReportSamples,
     Section,
     Share,
+    Steps,
     Text,
     without_none,
 )
@@ -274,7 +276,7 @@ class TrainSettings(Section):
 class LoopSettings(Section):
     """The section `[loop]`."""
 
-    steps: NonNegative = 100
+    steps: Steps = 100
     """RL steps"""
     epochs: PositiveFloat | None = None
     """passes over the training prompts, in place of loop.steps; unset: loop.steps"""
@@ -283,7 +285,7 @@ class LoopSettings(Section):
 class SftSettings(Section):
     """Supervised training on the task's worked answers: `jetrl sft`, or before RL if steps > 0."""
 
-    steps: NonNegative = 0
+    steps: Steps = 0
     """optimizer updates; `jetrl train` runs them first"""
     examples_per_step: Positive = 64
     """worked answers per update"""
@@ -359,7 +361,7 @@ class ReportSettings(Section):
 
     enabled: bool = True
     """write report.html and its plots"""
-    samples: NonNegative = 8
+    samples: ReportSamples = 8
     """rollouts shown in report.html"""
 
 
