@@ -18,6 +18,7 @@ from jetrl.precision import PrecisionPlan
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import open as opening
 from jetrl.session.session import Session
+from jetrl.training.optimizer import Optimizer
 from jetrl.training.sft import RewardTrainer
 
 WORDS = """
@@ -70,6 +71,24 @@ def test_cut_and_resumed_equals_uncut(tmp_path: Path, monkeypatch: pytest.Monkey
     page = (resumed / "report.html").read_text()
     assert "6 supervised updates" in page
     assert "Pairs in the right order" in page
+
+
+def test_a_nan_that_adamw_makes_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    apply = Optimizer.apply
+
+    def spoiling(optimizer: Optimizer, total_norm: torch.Tensor) -> None:
+        apply(optimizer, total_norm)
+        with torch.no_grad():
+            optimizer.masters["score.weight"][0, 3] *= float("inf")
+
+    monkeypatch.setattr(Optimizer, "apply", spoiling)
+    words = ["demo", *TINY, "sft.steps=1", f"run.dir={tmp_path}", "run.name=judge"]
+    assert main(["sft", *words, "--task", "reward", "--out", str(tmp_path / "out")]) == 4
+    assert "after step 1 there is a NaN or an infinity in masters/score" in capsys.readouterr().err
+    assert not list((tmp_path / "judge" / "checkpoints").rglob("step_*"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_its_score_is_weighed_into_the_reward(judge: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.e2e.small import metrics, task_of
 
 import jetrl.precision.linear as linear
@@ -24,6 +25,7 @@ from jetrl.runs import anomalies
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import Session
 from jetrl.session.step import Step
+from jetrl.training import checkpoint
 from jetrl.training.extras.critic import Critic
 from jetrl.training.optimizer import Optimizer
 
@@ -176,23 +178,87 @@ def test_a_critic_that_goes_wrong_is_named_and_the_policy_goes_on(
     assert "the first such value is the gradient of the output of score" in log
 
 
+@pytest.fixture
+def bad_adamw(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An update of AdamW, counted from 1 over all optimizers, makes a NaN of finite gradients."""
+
+    def install(call: int, weight: str, value: float = math.nan) -> None:
+        apply, calls = Optimizer.apply, itertools.count(1)
+
+        def spoiling(optimizer: Optimizer, total_norm: torch.Tensor) -> None:
+            apply(optimizer, total_norm)
+            if next(calls) == call:
+                with torch.no_grad():
+                    optimizer.masters[weight].view(-1)[7] = value
+
+        monkeypatch.setattr(Optimizer, "apply", spoiling)
+
+    return install
+
+
 def test_a_bad_weight_is_found_when_it_is_sampled_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, bad_adamw: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    apply = Optimizer.apply
-
-    def spoiling(optimizer: Optimizer, total_norm: torch.Tensor) -> None:
-        apply(optimizer, total_norm)
-        with torch.no_grad():
-            optimizer.masters["layers.1.down.weight"][7, 3] = math.inf
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Optimizer, "apply", spoiling)
-        found = r"In step 2, .*master weight layers\.1\.down\.weight"
-        with pytest.raises(NonFiniteError, match=found):
-            train(settings(tmp_path, "loop.steps=3"))
+    every = ("loop.steps=3", "checkpoint.every=2")
+    bad_adamw(1, "layers.1.down.weight", math.inf)
+    with pytest.raises(NonFiniteError, match=r"In step 2, .*master weight layers\.1\.down\.weight"):
+        train(settings(tmp_path, *every))
+    bad_adamw(1, "layers.1.down.weight", math.inf)
     assert main(["replay", "--trust-task", str(tmp_path / "run")]) == 4
-    assert "master weight layers.1.down.weight, first in row 7 (1 of" in capsys.readouterr().out
+    assert "master weight layers.1.down.weight, first in row 0 (1 of" in capsys.readouterr().out
+
+
+DOWN = "layers.1.down.weight"
+PPO = "algorithm.name=ppo critic.path=policy"
+
+
+@pytest.mark.parametrize(
+    "words, call, weight, kept",
+    [
+        ("loop.steps=3", 3, DOWN, 2),  # the last step
+        ("loop.steps=4", 2, DOWN, 1),  # a middle one
+        ("loop.steps=1", 1, DOWN, None),
+        ("loop.steps=2 adapter.kind=lora", 2, "layers.1.down.lora_B", 1),
+        (f"loop.steps=2 {PPO}", 4, "score.weight", 1),  # after each update comes the critic's
+        ("loop.steps=0 sft.steps=2 sft.examples_per_step=4", 2, DOWN, 1),
+    ],
+)
+def test_a_nan_that_adamw_makes_is_in_no_checkpoint_and_no_model(
+    words: str, call: int, weight: str, kept: int | None, tmp_path: Path, bad_adamw: Any
+) -> None:
+    bad_adamw(call, weight)
+    chosen = settings(tmp_path, *words.split())
+    with pytest.raises(NonFiniteError, match=rf"after step \d .*{weight}.*Lower train\.lr") as stop:
+        train(chosen)
+    assert stop.value.exit_code == 4
+    run = tmp_path / "run"
+    folders = sorted((run / "checkpoints").rglob("step_*"))
+    assert [path.name for path in folders][-1:] == ([f"step_{kept:06d}"] if kept else [])
+    assert (f"{folders[-1]} is good" if kept else "no checkpoint before it") in str(stop.value)
+    for path in folders:
+        for file in path.glob("*.safetensors"):
+            assert all(bool(t.isfinite().all()) for t in load_file(file).values())
+    assert not (run / "model").exists()
+    bad_adamw(0, weight)  # no update: the run continues from what was kept
+    resumed = train(chosen, resume=True)
+    stored = load_file(next(resumed.model_path.glob("*.safetensors")))
+    assert all(bool(tensor.isfinite().all()) for tensor in stored.values())
+
+
+def test_a_checkpoint_with_a_nan_is_neither_resumed_from_nor_exported(
+    tmp_path: Path, bad_adamw: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """As earlier versions wrote them."""
+    bad_adamw(2, DOWN)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "nonfinite", lambda tensors: "")
+        with pytest.raises(NonFiniteError, match="no model is written: .*down_proj.*NaN"):
+            train(settings(tmp_path, "loop.steps=2"))
+    with pytest.raises(NonFiniteError, match="step_000002 has a NaN.*down.*remove its folder"):
+        train(settings(tmp_path, "loop.steps=2"), resume=True)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 4
+    assert "no model is written" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_warm_up_is_guarded_and_kept(

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
-from jetrl.errors import StorageError, UserError, is_of_disk
+from jetrl.errors import NonFiniteError, StorageError, UserError, is_of_disk
 from jetrl.models.families import FP8_BLOCK, SCALE_SUFFIX, ModelConfig, StoredTensor, stored_tensors
 from jetrl.models.hf_files import sync
 from jetrl.precision.quantize import dithered_bf16, quantize
@@ -265,7 +265,12 @@ def _save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def save_file(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file; every failure is an OSError."""
+    """Write a safetensors file of a model; NonFiniteError for a NaN, an OSError for the disk."""
+    for name, tensor in tensors.items():
+        # The codes of a block with a NaN have a NaN for a scale, which is looked at instead.
+        if tensor.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
+            what = f"no model is written: {name} has a NaN or an infinity"
+            raise NonFiniteError(f"{what}; export an earlier checkpoint")
     try:
         save_safetensors(tensors, str(file), metadata={"format": "pt"})
     except SafetensorError as error:

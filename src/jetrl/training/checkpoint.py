@@ -34,13 +34,14 @@ from torch import Tensor
 
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World, world
-from jetrl.errors import StorageError, UserError
+from jetrl.errors import NonFiniteError, StorageError, UserError
 from jetrl.files import free_space
 from jetrl.models.hf_files import sync
 from jetrl.models.model import Model
 from jetrl.models.tiny import alphabet_of
 from jetrl.training import checkpoint_files as files
 from jetrl.training.extras import Learner
+from jetrl.training.guard import nonfinite
 from jetrl.training.optimizer import Optimizer
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -134,7 +135,10 @@ class Checkpoints:
         score: float | None = None,
         parts: Mapping[str, Learner] | None = None,
     ) -> Snapshot:
-        """Return a checkpoint's contents: the run's own tensors, and `extra` as exact JSON."""
+        """Return a checkpoint's contents: the run's own tensors, and `extra` as exact JSON.
+
+        Raises NonFiniteError for a tensor with a NaN or infinity, which no checkpoint may keep.
+        """
         size = self._ranks.size
         sharded = {"format": files.SHARDED_FORMAT, "ranks": size}
         state = {
@@ -154,6 +158,7 @@ class Checkpoints:
         for part, owner in owners.items():
             tensors[part] = owner.state_tensors()
             shards[part] = files.divided(tensors[part], owner.shard_of)
+        self._check_finite(step, tensors)
         return Snapshot(step, json.dumps(state, indent=1), tensors, shards)
 
     def write(self, snapshot: Snapshot) -> Path:
@@ -183,6 +188,21 @@ class Checkpoints:
             raise StorageError(ranks.from_first("why a checkpoint failed", explain)) from None
         ranks.from_first("the checkpoints to keep", lambda: self._prune(step, self.steps()))
         return target
+
+    def _check_finite(self, step: int, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Raise a NonFiniteError if AdamW has made a NaN, which no gradient shows."""
+        tensors = {
+            f"{part}/{name}": t for part, named in parts.items() for name, t in named.items()
+        }
+        if found := nonfinite(tensors):
+            kept = self.steps()
+            good = f"{self.path(kept[-1])} is good" if kept else "there is no checkpoint before it"
+            raise NonFiniteError(
+                f"after step {step} there is a NaN or an infinity in {found}, which AdamW made of "
+                f"finite gradients. No checkpoint and no model of it is written; {good}. Lower "
+                "train.lr (sft.lr of supervised updates, critic.lr of a critic), and continue with "
+                "--resume"
+            )
 
     def _begin(self, writing: Path) -> None:
         if not self.directory.is_dir():
@@ -261,6 +281,11 @@ class Checkpoints:
             return stored
 
         others = ranks.together("the tensors of a checkpoint", read)
+        if found := nonfinite({**policy.master_weights(), **optimizer.state_tensors()}):
+            raise NonFiniteError(
+                f"checkpoint {path} has a NaN or an infinity in {found}; remove its folder, and "
+                "resume from the checkpoint before it"
+            )
         policy.requantize()
         return Loaded(state["step"], state["extra"], others, state.get("ranks", 1))
 

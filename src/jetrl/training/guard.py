@@ -6,6 +6,9 @@ reaches the loss or the gradient norm.
 
 `watch` finds the first operation whose output or gradient is not finite. It synchronizes with the
 device at every operation, so it is only for repeating a failed update.
+
+AdamW can make a NaN of finite gradients. `nonfinite` looks at its results, with one read from the
+device, before a checkpoint keeps them.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 
 from jetrl.distributed.agreement import UPDATE_IS_FINITE, agree
+from jetrl.distributed.world import world
 from jetrl.errors import NonFiniteError
 from jetrl.models.model import Model
 
@@ -87,6 +91,22 @@ class Guard:
 
     def load_state(self, state: Any) -> None:
         self._in_a_row = state["in_a_row"]
+
+
+def nonfinite(tensors: Mapping[str, Tensor]) -> str:
+    """Return the names of tensors with a NaN or infinity, shortened; "" if all are finite.
+
+    Every rank calls this function. The host waits for the device once.
+    """
+    # Counters are whole numbers, and the codes of compact states have no NaN.
+    values = {n: t for n, t in tensors.items() if t.is_floating_point() and t.dim() and len(t)}
+    # Largest magnitudes: a NaN stays, and finite numbers cannot overflow as in a sum of squares.
+    peaks = torch._foreach_norm(list(values.values()), math.inf) if values else ()
+    largest = torch.stack([peak.double() for peak in peaks]).tolist() if peaks else []
+    own = [name for name, peak in zip(values, largest, strict=True) if not math.isfinite(peak)]
+    found = set().union(*world().gather("the tensors that are not finite", own))
+    names = [name for name in tensors if name in found]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 
 class Watch:
