@@ -270,8 +270,8 @@ def test_a_run_does_not_write_settings_that_it_cannot_read(create, tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             create(*overrides, **plan)
+        settings = load_config(None, [*overrides, f"run.dir={tmp_path}", "run.name=x"])
         with pytest.raises(UserError, match=words):
-            settings = load_config(None, [*overrides, f"run.dir={tmp_path}", "run.name=x"])
             RunDirectory.check(settings, plan, resume=False)
     assert not list(tmp_path.iterdir())
 

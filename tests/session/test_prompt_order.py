@@ -65,7 +65,8 @@ def test_mixed_tasks_share_a_step_and_each_runs_through_its_own_epochs():
 
 
 @pytest.mark.parametrize(
-    "word, steps", [("epochs=2", 7), ("epochs=0.1", 1), ("epochs=1e-30", 1), ("steps=3", 3), ("epochs=none", 100)]
+    "word, steps",
+    [("epochs=2", 7), ("epochs=0.1", 1), ("epochs=1e-30", 1), ("steps=3", 3), ("epochs=none", 100)],
 )
 def test_epochs_are_steps_over_the_prompts_that_are_trained_on(word, steps):
     """Ten prompts count, and 3 are drawn per step."""
@@ -80,7 +81,7 @@ def test_epochs_are_steps_over_the_prompts_that_are_trained_on(word, steps):
 @pytest.mark.parametrize("epochs", ["1e13", "1e308"])
 def test_epochs_of_more_steps_than_a_run_may_have_are_refused(epochs):
     given = load_config(None, [f"loop.epochs={epochs}", "rollout.prompts_per_step=3"])
-    with pytest.raises(UserError, match=r"loop\.epochs = 1e\+.* steps, more than the maximum of 1e"):
+    with pytest.raises(UserError, match=r"loop\.epochs = 1e\+.* steps, more than the maximum"):
         with_steps(given, order(tasks=["a"] * 100)._prompts, {})
 
 

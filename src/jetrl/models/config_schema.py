@@ -23,6 +23,7 @@ Positions = Annotated[int, Field(ge=1, le=2**40)]
 Positive = Annotated[float, Field(gt=0, le=1e30)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Theta = Annotated[float, Field(gt=1, le=1e30)]
+LayerTypes = Annotated[list[Literal["full_attention"]], Field(max_length=MOST_LAYERS)]
 Off = Literal[False, None]  # a switch whose other state this decoder does not compute
 
 
@@ -81,7 +82,7 @@ class HfConfig(Named):
     attention_bias: Off = None
     mlp_bias: Off = None
     hidden_act: Literal["silu", "swish"]  # two names of one function
-    layer_types: Annotated[list[Literal["full_attention"]], Field(max_length=MOST_LAYERS)] | None = None
+    layer_types: LayerTypes | None = None
     num_labels: int | None = None
     id2label: dict[Any, Any] | None = None
 
