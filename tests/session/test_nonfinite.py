@@ -248,13 +248,13 @@ def test_a_nan_that_adamw_makes_is_in_no_checkpoint_and_no_model(
 def test_a_checkpoint_with_a_nan_is_neither_resumed_from_nor_exported(
     tmp_path: Path, bad_adamw: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """As earlier versions wrote them."""
+    """Versions before the check wrote such checkpoints."""
     bad_adamw(2, DOWN)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "nonfinite", lambda tensors: "")
-        with pytest.raises(NonFiniteError, match="no model is written: .*down_proj.*NaN"):
+        with pytest.raises(NonFiniteError, match=r"no model is written: .*down_proj.*NaN"):
             train(settings(tmp_path, "loop.steps=2"))
-    with pytest.raises(NonFiniteError, match="step_000002 has a NaN.*down.*remove its folder"):
+    with pytest.raises(NonFiniteError, match=r"step_000002 has a NaN.*down.*remove its folder"):
         train(settings(tmp_path, "loop.steps=2"), resume=True)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 4
     assert "no model is written" in capsys.readouterr().err

@@ -250,6 +250,50 @@ def test_a_token_outside_the_vocabulary_is_refused(token, bigram, sample):
         Trainer(bigram(), settings()).step([sample(0, [1], [2]), sample(0, [token], [2])])
 
 
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"logprobs": (-1.0,)}, "logprobs needs one number per token, not 1 for 4 tokens"),
+        ({"logprobs": (-1.0,) * 3}, "not 3 for 4 tokens"),
+        ({"versions": (1,) * 5}, "versions needs one number per token, or none, not 5"),
+        ({"environment": ((2, 5),)}, r"environment = \[2, 5\) is not inside its 4 tokens"),
+        *(
+            (
+                {"logprobs": (-1.0, value, -1.0, -1.0)},
+                f"the log-prob of token 1 is {value}; it must",
+            )
+            for value in (math.nan, -math.inf, 0.5)
+        ),
+    ],
+)
+def test_what_is_not_a_samplers_output_is_refused(bigram, changes, problem, exact):
+    policy = bigram(exact=exact)
+    samples, before = policy.draw(REWARDS), snapshot(policy)
+    changes = {"versions": (0,) * 4} | changes  # of an earlier policy: exactness is not checked
+    completion = replace(samples[3].completion, **changes)
+    samples[3] = replace(samples[3], completion=completion)
+    with pytest.raises(UserError, match=rf"sample 3 \(prompt 'p0'\): .*{problem}"):
+        Trainer(policy, settings()).step(samples, version=1)
+    assert equal(snapshot(policy), before)
+
+
+@pytest.mark.parametrize("reward", [1e300, -1e300, math.nan, math.inf])
+@pytest.mark.parametrize("batch", ["all", "shuffle_r1"])
+def test_a_reward_whose_advantage_is_no_number_is_refused(bigram, reward, batch):
+    policy = bigram()
+    samples = policy.draw([*REWARDS[:5], reward, *REWARDS[6:]])
+    with pytest.raises(UserError, match=r"reward of sample 5 \(group 1\) is .*must be a finite"):
+        Trainer(policy, settings(data={"batch": batch})).step(samples)
+
+
+def test_large_rewards_and_rounded_log_probs_train(bigram):
+    policy = bigram(exact=False)
+    samples = policy.draw([1e38 * reward for reward in REWARDS])
+    rounded = with_logprob(samples, 3, 0, 1e-6)
+    assert Trainer(policy, settings()).step(rounded).metrics["policy/grad_norm"] > 0
+
+
 def test_an_update_without_tokens_is_left_out(bigram, sample):
     policy = bigram()
     trainer = Trainer(policy, settings({"updates_per_step": 2}))

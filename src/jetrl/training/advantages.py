@@ -19,6 +19,7 @@ import numpy as np
 
 from jetrl.errors import UserError
 
+MOST_REWARD = float(np.finfo(np.float32).max)  # beyond it, squares of float64 overflow as well
 STD_EPS = 1e-6  # verl's; TRL adds 1e-4
 _VARIANCE_EPS = 1e-8  # for normalization over tokens, as verl's
 
@@ -153,12 +154,17 @@ def group_advantages(
 def check_rewards(
     rewards: Sequence[float] | np.ndarray, groups: Sequence[int] | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return rewards as float64 [N] and groups as int64 [N]; a UserError if one is not finite."""
+    """Return rewards as float64 [N] and groups as int64 [N].
+
+    A UserError names a reward that is not finite, or too large: its advantage would be 0.
+    """
     reward_N = np.asarray(rewards, dtype=np.float64)
     group_N = np.asarray(groups, dtype=np.int64)
-    if not np.isfinite(reward_N).all():
-        bad = int(np.flatnonzero(~np.isfinite(reward_N))[0])
-        raise UserError(f"the reward of sample {bad} (group {group_N[bad]}) is {reward_N[bad]}")
+    is_usable = np.abs(reward_N) <= MOST_REWARD  # False for a NaN
+    if not is_usable.all():
+        bad = int(np.flatnonzero(~is_usable)[0])
+        what = f"the reward of sample {bad} (group {group_N[bad]}) is {reward_N[bad]}"
+        raise UserError(f"{what}; it must be a finite number within {MOST_REWARD:.3g}")
     return reward_N, group_N
 
 

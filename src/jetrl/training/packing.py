@@ -32,6 +32,38 @@ from jetrl.settings.loading import Settings
 from jetrl.training.advantages import group_advantages
 from jetrl.types import Batch, Example, Sample, stem_length
 
+MOST_LOGPROB = 1e-4  # another engine may round the log-prob of a certain token above 0
+
+
+def check_samples(samples: Sequence[Sample], exact: bool) -> None:
+    """Raise a UserError for a sample whose parts do not fit its tokens, or are no log-probs.
+
+    Under an `exact` plan the comparison with the trainer reports a wrong log-prob with its bits.
+    """
+    for i, sample in enumerate(samples):
+        done, where = sample.completion, f"sample {i} (prompt {sample.prompt.id!r})"
+        count = len(done.token_ids)
+        if len(done.logprobs) != count:
+            needs = f"Completion.logprobs needs one number per token, not {len(done.logprobs)}"
+            raise UserError(f"{where}: {needs} for {count} tokens")
+        if len(done.versions) not in (0, count):
+            needs = "Completion.versions needs one number per token, or none"
+            raise UserError(f"{where}: {needs}, not {len(done.versions)} for {count} tokens")
+        for start, end in done.environment:
+            if not 0 <= start <= end <= count:
+                what = f"Completion.environment = [{start}, {end}) is not inside its {count} tokens"
+                raise UserError(f"{where}: {what}")
+        if exact and not done.versions:
+            continue
+        logprobs = np.asarray(done.logprobs, dtype=np.float64)
+        bad = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= MOST_LOGPROB)))
+        if len(bad):
+            token, value = int(bad[0]), logprobs[bad[0]]
+            needs = "the sampler's natural log of a probability, finite and at most 0"
+            raise UserError(
+                f"{where}: the log-prob of token {token} is {value}; it must be {needs}"
+            )
+
 
 def choose_minibatches(
     samples: Sequence[Sample], settings: Settings, num_updates: int

@@ -55,6 +55,7 @@ class Preparation:
 
     def __call__(self, samples: Sequence[Sample], num_updates: int) -> Prepared:
         """Return the minibatch of each update, and metrics of the rewards and of the critic."""
+        packing.check_samples(samples, self.policy.plan.exact)
         chosen = packing.choose_minibatches(samples, self.settings, num_updates)
 
         # Forwards without gradient can run out of memory too: pack again, smaller.

@@ -147,7 +147,7 @@ class Trainer:
             NonFiniteError: A loss or gradient is not finite, and train.on_nonfinite is "stop" or
                 too many were in a row; that update was not applied.
             OutOfMemoryStop: Memory ran out with one sequence in a micro-batch.
-            UserError: Too few samples, an empty prompt, an unknown token, a reward not finite.
+            UserError: Too few samples, an empty prompt, an unknown token, a bad reward or log-prob.
         """
         start = time.perf_counter()
         # Before the first update: packed samples, advantages, log-probs of other models.
