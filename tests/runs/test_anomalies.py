@@ -9,6 +9,8 @@ import pytest
 
 from jetrl.runs.anomalies import ENOUGH, RECENT, STEPS, WINDOW, Anomalies, Learning
 
+Z, K3, REF = "sampling/surprise_z", "mismatch/k3_kl", "policy/kl_ref"
+
 
 def step(norm=1.0, loss=0.0, entropy=2.0, reward=0.3):
     return {
@@ -58,14 +60,17 @@ def rare(share, samples):
         [step(reward=-1.0)] * 20 + [step(reward=-3.0)] * 20,
         [{}, {"policy/grad_norm": math.inf}, *usual(20), {}, {"policy/entropy": math.nan}],
         [*usual(ENOUGH - 1), step(norm=1e6, loss=1e6)],  # too little is known
+        # A pretrained model under `mixed`, whose largest step of all studies was 0.045.
+        [step() | {K3: 0.045 if k % 4 == 3 else 0.02, REF: 0.2} for k in range(100)],
+        [step() | {K3: 0.0006 if k < 20 else 0.0048} for k in range(100)],
+        [step() | {K3: math.nan, REF: math.nan}] * 9,
     ],
-    ids=["usual", "no gradient", "sure", "rare", "half", "negative", "missing", "early"],
+    ids=["usual", "flat", "sure", "rare", "half", "neg", "missing", "early", "mixed", "low", "nan"],
 )
 def test_a_usual_run_is_quiet(steps):
     assert said(steps) == []
 
 
-Z = "sampling/surprise_z"
 MIXED = {Z: -40.0, "mismatch/num_different": 3}
 
 
@@ -76,6 +81,20 @@ MIXED = {Z: -40.0, "mismatch/num_different": 3}
         ([*usual(30), step(loss=-3.0), *usual(9)], 30, ["policy loss -3; "]),
         ([step() | {Z: 4.9}, *[step() | {Z: 5.1}] * 2], 1, ["less probable", "5.1 standard"]),
         ([step() | {Z: -4.9}, *[step() | MIXED] * 2], 1, ["more probable", "preset=unified"]),
+        # The K3 KL of a healthy sampler, and with one layer that is never updated.
+        (
+            [*[step() | {K3: 0.0006}] * 20, *[step() | {K3: 0.0445}] * 9],
+            23,
+            ["nats apart", "was 0.0006"],
+        ),
+        ([step() | {K3: 0.0445}] * 9, 0, ["0.0445 nats apart", "reads old weights", "--locate"]),
+        ([*[step() | {K3: 0.001}] * 20, *[step() | {K3: 0.0085}] * 9], 23, ["it was 0.001"]),
+        (
+            [*[step() | {REF: 0.02}] * 20, *[step() | {REF: 8.0}] * 9],
+            20,
+            ["2.02 nats", "algorithm.kl"],
+        ),
+        ([step() | {REF: 8.0}, step() | {REF: math.inf}], 0, ["8 nats per token"]),
         *(
             (
                 [

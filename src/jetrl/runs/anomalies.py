@@ -1,8 +1,11 @@
 """Warnings about a run, from its metrics: it cannot learn, or a number went out of bounds.
 
 `Learning` looks at rewards, groups and answers over STEPS steps; a run that learns never triggers
-it. `Anomalies` compares numbers with the steps before, so nothing has to be tuned to a model. Only
-sampling/surprise_z has a fixed bound, which chance exceeds in less than 1 of 130,000 steps.
+it. `Anomalies` compares numbers with the steps before, so nothing has to be tuned to a model. Fixed
+bounds: sampling/surprise_z, which chance exceeds in less than 1 of 130,000 steps, and means of
+mismatch/k3_kl and policy/kl_ref over the RECENT newest steps. A mismatch of APART nats is beyond
+every run of the studies under `mixed`; it also counts from LEAST_APART on if each of the RECENT
+newest steps has APART_RATIO times the median before, which no run of the studies had.
 
 A spike is SPIKE robust standard deviations (1.4826 times the median absolute deviation) from the
 median of the last WINDOW steps, and much larger than it. Entropy of the RECENT newest steps is
@@ -120,6 +123,8 @@ SAME_REWARD = 0.05  # of the rewards' range in the window: less does not count a
 LEFT_REWARD = 0.5  # of the reward before: less is a collapse
 REWARD_NOISE = 3.0  # standard deviations of single steps
 SURPRISE = 5.0  # of sampling/surprise_z
+APART, LEAST_APART, APART_RATIO = 0.04, 0.005, 8.0  # of mismatch/k3_kl, in nats
+LEFT_REFERENCE = 1.0  # nats of policy/kl_ref, per token
 
 
 class Anomalies(Watch):
@@ -132,6 +137,8 @@ class Anomalies(Watch):
             "entropy": self._entropy(metrics),
             "reward": self._reward(metrics),
             "surprise": _surprise(metrics),
+            "mismatch": self._mismatch(metrics),
+            "reference": self._reference(metrics),
         }
         self._steps.append(metrics)
         return {kind: text for kind, text in texts.items() if text}
@@ -192,6 +199,33 @@ class Anomalies(Watch):
             f"reward collapses, from {number(before)} to {number(now)} in {RECENT} steps: unless "
             "scorers fail (reward/failures), return to a checkpoint, with a lower train.lr or "
             "fewer updates per step (train.updates_per_step)"
+        )
+
+    def _mismatch(self, metrics: Mapping[str, float]) -> str:
+        kl = metrics.get("mismatch/k3_kl", math.nan)
+        before = self._values("mismatch/k3_kl")
+        recent, earlier = [*before[1 - RECENT :], kl], before[: 1 - RECENT]
+        usual, spread = _usual(earlier)
+        grew = spread < math.inf and min(recent) > max(LEAST_APART, APART_RATIO * usual)
+        if math.isnan(kl) or not (grew or mean(recent) > APART):
+            return ""
+        was = f"; it was {number(usual)}" if grew else ""
+        return (
+            f"sampler and trainer are {number(mean(recent))} nats apart (mismatch/k3_kl, mean of "
+            f"{len(recent)} steps{was}): perhaps the sampler reads old weights, or other ones. "
+            "Under an exact plan such a step stops: run one with precision.preset=int8 or unified, "
+            "and `jetrl parity MODEL --locate` names the operation"
+        )
+
+    def _reference(self, metrics: Mapping[str, float]) -> str:
+        kl = metrics.get("policy/kl_ref", math.nan)
+        recent = [*self._values("policy/kl_ref")[1 - RECENT :], kl]
+        if math.isnan(kl) or mean(recent) <= LEFT_REFERENCE:
+            return ""
+        return (
+            f"the policy is {number(mean(recent))} nats per token from its reference "
+            f"(policy/kl_ref, mean of {len(recent)} steps): it has left it; raise algorithm.kl, "
+            "lower train.lr, or return to a checkpoint"
         )
 
 
