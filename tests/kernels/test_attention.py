@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.reference import attend_packed, quantize_keys_and_values, stored_values
+from jetrl.kernels.attention.reference import (
+    _as_codes,
+    _attend,
+    attend_packed,
+    quantize_keys_and_values,
+    stored_values,
+)
+from jetrl.precision.exact import exp_nonpositive
 
 CODED = ["fp8", "int8", "int8+fp8", "fp8+int8"]
 FORMATS = [*CODED, "bf16", "fp32"]
@@ -50,6 +57,33 @@ def test_matches_float64(kv: str, heads: int, groups: int, dim: int) -> None:
         rounding = 2.0**-24 if kv == "fp32" else 2.0**-8
         bound = rounding * true.abs() + 400 * 2.0**-24 * v64[s].abs().max()
         assert torch.all((out[s] - true).abs() <= bound)
+
+
+def on_grid(values: Tensor, bits: int) -> Tensor:
+    """Return float64 values on a grid of `bits` bits below the power of two above their largest."""
+    step = 2.0 ** (math.frexp(float(values.abs().max()))[1] - bits)
+    return (values.double() / step).round() * step
+
+
+@pytest.mark.parametrize("kv", CODED)
+def test_the_documented_roundings_make_the_bits(kv: str) -> None:
+    """The rules of docs/precision.md give the bits of the last query of each head."""
+    length, heads, dim = 70, 3, 128
+    q, k, v = inputs(length, heads, 1, dim, kv)
+    (k_codes, k_scales), (v_codes, v_scales) = quantize_keys_and_values(k, v, kv)
+    assert k_scales is not None
+    assert v_scales is not None
+    wide = (*_as_codes(k_codes[None], k_scales[None]), *_as_codes(v_codes[None], v_scales[None]))
+    out = _attend(q[None].float(), *wide, torch.arange(length)[None])[0]  # before BF16
+    packed = attend_packed(q, k, v, torch.tensor([0, length]), kv)
+    assert torch.equal(out.bfloat16(), packed)
+    for head in range(heads):
+        raw = (k_codes[:, 0].double() @ on_grid(q[-1, head], 24)).float()
+        scores = raw * k_scales[:, 0] / torch.tensor(math.sqrt(dim))
+        mass = exp_nonpositive(scores - scores.max())
+        total = (mass.double() * 2.0**30).round().sum() / 2.0**30
+        weights = on_grid(mass * v_scales[:, 0], 18)
+        assert torch.equal(out[-1, head], ((weights @ v_codes[:, 0].double()) / total).float())
 
 
 @pytest.mark.parametrize("kv", [*CODED, "bf16"])

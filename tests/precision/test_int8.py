@@ -10,8 +10,14 @@ import torch
 from jetrl import Policy
 from jetrl.errors import UserError
 from jetrl.models.tiny import PRINTABLE
-from jetrl.precision import PrecisionPlan, dequantize
-from jetrl.precision.int8 import int8_matmul, int8_rows, int8_tokens, int8_turned
+from jetrl.precision import PrecisionPlan, dequantize, quantize
+from jetrl.precision.int8 import (
+    int8_matmul,
+    int8_rows,
+    int8_squares_turned,
+    int8_tokens,
+    int8_turned,
+)
 from jetrl.precision.quantize import ROTATION, rotate
 from jetrl.session.parity import measure
 
@@ -28,6 +34,42 @@ def test_a_rotation_is_the_hadamard_matrix_and_its_own_inverse() -> None:
     x = normal(3, 2 * ROTATION)
     # Six stages of float32 additions there and back, of values at most 8 times as large.
     assert (rotate(rotate(x)) - x).abs().max() <= 12 * 2**-24 * 8 * x.abs().max()
+
+
+def rotated_by(x: torch.Tensor, distances: list[int]) -> torch.Tensor:
+    """Each stage replaces values i and i + distance by their sum and difference; then / 8."""
+    y = x.unflatten(-1, (-1, ROTATION)).clone()
+    for distance in distances:
+        low = [i for i in range(ROTATION) if not i & distance]
+        high = [i + distance for i in low]
+        y[..., low], y[..., high] = y[..., low] + y[..., high], y[..., low] - y[..., high]
+    return (y / 8).flatten(-2)
+
+
+def test_the_documented_orders_decide_the_bits() -> None:
+    """Stages, scales and DGrad's weight follow docs/precision.md; other orders give other bits."""
+    heavy = normal(300, ROTATION) ** 5
+    distances = [1, 2, 4, 8, 16, 32]
+    assert torch.equal(rotate(heavy), rotated_by(heavy, distances))
+    scales, reversed_scales = (
+        rotated_by(heavy, order).abs().amax(-1) / 127 for order in (distances, distances[::-1])
+    )
+    assert torch.equal(int8_rows(heavy).scales[:, 0], scales)
+    assert (scales != reversed_scales).sum() > 50
+
+    a, b = int8_rows(normal(40, 128)), int8_rows(normal(64, 128, seed=1))
+    sums = (a.codes.double() @ b.codes.double().mT).float()
+    product = int8_matmul(a, b, torch.float32)
+    assert torch.equal(product, (sums * a.scales) * b.scales.mT)
+    assert not torch.equal(product, sums * (a.scales * b.scales.mT))
+
+    weight = int8_rows(normal(128, 256))
+    back = rotated_by(weight.codes.float() * weight.scales, distances)
+    turned, narrow = (quantize(values, (128, 128)).mT for values in (back, back.bfloat16()))
+    made = int8_squares_turned(weight)
+    assert torch.equal(made.codes.view(torch.uint8), turned.codes.view(torch.uint8))
+    assert torch.equal(made.scales, turned.scales)
+    assert not torch.equal(made.codes.view(torch.uint8), narrow.codes.view(torch.uint8))
 
 
 def test_sums_do_not_depend_on_other_rows_or_on_the_order() -> None:
