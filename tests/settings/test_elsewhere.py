@@ -113,6 +113,24 @@ def test_settings_in_python_raise_user_errors(sections: dict, words: str) -> Non
     assert str(caught.value).startswith(words)
 
 
+@pytest.mark.parametrize(
+    "theirs, here",
+    [
+        ("token-mean", "here it is token_mean"),
+        ("seq-mean-token-mean", "here it is sequence_mean"),
+        ("seq-mean-token-sum", "here it is sequence_sum"),
+        ("seq-mean-token-sum-norm", "here it is constant"),
+        ("token-sum", "it has no counterpart here"),
+    ],
+)
+def test_the_aggregations_of_verl_have_their_names_here(theirs: str, here: str) -> None:
+    with pytest.raises(UserError, match=f"{theirs} is verl's loss_agg_mode; {here}$"):
+        load_config(None, [f"algorithm.aggregation={theirs}"])
+    name = f"actor_rollout_ref.actor.loss_agg_mode={theirs}"
+    with pytest.raises(UserError, match=rf"here it is algorithm\.aggregation.*{theirs}"):
+        load_config(None, [name])
+
+
 def test_settings_do_not_change() -> None:
     with pytest.raises(
         UserError, match="settings do not change, so lr = 1 is refused; make others"

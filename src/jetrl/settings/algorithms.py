@@ -33,6 +33,14 @@ from jetrl.settings.section import (
 )
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+VERL_AGGREGATIONS: Mapping[str, Aggregation | None] = {
+    "token-mean": "token_mean",
+    "token-sum": None,
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "constant",
+}
+"""The values of verl's actor.loss_agg_mode."""
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
 Correction = Literal["none", "tis", "mis", "icepop", "sequence_mask"]
@@ -225,6 +233,15 @@ class AlgorithmSettings(Section):
     """keyword arguments of file.py:function"""
 
     _options = field_validator("options", mode="before")(without_none)
+
+    @field_validator("aggregation", mode="before")
+    @classmethod
+    def _of_verl(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in VERL_AGGREGATIONS:
+            here = VERL_AGGREGATIONS[value]
+            name = f"here it is {here}" if here else "it has no counterpart here"
+            raise ValueError(f"{value} is verl's loss_agg_mode; {name}")
+        return value
 
     @property
     def from_file(self) -> bool:
