@@ -238,3 +238,9 @@ def test_a_resumed_run_has_its_own_settings_and_names_those_of_the_recipe(
     for recipe in ("copy.toml", "copy/config.toml"):
         assert jetrl("train", tmp_path / recipe, "--resume").code == 0
         assert loop.calls[-1][1].run.name == "copy"
+
+
+def test_a_rate_of_rl_is_refused_for_supervised_updates(jetrl: Callable, loop: FakeLoop) -> None:
+    done = jetrl("sft", "demo", "sft.steps=1", "train.lr=1e-3")
+    assert (done.code, loop.calls) == (2, [])
+    assert "'train.lr=1e-3' has no effect: supervised updates read sft.lr" in done.err

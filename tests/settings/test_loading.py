@@ -293,3 +293,43 @@ def test_a_tokenizer_on_the_command_line_is_kept(overrides: list[str], kept: str
 def test_whole_numbers_beyond_64_bits_are_refused(key: str) -> None:
     with pytest.raises(UserError, match=rf"{key}.*should be less than 9223372036854775808"):
         load_config("demo", [f"{key}={2**70}"])
+
+
+@pytest.mark.parametrize(
+    "override, needs",
+    [
+        ("train.min_lr_ratio=0.5", "train.schedule=cosine"),
+        ("critic.lr=1e-4", "critic.path=policy algorithm.name=ppo"),
+        ("critic.clip=0.1", "critic.path=policy algorithm.name=ppo"),
+        ("draft_head.tokens=2", "rollout.speculation=head"),
+        ("draft_head.lr=1e-4", "rollout.speculation=auto"),
+        ("trackers.project=math", "trackers=wandb"),
+        ("trackers.group=seeds", "trackers=wandb"),
+        ("algorithm.correction_under_exact_plan=true", "algorithm.correction=tis"),
+        ("adapter.noise_end=1e-3", "adapter.noise_start=0.01"),
+        ("adapter.noise_stages=3", "adapter.noise_start=0.01"),
+        ("eval.top_p=0.9", "eval.temperature=1.0"),
+        ("precision.grad_output=e5m2", "precision.preset=unified"),
+        ("precision.wgrad_input=1x128", "precision.preset=unified"),
+        ("sft.lr=1e-3", "sft.steps=5"),
+        ("sft.until=0.5", "sft.steps=5"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused_by_name(override: str, needs: str) -> None:
+    base = ["precision.preset=bf16", "adapter.kind=lora"]
+    found = message(*base, override)
+    key, _, value = override.partition("=")
+    assert key in found
+    assert f"has no effect without {needs.partition('=')[0]}" in found or "precision" in key
+    load_config(None, [*base, override, *needs.split()])
+
+
+def test_partial_rollouts_need_a_loss_that_bounds_old_tokens() -> None:
+    found = message("algorithm.name=rloo", "rollout.oversample=0.5")
+    assert "rollout.oversample = 0.5: rloo weighs tokens of earlier policies by a ratio" in found
+    for name in ("grpo", "gspo", "cispo"):
+        load_config(None, [f"algorithm.name={name}", "rollout.oversample=0.5"])
+
+
+def test_a_recipes_supervised_updates_are_switched_off_by_their_number() -> None:
+    assert load_config("demo", ["sft.steps=0", "sft.lr=1e-3"]).sft.steps == 0

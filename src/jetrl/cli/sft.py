@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings, resume = opened(args)
+    for word in args.words:
+        key = word.partition("=")[0].strip()
+        if key in ("train.lr", "train.warmup_steps", "train.schedule"):
+            name = key.replace("train.", "sft.")
+            raise UserError(f"override {word!r} has no effect: supervised updates read {name}")
     if settings.sft.steps == 0:
         raise UserError("sft.steps = 0: set the number of updates, as in sft.steps=100")
     out = Path(args.out or "")

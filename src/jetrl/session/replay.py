@@ -77,7 +77,8 @@ def _copied(run: RunDirectory, folder: Path, preset: str | None, device: str | N
     settings = load_config(run.path / "config.toml", [*_OVERRIDES, *where])
     plan = run.plan()
     if preset is not None:
-        algorithm = {"correction_under_exact_plan": True}  # the preset may be exact
+        # The preset may be exact, and the run may have a correction.
+        algorithm = {"correction_under_exact_plan": settings.algorithm.correction != "none"}
         settings = settings.model_copy(
             update={
                 "precision": PrecisionSettings(preset=preset),

@@ -425,7 +425,7 @@ class Settings(Section):
     @model_validator(mode="after")
     def agree(self) -> Settings:
         """Check that the sections agree with each other."""
-        problems = [*self._single_problems(), *self._length_problems()]
+        problems = [*self._single_problems(), *self._length_problems(), *self._unread_problems()]
         problems += self.adapter.base_problems(self.precision)
         if self.loop.steps > 0:
             problems += self._learning_problems()
@@ -484,6 +484,10 @@ class Settings(Section):
         if buffer > rollout.max_tokens:
             most = f"rollout.max_tokens = {rollout.max_tokens}"
             yield f"algorithm.overlong_buffer = {buffer} is more than {most}"
+        if rollout.oversample and record.loss == "ratio":
+            why = f"{name} weighs tokens of earlier policies by a ratio without a bound"
+            instead = "take an algorithm that clips, such as grpo, or rollout.oversample=0"
+            yield f"rollout.oversample = {rollout.oversample}: {why}; {instead}"
         if record.needs_critic and self.critic.path is None:
             yield f"algorithm.name = {name} needs a critic, as with critic.path=policy"
         if self.critic.path is not None and not record.needs_critic:
@@ -497,6 +501,42 @@ class Settings(Section):
         if self.eval.samples > 1 and self.eval.temperature == 0:
             why = "draws the same completion each time; set eval.temperature, or eval.samples = 1"
             yield f"eval.samples = {self.eval.samples} with eval.temperature = 0 {why}"
+
+    def _unread_problems(self) -> Iterator[str]:
+        """Yield a message for each setting that nothing reads, since another one is not set."""
+        unread, sft = self._unread, self.sft
+        decays = {self.train.schedule, sft.schedule} != {"constant"}
+        yield from unread("train.schedule=linear or cosine", decays, "train.min_lr_ratio")
+        has_critic = self.critic.path is not None
+        yield from unread("critic.path (ppo has a critic)", has_critic, "critic.lr", "critic.clip")
+        keys = [f"draft_head.{key}" for key in DraftHeadSettings.model_fields]
+        yield from unread("rollout.speculation=head or auto", self.rollout.asks_head, *keys)
+        tracked = bool(self.trackers.names)
+        yield from unread("trackers.names", tracked, "trackers.project", "trackers.group")
+        corrects = self.algorithm.correction != "none"
+        key = "algorithm.correction_under_exact_plan"
+        yield from unread("algorithm.correction", corrects, key)
+        has_noise = self.adapter.noise_start > 0
+        keys = ["adapter.noise_end", "adapter.noise_stages"]
+        yield from unread("adapter.noise_start", has_noise, *keys)
+        yield from unread("eval.temperature above 0", self.eval.temperature > 0, "eval.top_p")
+        is_coded = PRESETS[self.precision.preset].train_linear in ("fp8", "int8")
+        keys = ["precision.grad_output", "precision.wgrad_input"]
+        yield from unread("a precision.preset that trains in 8 bits", is_coded, *keys)
+        # `sft.steps = 0` as a setting switches a recipe's supervised updates off, on purpose.
+        warms_up = bool(sft.steps) or "steps" in sft.model_fields_set
+        keys = [f"sft.{key}" for key in SftSettings.model_fields if key != "steps"]
+        yield from unread("sft.steps above 0", warms_up, *keys)
+
+    def _unread(self, needs: str, is_read: bool, *keys: str) -> Iterator[str]:
+        """Yield a message for each of the keys that is set, unless they are read."""
+        for full in () if is_read else keys:
+            section, _, key = full.partition(".")
+            own = getattr(self, section)
+            value = getattr(own, key)
+            if value != type(own).model_fields[key].default:
+                instead = "set that too, or leave it out"
+                yield f"{full} = {value} has no effect without {needs}: {instead}"
 
     def _length_problems(self) -> Iterator[str]:
         rollout, config = self.rollout, self.model.config
