@@ -41,6 +41,8 @@ class Prompt:
         answer: The right answer, only for the task's `score`.
         metadata: More that the task's `score` needs.
         task: The name of the prompt's task if several are mixed, otherwise "".
+        in_thought: Whether the completion begins inside a thought, because the chat template or the
+            prompt ends with <think>. Set when prompts are encoded.
 
     Raises:
         ValueError: Both or neither of `text` and `messages` are given, or `id` is not a text.
@@ -52,6 +54,7 @@ class Prompt:
     answer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     task: str = ""
+    in_thought: bool = False
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):

@@ -10,7 +10,9 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.tasks import get_task
-from jetrl.tasks.questions import SOURCES, benchmark_name, chosen_letter
+from jetrl.tasks.letters import chosen_letter
+from jetrl.tasks.questions import SOURCES, benchmark_name
+from jetrl.types import Score
 
 # A row of each set as the hub has it, the columns that are not read aside; and the right answer.
 ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -70,22 +72,31 @@ def test_the_right_choice_is_at_another_place_in_each_question_and_the_same_ever
     assert {prompt.answer for prompt in prompts[0]} == set("ABCD")
 
 
+LETTERS = Path(__file__).with_name("golden_letters.jsonl").read_text("utf-8").splitlines()
+
+
+@pytest.mark.parametrize("case", [json.loads(line) for line in LETTERS])
+def test_the_letter_that_a_completion_chooses(case: dict[str, Any]) -> None:
+    """golden_letters.jsonl: `completion`, the `right` letter or null, sometimes the `choices`."""
+    assert chosen_letter(case["completion"], case.get("choices", ())) == case["right"], case
+
+
+def test_the_choices_of_the_question_decide(tmp_path: Path) -> None:
+    row = {"question": "?", "options": ["E. coli", "a virus", "C4"], "answer": "A"}
+    task = get_task("mmlu_pro", path=write(tmp_path / "data", [row]))
+    (prompt,) = task.prompts("test")
+    for completion, reward in (("Answer: A E. coli", 1.0), ("Answer: B a virus", 0.0)):
+        assert task.score(prompt, completion) == Score(reward, {"answered": 1.0})
+    assert task.score(prompt, "The answer is E. coli").parts == {"answered": 0.0}
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "completion, letter",
-    [
-        (r"\boxed{C}", "C"),
-        (r"\boxed{(C)}", "C"),
-        (r"\boxed{C. 12 cm}", "C"),
-        (r"A or B? \boxed{A} no, \boxed{D}", "D"),
-        ("The answer is (B).", "B"),
-        ("**Answer:** **J**", "J"),
-        (r"\boxed{Cat}", None),
-        ("The answer is about right", None),
-        ("A", None),
-    ],
+    "piece", [r"\boxed{A", "answer to ", "A, B, ", "(A) or ", r"\text{", "*A*"]
 )
-def test_the_letter_that_a_completion_chooses(completion: str, letter: str | None) -> None:
-    assert chosen_letter(completion) == letter
+def test_letters_are_read_in_time_about_linear_in_the_length(piece: str) -> None:
+    for start in ("", "The answer is ", r"\boxed{"):
+        chosen_letter(start + piece * (100_000 // len(piece)))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from jetrl.rollout.options import EnvironmentReply, GenerateOptions, Progress
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
 from jetrl.tasks.base import to_stops
+from jetrl.tasks.thoughts import begins_in_thought
 from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score, Turn
 
 
@@ -83,6 +84,8 @@ def encode_prompts(
             continue
         token_ids = encode_prompt(policy.tokenizer, prompt, system_prompt, policy.plain_text)
         stops = to_stops(task.stops(prompt), f"{where}: stop of prompt {prompt.id!r}")
+        in_thought = begins_in_thought(prompt, _end_of(policy, token_ids))
+        prompt = dataclasses.replace(prompt, in_thought=in_thought)
         encoded.append(EncodedPrompt(prompt, tuple(token_ids), stops))
     if not encoded:
         raise UserError(f"{where} has no prompts")
@@ -94,6 +97,12 @@ def encode_prompts(
             f"an answer in the context of {context}; shorten or drop {len(too_long)} prompts"
         )
     return encoded
+
+
+def _end_of(policy: Model, token_ids: Sequence[int]) -> str:
+    """Return the last characters of a prompt, with the names of special tokens."""
+    assert policy.tokenizer is not None  # encode_prompt has used it
+    return str(policy.tokenizer.decode(list(token_ids[-32:])))
 
 
 class Scoring:

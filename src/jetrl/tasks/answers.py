@@ -1,10 +1,10 @@
 r"""Reading the answer that a text gives, and comparing it with the right one.
 
 A completion's answer is the last one marked by `#### 18` or `\boxed{18}`, else (unless `strict`)
-its last number. A marked answer without a value is wrong. `gold_answer` reads the right answer by
-the same rules. Only what does not change the value is removed (docs/tasks.md): a unit after a
-number goes; a word before or between numbers, a function, a constant and a second value stay, and
-make the answer wrong.
+its last number. Thoughts hold no answer (thoughts.py). A marked answer without a value is wrong.
+`gold_answer` reads the right answer by the same rules. Only what does not change the value is
+removed (docs/tasks.md): a unit after a number goes; a word before or between numbers, a function, a
+constant and a second value stay, and make the answer wrong.
 
 math-verify compares numbers by 6 decimals and equations by the solutions that it finds, so to it
 all tiny numbers are equal, and all equations without a solution. Its "yes" is overruled if two
@@ -28,6 +28,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
+from jetrl.tasks.thoughts import answer_part
 from jetrl.types import Score
 
 _DIGITS = r"(?:[0-9]{1,3}(?:(?:,[0-9]{2}){1,4},[0-9]{3}|(?:,[0-9]{3})+)(?![0-9])|[0-9]+)"
@@ -193,8 +194,8 @@ class Answer:
 
 
 def final_answer(text: str, strict: bool = False) -> Answer | None:
-    """Return the answer that a completion gives; None if it gives none."""
-    text = _clean(text)
+    """Return the answer that a completion gives behind its thoughts; None if it gives none."""
+    text = _clean(answer_part(text) or "")
     boxes = list(_BOX.finditer(text))
     markers = list(_MARKER.finditer(text))
     if markers and (not boxes or markers[-1].start() > boxes[-1].start()):
@@ -213,6 +214,7 @@ def gold_answer(text: str) -> str:
     It is the marked answer, or what follows the last `answer is` or `Answer:`, or the whole text:
     a plain number, one with a percent sign, or LaTeX.
     """
+    text = answer_part(text) or ""
     answer = final_answer(text, strict=True)
     if answer is None:
         said = _SAID.findall(text)

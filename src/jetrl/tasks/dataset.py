@@ -32,6 +32,7 @@ from jetrl.tasks.base import Format, HeldOutShare, Task, question_content, to_st
 from jetrl.tasks.live import PREFIX
 from jetrl.tasks.rewards import Checker, reward_function, weighted
 from jetrl.tasks.rows import Row, check_path, has_field, read_rows, splits_of, value_at
+from jetrl.tasks.thoughts import answer_part, names_thoughts, whole_turn
 from jetrl.types import Prompt, Score
 
 # A field in a template. A dotted path begins with a letter: {0.5} is LaTeX.
@@ -164,7 +165,9 @@ class Dataset(Task):
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
         """Return the answer that the checker `math` reads; None for other checkers."""
-        return answer_key(completion, self._strict) if self._checkers == ["math"] else None
+        if self._checkers != ["math"]:
+            return None
+        return answer_key(whole_turn(prompt, completion), self._strict)
 
     def demonstration(self, prompt: Prompt) -> str | None:
         return self._completion(prompt, "demonstration", f"row {prompt.id}")
@@ -355,15 +358,22 @@ def _one_checker(name: str, pattern: str | None, strict: bool) -> Checker:
         return reward_function(name)
     if name == "math":
         load_math_verify()
-        return lambda prompt, completion: check_math(prompt.answer or "", completion, strict)
+        return lambda prompt, text: check_math(
+            prompt.answer or "", whole_turn(prompt, text), strict
+        )
     if name == "zero":
         return lambda prompt, text: 0.0
     if name == "exact":
-        return lambda prompt, text: float(text.strip() == (prompt.answer or "").strip())
+        return _exact
     if name == "regex":
         return _regex(pattern)
     near = nearest(name, ("math", "exact", "regex", "zero"))
     raise UserError(f"task.options.checker = {name!r}{near} (also possible: file.py:function)")
+
+
+def _exact(prompt: Prompt, completion: str) -> float:
+    said = answer_part(whole_turn(prompt, completion))
+    return float(said is not None and said.strip() == (prompt.answer or "").strip())
 
 
 def _regex(pattern: str | None) -> Checker:
@@ -375,8 +385,12 @@ def _regex(pattern: str | None) -> Checker:
     except (re.error, OverflowError, RecursionError) as error:
         raise UserError(f"{key} = {pattern!r}: not a regular expression: {error}") from None
 
+    reads_thoughts = names_thoughts(pattern)  # asks for their form: <think>.*</think>
+
     def check(prompt: Prompt, completion: str) -> Score:
-        matches = list(compiled.finditer(completion))
+        turn = whole_turn(prompt, completion)
+        text = turn if reads_thoughts else answer_part(turn)
+        matches = [] if text is None else list(compiled.finditer(text))
         if not matches:
             return Score(0.0, {"answered": 0.0})
         answer = matches[-1].group(1 if compiled.groups else 0) or ""

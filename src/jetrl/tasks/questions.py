@@ -12,7 +12,9 @@ from typing import Any
 from jetrl.errors import UserError, nearest
 from jetrl.tasks.answers import answer_key, check_math, gold_answer, load_math_verify
 from jetrl.tasks.base import Format, Task, question_content
+from jetrl.tasks.letters import LETTERS, chosen_letter
 from jetrl.tasks.rows import Row, check_path, read_rows, split_files
+from jetrl.tasks.thoughts import whole_turn
 from jetrl.types import Prompt, Score
 
 INSTRUCTION = (
@@ -62,10 +64,10 @@ class Gsm8k(Task):
         return prompts
 
     def score(self, prompt: Prompt, completion: str) -> Score:
-        return check_math(prompt.answer or "", completion, self.strict)
+        return check_math(prompt.answer or "", whole_turn(prompt, completion), self.strict)
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
-        return answer_key(completion, self.strict)
+        return answer_key(whole_turn(prompt, completion), self.strict)
 
     def demonstration(self, prompt: Prompt) -> str | None:
         """Return the worked answer without its calculator annotations `<<48+24=72>>`."""
@@ -100,9 +102,6 @@ LETTER = (
     "Think step by step. End with the letter of the right choice on a line of its own, written as "
     "\\boxed{LETTER}."
 )
-LETTERS = "ABCDEFGHIJ"
-_SAID = re.compile(r"(?i:answer)(?i:\s+is)?\s*:?\s*[*_$(\s]*([A-J])(?![\w'])")
-_BOX = re.compile(r"\\boxed\{[\s({$]*(?:\\(?:text|mathrm|textbf|mathbf)\s*\{)?[\s(]*([A-J])(?!\w)")
 
 
 @dataclass(frozen=True)
@@ -191,13 +190,17 @@ class Benchmark(Task):
         return prompts
 
     def score(self, prompt: Prompt, completion: str) -> Score:
+        completion = whole_turn(prompt, completion)
         if not self.source.choices:
             return check_math(prompt.answer or "", completion)
-        letter = chosen_letter(completion)
+        letter = chosen_letter(completion, prompt.metadata.get("choices", ()))
         return Score(float(letter == prompt.answer), {"answered": float(letter is not None)})
 
     def vote(self, prompt: Prompt, completion: str) -> str | None:
-        return chosen_letter(completion) if self.source.choices else answer_key(completion)
+        completion = whole_turn(prompt, completion)
+        if not self.source.choices:
+            return answer_key(completion)
+        return chosen_letter(completion, prompt.metadata.get("choices", ()))
 
     def self_test(self) -> list[tuple[Prompt, str, float | None]]:
         answer, wrong = ("B", "\\boxed{A}") if self.source.choices else ("18", "\\boxed{19}")
@@ -214,8 +217,10 @@ class Benchmark(Task):
         question = str(_column(row, self.source.question, where)).strip()
         right = _column(row, self.source.answer, where)
         answer = gold_answer(str(right))
+        metadata: dict[str, Any] = {}
         if self.source.choices:
             choices, answer = self._choices(number, row, str(right), where)
+            metadata["choices"] = choices
             lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, choices, strict=False)]
             question = "\n".join([question, "", *lines])
         if not answer:
@@ -223,7 +228,7 @@ class Benchmark(Task):
         usual = LETTER if self.source.choices else BOXED
         instruction = usual if self.instruction is None else self.instruction
         content = question_content(self.format, f"{question}\n\n{instruction}".strip())
-        return Prompt(id=f"{self.name}-{number}", answer=answer, **content)
+        return Prompt(id=f"{self.name}-{number}", answer=answer, metadata=metadata, **content)
 
     def _choices(self, number: int, row: Row, right: str, where: str) -> tuple[list[str], str]:
         """Return the choices in order, and the letter of the right one."""
@@ -240,12 +245,6 @@ class Benchmark(Task):
             given = f"{len(choices)} choices, and {letter!r:.40} as the right one"
             raise UserError(f"{where}: {given}; give 2 to {len(LETTERS)}, and the letter of one")
         return choices, letter
-
-
-def chosen_letter(completion: str) -> str | None:
-    r"""Return the letter of the last `\boxed{B}`, else of the last `answer is B`."""
-    letters = _BOX.findall(completion) or _SAID.findall(completion)
-    return str(letters[-1]) if letters else None
 
 
 def _column(row: Row, name: str, where: str) -> Any:

@@ -18,6 +18,7 @@ from jetrl.errors import UserError, nearest
 from jetrl.settings.section import NonNegative, Positive
 from jetrl.tasks.base import Format, Task, check_options, describe_error, question_content
 from jetrl.tasks.rows import import_package
+from jetrl.tasks.thoughts import answer_part, whole_turn
 from jetrl.types import Prompt, Score
 
 TEST_OFFSET = 1 << 30
@@ -81,10 +82,11 @@ class ReasoningGym(Task):
 
     def score(self, prompt: Prompt, completion: str) -> Score:
         """Return the data set's own score; the part `answered` is 1 if there are answer tags."""
-        answer: str | None = completion.strip()
+        text = answer_part(whole_turn(prompt, completion))
+        answer = None if text is None else text.strip()
         score_parts = {}
         if self.instruction:
-            answers = _ANSWER.findall(completion)
+            answers = _ANSWER.findall(text or "")
             answer = answers[-1].strip() if answers else None
             score_parts["answered"] = float(bool(answers))
         reward = float(self._data["train"].score_answer(answer, prompt.metadata["entry"]))
