@@ -53,6 +53,7 @@ ROWS = {  # name: (plan of the layer, plan of its attention)
     "unified": ("unified", "unified"),
     "int8": ("int8", "int8"),
     "int8, INT8 backward": ("int8 grad_output=int8", "int8"),
+    "int8, plain keys": ("int8 key_smoothing=false", "int8"),
     "int8, BF16 keys and values": ("int8 kv=bf16", "int8 kv=bf16"),
     "unified, fastest attention": ("unified", "bf16"),
 }
@@ -112,9 +113,16 @@ class LayerBench:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return (x, delta) [T, D] after the layer."""
-        table = self.policy.decoder.rotary_table
+        decoder = self.policy.decoder
         out: tuple[Tensor, Tensor] = self.layer(
-            self.x, self.delta, self.positions, table, self.kv, "train", None
+            self.x,
+            self.delta,
+            self.positions,
+            decoder.rotary_table,
+            None if decoder.exponents is None else decoder.exponents[0],
+            self.kv,
+            "train",
+            None,
         )
         return out
 

@@ -32,7 +32,8 @@ def policy_of(row: str, model: str, device: torch.device) -> Policy:
     """Return the policy of a row's plan."""
     preset, *words = row.split()
     options = dict(word.split("=", 1) for word in words if "=" in word)
-    values = {key: int(value) if value.isdigit() else value for key, value in options.items()}
+    known = {"true": True, "false": False}
+    values = {k: int(v) if v.isdigit() else known.get(v, v) for k, v in options.items()}
     directory = next((word[1:] for word in words if word.startswith("@")), model)
     plan = PrecisionPlan.preset(preset).replace(**values)
     return Policy.from_pretrained(directory, plan, str(device))

@@ -1,4 +1,4 @@
-"""QK norm, rotary and the quantized cache write have the bits of the three references in a row."""
+"""QK norm, rotary, key smoothing and cache write have the bits of their references in a row."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jetrl.kernels.attention.layout import KeyValueCodes
 from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.kernels.norm import rms_norm_ref
 from jetrl.kernels.rotary import rotary, rotary_table
+from jetrl.precision.quantize import hadamard
 
 pytestmark = pytest.mark.gpu
 
@@ -29,28 +30,47 @@ def inputs(tokens: int, heads: int, groups: int, head_dim: int):
     return qkv, positions, table, weights
 
 
-def reference(qkv, positions, table, weights, heads, groups, head_dim):
+def exponents_of(heads: int, groups: int, head_dim: int) -> torch.Tensor:
+    """Return factors from 2**-11 to 2**3, as `head_exponents` has them."""
+    g = torch.Generator().manual_seed(heads)
+    return torch.randint(-11, 4, (heads + groups, head_dim // 2), generator=g, dtype=torch.int8)
+
+
+def reference(qkv, positions, table, weights, heads, groups, head_dim, exponents=None):
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split([heads, groups, groups], dim=1)
     if weights is not None:
         q, k = (rms_norm_ref(x, w, EPS)[0] for x, w in zip((q, k), weights, strict=True))
-    return rotary(q, positions, table), rotary(k, positions, table), v
+    of_q, of_k = (None, None) if exponents is None else exponents.split([heads, groups])
+    return rotary(q, positions, table, of_q), rotary(k, positions, table, of_k), v
 
 
 @pytest.mark.parametrize("kv_format", ["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"])
+@pytest.mark.parametrize("smoothed", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("heads, groups, head_dim", HEADS)
 @pytest.mark.parametrize("tokens", [1, 63, 300])
 def test_bits_of_the_reference(
-    kernels, tokens: int, heads: int, groups: int, head_dim: int, normed: bool, kv_format: str
+    kernels,
+    tokens: int,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    normed: bool,
+    smoothed: bool,
+    kv_format: str,
 ) -> None:
     qkv, positions, table, weights = inputs(tokens, heads, groups, head_dim)
     qkv[::2, ::head_dim] *= 1000  # a channel above the others
-    q, k, v = reference(qkv, positions, table, weights if normed else None, heads, groups, head_dim)
+    sizes = (heads, groups, head_dim)
+    exponents = exponents_of(*sizes) if smoothed else None
+    norms = weights if normed else None
+    q, k, v = reference(qkv, positions, table, norms, *sizes, exponents=exponents)
     cache = KeyValueCodes.empty(tokens, groups, head_dim, kv_format, "cuda")
     on_gpu = tuple(w.cuda() for w in weights) if normed else None
     ours = kernels.qk_norm_rotary_cache(
-        qkv.cuda(), positions.cuda(), table.cuda(), on_gpu, EPS, heads, cache, None
-    )
+        qkv.cuda(), positions.cuda(), table.cuda(), on_gpu, EPS, heads, cache, None,
+        exponents=None if exponents is None else exponents.cuda(),
+    )  # fmt: skip
     assert torch.equal(ours.cpu(), q)
     assert_stored(cache, quantize_keys_and_values(k, v, kv_format))
 
@@ -94,9 +114,12 @@ def test_codes_of_any_magnitude_are_the_quantizers(
     assert_stored(cache, quantize_keys_and_values(k, v, kv_format, scales))
 
 
+@pytest.mark.parametrize("smoothed", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("heads, groups, head_dim", HEADS)
-def test_backward(kernels, heads: int, groups: int, head_dim: int, normed: bool) -> None:
+def test_backward(
+    kernels, heads: int, groups: int, head_dim: int, normed: bool, smoothed: bool
+) -> None:
     """Against float64 autograd of the composition: one rounding to BF16."""
     tokens = 129
     qkv, positions, table, weights = inputs(tokens, heads, groups, head_dim)
@@ -110,16 +133,23 @@ def test_backward(kernels, heads: int, groups: int, head_dim: int, normed: bool)
         )
     cos, sin = table[positions].double().unsqueeze(2).unbind(1)
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
+    exponents = exponents_of(heads, groups, head_dim)
+
+    def turn(x: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        if not smoothed:
+            return turned
+        return hadamard(turned * 2.0 ** exponents.repeat(1, 2).double(), head_dim)
 
     g = torch.Generator().manual_seed(3)
     grads = [torch.randn(x.shape, generator=g).bfloat16() for x in (q, k, v)]
-    torch.autograd.backward([turn(q), turn(k), v], [x.double() for x in grads])
+    turned = [turn(q, exponents[:heads]), turn(k, exponents[heads:])]
+    torch.autograd.backward([*turned, v], [x.double() for x in grads])
     dqkv, dqw, dkw = kernels.qk_norm_rotary_backward(
         *(x.cuda() for x in grads), qkv.cuda(), positions.cuda(), table.cuda(),
         tuple(w.cuda() for w in weights) if normed else None, EPS,
+        exponents.cuda() if smoothed else None,
     )  # fmt: skip
     assert (dqkv.cpu() - wide.grad).norm() <= 2**-8 * wide.grad.norm()
     if normed:

@@ -318,7 +318,8 @@ def attend(source: Any, tokens: int, head_dim: int, backward: bool = True) -> No
     from jetrl.models.layer import Rotary
 
     positions = torch.zeros(tokens, dtype=torch.int64, device=META)
-    rope = Rotary(positions, torch.empty(1, 2, head_dim // 2, device=META), None, 32, 8)
+    table = torch.empty(1, 2, head_dim // 2, device=META)
+    rope = Rotary(positions, table, norms=None, num_heads=32, num_kv_heads=8)
     with torch.set_grad_enabled(backward):
         out = source.attend(0, empty(tokens, 48 * head_dim).requires_grad_(), rope, last=False)
         if backward:

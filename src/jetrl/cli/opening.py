@@ -60,9 +60,9 @@ def _policy_at(
     if masters is not None:
         world().from_first("the checkpoint", lambda: Checkpoints.check(location.path))
         settings = _settings_on(location.run, chosen)
-        alphabet = Checkpoints.state(location.path).get("alphabet")
         plan = _plan_over(settings.model.path, plan, preset)
-        policy = policy_of_masters(settings, plan, masters, alphabet)
+        state = Checkpoints.state(location.path)
+        policy = policy_of_masters(settings, plan, masters, state)
         _check_base(location.path, policy, settings.model.path)
         return policy
     if is_adapter(location.path):

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.precision.quantize import hadamard
+
 _POSITIONS_AT_ONCE = 2**18  # angles in float64 take four times the room of the table
 
 
@@ -30,12 +32,27 @@ def rotary_table(
     return torch.from_numpy(table)
 
 
-def rotary(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+def rotary(x: Tensor, positions: Tensor, table: Tensor, exponents: Tensor | None = None) -> Tensor:
     """Return x [T, H, D] rotated by its positions [T], in float32, rounded once to x's dtype.
 
     Args:
         table: float32 [max_positions, 2, D/2], from `rotary_table`.
+        exponents: int8 [H, D/2], smooths the heads too (`smooth`); None: they stay.
     """
     cos, sin = table[positions].unsqueeze(2).unbind(1)
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return (turned if exponents is None else smooth(turned, exponents)).to(x.dtype)
+
+
+def smooth(x: Tensor, exponents: Tensor) -> Tensor:
+    """Return float32 heads x [T, H, D] times 2**exponents, then times a Hadamard matrix.
+
+    The matrix has entries of 1 and -1, in blocks of the largest power of two that divides D. Both
+    channels of a rotary pair, i and i + D/2, have the exponent of their pair.
+
+    Args:
+        exponents: int8 [H, D/2], from `models.key_smoothing.head_exponents`.
+    """
+    factors = (exponents.repeat(1, 2).int() + 127 << 23).view(torch.float32)
+    return hadamard(x * factors, x.shape[-1] & -x.shape[-1])

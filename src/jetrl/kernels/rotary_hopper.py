@@ -42,6 +42,17 @@ _FEW_TOKENS = 256  # up to a decode step's: a program is launched for its latenc
 _MAXIMA = {torch.bfloat16: 1.0} | {FORMATS[x][0]: FORMATS[x][1] for x in CODES.values()}
 
 
+@gluon.constexpr_function
+def _run(pairs, num_warps):
+    """Return how many pairs of a head lie side by side in a thread."""
+    return min(8, pairs // (4 * num_warps))
+
+
+@gluon.constexpr_function
+def _log2(x):
+    return x.bit_length() - 1
+
+
 @functools.cache
 def _heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
     """Return the layout of half of _HEADS heads, [_HEADS, D/2], a head in 4 * num_warps lanes."""
@@ -49,7 +60,7 @@ def _heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
     # runs side by side are lanes, and what a head has beyond one run a lane is registers again.
     # A run of eight bfloat16 is 16 bytes, the widest load.
     pairs, lanes = head_dim // 2, 4 * num_warps
-    run = min(8, pairs // lanes)
+    run = _run(pairs, num_warps)
     assert run, f"heads of {head_dim} are too small for {num_warps} warps"
 
     def powers(first: int, end: int) -> list[list[int]]:
@@ -159,11 +170,74 @@ def _halves_of(vector_ptr, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _add_and_subtract(x, DISTANCE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Do a stage whose pairs lie in one thread."""
+    PAIRS: gl.constexpr = x.shape[1]
+    blocks = gl.reshape(x, [8, PAIRS // (2 * DISTANCE), 2, DISTANCE])
+    even, odd = gl.split(gl.permute(blocks, [0, 1, 3, 2]))
+    joined = gl.permute(gl.join(even + odd, even - odd), [0, 1, 3, 2])
+    return gl.convert_layout(gl.reshape(joined, [8, PAIRS]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _add_and_subtract_lanes(x, LANE: gl.constexpr, DISTANCE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Do a stage whose pairs lie in lanes LANE apart."""
+    # The lane of a pair's second value takes the difference: the other's minus its own.
+    pairs = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    sign = (((pairs // DISTANCE) & 1) << 31)[None, :] + gl.zeros_like(x).to(gl.int32)
+    lane = gl.full_like(sign, LANE)
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; shfl.sync.bfly.b32 a, $1, $3, 31, -1; xor.b32 b, $1, $2; "
+        "add.rn.f32 $0, a, b; }",
+        "=r,r,r,r", [x, sign, lane], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _stage(x, DISTANCE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return sums and differences of the pairs of x [_HEADS, D/2] that lie DISTANCE apart."""
+    RUN: gl.constexpr = _run(x.shape[1], gl.num_warps())
+    END: gl.constexpr = RUN * 4 * gl.num_warps()  # from here on registers again
+    if DISTANCE < RUN or END <= DISTANCE:
+        y = _add_and_subtract(x, DISTANCE, LAYOUT)
+    else:
+        y = _add_and_subtract_lanes(x, DISTANCE // RUN, DISTANCE, LAYOUT)
+    return y
+
+
+@gluon.jit
+def _half_hadamard(x, LAYOUT: gl.constexpr):
+    """Return x [_HEADS, D/2] times a Hadamard matrix of 1 and -1, stage by stage."""
+    STAGES: gl.constexpr = _log2(x.shape[1])
+    for stage in gl.static_range(STAGES):
+        x = _stage(x, 1 << stage, LAYOUT)
+    return x
+
+
+@gluon.jit
+def _hadamard(first, second, LAYOUT: gl.constexpr):
+    """Return the halves of heads, float32, times the Hadamard matrix of a head."""
+    first, second = _half_hadamard(first, LAYOUT), _half_hadamard(second, LAYOUT)
+    return first + second, first - second
+
+
+@gluon.jit
+def _factors(exponents_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the factors of some heads' rotary pairs, float32 [_HEADS, D/2]."""
+    heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+    pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
+    places = exponents_ptr + (heads[:, None] * (D // 2) + pairs[None, :])
+    exponents = gl.load(places, mask=(heads < COUNT)[:, None], other=0)
+    return ((exponents.to(gl.int32) + 127) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _norm_and_rotate(
-    first, second, cosine, sine, weight_ptr,
-    NORM: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
+    first, second, cosine, sine, weight_ptr, exponents_ptr, head, COUNT: gl.constexpr,
+    NORM: gl.constexpr, SMOOTH: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return the halves of heads, normed with NORM and rotated, in bfloat16."""
+    """Return the halves of heads in bfloat16: normed with NORM, rotated, smoothed with SMOOTH."""
     # The norm's output is rounded before the rotation, since the reference has it in bfloat16.
     first, second = tile.widen(first), tile.widen(second)
     if NORM:
@@ -172,8 +246,13 @@ def _norm_and_rotate(
         first = tile.widen(tile.to_bfloat16(first * inverse * first_weight))
         second = tile.widen(tile.to_bfloat16(second * inverse * second_weight))
     # The rotation of each pair: (x, y) to (x cos - y sin, y cos + x sin).
-    turned_first = tile.to_bfloat16(first * cosine - second * sine)
-    return turned_first, tile.to_bfloat16(second * cosine + first * sine)
+    turned_first, turned_second = first * cosine - second * sine, second * cosine + first * sine
+    if SMOOTH:
+        factors = _factors(exponents_ptr, head, COUNT, D, LAYOUT)
+        turned_first, turned_second = _hadamard(
+            turned_first * factors, turned_second * factors, LAYOUT
+        )
+    return tile.to_bfloat16(turned_first), tile.to_bfloat16(turned_second)
 
 
 @gluon.jit
@@ -196,14 +275,18 @@ def _store_cache(
 
 @gluon.jit
 def _store_key(
-    k_ptr, table_ptr, position, weight_ptr, slot, head, codes_ptr, scales_ptr, G: gl.constexpr,
-    QUANTIZE: gl.constexpr, NORM: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr,
-    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, LAYOUT: gl.constexpr,
+    k_ptr, table_ptr, position, weight_ptr, exponents_ptr, slot, head, codes_ptr, scales_ptr,
+    G: gl.constexpr, QUANTIZE: gl.constexpr, NORM: gl.constexpr, SMOOTH: gl.constexpr,
+    D: gl.constexpr, EPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr,
+    POW2: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Load keys, norm and rotate them, and store them to a slot."""
+    """Load keys, norm, rotate and smooth them, and store them to a slot."""
     cosine, sine = _angles(table_ptr, position, D, LAYOUT)
     first, second = _load_halves(k_ptr, head, G, D, LAYOUT)
-    first, second = _norm_and_rotate(first, second, cosine, sine, weight_ptr, NORM, D, EPS, LAYOUT)
+    first, second = _norm_and_rotate(
+        first, second, cosine, sine, weight_ptr, exponents_ptr, head,
+        G, NORM, SMOOTH, D, EPS, LAYOUT,
+    )  # fmt: skip
     _store_cache(
         first, second, slot, head, codes_ptr, scales_ptr,
         G, QUANTIZE, D, MAXIMUM, FLOOR, POW2, LAYOUT,
@@ -212,17 +295,18 @@ def _store_key(
 
 @gluon.jit
 def _forward_kernel(
-    qkv_ptr, positions_ptr, table_ptr, q_weight_ptr, k_weight_ptr, slots_ptr,
+    qkv_ptr, positions_ptr, table_ptr, q_weight_ptr, k_weight_ptr, exponents_ptr, slots_ptr,
     q_ptr, k_codes_ptr, k_scales_ptr, v_codes_ptr, v_scales_ptr,
     H: gl.constexpr, G: gl.constexpr, HAS_SLOTS: gl.constexpr, QUANTIZE: gl.constexpr,
-    NORM: gl.constexpr, D: gl.constexpr, ROUNDS: gl.constexpr, EPS: gl.constexpr,
-    K_MAXIMUM: gl.constexpr, V_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    NORM: gl.constexpr, SMOOTH: gl.constexpr, D: gl.constexpr, ROUNDS: gl.constexpr,
+    EPS: gl.constexpr, K_MAXIMUM: gl.constexpr, V_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr,
+    POW2: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Take eight heads of a token in each of ROUNDS rounds; with two, keys go with their values.
 
     Args:
         qkv_ptr: bfloat16 [T, (H + 2G) * D].
+        exponents_ptr: int8 [H + G, D/2], read with SMOOTH.
         slots_ptr: int64 [T], read with HAS_SLOTS; else token t has slot t.
         k_codes_ptr, v_codes_ptr: FP8, int8 or bfloat16 [slots, G, D], written.
         k_scales_ptr, v_scales_ptr: float32 [slots, G], written with QUANTIZE.
@@ -250,10 +334,11 @@ def _forward_kernel(
             halves = _load_halves(row_ptr, (part * ROUNDS + i) * 8, H, D, LAYOUT)
             rounds += (halves,)  # type: ignore[assignment]
         for i in gl.static_range(ROUNDS):
-            first, second = _norm_and_rotate(
-                rounds[i][0], rounds[i][1], cosine, sine, q_weight_ptr, NORM, D, EPS, LAYOUT
-            )
             head = (part * ROUNDS + i) * 8
+            first, second = _norm_and_rotate(
+                rounds[i][0], rounds[i][1], cosine, sine, q_weight_ptr, exponents_ptr, head,
+                H, NORM, SMOOTH, D, EPS, LAYOUT,
+            )  # fmt: skip
             _store_halves(q_ptr + token * H * D, head, first, second, H, D, LAYOUT)
     elif slot >= 0:  # padding has a negative slot
         head = (part - Q_PARTS) % KV_PARTS * 8
@@ -262,8 +347,9 @@ def _forward_kernel(
         if ROUNDS > 1:
             v_first, v_second = _load_halves(v_ptr, head, G, D, LAYOUT)
             _store_key(
-                k_ptr, table_ptr, position, k_weight_ptr, slot, head, k_codes_ptr, k_scales_ptr,
-                G, QUANTIZE, NORM, D, EPS, K_MAXIMUM, FLOOR, POW2, LAYOUT,
+                k_ptr, table_ptr, position, k_weight_ptr, exponents_ptr + H * (D // 2), slot, head,
+                k_codes_ptr, k_scales_ptr, G, QUANTIZE, NORM, SMOOTH, D, EPS, K_MAXIMUM, FLOOR,
+                POW2, LAYOUT,
             )  # fmt: skip
             _store_cache(
                 v_first, v_second, slot, head, v_codes_ptr, v_scales_ptr,
@@ -271,8 +357,9 @@ def _forward_kernel(
             )  # fmt: skip
         elif part < Q_PARTS + KV_PARTS:
             _store_key(
-                k_ptr, table_ptr, position, k_weight_ptr, slot, head, k_codes_ptr, k_scales_ptr,
-                G, QUANTIZE, NORM, D, EPS, K_MAXIMUM, FLOOR, POW2, LAYOUT,
+                k_ptr, table_ptr, position, k_weight_ptr, exponents_ptr + H * (D // 2), slot, head,
+                k_codes_ptr, k_scales_ptr, G, QUANTIZE, NORM, SMOOTH, D, EPS, K_MAXIMUM, FLOOR,
+                POW2, LAYOUT,
             )  # fmt: skip
         else:
             first, second = _load_halves(v_ptr, head, G, D, LAYOUT)
@@ -285,6 +372,7 @@ def _forward_kernel(
 def qk_norm_rotary_cache(
     qkv: Tensor, positions: Tensor, table: Tensor, norm_weights: tuple[Tensor, Tensor] | None,
     eps: float, num_heads: int, cache: KeyValueCodes, slots: Tensor | None, scales: str = "fp32",
+    exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return normed and rotated queries, bfloat16 [T, H, D], and write keys and values to a cache.
 
@@ -297,6 +385,7 @@ def qk_norm_rotary_cache(
         slots: int64 [T], places in the cache, negative to write nothing (padding); None for the
             tokens' own numbers.
         scales: "fp32", or "pow2" for scales that are powers of two.
+        exponents: int8 [H + G, D/2], smooths queries and keys (`rotary.smooth`), or None.
     """
     head_dim, groups = cache.head_dim, cache.num_heads
     tokens = qkv.shape[0]
@@ -310,21 +399,33 @@ def qk_norm_rotary_cache(
         return q
     # A kernel takes no None: tensors that it does not read stand for weights, slots and scales.
     q_weight, k_weight = norm_weights or (qkv, qkv)
+    smooth = exponents is not None
+    exponents = _checked(exponents, num_heads + groups, head_dim, qkv)
     # Few tokens: many small programs, four warps to eight heads. Many: a warp takes 16 heads.
     num_warps, rounds = (4, 1) if tokens <= _FEW_TOKENS else (1, 2)
     # Programs of a token: of its queries, and of its keys and values, together or apart.
     parts = cdiv(num_heads, _HEADS * rounds) + (3 - rounds) * cdiv(groups, _HEADS)
     _forward_kernel[(tokens * parts,)](
-        qkv, positions, table, q_weight, k_weight, positions if slots is None else slots, q,
+        qkv, positions, table, q_weight, k_weight, exponents,
+        positions if slots is None else slots, q,
         cache.k, cache.k if cache.k_scales is None else cache.k_scales,
         cache.v, cache.v if cache.v_scales is None else cache.v_scales,
         num_heads, groups, slots is not None, cache.scaled,
-        norm_weights is not None, head_dim, rounds, eps,
+        norm_weights is not None, smooth, head_dim, rounds, eps,
         _MAXIMA[cache.k.dtype], _MAXIMA[cache.v.dtype], AMAX_FLOOR, scales == "pow2",
         _heads_layout(head_dim, num_warps),
-        num_warps=num_warps, maxnreg=88, enable_fp_fusion=False, **overlapped(),
+        num_warps=num_warps, maxnreg=104 if smooth else 88, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     return q
+
+
+def _checked(exponents: Tensor | None, heads: int, head_dim: int, other: Tensor) -> Tensor:
+    """Return exponents of the right layout, or for None a tensor that stands for them."""
+    if exponents is None:
+        return other
+    assert (exponents.dtype, exponents.shape) == (torch.int8, (heads, head_dim // 2))
+    assert exponents.is_contiguous()
+    return exponents
 
 
 # Tokens of a program: fixed, so that the weights' gradients have the same bits on every GPU.
@@ -354,15 +455,18 @@ def _norm_backward(
 
 @gluon.jit
 def _backward_heads(
-    grad_ptr, x_ptr, out_ptr, positions_ptr, table_ptr, weight_ptr, partial_ptr,
+    grad_ptr, x_ptr, out_ptr, positions_ptr, table_ptr, weight_ptr, exponents_ptr, partial_ptr,
     first_token, last_token, first_head, grad_stride, row_stride, COUNT: gl.constexpr,
-    NORM: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
+    NORM: gl.constexpr, SMOOTH: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Take eight query or key heads of some tokens, and their share of the weight's gradient."""
     if NORM:
         first_weight, second_weight = _halves_of(weight_ptr, D, LAYOUT)
         first_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
         second_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
+    if SMOOTH:
+        factors = _factors(exponents_ptr, first_head, COUNT, D, LAYOUT)
     # Pointers move from token to token: 64-bit addresses are computed once.
     token = first_token.to(gl.int64)
     grad_ptr += token * grad_stride
@@ -373,9 +477,12 @@ def _backward_heads(
         dfirst, dsecond = _load_halves(grad_ptr, first_head, COUNT, D, LAYOUT)
         if NORM:
             first, second = _load_halves(x_ptr, first_head, COUNT, D, LAYOUT)
+        dfirst, dsecond = tile.widen(dfirst), tile.widen(dsecond)
+        if SMOOTH:  # the transpose: the Hadamard matrix is symmetric
+            dfirst, dsecond = _hadamard(dfirst, dsecond, LAYOUT)
+            dfirst, dsecond = dfirst * factors, dsecond * factors
         # The rotation turned back, whose matrix is the transpose.
         cosine, sine = _angles(table_ptr, gl.load(positions_ptr), D, LAYOUT)
-        dfirst, dsecond = tile.widen(dfirst), tile.widen(dsecond)
         turned = dsecond * cosine - dfirst * sine
         dfirst, dsecond = dfirst * cosine + dsecond * sine, turned
         if NORM:
@@ -402,9 +509,9 @@ def _backward_heads(
 @gluon.jit(do_not_specialize=["num_tokens"])
 def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, qkv_ptr, dqkv_ptr, positions_ptr, table_ptr,
-    q_weight_ptr, k_weight_ptr, partial_ptr, num_tokens,
+    q_weight_ptr, k_weight_ptr, exponents_ptr, partial_ptr, num_tokens,
     H: gl.constexpr, G: gl.constexpr, TOKENS: gl.constexpr, NORM: gl.constexpr,
-    D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
+    SMOOTH: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Take TOKENS tokens and eight heads of queries, keys or values (whose gradient is copied).
 
@@ -423,13 +530,14 @@ def _backward_kernel(
     partial_ptr += (chunk.to(gl.int64) * (Q_PARTS + KV_PARTS) + part) * D
     if part < Q_PARTS:
         _backward_heads(
-            dq_ptr, qkv_ptr, dqkv_ptr, positions_ptr, table_ptr, q_weight_ptr, partial_ptr,
-            first, last, part * 8, H * D, ROW, H, NORM, D, EPS, LAYOUT,
+            dq_ptr, qkv_ptr, dqkv_ptr, positions_ptr, table_ptr, q_weight_ptr, exponents_ptr,
+            partial_ptr, first, last, part * 8, H * D, ROW, H, NORM, SMOOTH, D, EPS, LAYOUT,
         )  # fmt: skip
     elif part < Q_PARTS + KV_PARTS:
         _backward_heads(
             dk_ptr, qkv_ptr + H * D, dqkv_ptr + H * D, positions_ptr, table_ptr, k_weight_ptr,
-            partial_ptr, first, last, (part - Q_PARTS) * 8, G * D, ROW, G, NORM, D, EPS, LAYOUT,
+            exponents_ptr + H * (D // 2), partial_ptr, first, last, (part - Q_PARTS) * 8, G * D,
+            ROW, G, NORM, SMOOTH, D, EPS, LAYOUT,
         )  # fmt: skip
     else:
         # Values have no norm and no rotation. Four tokens are asked for at once; past the end the
@@ -470,7 +578,7 @@ def _sum_kernel(
 
 def qk_norm_rotary_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, positions: Tensor, table: Tensor,
-    norm_weights: tuple[Tensor, Tensor] | None, eps: float,
+    norm_weights: tuple[Tensor, Tensor] | None, eps: float, exponents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of qkv, bfloat16, and of the norms' weights, float32 [D] or None.
 
@@ -482,6 +590,7 @@ def qk_norm_rotary_backward(
         positions: int64 [T].
         table: float32 [positions, 2, D/2], from `rotary_table`.
         norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
+        exponents: int8 [H + G, D/2] that smoothed queries and keys, or None.
     """
     assert all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in (dq, dk, dv, qkv))
     tokens, num_heads, head_dim = dq.shape
@@ -493,10 +602,12 @@ def qk_norm_rotary_backward(
     partial = torch.empty(chunks, parts, head_dim, dtype=torch.float32, device=dq.device)
     # Without norms the weights are not read, nor the partial sums written.
     q_weight, k_weight = norm_weights or (qkv, qkv)
+    smooth = exponents is not None
+    exponents = _checked(exponents, num_heads + groups, head_dim, qkv)
     if tokens:
         _backward_kernel[(chunks * (q_parts + 2 * kv_parts),)](
-            dq, dk, dv, qkv, dqkv, positions, table, q_weight, k_weight, partial, tokens,
-            num_heads, groups, _TOKENS, norm_weights is not None, head_dim, eps,
+            dq, dk, dv, qkv, dqkv, positions, table, q_weight, k_weight, exponents, partial,
+            tokens, num_heads, groups, _TOKENS, norm_weights is not None, smooth, head_dim, eps,
             _heads_layout(head_dim, _NUM_WARPS),
             num_warps=_NUM_WARPS, maxnreg=56,
         )  # fmt: skip

@@ -51,7 +51,7 @@ class _PackedAttention(torch.autograd.Function):
         codes = KeyValueCodes.empty(*sizes, plan.kv, qkv.device)
         q = kernels.qk_norm_rotary_cache(
             qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, codes,
-            None, plan.scales,
+            None, plan.scales, rope.exponents,
         )  # fmt: skip
         keys, values = (codes.k, codes.k_scales), (codes.v, codes.v_scales)
         if rope.trace is not None:
@@ -80,6 +80,6 @@ class _PackedAttention(torch.autograd.Function):
         # Through the rotation and the norms of query and key heads.
         rope = ctx.rope
         gradients = kernels.qk_norm_rotary_backward(
-            *heads, qkv, rope.positions, rope.table, rope.norm_weights, rope.eps
+            *heads, qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.exponents
         )
         return (*gradients, None, None, None, None)

@@ -32,6 +32,7 @@ from jetrl.models.attention import KeyValues
 from jetrl.models.block import Block, DenseShape
 from jetrl.models.dense import DenseBlock
 from jetrl.models.families import ModelConfig
+from jetrl.models.key_smoothing import head_exponents
 from jetrl.models.layer import RMSNorm, Rotary, Trace, fuses, prefixed, tell
 from jetrl.models.layer_fused import add_norm_fused, norm_linear_fused
 from jetrl.models.rope import frequencies_of
@@ -68,6 +69,7 @@ class DecoderLayer(nn.Module):
         delta: Tensor | None,
         positions: Tensor,
         table: Tensor,
+        exponents: Tensor | None,
         kv: KeyValues,
         side: Side,
         trace: Trace | None,
@@ -76,8 +78,8 @@ class DecoderLayer(nn.Module):
         """Return the residual stream and the delta to be added to it, both [T, D].
 
         `delta` is that of the layer before, None for the first. `positions` is int64 [T], within
-        each sequence; `table` is the rotary table, float32 [positions, 2, head size / 2]. The
-        `last` layer returns only `kv.rows`.
+        each sequence; `table` is the rotary table, float32 [positions, 2, head size / 2];
+        `exponents` are as in `Rotary`. The `last` layer returns only `kv.rows`.
         """
         trace = prefixed(trace, f"layers.{self.index}.")
         # Attention: the residual sum and its norm, then qkv, of all T tokens.
@@ -85,7 +87,16 @@ class DecoderLayer(nn.Module):
         tell(trace, "qkv", qkv)
         c, as_values = self.config, self.o.adapter is not None
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-        rope = Rotary(positions, table, norms, c.num_heads, c.num_kv_heads, trace, as_values)
+        rope = Rotary(
+            positions=positions,
+            table=table,
+            norms=norms,
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads,
+            exponents=exponents,
+            trace=trace,
+            as_values=as_values,
+        )
         attended = kv.attend(self.index, qkv, rope, last)
         tell(trace, "attention", attended)
         if last and kv.rows is not None:
@@ -101,11 +112,16 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The whole model over a `Weights`, with parameters named as in `families.parameter_shapes`.
 
+    `key_exponents` is int8 [layers, G, head size / 2], the factors of smoothed keys
+    (`key_smoothing`); None: keys are stored as they are.
+
     If `trace` is set, it is called with (operation name, output) after each operation; with it
     `jetrl parity --locate` finds the first operation that differs.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, key_exponents: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.config, self.weights = config, weights
         self.trace: Trace | None = None
@@ -129,6 +145,16 @@ class Decoder(nn.Module):
         if config.layers_without_rope:
             still = rotary_table(np.zeros(config.head_dim // 2), context)
             self.register_buffer("still_table", still.to(weights.device), persistent=False)
+        smoothed = None
+        if key_exponents is not None:
+            smoothed = head_exponents(key_exponents, config.num_heads).to(weights.device)
+        self.exponents: Tensor | None
+        self.register_buffer("exponents", smoothed, persistent=False)
+
+    def set_key_exponents(self, key_exponents: Tensor) -> None:
+        """Replace the factors of smoothed keys, in place: captured CUDA graphs read them."""
+        assert self.exponents is not None, "this decoder does not smooth keys"
+        self.exponents.copy_(head_exponents(key_exponents, self.config.num_heads))
 
     def move(self, device: torch.device) -> None:
         """Move a frozen decoder's weights to a device, each storage once, with its layout."""
@@ -150,6 +176,8 @@ class Decoder(nn.Module):
         self.rotary_table: Tensor = moved(self.rotary_table)
         if self.config.layers_without_rope:
             self.still_table: Tensor = moved(self.still_table)
+        if self.exponents is not None:
+            self.exponents = moved(self.exponents)
 
     def first_layers(self, count: int) -> Decoder:
         """Return this decoder cut to its first `count` layers, sharing all weights."""
@@ -174,11 +202,12 @@ class Decoder(nn.Module):
         x = embed(token_ids, self.embedding, self.weights.gradients)
         tell(self.trace, "embed", x)
         delta = None
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             last = layer is self.layers[-1]
             rotated = layer.index not in self.config.layers_without_rope
             table = self.rotary_table if rotated else self.still_table
-            arguments = (x, delta, positions, table, kv, side, self.trace, last)
+            exponents = None if self.exponents is None else self.exponents[index]
+            arguments = (x, delta, positions, table, exponents, kv, side, self.trace, last)
             x, delta = (
                 checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
                 if checkpoint_layers

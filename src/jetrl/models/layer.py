@@ -71,6 +71,8 @@ class Rotary:
         positions: int64 [T], each token's position in its sequence.
         table: float32 [positions, 2, D / 2], cosines and sines.
         norms: The norms of query heads and of key heads, before the rotation; None without.
+        exponents: int8 [H + G, D / 2], smooths queries and keys after the rotation
+            (`key_smoothing.head_exponents`); None: they stay.
         as_values: Attention's output is read as BF16 values (by an adapter), not as codes.
     """
 
@@ -79,6 +81,7 @@ class Rotary:
     norms: tuple[RMSNorm, RMSNorm] | None
     num_heads: int
     num_kv_heads: int
+    exponents: Tensor | None = None
     trace: Trace | None = None
     as_values: bool = False
 
@@ -104,7 +107,11 @@ class Rotary:
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(counts, dim=1)
         if self.norms is not None:
             q, k = self.norms[0](q), self.norms[1](k)
-        q, k = rotary(q, self.positions, self.table), rotary(k, self.positions, self.table)
+        of_q = of_k = None
+        if self.exponents is not None:
+            of_q, of_k = self.exponents.split([self.num_heads, self.num_kv_heads])
+        q = rotary(q, self.positions, self.table, of_q)
+        k = rotary(k, self.positions, self.table, of_k)
         if self.trace is not None:  # the concatenation is only for the trace
             tell(self.trace, "rotary", torch.cat([q, k], dim=1))
         return q, k, v

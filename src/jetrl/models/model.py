@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
-from jetrl.models import hf
+from jetrl.models import hf, key_smoothing
 from jetrl.models.adapter import Adapter, base_digest
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import Decoder
@@ -41,6 +41,8 @@ class Model:
             sampled from or saved.
         trains: Returns by name whether a parameter is trained; None: all, or the adapter's choice.
             The others have no master weights, and both sides read them as first rounded.
+        key_exponents: The factors of smoothed keys, of another model or a checkpoint; None: those
+            of the weights, if the plan smooths keys (`models.key_smoothing`).
 
     Attributes:
         plain_text: The texts of a task in which special tokens are encoded as text.
@@ -64,6 +66,7 @@ class Model:
         frozen: bool = False,
         trains: Callable[[str], bool] | None = None,
         adapter: Adapter | None = None,
+        key_exponents: Tensor | None = None,
     ) -> None:
         assert config.head == self.head, f"{type(self).__name__} has a head for {self.head}"
         self.base_config = config
@@ -80,7 +83,10 @@ class Model:
         if adapter is not None:
             weights, trains = adapter.over(weights), trains or adapter.lora.trains
         self.weights = Weights(weights, plan, self.device, frozen, trains, adapter)
-        self.decoder = Decoder(config, self.weights)
+        self.key_exponents = key_exponents
+        if plan.smooths_keys and key_exponents is None:
+            self.key_exponents = key_smoothing.key_exponents(weights, config, self.device)
+        self.decoder = Decoder(config, self.weights, self.key_exponents)
         self.base_path: str | None = None
         self.base_digest = ""
         replaced = {} if adapter is None else adapter.replaced
@@ -101,6 +107,7 @@ class Model:
         frozen: bool = False,
         adapter: Adapter | None = None,
         trains: Callable[[str], bool] | None = None,
+        key_exponents: Tensor | None = None,
     ) -> Self:
         """Return the model of a Hugging Face directory; a UserError names a bad file or tensor.
 
@@ -116,7 +123,16 @@ class Model:
         generation_config = hf.read_generation_config(path)
         with hf.open_weights(path, config, device) as weights:
             model = cls(
-                config, plan, weights, device, tokenizer, generation_config, frozen, trains, adapter
+                config=config,
+                plan=plan,
+                weights=weights,
+                device=device,
+                tokenizer=tokenizer,
+                generation_config=generation_config,
+                frozen=frozen,
+                trains=trains,
+                adapter=adapter,
+                key_exponents=key_exponents,
             )
         model.base_path = str(path)
         return model
@@ -175,6 +191,15 @@ class Model:
         """Return the whole FP32 master weights by name; all ranks gather them in the same order."""
         assert self.lora is None, "of a model with an adapter the base has no master weights"
         return CodedWeights(self.weights.masters, self.weights.whole)
+
+    def restore_key_exponents(self, text: str | None, where: str) -> None:
+        """Take the factors of smoothed keys from the state of a checkpoint, `where` in errors."""
+        if self.key_exponents is None:
+            return
+        if text is None:
+            raise UserError(f"{where}: key_exponents is missing, and the plan smooths keys")
+        self.key_exponents = key_smoothing.from_text(text, self.key_exponents.shape, where)
+        self.decoder.set_key_exponents(self.key_exponents)
 
     def weight_scales(self) -> dict[str, Tensor]:
         """Return the float32 scales of each FP8 weight by its layer's name."""

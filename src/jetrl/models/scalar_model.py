@@ -60,8 +60,12 @@ class ScalarModel(Model):
         device: str | torch.device,
         tokenizer: PreTrainedTokenizerBase | None,
         adapter: Adapter | None = None,
+        key_exponents: Tensor | None = None,
     ) -> ScalarModel:
-        """Return a language model's decoder with a new head of zeros: all scores start at 0."""
+        """Return a language model's decoder with a new head of zeros: all scores start at 0.
+
+        `key_exponents` are those of the language model; None: made from the weights.
+        """
         check_device(config, plan, torch.device(device))
         names = [name for name in weights if name != "lm_head.weight"]
 
@@ -71,7 +75,15 @@ class ScalarModel(Model):
             return weights[name].detach().to(device, torch.float32, copy=True)
 
         body = CodedWeights([*names, "score.weight"], value, codes_of(weights))
-        return cls(config.with_scalar_head(), plan, body, device, tokenizer, adapter=adapter)
+        return cls(
+            config=config.with_scalar_head(),
+            plan=plan,
+            weights=body,
+            device=device,
+            tokenizer=tokenizer,
+            adapter=adapter,
+            key_exponents=key_exponents,
+        )
 
     def values(
         self,

@@ -75,7 +75,14 @@ FP8_BLOCK = 128
 _SETTINGS = TypeAdapter(PrecisionSettings)
 _DEVIATION_SETTINGS = TypeAdapter(SamplerDeviationSettings)
 # A plan is stored without these fields if they have their defaults, as before there were any.
-_STORED_IF_SET = ("wgrad_input", "pinned_sums", "sampler_deviation", "base", "bf16_rounding")
+_STORED_IF_SET = (
+    "wgrad_input",
+    "pinned_sums",
+    "sampler_deviation",
+    "base",
+    "bf16_rounding",
+    "key_smoothing",
+)
 
 
 class Rounding(NamedTuple):
@@ -116,6 +123,7 @@ class PrecisionPlan:
         sampler_deviation: What the sampler computes otherwise than all of the above say.
         base: What stands for fp8 in the linears of a base that is not trained.
         bf16_rounding: How master weights of matrices become BF16 (`quantize.dithered_bf16`).
+        key_smoothing: Whether INT8 keys are smoothed (`models.key_smoothing`); others are not.
     """
 
     name: str
@@ -133,6 +141,7 @@ class PrecisionPlan:
     sampler_deviation: SamplerDeviation = NO_DEVIATION
     base: presets.BaseFormat = "fp8"
     bf16_rounding: presets.BF16Rounding = "nearest"
+    key_smoothing: bool = False
 
     def __post_init__(self) -> None:
         for name, schema in _schemas().items():
@@ -181,6 +190,12 @@ class PrecisionPlan:
         """Return a preset's plan with the settings' options; without `deviation` its own holds."""
         options = settings.model_dump(exclude={"preset"}, exclude_none=True)
         plan = PrecisionPlan.preset(settings.preset)
+        kv = settings.kv or plan.kv
+        if settings.key_smoothing and presets.key_and_value_formats(kv)[0] != "int8":
+            raise UserError(
+                f"precision.key_smoothing = true is for INT8 keys, and keys are {kv} here: leave "
+                "it out, or set precision.kv=int8"
+            )
         changes = {} if deviation is None else deviation.model_dump(exclude_none=True)
         own = dataclasses.replace(plan.sampler_deviation, **changes)
         return plan.replace(**options, sampler_deviation=own)
@@ -215,6 +230,11 @@ class PrecisionPlan:
             return "matrices"
         read = {self.train_linear, self.on("rollout").rollout_linear}
         return "none" if read == {"bf16"} else "linears"
+
+    @property
+    def smooths_keys(self) -> bool:
+        """True if keys are smoothed: those of both sides, in INT8."""
+        return self.key_smoothing and presets.key_and_value_formats(self.kv)[0] == "int8"
 
     @property
     def integer_wgrad(self) -> bool:
@@ -319,7 +339,8 @@ class PrecisionPlan:
         name = fields.get("name")
         with named(where):
             preset = PrecisionPlan.preset(name).to_dict()
-        fields = {"bf16_rounding": "nearest", **fields}  # if not stored, whatever the preset's is
+        # If not stored, whatever the preset's is: a plan from before these fields has neither.
+        fields = {"bf16_rounding": "nearest", "key_smoothing": False, **fields}
         changed = {k: v for k, v in fields.items() if k not in preset or v != preset[k]}
         deviation = changed.pop("sampler_deviation", None)
         plan = PrecisionPlan.from_settings(checked(_SETTINGS, {"preset": name, **changed}, where))
@@ -333,6 +354,7 @@ class PrecisionPlan:
         names = {"bf16": "BF16", "fp32": "FP32"}
         names |= {"fp8": f"FP8 e4m3, {self.scales} scales", "int8": f"INT8, {self.scales} scales"}
         keys, values = (names[format] for format in presets.key_and_value_formats(self.kv))
+        keys = f"{keys}, smoothed" if self.smooths_keys else keys
         rotated = "INT8, rotated, one scale per row"
         e4m3_or_e5m2 = f"FP8 {self.grad_output}"
         gradient = {"bf16": "BF16", "int8": rotated}.get(self.grad_output, e4m3_or_e5m2)

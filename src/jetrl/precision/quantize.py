@@ -137,15 +137,23 @@ def empty_int8_rows(rows: int, k: int, device: torch.device) -> QTensor:
 def rotate(x: Tensor) -> Tensor:
     """Return x [..., K] times the Hadamard matrix of 64, divided by 8, in blocks along K: float32.
 
-    The matrix is its own inverse. Six stages add and subtract pairs of values, stage i those that
-    lie 2**i apart, so the bits are the same on every device. K is a multiple of 64.
+    The matrix is its own inverse. K is a multiple of 64.
     """
-    y = x.float().unflatten(-1, (-1, ROTATION))
-    for _ in range(6):
+    return hadamard(x.float(), ROTATION) * ROTATION**-0.5
+
+
+def hadamard(x: Tensor, width: int) -> Tensor:
+    """Return float32 x [..., K] times the Hadamard matrix of 1 and -1, in blocks along K.
+
+    Stages add and subtract pairs of values, first those 1 apart, then 2, up to width / 2, so the
+    bits are the same on every device. `width`, a power of two, is that of a block and divides K.
+    """
+    y = x.unflatten(-1, (-1, width))
+    for _ in range(width.bit_length() - 1):
         # Each stage brings the pairs of the next one side by side.
         even, odd = y[..., ::2], y[..., 1::2]
         y = torch.cat([even + odd, even - odd], -1)
-    return (y * ROTATION**-0.5).flatten(-2)
+    return y.flatten(-2)
 
 
 def codes_as_float64(codes: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ class DeviceKeyValues(_OverPages):
         kernels = device_kernels(qkv)
         q = kernels.qk_norm_rotary_cache(
             qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, pages,
-            self.slots, self.plan.scales,
+            self.slots, self.plan.scales, rope.exponents,
         )  # fmt: skip
         if rope.trace is not None:
             rope.trace("rotary", q)

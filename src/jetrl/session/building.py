@@ -76,12 +76,14 @@ def build_policy(
 
 
 def policy_of_masters(
-    settings: Settings, plan: PrecisionPlan, saved: Path, alphabet: str | None
+    settings: Settings, plan: PrecisionPlan, saved: Path, state: Mapping[str, Any]
 ) -> Policy:
     """Return the policy of a run's settings with master weights of that run.
 
-    `alphabet` is stored with the weights; None: a tokenizer of characters asks the task for it.
+    `state` is the state of the checkpoint; without an alphabet in it, a tokenizer of characters
+    asks the task for one.
     """
+    alphabet = state.get("alphabet")
     if settings.model.tokenizer == CHARACTERS and alphabet is None:
         alphabet = build_task(settings.task).alphabet
     policy = build_policy(settings, plan, alphabet)
@@ -89,6 +91,8 @@ def policy_of_masters(
     wrong = stored.differences(policy)
     if wrong:
         raise UserError(f"{saved}: not of the run's model: {', '.join(wrong[:5])}")
+    if "key_exponents" in state:  # absent if the run's own plan does not smooth keys
+        policy.restore_key_exponents(state["key_exponents"], str(saved.parent))
     stored.copy_to(policy)
     policy.requantize()
     return policy
@@ -110,7 +114,13 @@ def build_scalar_model(
         whole = settings.model_copy(update={"adapter": AdapterSettings()})
         policy = build_policy(whole, plan, alphabet, device)
         model = ScalarModel.with_new_head(
-            policy.config, policy.whole_masters(), plan, policy.device, policy.tokenizer, adapter
+            config=policy.config,
+            weights=policy.whole_masters(),
+            plan=plan,
+            device=policy.device,
+            tokenizer=policy.tokenizer,
+            adapter=adapter,
+            key_exponents=policy.key_exponents,
         )
     model.plain_text = settings.task.special_tokens_as_text
     return model
@@ -136,7 +146,7 @@ def build_reference(
     if not (begun and world().from_first("whether the reference is kept", path.exists)):
         # A reference that exists all the same is of an attempt that did not reach its first step.
         policy.save_pretrained(path, dtype="float32", overwrite=True)
-    return _frozen(settings, policy, path)
+    return _frozen(settings, policy, path, policy.key_exponents)
 
 
 def check_kept(settings: Settings, path: Path) -> None:
@@ -159,8 +169,12 @@ def read_reference(settings: Settings, policy: Policy) -> Policy | None:
     return reference
 
 
-def _frozen(settings: Settings, policy: Policy, path: str | Path) -> Policy:
-    reference = Policy.from_pretrained(path, policy.plan, policy.device, frozen=True)
+def _frozen(
+    settings: Settings, policy: Policy, path: str | Path, key_exponents: Tensor | None = None
+) -> Policy:
+    reference = Policy.from_pretrained(
+        path, policy.plan, policy.device, frozen=True, key_exponents=key_exponents
+    )
     if settings.reference.offload:
         reference.offload()
     return reference
@@ -246,7 +260,14 @@ def value_model(settings: Settings, policy: Policy) -> ScalarModel | None:
         if policy.lora is None
         else RandomWeights(policy.config, settings.run.seed, device)
     )
-    return ScalarModel.with_new_head(policy.config, weights, plan, device, policy.tokenizer)
+    return ScalarModel.with_new_head(
+        config=policy.config,
+        weights=weights,
+        plan=plan,
+        device=device,
+        tokenizer=policy.tokenizer,
+        key_exponents=policy.key_exponents,
+    )
 
 
 def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:

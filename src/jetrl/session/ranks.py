@@ -245,6 +245,8 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
     for number, model in enumerate(models):
         weights, prefix = model.weights, f"model {number + 1}: " if number else ""
         whole = {n: m.detach() for n, m in weights.masters.items() if n not in weights.shards}
+        if model.decoder.exponents is not None:
+            whole["key exponents"] = model.decoder.exponents
         tensors |= {prefix + n: t for n, t in (weights.quantized_tensors() | whole).items()}
     # One number per tensor, made on its device: a copy to the host would take seconds.
     mixed = torch.arange(1, _BLOCK + 1, device=device) * _FACTOR  # modulo 2**64

@@ -29,6 +29,9 @@ class PrecisionSettings(Section):
     """decoder layers at the end kept in BF16"""
     kv: presets.KVSetting | None = None
     """keys and values, or keys + values apart; unset: the preset's"""
+    key_smoothing: bool | None = None
+    """fixed factors per channel and a Hadamard rotation for INT8 keys (docs/precision.md); unset:
+    true if preset is int8 or unified"""
     lm_head: Literal["bf16", "fp8"] | None = None
     """output projection; unset: the preset's (bf16)"""
     base: presets.BaseFormat | None = None

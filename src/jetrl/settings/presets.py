@@ -31,6 +31,7 @@ class PresetFormats(NamedTuple):
     lm_head: Format
     grad_output: GradFormat = "e4m3"
     bf16_rounding: BF16Rounding = "nearest"
+    key_smoothing: bool = False
 
 
 PRESETS = {
@@ -39,8 +40,8 @@ PRESETS = {
     "mixed": PresetFormats("fp8", "bf16", "bf16", "bf16", "bf16", bf16_rounding="dithered"),
     "alike": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "jet": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
-    "unified": PresetFormats("fp8", "fp8", "int8+fp8", "bf16", "bf16"),
-    "int8": PresetFormats("int8", "int8", "int8", "bf16", "bf16"),
+    "unified": PresetFormats("fp8", "fp8", "int8+fp8", "bf16", "bf16", key_smoothing=True),
+    "int8": PresetFormats("int8", "int8", "int8", "bf16", "bf16", key_smoothing=True),
 }
 DEFAULT_PRESET = "int8"
 

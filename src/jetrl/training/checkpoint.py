@@ -4,7 +4,7 @@
         masters.safetensors     the float32 master weights, by internal name
         optimizer.safetensors   AdamW's moments, by master weight
         NAME.safetensors        tensors of other parts of the run, if any
-        state.json              step, updates, plan, model, score, and the loop's values
+        state.json              step, updates, plan, model, key factors, score, the loop's values
         manifest.json           size and SHA-256 of each of the other files
 
 With several ranks each file of tensors is a folder with the rows of every rank
@@ -37,6 +37,7 @@ from jetrl.distributed.world import World, world
 from jetrl.errors import NonFiniteError, StorageError, UserError
 from jetrl.files import free_space
 from jetrl.models.hf_files import sync
+from jetrl.models.key_smoothing import to_text
 from jetrl.models.model import Model
 from jetrl.models.tiny import alphabet_of
 from jetrl.training import checkpoint_files as files
@@ -141,6 +142,7 @@ class Checkpoints:
         """
         size = self._ranks.size
         sharded = {"format": files.SHARDED_FORMAT, "ranks": size}
+        exponents = policy.key_exponents
         state = {
             **(sharded if size > 1 else {"format": files.FORMAT}),
             "step": step,
@@ -148,6 +150,7 @@ class Checkpoints:
             "plan": policy.plan.to_dict(),
             "model": model_dict(policy),
             "alphabet": alphabet_of(policy.tokenizer),
+            **({} if exponents is None else {"key_exponents": to_text(exponents)}),
             "score": score,
             "extra": dict(extra),
         }
@@ -277,6 +280,8 @@ class Checkpoints:
             # Rows of this rank only; optimizer first, since it checks and may refuse.
             own = {} if moments is None else moments.own(optimizer.shard_of)
             optimizer.load_state(own, updates)
+            where = str(path / files.STATE_FILE)
+            policy.restore_key_exponents(state.get("key_exponents"), where)
             tensors.copy_to(policy)
             return stored
 

@@ -63,6 +63,7 @@ class State(Stored):
     score: float | None
     extra: dict[str, Any]
     alphabet: str | None = None
+    key_exponents: str | None = None
     ranks: Annotated[int, Field(ge=1, lt=2**31)] = 1
 
 
