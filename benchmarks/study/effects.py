@@ -10,7 +10,9 @@ accuracy minus that of the reference arm's run with the same seed and the same f
 in its own precision if all runs of the point have one, else in the study's. It is taken in points,
 and in log-odds, where half a right and half a wrong answer are added to each run (Haldane 1956,
 Anscombe 1956), so 0% and 100% are finite. Its estimate is that of Hodges and Lehmann (1963), with
-the exact 95% interval of the signed-rank test; fewer than six pairs have none. Lost runs
+the exact 95% interval of the signed-rank test; fewer than six pairs have none. `gain` is the effect
+on what a run gained since its start, in log-odds: a level in a run's own precision also has the
+error with which that precision evaluates, and a gain has less of it. It is not tested. Lost runs
 (docs/studies.md) are compared with the reference arm's by Fisher's exact test.
 
 The tests of all rows, effects and losses, are one family, adjusted by Holm's method (1979). A test
@@ -191,13 +193,27 @@ def _effect(runs: Sequence[RunResult], base: Sequence[RunResult], kind: str) -> 
     points = [100 * (a.mean - b.mean) for a, b in known]
     log_odds = [_log_odds(a) - _log_odds(b) for a, b in known]
     row |= _mean("end", points)
-    for name, values in (("log_odds", log_odds), ("points", points)):
+    estimated = {"log_odds": log_odds, "points": points}
+    if gains := [gain for run, other in pairs if (gain := _gain(run, other, kind)) is not None]:
+        estimated["gain"] = gains
+    for name, values in estimated.items():
         row[name], *ends = rank_estimate(values)
-        if len(known) >= LEAST_PAIRS:
+        if len(values) >= LEAST_PAIRS:
             row[f"{name}_low"], row[f"{name}_high"] = ends
     if len(known) >= LEAST_PAIRS:
         row["p"] = signed_rank_test(log_odds)
     return row
+
+
+def _gain(run: RunResult, other: RunResult, kind: str) -> float | None:
+    """Return how much more a run gained since its start than another one, in log-odds."""
+    odds = []
+    for one in (run, other):
+        start, final = _start(one), _final(one, kind)
+        if final is None or start is None or not 0 < start < 100:
+            return None
+        odds.append(_log_odds(final) - math.log(start / (100 - start)))
+    return odds[0] - odds[1]
 
 
 def _mean(name: str, differences: Sequence[float]) -> Row:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.study import effects
-from benchmarks.study.results import Results, RunResult
+from benchmarks.study.results import Curves, Results, RunResult
 from benchmarks.study.statistics import rank_estimate
 from tests.study.test_analysis import definition, run
 
@@ -44,6 +44,23 @@ def test_none_and_all_right_have_finite_log_odds() -> None:
     assert (row["p"], row["lost_p"]) == pytest.approx((2 / 64, 2 / math.comb(12, 6)))
     with pytest.raises(UserError, match=r"bf16-s0 ends with a mean reward of 2: log-odds need"):
         rows(run("short", "bf16", 0, 2.0), run("short", "mixed", 0, 0.5))
+
+
+def test_a_gain_leaves_out_what_was_there_at_the_start() -> None:
+    """The runs end with 8 and 6 of ten answers right, and began with 40 and 20%."""
+    ends = {"bf16": (0.4, 0.8), "mixed": (0.2, 0.6)}
+    runs = [
+        run("short", arm, s, end, held_out=Curves(steps=[0], values={"mean": [start]}))
+        for arm, (start, end) in ends.items()
+        for s in range(6)
+    ]
+    _, row = rows(*runs)
+    ended = math.log(6.5 / 4.5) - math.log(8.5 / 2.5)
+    assert row["log_odds"] == pytest.approx(ended)
+    started = math.log(0.2 / 0.8) - math.log(0.4 / 0.6)
+    assert [row[f"gain{end}"] for end in ("", "_low", "_high")] == [
+        pytest.approx(ended - started)
+    ] * 3
 
 
 def test_the_family_has_the_tests_that_could_show_something() -> None:
