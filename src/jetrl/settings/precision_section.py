@@ -43,7 +43,7 @@ class PrecisionSettings(Section):
     """sum in one order for any batch, so that bf16 promises equal bits too; unset: only if both
     sides are FP8, or both INT8"""
     bf16_rounding: presets.BF16Rounding | None = None
-    """master weights to BF16; dithered: small updates of weights on BF16's grid are not swallowed
+    """master weights to BF16; dithered: stochastic rounding, so that small updates show at once
     (docs/precision.md); unset: dithered if preset is bf16 or mixed, else nearest"""
 
     @model_validator(mode="after")
