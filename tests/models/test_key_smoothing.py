@@ -74,7 +74,7 @@ def test_factors_are_the_root_of_the_pairs_size(biased: bool, normed: bool) -> N
 
 
 def test_a_pair_of_zeros_keeps_the_largest_factor() -> None:
-    """It may grow in training, and dividing it by a small factor would make it dominate."""
+    """The pair may grow in training, and dividing it by a small factor would make it dominate."""
     weight = np.ones((4, 8))
     weight[[0, 2]] = 0
     assert pair_exponents(weight, None, None, 1).tolist() == [[0, 0]]
