@@ -14,15 +14,16 @@ from jetrl.types import Prompt, Score
 class Mine(Task):
     alphabet = "0123456789+="
     def prompts(self, split):
-        return [Prompt(id=f"p{i}", text=f"{i}+{i}=", answer=str(2 * i)) for i in range(9)]
+        own = range(9) if split == "train" else range(SHARED, SHARED + 9)
+        return [Prompt(id=f"p{i}", text=f"{i}+{i}=", answer=str(2 * i)) for i in own]
     def score(self, prompt, completion):
         return BODY
 """
 
 
-def preflight(jetrl: Callable, tmp_path: Path, body: str, *words: str):
+def preflight(jetrl: Callable, tmp_path: Path, body: str, *words: str, start: int = 9):
     file = tmp_path / "mine.py"
-    file.write_text(TASK.replace("BODY", body))
+    file.write_text(TASK.replace("BODY", body).replace("SHARED", str(start)))
     return jetrl("train", *WORDS, f"task={file}:Mine", "task.workers=0", "--preflight", *words)
 
 
@@ -70,3 +71,17 @@ def test_all_well_is_exit_code_0_and_rewards_are_weighed(jetrl: Callable, tmp_pa
     assert rewards
     for _, reward, _, rule, *_ in rewards:
         assert float(reward.strip(",")) == 0.5 * float(rule.strip(","))
+
+
+def test_evaluation_prompts_that_are_trained_on_are_warned_of(
+    jetrl: Callable, tmp_path: Path
+) -> None:
+    done = preflight(jetrl, tmp_path, "float(completion > '5')", start=7)
+    assert done.code == 1
+    shared = "warning: 2 of 9 evaluation prompts are also trained on, such as p7 (in training: p7)"
+    assert shared in done.out
+    task = f"task={tmp_path / 'mine.py'}:Mine"
+    dry = jetrl("train", *WORDS, task, "task.workers=0", "--dry-run").out
+    assert f"# {shared}: the evaluation overstates what the model can do" in dry
+    without = jetrl("train", *WORDS, task, "eval.every=0", "sft.until=none", "--dry-run")
+    assert "also trained on" not in without.out

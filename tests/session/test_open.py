@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from jetrl.cli.train import recipe_settings
 from jetrl.errors import UserError
 from jetrl.loop import train
+from jetrl.models.tiny import make_tiny
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import open as opening
 from jetrl.session.prompt_order import PromptOrder
@@ -17,7 +19,8 @@ from jetrl.session.sampling import EncodedPrompt
 from jetrl.session.session import Session
 from jetrl.settings.loading import load_config
 from jetrl.settings.presets import PRESETS
-from jetrl.tasks import get_task
+from jetrl.tasks import get_task, read_prompts
+from jetrl.tasks.splits import trained_on
 from jetrl.types import Prompt
 
 WORDS = """sft.steps=0 sft.until=none eval.every=0 loop.steps=1 report.enabled=false
@@ -28,6 +31,61 @@ sft.examples_per_step=4"""
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     return [*WORDS.split(), f"run.dir={tmp_path}", "run.name=run"]
+
+
+ASKED = {  # the split: what it asks, of two tasks
+    "first": {"train": range(10), "test": range(8, 14)},
+    "second": {"train": range(20, 30), "test": (9, 21, 30)},
+}
+
+
+def write_rows(folder: Path, name: str) -> str:
+    (folder / name).mkdir()
+    for split, numbers in ASKED[name].items():
+        rows = [
+            {"prompt": f"{n}+1=", "answer": "1", "chosen": "1", "rejected": "2"} for n in numbers
+        ]
+        (folder / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder / name)
+
+
+@pytest.mark.parametrize(
+    "weight, said",
+    [
+        (1, "4 of 9 evaluation prompts are also trained on, such as first/test-0 (in training: "),
+        (0, "3 of 9 evaluation prompts are also trained on, such as first/test-0 (in training: "),
+    ],
+)
+def test_tasks_that_are_mixed_share_prompts_in_spite_of_their_system_prompts(
+    weight: int, said: str, tmp_path: Path
+) -> None:
+    """The first task trains on 8 and 9 of its own eval set; the second asks 9 and 21 again."""
+    first, second = (
+        {"name": "dataset", "path": write_rows(tmp_path, name), "label": name} for name in ASKED
+    )
+    first["system_prompt"], second["weight"] = "Add.", weight
+    mix = get_task("mix", tasks=[first, second])
+    trained, held_out = (read_prompts(mix, split) for split in ("train", "test"))
+    assert trained_on(mix, trained, held_out).startswith(said)
+    assert trained_on(mix, trained[:8], held_out[2:6]) == ""
+
+
+def test_a_run_says_how_many_of_its_evaluation_prompts_it_trains_on(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, model = write_rows(tmp_path, "first"), str(tmp_path / "model")
+    sizes = {"hidden_size": 64, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+    sizes["head_dim"] = 64
+    make_tiny(model, family="qwen3", tokenizer="bpe", text_files=[f"{path}/train.jsonl"], **sizes)
+    words += [f"model.path={model}", f"task={path}", "task.options.format=text", "eval.every=1"]
+    settings = load_config(None, [*words, "precision.preset=fp32"])
+    said = "warning: 2 of 6 evaluation prompts are also trained on, such as test-0 (in training: "
+    notes = opening.check_pairs(settings).notes
+    assert [note.startswith(said) for note in notes if "trained on" in note] == [True]
+    with Session(settings):
+        pass
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert said in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_to_look_for_worked_answers_draws_none_of_the_runs(words: list[str]) -> None:

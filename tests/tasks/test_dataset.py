@@ -44,15 +44,39 @@ def test_a_file_of_questions_and_answers(tmp_path: Path) -> None:
     assert task.score(prompt, "no idea") == Score(0.0, {"answered": 0.0})
 
 
+def test_rows_that_ask_the_same_are_in_one_split(tmp_path: Path) -> None:
+    asked = [f"{i % 5}+1=?" for i in range(35)]
+    asked[7] = " 2+1=?\n"  # white space does not count
+    rows = [{"prompt": text, "answer": "1", "row": i} for i, text in enumerate(asked)]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    for options in ({}, {"template": "Is {prompt}", "seed": 1}, {"format": "text", "seed": 2}):
+        task = get_task(path, **options)
+        splits = {split: read_prompts(task, split) for split in ("train", "test", "all")}
+        held_out, trained = (
+            {prompt.asked.replace(" ", "").strip() for prompt in splits[split]}
+            for split in ("test", "train")
+        )
+        assert (len(held_out), len(trained), held_out & trained) == (1, 4, set())
+        found = [prompt.metadata["row"] for split in ("train", "test") for prompt in splits[split]]
+        assert sorted(found) == [prompt.metadata["row"] for prompt in splits["all"]] == [*range(35)]
+    # Without repeated rows the draw is that of earlier versions: resumed runs keep their data.
+    task = get_task(write(tmp_path / "sums.jsonl", *ROWS))
+    assert [prompt.answer for prompt in read_prompts(task, "test")] == ["11", "19"]
+    same = get_task(write(tmp_path / "same.jsonl", *ROWS[:1] * 3))
+    assert len(read_prompts(same, "train")) == 3
+    with pytest.raises(UserError, match="its 3 examples ask one and the same prompt; nothing can"):
+        read_prompts(same, "test")
+
+
 def test_fields_template_and_text(tmp_path: Path) -> None:
     row = {"q": "2+3", "gold": 5, "worked": "2+3 = 5", "key": "a", "unit": "apples {}"}
     path = write(tmp_path / "rows.jsonl", row, {**row, "key": "b"})
     fields = {"answer": "gold", "demonstration": "worked", "id": "key"}
     options = {"format": "text", "stop": ["\n"], "checker": "exact"}
     task = get_task("dataset", path=path, template="{q} in {unit}?\nA:", **fields, **options)
-    (prompt,) = read_prompts(task, "test")
+    prompt, other = read_prompts(task, "all")
     assert (prompt.text, prompt.answer) == ("2+3 in apples {}?\nA:", "5")
-    assert prompt.id in "ab"
+    assert (prompt.id, other.id) == ("a", "b")
     assert (task.demonstration(prompt), task.stops(prompt)) == ("2+3 = 5", ("\n",))
     assert [task.score(prompt, text) for text in (" 5 ", "5.0", "")] == [1.0, 0.0, 0.0]
 

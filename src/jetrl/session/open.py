@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,10 +49,12 @@ from jetrl.session.sampling import EncodedPrompt, encode_prompts, turns_of
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
+from jetrl.tasks.splits import trained_on
 from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.objectives import Objective
 from jetrl.training.sft import Pair
 
+WARNING = "warning: "  # how a note begins that is a warning
 _ADVICE = "`jetrl train --dry-run` prints what a run holds"
 # SmolLM2-135M on one H100: training_s of benchmarks/results/h100/train_smollm2.json.
 _SLOWER_TO = 200_000_000  # parameters
@@ -180,6 +183,7 @@ def check_run(
     if settings.eval.every or settings.sft.until is not None:
         split, limit = task_settings.eval_split, settings.eval.prompts
         eval_prompts = encode_prompts(policy, task, split, limit, system_prompt)
+    notes += _overlap(task, prompts, eval_prompts)
     # Evaluation prompts are read by only the policy; other models read the training prompts.
     _check_contexts(settings, config, others, max(len(prompt.token_ids) for prompt in prompts))
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
@@ -251,10 +255,20 @@ def check_pairs(
     pairs = [*trained_examples(preference_pair, build_task(task_settings), model, prompts)]
     equal = sum(better == worse for better, worse in pairs)
     notes = _short_warm_ups(settings, sft=settings.sft.steps)
+    notes += _overlap(task, prompts, eval_prompts)
     if equal:
         notes += [f"{equal} of {len(pairs)} pairs are the same completion twice and teach nothing"]
     memory = planned(max(len(sequence) for pair in (*pairs, *held_out) for sequence in pair))
     return RewardContext(model, task, prompts, memory, notes, "", held_out)
+
+
+def _overlap(
+    task: Task, prompts: Sequence[EncodedPrompt], eval_prompts: Sequence[EncodedPrompt]
+) -> list[str]:
+    """Return a warning if the evaluation has prompts that are also trained on."""
+    trained, held_out = ([e.prompt for e in some] for some in (prompts, eval_prompts))
+    problem = trained_on(task, trained, held_out)
+    return [WARNING + problem] if problem else []
 
 
 def _short_warm_ups(settings: Settings, **updates: int) -> list[str]:

@@ -47,7 +47,10 @@ class PromptDigest:
         if state in (None, self._digest):
             return None
         text = "the training prompts or their answers are not those of the checkpoint (data, "
-        text += "options, system prompt or tokenizer changed); training continues on the new ones"
+        text += (
+            "options, system prompt, tokenizer or version of jetrl changed); training continues "
+        )
+        text += "on the new ones"
         logger.warning(text)
         return f"warning: {text}"
 

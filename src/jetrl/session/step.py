@@ -27,7 +27,7 @@ from jetrl.rollout.options import SpeculationStats
 from jetrl.runs.anomalies import Anomalies, Learning, problems
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric
 from jetrl.session.evaluate import Evaluation
-from jetrl.session.open import open_context
+from jetrl.session.open import WARNING, open_context
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.sampling import EncodedPrompt, Scoring, sample_prompts
 from jetrl.session.training_run import TrainingRun
@@ -311,4 +311,5 @@ def preflight(settings: Settings) -> tuple[list[Sample], list[str]]:
     if failures:
         count = f"{len(failures)} of {len(samples)}"
         warnings["failures"] = f"{count} completions could not be judged: {failures[0]}"
-    return samples, list(warnings.values())
+    of_data = [note.removeprefix(WARNING) for note in context.notes if note.startswith(WARNING)]
+    return samples, [*of_data, *warnings.values()]

@@ -20,6 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from jetrl.errors import UserError, nearest
 from jetrl.files import problem_of
+from jetrl.tasks.splits import content_key
 from jetrl.types import Prompt, Reply, Score, Turn
 from jetrl.untrusted import USERS_ERRORS
 
@@ -124,6 +125,13 @@ class Task:
         The most frequent answer of several completions is their majority (maj@k of `jetrl eval`).
         """
         return None
+
+    def content_key(self, prompt: Prompt) -> bytes:
+        """Return a digest of the prompt's content; prompts of equal content have the same.
+
+        It tells which evaluation prompts are also trained on.
+        """
+        return content_key(prompt.text if prompt.messages is None else prompt.messages)
 
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
         """Return cases that are scored once at start, as (prompt, completion, expected reward).

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -32,9 +31,12 @@ from jetrl.tasks.base import Format, HeldOutShare, Task, question_content, to_st
 from jetrl.tasks.live import PREFIX
 from jetrl.tasks.rewards import Checker, reward_function, weighted
 from jetrl.tasks.rows import Row, check_path, has_field, read_rows, splits_of, value_at
+from jetrl.tasks.splits import content_key, held_out_keys
 from jetrl.tasks.thoughts import answer_part, names_thoughts, whole_turn
 from jetrl.types import Prompt, Score
 
+ALL = "all"
+"""The split that is all rows of data without splits."""
 # A field in a template. A dotted path begins with a letter: {0.5} is LaTeX.
 _FIELD = re.compile(r"\{(\w+|[^\W\d]\w*(?:\.\w+)+)\}")
 # Fields of a role that is not named: of several the first that a row has.
@@ -78,8 +80,9 @@ class Dataset(Task):
         weights: Factors of several checkers' rewards; default: 1 each.
         strict: Whether the checker math accepts only marked answers.
         format: "chat" makes a user's message of a text, "text" leaves it plain.
-        test_share: Fraction of the rows held out as `test`, if the data has no splits.
-        seed: Seed of the choice of held-out rows.
+        test_share: Fraction of the different prompts held out as `test`, if the data has no splits;
+            then `all` is a split too.
+        seed: Seed of the choice of held-out prompts.
     """
 
     name = "dataset"
@@ -119,6 +122,8 @@ class Dataset(Task):
         self._own_splits = splits_of(path)
         if self._own_splits:
             self.splits = tuple(self._own_splits)
+        elif self._own_splits is None:
+            self.splits = ("train", "test", ALL)
 
     @property
     def label(self) -> str:
@@ -131,7 +136,7 @@ class Dataset(Task):
             self.check_split(split)
         rows = list(read_rows(self.path, split, self.config))
         if self._own_splits is None:
-            rows = self._shuffled_split(rows, split)
+            rows = self._drawn_split(rows, split)
         if not rows:
             raise UserError(f"task dataset: no rows in split {split!r} of {self.path}")
         prompts = [self._prompt(f"{split}-{n}", row, where) for n, (row, where) in enumerate(rows)]
@@ -205,13 +210,22 @@ class Dataset(Task):
                     other = f"put spaces inside to write it as it is: {{ {field} }}"
                     raise UserError(f"task.options.template {what}; take it out, or {other}")
 
-    def _shuffled_split(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
-        """Return a split of data without splits: drawn by a seed, in the order of the data."""
-        order = list(range(len(rows)))
-        random.Random(self.seed).shuffle(order)
-        num_test = min(max(1, round(len(rows) * self.test_share)), len(rows) - 1)
-        held_out = set(order[:num_test])
-        return [row for n, row in enumerate(rows) if (n in held_out) == (split == "test")]
+    def _drawn_split(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
+        """Return a split of data without splits: drawn by a seed, in the order of the data.
+
+        Rows that ask the same are all in one split.
+        """
+        if split == ALL:
+            return rows
+        for row, _ in rows:
+            self._check_template(row)
+        keys = [content_key(self._question(row, where)) for row, where in rows]
+        held_out = held_out_keys(keys, self.test_share, self.seed)
+        if split == "test" and rows and not held_out:
+            what = f"task.path = {self.path}: its {len(rows)} examples ask one and the same prompt"
+            raise UserError(f"{what}; nothing can be held out: add others, or set eval.every = 0")
+        chosen = zip(rows, keys, strict=True)
+        return [row for row, key in chosen if (key in held_out) == (split == "test")]
 
     def _prompt(self, number: str, row: Row, where: str) -> Prompt:
         self._check_template(row)

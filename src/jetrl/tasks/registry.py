@@ -162,7 +162,14 @@ class Mix(Task):
             messages = ({"role": "system", "content": system}, *messages)
         return replace(prompt, id=f"{label}/{prompt.id}", messages=messages, task=label)
 
+    def content_key(self, prompt: Prompt) -> bytes:
+        """Return the digest without the task's `system_prompt`: two tasks may ask the same."""
+        if prompt.messages is not None and self._system_prompts[prompt.task] is not None:
+            prompt = replace(prompt, messages=prompt.messages[1:])
+        return self._own_content_key(prompt)
+
     stops = _asking_own(Task.stops)
+    _own_content_key = _asking_own(Task.content_key)
     score = _asking_own(Task.score)
     score_turns = _asking_own(Task.score_turns)
     readable = _asking_own(Task.readable)
