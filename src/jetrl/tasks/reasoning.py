@@ -1,15 +1,16 @@
 """Any data set of reasoning-gym as a task: `reasoning_gym:chain_sum`.
 
 Question i of a data set with seed s is drawn by a generator seeded with s + i, so the test split
-starts far away, at seed + TEST_OFFSET. (A data set with few possible questions may still draw the
-same one in both.)
+starts far away, at seed + TEST_OFFSET. A data set with few possible questions draws the same ones
+in both; they are held out from training.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -18,11 +19,16 @@ from jetrl.errors import UserError, nearest
 from jetrl.settings.section import NonNegative, Positive
 from jetrl.tasks.base import Format, Task, check_options, describe_error, question_content
 from jetrl.tasks.rows import import_package
+from jetrl.tasks.splits import num_held_out
 from jetrl.tasks.thoughts import answer_part, whole_turn
 from jetrl.types import Prompt, Score
 
 TEST_OFFSET = 1 << 30
-INSTRUCTION = "Think step by step. Give only the final answer between <answer> and </answer>."
+INSTRUCTION = (
+    "Think step by step. Give only the bare final answer, with no words, \\boxed{} or $ around it, "
+    "between <answer> and </answer>."
+)
+TEST_SHARE = 0.1  # of the questions that training draws, if they are few
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
@@ -67,10 +73,51 @@ class ReasoningGym(Task):
             raise UserError(f"reasoning_gym:{dataset} {problem}") from error
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Return prompts with ids `train-0`, ..., each made when the iterator reaches it."""
+        """Return prompts with ids `train-0`, ..., each made when the iterator reaches it.
+
+        Numbers are those of the draws; a draw that asks what a test prompt asks is not trained on.
+        """
         self.check_split(split)
+        if split == "train":
+            return self._train_prompts()
+        if not self._test_prompts:
+            what = f"reasoning_gym:{self.name}: every draw asks the same, nothing can be held out"
+            raise UserError(f"{what}; set options that make more questions, or eval.every = 0")
+        return list(self._test_prompts)
+
+    def _train_prompts(self) -> Iterator[Prompt]:
+        held_out = {self.content_key(prompt) for prompt in self._test_prompts}
+        left = False
+        for prompt in self._draws("train"):
+            if self.content_key(prompt) not in held_out:
+                left = True
+                yield prompt
+        if not left:
+            what = f"reasoning_gym:{self.name}: every draw for training is a test question"
+            raise UserError(f"{what}; raise task.options.size or lower task.options.test_size")
+
+    def _draws(self, split: str) -> Iterator[Prompt]:
         data = self._data[split]
         return (self._prompt(f"{split}-{index}", data[index]) for index in range(len(data)))
+
+    @functools.cached_property
+    def _test_prompts(self) -> list[Prompt]:
+        """Return the prompts of the test split, fewer if the set has few questions."""
+        draws = list(self._draws("test"))
+        keys = [self.content_key(prompt) for prompt in draws]
+        if len(set(keys)) == len(keys):
+            return draws
+        # Questions repeat, so there are few, and training would lose most of them to a large test
+        # split. Of those that training draws too, the test split keeps a tenth, once each.
+        trained = {self.content_key(prompt) for prompt in self._draws("train")}
+        shared = [key for key in dict.fromkeys(keys) if key in trained]
+        most = num_held_out(len(trained), TEST_SHARE)
+        if len(shared) <= most:
+            return draws
+        given_back = set(shared[most:])
+        once = dict(zip(reversed(keys), reversed(draws), strict=True))  # the first draw of each key
+        kept = [key for key in dict.fromkeys(keys) if key not in given_back]
+        return [once[key] for key in kept]
 
     def _prompt(self, prompt_id: str, entry: dict[str, Any]) -> Prompt:
         text, gold = str(entry["question"]), entry["answer"]
@@ -89,8 +136,26 @@ class ReasoningGym(Task):
             answers = _ANSWER.findall(text or "")
             answer = answers[-1].strip() if answers else None
             score_parts["answered"] = float(bool(answers))
-        reward = float(self._data["train"].score_answer(answer, prompt.metadata["entry"]))
-        return Score(reward, score_parts)
+        return Score(self._reward(answer, prompt.metadata["entry"]), score_parts)
+
+    def _reward(self, answer: str | None, entry: dict[str, Any]) -> float:
+        """Return the data set's own score, and 0 for a wrong answer that its scorer fails on."""
+        score_answer = self._data["train"].score_answer
+        try:
+            return float(score_answer(answer, entry))
+        except Exception:
+            # Several scorers parse an answer without a check. One that fails on its own right
+            # answer too is broken, or lacks something: that is no verdict.
+            if answer == entry["answer"]:
+                raise
+            score_answer(entry["answer"], entry)
+            return 0.0
+
+    def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
+        """Return the first draw with its demonstration and an empty completion."""
+        prompt = next(self._draws("train"))  # held out or not: no other question has to be made
+        worked = self.demonstration(prompt)
+        return [(prompt, text, None) for text in (worked, "") if text is not None]
 
     def demonstration(self, prompt: Prompt) -> str | None:
         """Return only the answer, in tags with an instruction."""
