@@ -291,6 +291,47 @@ def test_messages_as_json_text_are_messages(tmp_path):
             read_prompts(get_task("dataset", path=str(path)), "train")
 
 
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        (
+            ["train-00000-of-00002.jsonl"],
+            r"1 of 2 shards are here, and train-00001-of-00002.jsonl ",
+        ),
+        (
+            ["train-00002-of-00002.jsonl"],
+            r"1 of 2 shards are here, and train-00001-of-00002.jsonl ",
+        ),
+        (["train-0-of-999999999999999.jsonl"], "1 of 999999999999999 shards"),
+        ([f"train-0000{i}-of-0000{n}.jsonl" for i, n in ((0, 1), (0, 2), (1, 2))], "several sets"),
+        ([f"train-00000-of-00001-{d * 16}.jsonl" for d in "0a"], "several sets: train-00000-of"),
+        (["train-00000-of-00002.jsonl", "train-00000-of-00002.json"], "several sets"),
+        (["train-00000-of-00001.jsonl", "train-00001-of-00001.jsonl"], "several sets"),
+        (["train.jsonl", "train-00000-of-00001.jsonl"], "several sets: train-00000-of-00001.jsonl"),
+        (["train.jsonl", "train.csv"], r"several sets: train.jsonl, train.csv; keep those of one"),
+        (["train.jsonl", "data/train.jsonl"], "several sets: train.jsonl, data/train.jsonl; keep"),
+    ],
+)
+def test_half_a_set_and_two_sets_are_refused(tmp_path, files, message):
+    (tmp_path / "data").mkdir()
+    for file in files:
+        write(tmp_path / file, *ROWS[:3])
+    write(tmp_path / "test.jsonl", *ROWS[3:6])
+    task = get_task(str(tmp_path))
+    assert len(read_prompts(task, "test")) == 3
+    with pytest.raises(UserError, match=rf"split 'train' .*{message}"):
+        read_prompts(task, "train")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_whole_set_of_shards_is_read_in_order(tmp_path, first):
+    for n in range(3):
+        name = f"train-{n + first:05}-of-00003-0123456789abcdef.jsonl"
+        write(tmp_path / name, *ROWS[5 * n : 5 * n + 5])
+    prompts = read_prompts(get_task(str(tmp_path)), "train")
+    assert [prompt.answer for prompt in prompts] == [row["answer"] for row in ROWS[:15]]
+
+
 def csv_of(rows, delimiter):
     lines = io.StringIO()
     writer = csv.DictWriter(lines, rows[0], delimiter=delimiter)

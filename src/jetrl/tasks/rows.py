@@ -10,10 +10,10 @@ import contextlib
 import csv
 import importlib
 import io
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +28,8 @@ FORMS = (
     "give a folder with train.jsonl and test.jsonl (or .json, .csv, .parquet), one such file, a "
     "folder that `datasets` has saved, or the name of a data set such as openai/gsm8k"
 )
-_SHARD = re.compile(r"-\d+-of-\d+$")  # train-00000-of-00002.parquet
+# train-00000-of-00002.parquet, also with the digest that older versions of `datasets` added
+_SHARD = re.compile(r"-(\d+)-of-(\d+)(?:-[0-9a-f]{16})?$")
 _SAVED = ("dataset_dict.json", "state.json")  # of save_to_disk: a dictionary of splits, or one
 
 
@@ -59,15 +60,36 @@ def splits_of(path: str) -> list[str] | None:
 
 
 def split_files(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of each split, such as train.jsonl, in a folder or in its folder `data`."""
+    """Return the files of each split, such as train.jsonl, in a folder and in its folder `data`."""
     splits: dict[str, list[Path]] = {}
     for place in (folder, folder / "data"):
         for suffix in SUFFIXES:
-            found: dict[str, list[Path]] = {}
             for file in sorted(place.glob(f"*{suffix}")):
-                found.setdefault(_SHARD.sub("", file.stem), []).append(file)
-            splits = found | splits
+                splits.setdefault(_SHARD.sub("", file.stem), []).append(file)
     return splits
+
+
+def _check_whole(path: str, split: str, files: list[Path]) -> None:
+    """Raise `UserError` unless the files are one file, or all shards of one set."""
+    shards = [_SHARD.search(file.stem) for file in files]
+    if shards == [None]:
+        return
+    where = f"task.path = {path}: split {split!r}"
+    numbers = [int(shard[1]) for shard in shards if shard]
+    totals = {int(shard[2]) for shard in shards if shard}
+    total, first = max(totals, default=0), 0 if 0 in numbers else 1  # some count shards from 1
+    kinds = {(file.parent, file.suffix) for file in files}
+    distinct = len({*numbers}) == len(files) and all(n - first < total for n in numbers)
+    if len(totals) > 1 or len(kinds) > 1 or not distinct:
+        names = ", ".join(str(file.relative_to(path)) for file in files[:4])
+        names += f" and {len(files) - 4} more" if len(files) > 4 else ""
+        what = f"{where} has the files of several sets: {names}"
+        raise UserError(f"{what}; keep those of one, or name one file as task.path")
+    if len(numbers) < total:
+        missing = next(n for n in itertools.count(first) if n not in numbers)
+        what = f"{where} is incomplete: {len(numbers)} of {total} shards are here"
+        name = _SHARD.sub(f"-{missing:05}-of-{total:05}", files[0].stem)
+        raise UserError(f"{what}, and {name}{files[0].suffix} is not; complete the download")
 
 
 def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tuple[Row, str]]:
@@ -83,7 +105,8 @@ def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tupl
             needs = f"{split}.jsonl (or {', '.join(SUFFIXES[1:])})"
             has = ", ".join(files) or "none"
             raise UserError(f"task.path = {path}: the folder has no {needs}; its splits: {has}")
-        return chain.from_iterable(map(file_rows, files[split]))
+        _check_whole(str(location), split, files[split])
+        return itertools.chain.from_iterable(map(file_rows, files[split]))
     return file_rows(location) if location.is_file() else _named_rows(path, split, config)
 
 
