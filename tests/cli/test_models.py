@@ -106,17 +106,60 @@ def test_eval_prints_shares_and_each_task_of_a_mix(jetrl: Callable, tiny_model: 
     words = ("eval", tiny_model, "--task", "arithmetic", "--prompts", 3, "--samples", 2)
     done = jetrl(*words, "--max-tokens", 2, "--workers", 0)
     assert done.code == 0, done.err
-    assert "prompts          3\nmean@2           0." in done.out
+    assert re.search(r"prompts +3 of 1000\nmean@2 +0\.\d+ \(95%: 0\.\d+ to [01]\.\d+\)\n", done.out)
+    assert "accuracy" not in done.out, "rewards of 0 and 1: their mean is the accuracy"
     assert re.search("pass@1(?s:.*)pass@2", done.out)
     tasks = '[{name = "arithmetic"}, {name = "arithmetic", label = "minus", weight = 2}]'
     words = ("eval", tiny_model, "--task", "mix", "--option", f"tasks={tasks}", "--prompts", 2)
     done = jetrl(*words, "--max-tokens", 2, "--workers", 0)
     assert done.code == 0, done.err
-    assert "prompts             4\n" in done.out
+    assert "prompts             4 of 2000\n" in done.out
     assert "arithmetic: mean@1  0." in done.out
     assert "minus: mean@1       0." in done.out
     done = jetrl(*words, "--max-tokens", 2, "--workers", 0, "--json")
     assert set(json.loads(done.out)["tasks"]) == {"arithmetic", "minus"}
+
+
+def test_eval_says_which_part_of_a_file_it_evaluates(
+    jetrl: Callable, tiny_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "questions.jsonl"
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    words = ("eval", tiny_model, "--task", file, "--option", "format=text", "--workers", 0)
+    words += ("--max-tokens", 2, "--json")
+    said = f"{file} has no splits: test is 4 of its 40 examples (task.options.test_share = 0.1); "
+    done = jetrl(*words)
+    assert f"{said}--split all evaluates all of them" in done.err
+    assert (len(json.loads(done.out)["samples"]), json.loads(done.out)["split"]) == (4, "test")
+    for split, count in (("all", 40), ("test", 4)):
+        done = jetrl(*words, "--split", split)
+        answer = json.loads(done.out)
+        assert "has no splits" not in done.err
+        assert (len(answer["samples"]), answer["prompts_of_split"]) == (count, count)
+    one = json.loads(jetrl(*words, "--prompts", 1).out)
+    assert (one["margin"], one["interval"], one["prompts_of_split"]) == (None, None, 4)
+
+
+def test_eval_of_a_run_says_which_of_its_training_prompts_are_asked(
+    jetrl: Callable, tiny_model: Path, tmp_path: Path
+) -> None:
+    """With another seed than the run's, other prompts are held out: most were trained on."""
+    file = tmp_path / "questions.jsonl"
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    run = fake_run(tmp_path / "run", tiny_model, "fp32")
+    config = load_config(None, [f"task={file}", "task.options.format=text"])
+    (run / "config.toml").write_text(to_toml(config))
+    words = ("eval", run, "--workers", 0, "--max-tokens", 2, "--device", "cpu")
+    done = jetrl(*words)
+    assert (done.code, "trained on" in done.err, "has no splits" in done.err) == (0, False, False)
+    own = ("--option", "format=text")
+    assert "trained on" not in jetrl(*words, "--task", file, *own).err
+    for other in (("--option", "seed=3"), ("--task", file, *own, "--split", "all")):
+        err = jetrl(*words, *other).err
+        assert re.search(r"warning: (4|3|36) of (4|40) evaluation prompts are also trained on", err)
+    assert "trained on" not in jetrl(*words, "--task", "arithmetic", "--prompts", 2).err
 
 
 def test_parity_is_exact_under_unified_and_not_under_mixed(
@@ -207,7 +250,11 @@ def test_eval_of_a_run_is_the_runs_own_evaluation(
         assert done[name] == own[f"eval/Digits/{name}"]
     rewards = [sample["reward"] for sample in done["samples"]]
     means = [sum(pair) / 2 for pair in zip(rewards[::2], rewards[1::2], strict=True)]
-    assert done["margin"] == pytest.approx(1.96 * statistics.stdev(means) / len(means) ** 0.5)
+    half = 3.182446305 * statistics.stdev(means) / len(means) ** 0.5  # t of 3 degrees of freedom
+    assert done["margin"] == pytest.approx(half)
+    assert done["interval"] == pytest.approx([done["mean"] - half, done["mean"] + half])
+    assert done["accuracy"] == sum(reward >= 1 for reward in rewards) / len(rewards)
+    assert "warning: 4 of 4 evaluation prompts are also trained on" in answer.err
     shutil.rmtree(run / "checkpoints")
     says = jetrl("eval", run, "--trust-task", "--prompts", 1).err
     assert ("is rounded to BF16" in says) == (plan != "fp32")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jetrl.errors import UserError
 from jetrl.rollout.options import Progress
-from jetrl.session.evaluate import _majorities
+from jetrl.runs.console import _step_line
+from jetrl.runs.metrics import check_metrics
+from jetrl.session.evaluate import _interval, _majorities, _results, _t_value
 from jetrl.session.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts
+from jetrl.session.step import eval_metrics
 from jetrl.tasks import Scorer, get_task
-from jetrl.types import Completion, Prompt, SamplingParams, Score
+from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score
 
 TASK = f"{Path(__file__).parents[1] / 'tasks' / 'awkward_task.py'}:Awkward"
 PROMPTS = [EncodedPrompt(Prompt(id=str(i), text="?"), (i,), ("stop",) * (i % 2)) for i in range(4)]
@@ -112,3 +117,56 @@ def test_a_task_with_bad_stop_strings_is_refused_before_sampling(stop, monkeypat
     model = SimpleNamespace(tokenizer=None, plain_text=None)
     with pytest.raises(UserError, match=r"task arithmetic, split train: stop of prompt .* a list"):
         encode_prompts(model, task, "train")
+
+
+@pytest.mark.parametrize(
+    "rewards, interval",
+    [
+        ([[0.0]] * 30, (0.0, 0.113514)),  # Wilson: z2 / (30 + z2), z2 = 3.841459
+        ([[1.0]] * 30, (0.886486, 1.0)),
+        ([[1.0]] + [[0.0]] * 29, (0.005909, 0.166704)),
+        # Completions of a prompt that all do the same count as one.
+        ([[1.0] * 4] + [[0.0] * 4] * 29, (0.005909, 0.166704)),
+        # No more alike than those of different prompts: all 12 count.
+        ([[1.0, 0.0]] * 6, (0.253782, 0.746218)),
+        ([[0.5], [1.0], [0.0], [0.25]], (-0.241883, 1.116883)),  # t of 3 degrees of freedom
+        ([[0.25]] * 5, None),
+        ([[1.0, 0.0]], None),
+    ],
+)
+def test_the_interval_of_the_mean_is_wilsons_or_t(rewards, interval):
+    found = _interval(np.array(rewards))
+    assert found == (interval and pytest.approx(interval, abs=2e-6))
+
+
+def test_the_accuracy_of_partial_credit_is_a_metric():
+    samples = [
+        Sample(PROMPTS[0].prompt, 0, (0,), Completion((1,), (0.0,), "stop"), Score(reward))
+        for reward in (1.0, 0.5, 0.75, 0.25)
+    ]
+    result = _results(samples, 2, 1.0)
+    assert (result.mean, result.accuracy, result.has_partial_credit) == (0.625, 0.25, True)
+    found = eval_metrics("sums", replace(result, by_task={"own": result}), partial_credit=True)
+    assert (found["eval/sums/mean"], found["eval/sums/accuracy"]) == (0.625, 0.25)
+    assert (check_metrics(found), found["eval/own/accuracy"]) == (found, 0.25)
+    assert "eval/sums/accuracy" not in eval_metrics("sums", result)
+    line = "".join(text for text, _ in _step_line("step", 1, 9, found))
+    assert "eval sums 62.5%  accuracy 25.0%" in line
+
+
+def test_the_interval_covers_the_mean_of_few_prompts_and_a_small_share():
+    """The normal interval from the spread covers p = 0.02 of 30 prompts in 45% of the draws."""
+    generator = np.random.default_rng(0)
+    for each, share in ((1, 0.02), (1, 0.5), (4, 0.02), (4, 0.3)):
+        shares = generator.beta(10 * share, 10 * (1 - share), (2000, 30, 1))
+        draws = (generator.random((2000, 30, each)) < shares).astype(float)
+        covered = [low <= share <= high for low, high in map(_interval, draws)]
+        assert np.mean(covered) > 0.93  # 0.95 - 4 sqrt(0.95 * 0.05 / 2000)
+
+
+@pytest.mark.parametrize(
+    "freedom, value",
+    [(1, 12.706205), (2, 4.302653), (3, 3.182446), (10, 2.228139), (1000, 1.962339)],
+)
+def test_quantiles_of_students_t_are_those_of_tables(freedom, value):
+    assert _t_value(freedom) == pytest.approx(value, abs=2e-6)

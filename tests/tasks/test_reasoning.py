@@ -117,3 +117,6 @@ def test_the_prompt_asks_for_the_bare_answer_since_more_costs_reward() -> None:
     rewards = [task.score(prompt, f"<answer>{t}</answer>").reward for t in (gold, f"${gold}$")]
     assert rewards[0] == 1 > rewards[1] > 0
     assert "only the bare final answer" in prompt.asked
+    mix = get_task("mix", tasks=[{"name": NAME}, {"name": "arithmetic"}])
+    assert (task.partial_credit, mix.partial_credit) == (True, True)
+    assert not get_task("arithmetic").partial_credit

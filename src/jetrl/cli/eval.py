@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jetrl.session.evaluate import Evaluation
     from jetrl.settings.sections import EvalSettings, Settings, TaskSettings
     from jetrl.tasks import Scorer, Task
-    from jetrl.types import SamplingParams
+    from jetrl.types import Prompt, SamplingParams
 
 
 RUNS_ON_RANKS = True
@@ -68,9 +68,11 @@ def run(args: argparse.Namespace) -> int:
     for own in sets[1:]:  # report a problem of any set before evaluating the first
         _build_scored(args, own)[1].close()
     results: dict[str, Evaluation] = {}
+    sizes: list[int] = []
     policy: Policy | None = None
     from jetrl.cli.opening import find_model
     from jetrl.session.evaluate import evaluate_model
+    from jetrl.tasks import read_prompts
 
     location = find_model(Path(args.model))  # a run may write newer checkpoints meanwhile
     for own in sets:
@@ -78,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
         with scorer:
             policy = policy or _opened(args, location)
             policy.plain_text = own.task.special_tokens_as_text
+            prompts = read_prompts(task, own.task.eval_split)
+            sizes.append(len(prompts))
+            _say_which_prompts(args, location, own, task, prompts)
             results[task.label if not args.task else own.task.name] = evaluate_model(
                 *(policy, task, scorer, own.params),
                 split=own.task.eval_split,
@@ -88,7 +93,10 @@ def run(args: argparse.Namespace) -> int:
             )
     samples = sets[0].params.n
     if args.json:
-        objects = {name: _as_object(result) for name, result in results.items()}
+        objects = {
+            name: {**_as_object(result), "split": own.task.eval_split, "prompts_of_split": size}
+            for (name, result), own, size in zip(results.items(), sets, sizes, strict=True)
+        }
         one, *others = objects.values()
         arguments.print_json({"sets": objects} if others else one, indent=None)
     else:
@@ -97,8 +105,40 @@ def run(args: argparse.Namespace) -> int:
             f"{name} ({own.task.eval_split})" for name, own in zip(results, sets, strict=True)
         )
         print(f"{location.path}: task {tasks}, plan {policy.plan.name} on {policy.device.type}")
-        print(_as_text(results, samples))
+        print(_as_text(results, samples, sizes))
     return 0
+
+
+def _say_which_prompts(
+    args: argparse.Namespace,
+    location: ModelLocation,
+    own: OneSet,
+    task: Task,
+    prompts: list[Prompt],
+) -> None:
+    """Say on stderr if only a part of a file is evaluated, or what the run was trained on."""
+    from jetrl.settings.loading import load_config
+    from jetrl.tasks import build_task, read_prompts
+    from jetrl.tasks.splits import trained_on
+
+    split = own.task.eval_split
+    about = task.about_split(split) if args.task and not args.split else ""
+    if about:
+        print(f"{about}; --split all evaluates all of them", file=sys.stderr)
+    if location.run is None:
+        return
+    # The run's own data, with the run's own options: another seed holds out other prompts.
+    try:
+        trained = load_config(location.run / "config.toml").task
+        if (trained.path or trained.name) != (own.task.path or own.task.name):
+            return
+        with _trusting(args, own):
+            known = read_prompts(build_task(trained), trained.split)
+        problem = trained_on(task, known, prompts)
+    except UserError as error:
+        problem = f"not checked which of these prompts the run was trained on: {error}"
+    if problem:
+        print(f"warning: {problem}", file=sys.stderr)
 
 
 def _opened(args: argparse.Namespace, location: ModelLocation) -> Policy:
@@ -183,11 +223,16 @@ def _build_scored(args: argparse.Namespace, one: OneSet) -> tuple[Task, Scorer]:
     """Return task and scorer; files that the run MODEL names need --trust-task to be imported."""
     from jetrl.tasks import Scorer, build_task
 
+    with _trusting(args, one):
+        return build_task(one.task), Scorer.from_settings(one.task)
+
+
+def _trusting(args: argparse.Namespace, one: OneSet) -> contextlib.AbstractContextManager[None]:
+    """Let only files that the user has typed be imported, or all with --trust-task."""
     typed = files_named(
         [(args.task and one.task.name) or "", arguments.key_values(args.option, "--option")]
     )
-    with contextlib.nullcontext() if args.trust_task else trust_only(typed):
-        return build_task(one.task), Scorer.from_settings(one.task)
+    return contextlib.nullcontext() if args.trust_task else trust_only(typed)
 
 
 def _own_settings(args: argparse.Namespace) -> Settings:
@@ -202,16 +247,20 @@ def _own_settings(args: argparse.Namespace) -> Settings:
     return load_config(run / "config.toml")
 
 
-def _as_text(results: Mapping[str, Evaluation], samples: int) -> str:
+def _as_text(results: Mapping[str, Evaluation], samples: int, sizes: Sequence[int]) -> str:
     """Return the results as a table of a column per set; print first scoring failures on stderr."""
     from jetrl.runs.format import visible
 
     columns: dict[str, dict[str, str]] = {}
-    for name, result in results.items():
-        margin = f" (95%: +-{result.margin:.4f})" if result.margin else ""
+    for (name, result), size in zip(results.items(), sizes, strict=True):
+        interval = ""
+        if result.interval is not None:
+            interval = " (95%: {:.4f} to {:.4f})".format(*result.interval)
+        count = len(result.samples) // samples
         column = columns[visible(name)] = {
-            "prompts": str(len(result.samples) // samples),
-            f"mean@{samples}": f"{result.mean:.4f}{margin}",
+            "prompts": f"{count} of {size}" if count < size else str(count),
+            f"mean@{samples}": f"{result.mean:.4f}{interval}",
+            **({"accuracy": f"{result.accuracy:.4f}"} if result.has_partial_credit else {}),
             **{f"pass@{k}": f"{share:.4f}" for k, share in result.pass_at_k.items()},
             **{f"maj@{k}": f"{share:.4f}" for k, share in result.maj_at_k.items() if k > 1},
             "response length": f"{result.response_length:.1f} tokens",
@@ -219,6 +268,8 @@ def _as_text(results: Mapping[str, Evaluation], samples: int) -> str:
         }
         for task, own in result.by_task.items():
             column[f"{visible(task)}: mean@{samples}"] = f"{own.mean:.4f}"
+            if own.has_partial_credit:
+                column[f"{visible(task)}: accuracy"] = f"{own.accuracy:.4f}"
             if samples > 1:
                 column[f"{visible(task)}: pass@{samples}"] = f"{own.pass_at_k[samples]:.4f}"
         if result.failures:
@@ -237,7 +288,9 @@ def _as_text(results: Mapping[str, Evaluation], samples: int) -> str:
 def _as_object(result: Evaluation) -> dict[str, Any]:
 
     def numbers(own: Evaluation) -> dict[str, Any]:
-        names = "mean margin pass_at_k maj_at_k response_length clip_ratio failures"
+        names = (
+            "mean margin interval accuracy pass_at_k maj_at_k response_length clip_ratio failures"
+        )
         return {name: getattr(own, name) for name in names.split()}
 
     return {

@@ -204,6 +204,7 @@ def _step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) 
         if is_eval_mean(name):
             form = functools.partial(metric_value, name)
             add(f"eval {visible(name[5:-5])}", name, form, "bold cyan")
+            add("accuracy", f"{name.removesuffix('mean')}accuracy", percent, "bold cyan")
     add("length", "response_length/mean", lambda v: f"{v:.1f}")
     add("entropy", "policy/entropy", lambda v: f"{v:.3f}")
     different, compared = (metrics.get(f"mismatch/num_{k}") for k in ("different", "tokens"))

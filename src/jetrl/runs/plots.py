@@ -245,13 +245,15 @@ def _lines(key: str, title: str, unit: str, names: Mapping[str, str]) -> ChartOf
 
 def _evaluation(records: Records) -> Chart | None:
     records = in_phase(records, "rl")
-    names = sorted({n for r in records for n in r if re.fullmatch(r"eval/.*/(mean|pass_at_k)", n)})
+    names = sorted(
+        {n for r in records for n in r if re.fullmatch(r"eval/.*/(mean|accuracy|pass_at_k)", n)}
+    )
     values = {name: values_of(records, name) for name in names}
     shares = all(0 <= value <= 1 for measured in values.values() for value in measured)
     drawn = {
         name: clip(visible(name.removeprefix("eval/").replace("pass_at_k", "pass@k")), 60)
         for name in names  # with one greedy completion per prompt, mean and pass@k are the same
-        if name.endswith("/mean") or values[name] != values.get(name[:-9] + "mean")
+        if not name.endswith("/pass_at_k") or values[name] != values.get(name[:-9] + "mean")
     }
     chart_of = _lines("eval", "Held-out evaluation", "share" if shares else "reward", drawn)
     return chart_of(records)

@@ -17,6 +17,8 @@ from jetrl.session.sampling import EncodedPrompt, Scoring, encode_prompts, sampl
 from jetrl.tasks import Scorer, Task
 from jetrl.types import Sample, SamplingParams
 
+_Z = 1.959964  # the two-sided 95% quantile of the normal distribution
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -27,7 +29,9 @@ class Evaluation:
             by the unbiased estimator of Chen et al. (arXiv 2107.03374).
         response_length: The mean number of tokens of a completion.
         clip_ratio: The share of completions cut off at max_tokens.
-        margin: Half of the mean's 95% confidence interval, from the spread over prompts.
+        interval: The mean's 95% confidence interval over prompts like these (docs/tasks.md); None
+            for one prompt, or if equal partial rewards say nothing about the spread.
+        accuracy: The share of completions with a reward of at least 1.
         by_task: The results of each task if several are mixed, by `Prompt.task`; otherwise {}.
         maj_at_k: The share of groups of k completions of a prompt whose most frequent answer (the
             first of several) solves the prompt; {} of a task whose answers cannot be compared.
@@ -39,9 +43,23 @@ class Evaluation:
     clip_ratio: float
     failures: int
     samples: tuple[Sample, ...]
-    margin: float = 0.0
+    interval: tuple[float, float] | None = None
+    accuracy: float = 0.0
     by_task: Mapping[str, Evaluation] = field(default_factory=dict)
     maj_at_k: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def margin(self) -> float | None:
+        """The distance from the mean to the farther end of `interval`."""
+        if self.interval is None:
+            return None
+        low, high = self.interval
+        return max(self.mean - low, high - self.mean)
+
+    @property
+    def has_partial_credit(self) -> bool:
+        """True if a reward is neither 0 nor 1, so that the mean is not the accuracy."""
+        return any(sample.score.reward not in (0.0, 1.0) for sample in self.samples)
 
 
 def evaluate(
@@ -81,10 +99,52 @@ def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
         clip_ratio=float(np.mean([s.completion.finish_reason == "length" for s in samples])),
         failures=sum(bool(s.failure) for s in samples),
         samples=tuple(samples),
-        margin=1.96 * float(rewards.mean(1).std(ddof=1)) / math.sqrt(len(rewards))
-        if len(rewards) > 1
-        else 0.0,
+        interval=_interval(rewards),
+        accuracy=float(np.mean(rewards >= 1.0)),
     )
+
+
+def _interval(rewards: np.ndarray) -> tuple[float, float] | None:
+    """Return the 95% interval of the mean of rewards [prompts, completions]: Wilson's, or t."""
+    prompts, each = rewards.shape
+    if prompts < 2:
+        return None
+    mean = float(rewards.mean())
+    variance = float(rewards.mean(1).var(ddof=1)) / prompts  # of the mean; prompts are independent
+    if not np.isin(rewards, (0.0, 1.0)).all():
+        half = _t_value(prompts - 1) * math.sqrt(variance)
+        return (mean - half, mean + half) if variance else None
+    # Completions of one prompt are alike, so they count as fewer than prompts * each draws.
+    spread = mean * (1 - mean)
+    draws = float(prompts) if not spread else prompts * each
+    if variance:
+        draws = min(max(spread / variance, prompts), draws)
+    z2 = _Z * _Z / draws
+    center = (mean + z2 / 2) / (1 + z2)
+    half = math.sqrt(z2 * (spread + z2 / 4)) / (1 + z2)
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def _t_value(freedom: int) -> float:
+    """Return the two-sided 95% quantile of Student's t."""
+    if freedom > 1000:
+        return _Z
+    low, high = 0.0, 13.0  # 12.7 for 1 degree of freedom
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _t_inside(middle, freedom) > 0.95 else (middle, high)
+    return high
+
+
+def _t_inside(t: float, freedom: int) -> float:
+    """Return the probability of |T| < t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    term, total = math.cos(angle) ** (freedom % 2), 0.0
+    for j in range(freedom % 2, freedom - 1, 2):
+        total += term
+        term *= (j + 1) / (j + 2) * math.cos(angle) ** 2
+    inside = math.sin(angle) * total
+    return 2 / math.pi * (angle + inside) if freedom % 2 else inside
 
 
 def _numbers_of_completions(n: int) -> list[int]:

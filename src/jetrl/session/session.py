@@ -345,7 +345,8 @@ class Session:
         every, last = self.settings.eval.every, self.settings.loop.steps
         if not every or (step.number % every and step.number != last):
             return step
-        metrics = eval_metrics(self.context.task.label, self._held_out(step.number))
+        task = self.context.task
+        metrics = eval_metrics(task.label, self._held_out(step.number), task.partial_credit)
         metrics["timing/eval_s"] = self.run.phases.timings["eval"]
         return replace(step, metrics={**step.metrics, **metrics})
 

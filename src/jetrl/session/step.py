@@ -226,7 +226,9 @@ def largest_of_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: max(one[name] for one in values if name in one) for name in metrics}
 
 
-def eval_metrics(task: str, evaluation: Evaluation) -> dict[str, float]:
+def eval_metrics(
+    task: str, evaluation: Evaluation, partial_credit: bool = False
+) -> dict[str, float]:
     values = {
         "mean": evaluation.mean,
         "pass_at_k": evaluation.pass_at_k[max(evaluation.pass_at_k)],
@@ -234,9 +236,11 @@ def eval_metrics(task: str, evaluation: Evaluation) -> dict[str, float]:
         "clip_ratio": evaluation.clip_ratio,
         "failures": float(evaluation.failures),
     }
+    if partial_credit:
+        values["accuracy"] = evaluation.accuracy
     metrics = {eval_metric(task, name): value for name, value in values.items()}
     for mixed_task, own in evaluation.by_task.items():
-        metrics |= eval_metrics(mixed_task, own)
+        metrics |= eval_metrics(mixed_task, own, partial_credit)
     return metrics
 
 

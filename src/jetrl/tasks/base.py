@@ -49,6 +49,8 @@ class Task:
             character; None for free text.
         max_turns: Maximum turns per completion; above 1 if `step` replies.
         weights: Fraction of the prompts by `Prompt.task`, for a task built from several, else {}.
+        partial_credit: True if rewards between 0 and 1 are common, so that the mean reward is not
+            accuracy; a run then also has `eval/<name>/accuracy`.
         reading: A sentence that explains completions in an unusual notation; shown at a run's start
             and in its report.
     """
@@ -59,6 +61,7 @@ class Task:
     alphabet: str | None = None
     max_turns: int = 1
     weights: Mapping[str, float] = MappingProxyType({})
+    partial_credit: bool = False
     reading: str = ""
 
     def prompts(self, split: str) -> Iterable[Prompt]:
@@ -153,6 +156,10 @@ class Task:
     def label(self) -> str:
         """The task's name in messages: `name`, or the class's own."""
         return self.name or type(self).__name__
+
+    def about_split(self, split: str) -> str:
+        """Return what `jetrl eval` says about a split that the user did not choose, or ""."""
+        return ""
 
     def check_split(self, split: str) -> None:
         """Raise `UserError` unless `split` is one of `splits`."""

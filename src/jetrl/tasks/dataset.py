@@ -147,6 +147,14 @@ class Dataset(Task):
             seen[prompt.id] = where
         return prompts
 
+    def about_split(self, split: str) -> str:
+        """Return which part a split is of data without splits; "" for other data."""
+        if self._own_splits is not None or split == ALL:
+            return ""
+        total = sum(1 for _ in read_rows(self.path, split, self.config))
+        some = f"{split} is {len([*self.prompts(split)])} of its {total} examples"
+        return f"{self.path} has no splits: {some} (task.options.test_share = {self.test_share:g})"
+
     def score(self, prompt: Prompt, completion: str) -> float | Score:
         self._require_answer(prompt)
         return self._check(prompt, completion)

@@ -42,6 +42,8 @@ class ReasoningGym(Task):
             "text") it is the whole completion, stripped.
     """
 
+    partial_credit = True
+
     def __init__(
         self,
         dataset: str,

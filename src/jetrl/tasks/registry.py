@@ -116,6 +116,7 @@ class Mix(Task):
         mixed = list(self.tasks.values())
         self.splits = tuple(s for s in mixed[0].splits if all(s in task.splits for task in mixed))
         self.max_turns = max(task.max_turns for task in mixed)
+        self.partial_credit = any(task.partial_credit for task in mixed)
         alphabets = [task.alphabet for task in mixed if task.alphabet is not None]
         if len(alphabets) == len(mixed):
             self.alphabet = "".join(dict.fromkeys("".join(alphabets)))
