@@ -172,6 +172,9 @@ def _accuracies(runs: Sequence[RunResult], kind: str) -> Row:
     starts = [start for run in runs if (start := _start(run)) is not None]
     ends = [100 * final.mean for run in runs if (final := _final(run, kind))]
     means = {"start": starts, "end": ends}
+    if kind == "own":  # the same weights in the study's one precision
+        finals = [_final(run, "common") for run in runs]
+        means["end_common"] = [100 * final.mean for final in finals if final]
     return {name: fmean(values) for name, values in means.items() if values}
 
 
