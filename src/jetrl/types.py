@@ -195,9 +195,12 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Score:
-    """A task's verdict on a completion; `parts` are named parts of the reward, for the logs."""
+    """A task's verdict on a completion; `parts` are named parts of the reward, for the logs.
 
-    reward: float
+    A reward of None leaves the completion out of its group's statistics, with advantage 0.
+    """
+
+    reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -206,7 +209,8 @@ class Sample:
     """A scored completion, of the prompt `group` in the step; algorithms compare groups.
 
     `failure` is the reason for a missing verdict of the task, else "". `readable` is the prompt and
-    the completion as a person would write them, to be shown next to them; "" for nothing.
+    the completion as a person would write them, to be shown next to them; "" for nothing. `extra`
+    is what a reward function noted about the completion (TRL's `log_extra`).
     """
 
     prompt: Prompt
@@ -216,6 +220,7 @@ class Sample:
     score: Score
     failure: str = ""
     readable: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

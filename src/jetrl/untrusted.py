@@ -151,6 +151,23 @@ def _reply(function: Callable[[Any], Any], line: bytes) -> bytes:
         return json.dumps({"error": text}).encode()
 
 
+@contextlib.contextmanager
+def exits_raised() -> Iterator[None]:
+    """Make an error of `os._exit` in a score of this process: a run must not end with its code."""
+    leave, own = os._exit, os.getpid()
+
+    def refused(code: int) -> None:
+        if os.getpid() != own:
+            leave(code)  # a fork may end
+        raise SystemExit(f"os._exit({code}) with task.workers = 0 would end the run")
+
+    os._exit = refused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
 USERS_ERRORS = (Exception, SystemExit)
 """Errors of a user's code; its `sys.exit()` would end a run without a word."""
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from jetrl.errors import UserError
-from jetrl.tasks import ScoreError, Scorer
-from jetrl.tasks.dataset import get_checker
+from jetrl.settings.sections import TaskSettings
+from jetrl.tasks import ScoredText, ScoreError, Scorer, get_task
+from jetrl.tasks.base import Answer, TrainerState
+from jetrl.tasks.dataset import Dataset, get_checker
 from jetrl.tasks.live import live, name_of
-from jetrl.types import Prompt, Score
+from jetrl.types import Prompt, Score, Turn
 
 ROW = {"prompt": "1+1=", "answer": "2", "data_source": "sums", "extra_info": {"split": "train"}}
 PLAIN = Prompt(id="a", messages=({"role": "user", "content": "1+1="},), answer="2", metadata=ROW)
@@ -35,6 +42,11 @@ def of_trl_without_columns(prompts, completions):
     return [float(completions[0][0]["content"] == "2" and prompts[0][0]["role"] == "user")]
 
 
+class Judge:
+    async def __call__(self, completions, **columns):
+        return [0.5 for _ in completions]
+
+
 async def of_trl_async(completions, **columns):
     return np.array([0.25])
 
@@ -52,10 +64,15 @@ def of_verl(data_source, solution_str, ground_truth, extra_info=None):
     "function, prompt, reward",
     [
         (ours, PLAIN, 0.5),
-        (of_trl, PLAIN, 1.0),
-        (of_trl_without_columns, CHAT, 1.0),
+        (of_trl, PLAIN, Score(1.0)),
+        (of_trl_without_columns, CHAT, Score(1.0)),
+        (of_trl_with_ids, CHAT, Score(1.0)),
+        (functools.partial(of_trl_with_ids, extra_info=3), PLAIN, Score(1.0)),
+        (lambda **columns: [len(columns["completions"])], PLAIN, Score(1.0)),
+        (lambda completions: [math.nan], PLAIN, Score(None)),
         (of_verl, PLAIN, Score(1.0, {"acc": 1})),
-        (of_trl_async, PLAIN, 0.25),
+        (of_trl_async, PLAIN, Score(0.25)),
+        (Judge(), PLAIN, Score(0.5)),
         (lambda prompt, completion: {"score": 2}, PLAIN, Score(2)),
         (lambda prompt, completion: 3, PLAIN, 3),
     ],
@@ -74,14 +91,26 @@ def test_several_rewards_are_added_with_weights() -> None:
 @pytest.mark.parametrize(
     "function, words",
     [
-        (lambda completions: 1.0, r"returned 1.0 \(float\); give a list with a number per"),
-        (lambda completions: [1.0, 2.0], "give a list with a number per completion"),
+        (lambda completions: 1.0, r"returned 1.0 \(float\); give a list with a number or None"),
+        (
+            lambda completions: [1.0, 2.0],
+            "give a list with a number or None per completion, 1 here",
+        ),
+        (lambda completions: "1", "returned '1' .str.; give a list"),
+        (lambda completions: [1e300], "wrong: completion 1 of 1 returned 1e.300; give a finite"),
+        (
+            lambda completions, log_extra: log_extra("a", [1, 2]),
+            r"'a'\): 2 values for 1 completions",
+        ),
+        (
+            lambda completions, log_metric: log_metric("a", "b"),
+            r"'a'\) returned 'b' \(str\), which",
+        ),
         (lambda completions, solution: [1.0], "argument: 'solution'; there is: .*, data_source"),
-        (of_trl_with_ids, r"too many positional .*; write it as f\(prompt, completion\), f\(co"),
+        (lambda: 1.0, r"too many positional .*; write it as f\(prompt, completion\), f\(co"),
         (lambda completions: ["a"], "which is not a number"),
         (lambda completion, answer: 1.0, "argument: 'answer'; there is: prompt, completion"),
         (lambda prompt, completion: {"reward": 1}, r"{'reward': 1} \(dict\), which is not a num"),
-        (lambda completions: [math.nan], "no reward function gave a number"),
     ],
 )
 def test_what_is_no_reward_is_named(function: Callable, words: str) -> None:
@@ -114,3 +143,228 @@ def test_a_function_at_the_top_of_a_file_scores_in_workers(
     with Scorer("dataset", tmp_path / "rows.jsonl", {"checker": name}, workers=1) as scorer:
         (scored,) = scorer.score([(PLAIN, "2")])
     assert scored.score.reward not in (0.0, float(module.os.getpid()))
+
+
+FUNCTIONS = """
+import asyncio, os, statistics
+
+both = asyncio.Barrier(2)  # bound to the first loop that waits for it
+
+def rank(completions, prompts, completion_ids, level, trainer_state, log_extra, log_metric):
+    log_metric("together", len(completions))
+    log_extra("noted", [f"{ids} {step}" for ids, step in zip(completion_ids, level)])
+    log_extra("step", [trainer_state.global_step] * len(completions))
+    rewards = []
+    for prompt, said in zip(prompts, completions):
+        group = [float(other or 0) for asked, other in zip(prompts, completions) if asked == prompt]
+        rewards.append(float(said or 0) > statistics.median(group))
+    return rewards
+
+def some(completions, **columns):
+    return [None if said == "1" else 1 for said in completions]
+
+def none(completions, **columns):
+    return [None] * len(completions)
+
+async def first(completions, **columns):
+    await both.wait()
+    return [1.0] * len(completions)
+
+async def second(completions, **columns):
+    await both.wait()
+    return [0.5] * len(completions)
+
+def breaks(completions, **columns):
+    return [1 / (said != "3") for said in completions]
+
+async def breaks_too(completions, **columns):
+    if "3" in completions:
+        raise KeyError("judge")
+    return [1.0] * len(completions)
+
+def hangs(completions, **columns):
+    while "3" in completions:
+        pass
+    return [1.0] * len(completions)
+
+def leaves(completions, **columns):
+    if "3" in completions:
+        os._exit(0)
+    return [1.0] * len(completions)
+
+def alone(prompt, completion):
+    return float(completion or 0)
+
+def exits(prompt, completion):
+    return os._exit(0) if completion == "3" else 1.0
+"""
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Callable[..., list[str]]:
+    """Return how settings name the functions above; the rows are next to them."""
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    rows = [{"prompt": f"question {n}", "answer": str(n), "level": n % 2} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return lambda *names: [f"{file}:{name}" for name in names]
+
+
+def scored(scorer: Scorer, rows: Path, *texts: str) -> list[ScoredText]:
+    """Score texts as a step does: two groups, of which each completion's first id is its place."""
+    prompts = [*Dataset(str(rows), checker="zero").prompts("train")]
+    answers = [Answer(prompts[2 * i // len(texts)], t, (i, 7)) for i, t in enumerate(texts)]
+    scorer.begin_step()
+    begun = [scorer.begin(answer.prompt, answer.completion) for answer in answers]
+    calls = scorer.begin_calls(answers)
+    return scorer.finish_calls(calls, scorer.finish(begun))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_function_of_trl_gets_whole_groups_in_one_call(
+    named: Any, tmp_path: Path, workers: int
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    options = {"checker": named("rank", "alone", "some"), "weights": [1.0, 0.1, 10.0]}
+    with Scorer("dataset", rows, options, workers=workers, timeout_s=60, group=4) as scorer:
+        scorer.state = TrainerState(global_step=3, max_steps=9)
+        results = scored(scorer, rows, "1", "2", "3", "9", "5", "7")
+    assert [result.failure for result in results] == [""] * 6
+    # Above the median of its own group, then a tenth of the number, and 10 if `some` takes it.
+    assert [result.score.parts["rank"] for result in results] == [0, 0, 1, 1, 0, 0]
+    rewards = [result.score.reward for result in results]
+    assert rewards == pytest.approx([0.1, 10.2, 11.3, 11.9, 10.5, 10.7])
+    assert ["some" in result.score.parts for result in results] == [False] + [True] * 5
+    assert [result.score.parts["together"] for result in results] == [6] * 6
+    (level,) = {0, 1} & {int(results[1].extra["noted"][-1])}
+    assert results[1].extra == {"noted": f"[1, 7] {level}", "step": 3}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_async_functions_run_at_the_same_time_in_one_loop_that_lasts(
+    named: Any, tmp_path: Path, workers: int
+) -> None:
+    rows, options = tmp_path / "rows.jsonl", {"checker": named("first", "alone", "second")}
+    with Scorer("dataset", rows, options, workers=workers, timeout_s=60) as scorer:
+        for _ in range(2):
+            results = scored(scorer, rows, "1", "2")
+            assert [result.score.reward for result in results] == [2.5, 3.5]
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        (["breaks"], r"reward function breaks raised ZeroDiv.*functions.py, line \d+, in"),
+        (["breaks_too", "second_"], "reward function breaks_too raised KeyError: 'judge'"),
+        (["hangs"], "reward function hangs took longer than 1 s of processor time .*, in hangs"),
+        (["leaves"], "reward function leaves ended its worker with exit code 0"),
+    ],
+)
+def test_a_failure_counts_for_the_call_and_names_the_function(
+    named: Any, tmp_path: Path, names: list[str], words: str
+) -> None:
+    text = FUNCTIONS.replace(
+        "async def second",
+        "async def second_(completions, **columns):\n"
+        "    return [1.0] * len(completions)\n\nasync def second",
+    )
+    checkers = named("rank", *names, "alone")
+    (tmp_path / "functions.py").write_text(text)
+    rows = tmp_path / "rows.jsonl"
+    with Scorer("dataset", rows, {"checker": checkers}, workers=2, timeout_s=1) as scorer:
+        results = scored(scorer, rows, "1", "2", "3", "9")
+        again = scored(scorer, rows, "1", "2")
+    assert [result.score for result in results] == [Score(0.0)] * 4
+    for result in results:
+        assert re.search(f"{words}.* .one call for 4 completions", result.failure), result.failure
+    assert [result.failure for result in again] == ["", ""]
+
+
+def test_a_completion_that_all_functions_leave_out_has_no_reward(
+    named: Any, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    with Scorer("dataset", rows, {"checker": named("some", "none")}, workers=1) as scorer:
+        results = scored(scorer, rows, "1", "2")
+    assert [result.score for result in results] == [Score(None), Score(1.0, {"some": 1.0})]
+    assert {result.failure for result in results} == {""}
+
+
+def test_functions_of_a_mix_get_the_completions_of_their_own_task(
+    named: Any, tmp_path: Path
+) -> None:
+    rows, (rank, some) = str(tmp_path / "rows.jsonl"), named("rank", "some")
+    own = {"name": "dataset", "path": rows}
+    tasks = [{**own, "label": "a", "options": {"checker": rank}}]
+    tasks += [{**own, "label": "b", "options": {"checker": [some, "exact"]}}]
+    with Scorer("mix", None, {"tasks": tasks}, workers=2) as scorer:
+        prompts = [*get_task("mix", tasks=tasks).prompts("train")]
+        pairs = [(prompt, text) for prompt in (prompts[0], prompts[-1]) for text in "12"]
+        results = scorer.score(pairs)
+    assert [result.score.reward for result in results[:2]] == [0.0, 1.0]
+    assert results[0].score.parts == {"together": 2}
+    right = [float(prompts[-1].answer == text) for text in "12"]
+    assert [result.score.reward for result in results[2:]] == [right[0], 1.0 + right[1]]
+
+
+def test_turns_are_messages_of_the_completion() -> None:
+    given: dict[str, Any] = {}
+    check = get_checker(name_of(lambda **all: given.update(all) or [1.0], "turns"))
+    turns = (Turn("call", {"role": "tool", "content": "4"}), Turn("four"))
+    answer = Answer(CHAT, turns, (1,))
+    check.call(check.calls[0], [answer], TrainerState())
+    said = [("assistant", "call"), ("tool", "4"), ("assistant", "four")]
+    assert given["completions"] == [[{"role": r, "content": c} for r, c in said]]
+
+
+def test_os_exit_without_workers_is_a_failure_of_the_score(named: Any, tmp_path: Path) -> None:
+    rows, (name,) = tmp_path / "rows.jsonl", named("exits")
+    leave = os._exit
+    with Scorer("dataset", rows, {"checker": name}, workers=0) as scorer:
+        results = scored(scorer, rows, "1", "3")
+    assert [result.score.reward for result in results] == [1.0, 0.0]
+    assert "SystemExit: os._exit(0) with task.workers = 0 would end the run" in results[1].failure
+    assert os._exit is leave
+
+
+def test_workers_are_bounded_and_started_as_they_are_needed(named: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="less than or equal to 1024"):
+        TaskSettings(workers=1025)
+    rows, (name,) = tmp_path / "rows.jsonl", named("alone")
+    with Scorer("dataset", rows, {"checker": name}, workers=1000) as scorer:
+        assert sum(worker.running for worker in scorer._workers) == 1
+        scored(scorer, rows, "1", "2", "3", "4")
+        assert 1 < sum(worker.running for worker in scorer._workers) <= 4
+
+
+def last_number(data_source, solution_str, ground_truth, extra_info=None):
+    words = solution_str.split()
+    return float(words[-1:] != [] and words[-1].isdigit() and int(words[-1]) == ground_truth)
+
+
+def names_one(data_source, solution_str, ground_truth, extra_info):
+    return float(any(name in solution_str for name in ground_truth or extra_info.get("all")))
+
+
+@pytest.mark.parametrize(
+    "function, truth, said, options",
+    [
+        (last_number, {"reward_model": {"style": "rule", "ground_truth": 7}}, "it is 7", {}),
+        (last_number, {"value": {"of": 7}, "answer": "8"}, "it is 7", {"answer": "value.of"}),
+        (
+            names_one,
+            {"reward_model": {"style": "rule", "ground_truth": ["Wien", "Vienna"]}},
+            "It is Wien",
+            {"answer": ""},  # as the refusal of a list advises
+        ),
+    ],
+)
+def test_functions_of_verl_get_the_answer_as_the_row_has_it(
+    tmp_path: Path, function: Callable, truth: Any, said: str, options: dict[str, Any]
+) -> None:
+    rows = [{"data_source": "x", "prompt": f"What is {n}?", **truth} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = Dataset(str(tmp_path / "rows.jsonl"), checker=name_of(function), **options)
+    for split in ("train", "test"):
+        assert {task.score(prompt, said) for prompt in task.prompts(split)} == {1.0}
+        assert {task.score(prompt, "no") for prompt in task.prompts(split)} == {0.0}

@@ -224,7 +224,7 @@ def _build_scored(args: argparse.Namespace, one: OneSet) -> tuple[Task, Scorer]:
     from jetrl.tasks import Scorer, build_task
 
     with _trusting(args, one):
-        return build_task(one.task), Scorer.from_settings(one.task)
+        return build_task(one.task), Scorer.from_settings(one.task, one.params.n)
 
 
 def _trusting(args: argparse.Namespace, one: OneSet) -> contextlib.AbstractContextManager[None]:

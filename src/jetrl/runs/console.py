@@ -118,7 +118,7 @@ class Console:
             self.samples(stats.step, stats.samples)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        shown = spread(sorted(samples, key=lambda s: s.score.reward), SAMPLE_ROWS)
+        shown = spread(sorted(samples, key=lambda s: s.score.reward or 0.0), SAMPLE_ROWS)
         if self._bar is None:
             for s in shown:
                 question, answer = clip(visible(s.prompt.asked), 60), visible(s.completion.text)

@@ -15,8 +15,10 @@ Item = TypeVar("Item")
 LONGEST = 1e19  # larger numbers are written with an exponent: they would fill the line
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Return about three significant digits, if possible without an exponent: 0.531, 4,210."""
+    if value is None:
+        return "none"
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:

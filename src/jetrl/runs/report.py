@@ -214,7 +214,7 @@ def _samples(run: RunDirectory, config: Mapping[str, Any]) -> Html:
     for step in chosen:
         title = f"<h3>Step {step}</h3>"
         try:
-            records = sorted(run.rollouts(step), key=lambda r: float(r.get("reward", 0.0)))
+            records = sorted(run.rollouts(step), key=lambda r: r.get("reward") or 0.0)
         except UserError as error:
             columns.append(Html(f'<div>{title}<p class="soft">{text(error)}</p></div>'))
             continue

@@ -82,6 +82,8 @@ class RolloutLine(Stored):
 
     Attributes:
         prompt: None: the prompt has messages.
+        reward: None: no reward function judged the completion.
+        extra: Notes of reward functions (`log_extra`).
         failure: Why the completion could not be scored, or "".
         environment: Spans [start, end) of tokens from an environment.
     """
@@ -93,8 +95,9 @@ class RolloutLine(Stored):
     messages: list[dict[str, Any]] | None = None
     answer: str | None = None
     completion: str = ""
-    reward: Number = 0.0
+    reward: Number | None = 0.0
     parts: dict[str, Number] = Field(default_factory=dict)
+    extra: dict[str, Number | str | None] = Field(default_factory=dict)
     finish_reason: Name = ""
     failure: str = ""
     prompt_token_ids: list[Count] = Field(default_factory=list)
@@ -180,11 +183,12 @@ def record_of(step: int, sample: Sample) -> dict[str, Any]:
         "messages": messages,
         "answer": prompt.answer,
         "completion": completion.text,
-        "reward": float(sample.score.reward),
+        "reward": sample.score.reward,
         "parts": {str(name): float(value) for name, value in sample.score.parts.items()},
         "finish_reason": completion.finish_reason,
         "failure": sample.failure,
         **({"readable": sample.readable} if sample.readable else {}),
+        **({"extra": dict(sample.extra)} if sample.extra else {}),
         "prompt_token_ids": [int(token) for token in sample.prompt_token_ids],
         "token_ids": [int(token) for token in completion.token_ids],
         "logprobs": [float(value) for value in completion.logprobs],

@@ -227,10 +227,12 @@ class Reward:
         rewarded = []
         for sample, score in zip(samples, scores, strict=True):
             # The parts are kept for the metrics: the task's own score is `rule`.
-            parts = {**sample.score.parts, "rule": sample.score.reward}
+            own, total = sample.score.reward, weight * score if self.has_model else None
+            parts = {**sample.score.parts, **({} if own is None else {"rule": own})}
             parts |= {"model": score} if self.has_model else {}
-            reward = rule * sample.score.reward + weight * score
-            rewarded.append(replace(sample, score=Score(reward, parts)))
+            if own is not None:
+                total = rule * own + weight * score
+            rewarded.append(replace(sample, score=Score(total, parts)))
         return rewarded
 
 

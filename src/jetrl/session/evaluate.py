@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jetrl.distributed.agreement import ending_together
+from jetrl.errors import RunStopped
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.session.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts, turns_of
@@ -89,34 +90,44 @@ def evaluate(
 
 def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
     """Return the results of samples that hold n completions of each prompt in turn."""
-    rewards = np.array([s.score.reward for s in samples]).reshape(-1, n)
-    solved = (rewards >= threshold).sum(1)
+    # Completions that no reward function judged count nowhere.
+    groups = [
+        [s.score.reward for s in samples[start : start + n] if s.score.reward is not None]
+        for start in range(0, len(samples), n)
+    ]
+    groups = [group for group in groups if group]
+    if not groups:
+        what = f"the evaluation's {len(samples)} completions"
+        raise RunStopped(f"every reward function gave None for {what}: there is no mean to report")
+    rewards = np.concatenate(groups)
+    solved = [(sum(reward >= threshold for reward in group), len(group)) for group in groups]
     ks = _numbers_of_completions(n)
     return Evaluation(
         mean=float(rewards.mean()),
-        pass_at_k={k: _pass_at_k(solved, n, k) for k in ks},
+        pass_at_k={k: _pass_at_k(solved, k) for k in ks},
         response_length=float(np.mean([len(s.completion.token_ids) for s in samples])),
         clip_ratio=float(np.mean([s.completion.finish_reason == "length" for s in samples])),
         failures=sum(bool(s.failure) for s in samples),
         samples=tuple(samples),
-        interval=_interval(rewards),
+        interval=_interval(groups),
         accuracy=float(np.mean(rewards >= 1.0)),
     )
 
 
-def _interval(rewards: np.ndarray) -> tuple[float, float] | None:
-    """Return the 95% interval of the mean of rewards [prompts, completions]: Wilson's, or t."""
-    prompts, each = rewards.shape
+def _interval(groups: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """Return the 95% interval of the mean of rewards, grouped by prompt: Wilson's, or t."""
+    prompts, rewards = len(groups), np.concatenate(groups)
     if prompts < 2:
         return None
     mean = float(rewards.mean())
-    variance = float(rewards.mean(1).var(ddof=1)) / prompts  # of the mean; prompts are independent
+    means = [np.mean(group) for group in groups]
+    variance = float(np.var(means, ddof=1)) / prompts  # of the mean; prompts are independent
     if not np.isin(rewards, (0.0, 1.0)).all():
         half = _t_value(prompts - 1) * math.sqrt(variance)
         return (mean - half, mean + half) if variance else None
-    # Completions of one prompt are alike, so they count as fewer than prompts * each draws.
+    # Completions of one prompt are alike, so they count as fewer draws than there are.
     spread = mean * (1 - mean)
-    draws = float(prompts) if not spread else prompts * each
+    draws = float(prompts) if not spread else float(len(rewards))
     if variance:
         draws = min(max(spread / variance, prompts), draws)
     z2 = _Z * _Z / draws
@@ -165,13 +176,16 @@ def _majorities(
                 counts = Counter(votes[i] for i in given)
                 best = counts.most_common(1)[0][0] if counts else None
                 first = next((i for i in given if votes[i] == best), None)
-                solved.append(first is not None and samples[first].score.reward >= threshold)
+                reward = None if first is None else samples[first].score.reward
+                solved.append(reward is not None and reward >= threshold)
         majorities[k] = float(np.mean(solved))
     return majorities
 
 
-def _pass_at_k(solved: np.ndarray, n: int, k: int) -> float:
-    return float(np.mean([1.0 - math.comb(n - int(c), k) / math.comb(n, k) for c in solved]))
+def _pass_at_k(solved: Sequence[tuple[int, int]], k: int) -> float:
+    """Return the mean chance that one of k solves a prompt, of (solved, judged) completions."""
+    counts = [(c, n, min(k, n)) for c, n in solved]
+    return float(np.mean([1.0 - math.comb(n - c, k) / math.comb(n, k) for c, n, k in counts]))
 
 
 def evaluate_model(

@@ -225,7 +225,8 @@ def check_run(
     value_model(settings, policy)
     build_reward(settings, policy, memory.tokens)
     # The scoring processes start last; the stack ends them.
-    scorer = stack.enter_context(Scorer.from_settings(task_settings))
+    scorer = Scorer.from_settings(task_settings, settings.rollout.samples_per_prompt)
+    stack.enter_context(scorer)
     data = policy, task, prompts, memory, notes, ""
     return CheckedRun(*data, settings, objective, max_turns, eval_prompts, scorer)
 

@@ -140,12 +140,13 @@ class PromptOrder:
             groups.setdefault(sample.group, []).append(sample)
         for members in groups.values():
             # Solved is what the task says, whatever [reward] adds.
-            scores = [s.score.parts["rule"] if weighed else s.score.reward for s in members]
+            scores = [s.score.parts.get("rule") if weighed else s.score.reward for s in members]
+            judged = [score for score in scores if score is not None]
             # What was seen before counts half: the policy has changed since.
             solved, tried = self._history.get(members[0].prompt.id, (0.0, 0.0))
             self._history[members[0].prompt.id] = (
-                MEMORY * solved + sum(score >= threshold for score in scores),
-                MEMORY * tried + len(members),
+                MEMORY * solved + sum(score >= threshold for score in judged),
+                MEMORY * tried + len(judged),
             )
 
     def state(self) -> dict[str, list[float]]:

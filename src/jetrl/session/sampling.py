@@ -25,7 +25,7 @@ from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.rollout.options import EnvironmentReply, GenerateOptions, Progress
 from jetrl.rollout.sequence import sequence_keys
 from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
-from jetrl.tasks.base import to_stops
+from jetrl.tasks.base import Answer, to_stops
 from jetrl.tasks.thoughts import begins_in_thought
 from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score, Turn
 
@@ -141,16 +141,26 @@ class Scoring:
 
         If the environment broke down, the sample has its failure and reward 0.
         """
+        # Functions that compare completions get whole groups, and so all that there are.
+        groups = [self.own[i // self.each] for i in range(len(completions))]
+        answers = [
+            Answer(self.prompts[group].prompt, c.turns or c.text, c.token_ids)
+            for group, c in zip(groups, completions, strict=True)
+        ]
+        calls = self.scorer.begin_calls(answers)
         # Most were begun while others were drawn; the rest begin now.
         scorable = [i for i, completion in enumerate(completions) if not completion.failure]
         tickets = [self._begin(i, completions[i]) for i in scorable]
         scores = dict(zip(scorable, self.scorer.finish(tickets), strict=True))
+        scored = self.scorer.finish_calls(
+            calls,
+            [
+                scores.get(i) or ScoredText(Score(0.0), completion.failure)
+                for i, completion in enumerate(completions)
+            ],
+        )
         self.drop()  # scores that were begun of completions that were drawn again since
-        samples = []
-        for i, completion in enumerate(completions):
-            scored = scores.get(i) or ScoredText(Score(0.0), completion.failure)
-            samples.append(self._sample(self.own[i // self.each], completion, scored))
-        return samples
+        return [self._sample(*parts) for parts in zip(groups, completions, scored, strict=True)]
 
     def gathered(self, own_samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples of all ranks, grouped by prompt, from those of each rank."""
@@ -175,6 +185,7 @@ class Scoring:
             score=scored.score,
             failure=scored.failure,
             readable=scored.readable,
+            extra=scored.extra,
         )
 
     def drop(self) -> None:
@@ -204,7 +215,7 @@ def _packed(sample: Sample) -> _PackedSample:
         dataclasses.replace(completion, token_ids=(), logprobs=()),
         array("i", completion.token_ids).tobytes(),
         array("f", completion.logprobs).tobytes(),
-        ScoredText(sample.score, sample.failure, sample.readable),
+        ScoredText(sample.score, sample.failure, sample.readable, sample.extra),
     )
 
 

@@ -48,6 +48,7 @@ from jetrl.session.supervised import SupervisedUpdates
 from jetrl.session.training_run import TrainingRun, settings_of_attempt
 from jetrl.session.watchdog import hang_state
 from jetrl.settings.loading import Settings
+from jetrl.tasks.base import TrainerState
 from jetrl.training.extras.critic import Critic
 from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.micro_batches import MicroBatchSize
@@ -222,6 +223,7 @@ class Session:
             prompts += self._order("oversample").draw(number, more)
         prompts = prompts[: len(prompts) + min(more, 0)]  # fewer if too many groups wait
         compare_prompts(number, prompts)
+        self.context.scorer.state = TrainerState(number - 1, self.settings.loop.steps)
         return Step(number, prompts=prompts, metrics=self.context.noise.begin_step(number))
 
     def sample(self, step: Step) -> Step:
@@ -281,6 +283,19 @@ class Session:
             raise RunStopped(
                 f"none of the step's {len(samples)} completions could be judged by task "
                 f"{self.context.task.label}; the first failure: {failures[0]}"
+            )
+        # As in TRL a completion that all functions leave out has no advantage; a step needs others.
+        left_out = [sample for sample in samples if sample.score.reward is None]
+        if left_out:
+            words = (
+                "%d of %d completions left out: every reward function gave None for them, as for "
+            )
+            words += "prompt %r"
+            logger.warning(words, len(left_out), len(samples), left_out[0].prompt.id)
+        if len(left_out) == len(samples) and step.round == 1:
+            raise RunStopped(
+                f"every reward function gave None for all {len(samples)} completions of the step, "
+                f"so there is nothing to learn; the first prompt: {left_out[0].prompt.id!r}"
             )
         return replace(step, samples=samples, drawn_samples=samples)
 
@@ -417,6 +432,7 @@ class Session:
         """Evaluate the policy after a step on the held-out prompts."""
         context, threshold = self.context, self.settings.eval.threshold
         sampled = context.engine, context.scorer, context.eval_prompts, eval_params(self.settings)
+        context.scorer.state = TrainerState(step, self.settings.loop.steps)
         with self.run.phases.phase("eval"), self._nonfinite.sampling(step), context.noise.off():
             return evaluate(*sampled, threshold, context.max_turns, self._show_progress)
 

@@ -129,7 +129,8 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _teaches(group: Sequence[Sample]) -> bool:
-    return any(sample.score.reward != group[0].score.reward for sample in group)
+    """Return whether rewards differ, without completions that no function judged."""
+    return len({sample.score.reward for sample in group} - {None}) > 1
 
 
 def _numbered(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
@@ -146,13 +147,17 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
     With `compares_group`, groups of equal rewards are counted: they teach nothing.
     """
     completions = [sample.completion for sample in samples]
-    rewards = np.array([sample.score.reward for sample in samples])
     lengths = np.array([len(completion.token_ids) for completion in completions])
-    metrics = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    judged = [sample for sample in samples if sample.score.reward is not None]
+    rewards = np.array([sample.score.reward for sample in judged], dtype=np.float64)
+    metrics: dict[str, float] = {}
+    if judged:
+        metrics = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
     if compares_group:
-        groups = np.array([sample.group for sample in samples])
-        spreads = (np.ptp(rewards[groups == group]) for group in np.unique(groups))
-        metrics["reward/zero_std_groups"] = _mean(spread == 0 for spread in spreads)
+        groups = _groups(samples)
+        metrics["reward/zero_std_groups"] = _mean(not _teaches(group) for group in groups)
+    if left_out := len(samples) - len(judged):
+        metrics["reward/left_out"] = float(left_out)
     metrics["reward/failures"] = float(sum(bool(sample.failure) for sample in samples))
     # Parts of the reward, and tasks of a mixture.
     parts: dict[str, list[float]] = {}
@@ -160,8 +165,11 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
         for part, value in sample.score.parts.items():
             parts.setdefault(part_metric(part), []).append(value)
     metrics |= {name: _mean(values) for name, values in parts.items()}
-    tasks = np.array([sample.prompt.task for sample in samples])
-    for name, numbers in (("reward", rewards), ("response_length", lengths)):
+    for name, members, numbers in (
+        ("reward", judged, rewards),
+        ("response_length", samples, lengths),
+    ):
+        tasks = np.array([sample.prompt.task for sample in members])
         for task in dict.fromkeys(filter(None, tasks.tolist())):
             metrics[task_metric(name, task)] = float(numbers[tasks == task].mean())
     metrics["response_length/mean"] = float(lengths.mean())

@@ -120,6 +120,9 @@ class ModelSettings(Section):
         return self
 
 
+MOST_WORKERS = 1024  # Scoring processes: each has a Python with the task's imports.
+
+
 class TaskSettings(Section):
     """The section `[task]`: the source of prompts and scores, and the limits of a score."""
 
@@ -140,11 +143,12 @@ class TaskSettings(Section):
     control token: replies of the environment; all: prompts and worked answers too"""
     max_turns: Positive | None = None
     """maximum turns per completion; unset: the task's own (1 for most)"""
-    workers: NonNegative = 2
-    """scoring processes; 0: score in this process"""
+    workers: Annotated[int, Field(ge=0, le=MOST_WORKERS)] = 2
+    """maximum scoring processes, started as they are needed; 0: score in this process"""
     timeout_s: PositiveFloat = 10.0
     """seconds of CPU time per score, or ten times as long by the clock; a score that takes longer
-    is a failure and counts 0"""
+    is a failure and counts 0. A reward function with TRL's signature has as long for its call with
+    all completions of a step"""
     max_lost_s: NonNegativeFloat = 120.0
     """seconds per worker that a step may lose to scores that hang or crash; then the rest of its
     completions get no score"""

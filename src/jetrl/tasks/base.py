@@ -13,6 +13,7 @@ import numbers
 import traceback
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,58 @@ Format = Literal["chat", "text"]
 HeldOutShare = Annotated[float, Field(gt=0, lt=1)]
 LARGEST = 1e15
 """The largest absolute value of a reward or part: float32 holds sums of such squares."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion of a prompt, as reward functions see it that get all of a step at once."""
+
+    prompt: Prompt
+    completion: str | tuple[Turn, ...]
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """Reward functions that are called with all completions of a step at once.
+
+    Attributes:
+        names: One function, or the async ones, which run concurrently.
+        factors: Of each function's rewards in the sum.
+        as_parts: Whether each function's reward is a part of the score.
+        task: The mixed task whose completions they get (`Prompt.task`).
+    """
+
+    names: tuple[str, ...]
+    factors: tuple[float, ...]
+    as_parts: bool
+    task: str = ""
+
+    def __str__(self) -> str:
+        return f"reward function{'s' * (len(self.names) > 1)} {', '.join(self.names)}"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The progress of the run, as TRL hands it to reward functions: steps done, and all steps."""
+
+    global_step: int = 0
+    max_steps: int = 0
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What the functions of a `RewardCall` gave, in the order of the completions.
+
+    Attributes:
+        rewards: A list for each function; None leaves the completion to the other functions.
+        metrics: Numbers of the whole call (TRL's `log_metric`).
+        extra: Lists of notes (TRL's `log_extra`).
+    """
+
+    rewards: Mapping[str, list[float | None]]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 class ScoreError(UserError):
@@ -51,6 +104,7 @@ class Task:
         weights: Fraction of the prompts by `Prompt.task`, for a task built from several, else {}.
         partial_credit: True if rewards between 0 and 1 are common, so that the mean reward is not
             accuracy; a run then also has `eval/<name>/accuracy`.
+        reward_calls: Reward functions that get all completions of a step; see tasks/rewards.py.
         reading: A sentence that explains completions in an unusual notation; shown at a run's start
             and in its report.
     """
@@ -62,6 +116,7 @@ class Task:
     max_turns: int = 1
     weights: Mapping[str, float] = MappingProxyType({})
     partial_credit: bool = False
+    reward_calls: tuple[RewardCall, ...] = ()
     reading: str = ""
 
     def prompts(self, split: str) -> Iterable[Prompt]:
@@ -95,6 +150,18 @@ class Task:
     def score_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float | Score:
         """Return the reward of a completion with turns: its last turn's score by default."""
         return self.score(prompt, turns[-1].completion)
+
+    def score_alone(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> float | Score:
+        """Return the score without the functions of `reward_calls`: all of it if there are none."""
+        if isinstance(completion, str):
+            return self.score(prompt, completion)
+        return self.score_turns(prompt, completion)
+
+    def call_rewards(
+        self, call: RewardCall, answers: Sequence[Answer], state: TrainerState
+    ) -> CallResult:
+        """Call the functions of one of `reward_calls` with all completions of a step."""
+        raise NotImplementedError(f"{type(self).__name__} has no call_rewards")
 
     def stops(self, prompt: Prompt) -> tuple[str, ...]:
         """Return the strings that end a completion or a turn: `stop`, unless overridden."""
@@ -205,12 +272,15 @@ def to_score(value: object, task: str, prompt_id: str) -> Score:
         if not isinstance(value.parts, Mapping):
             raise ScoreError(f"{where}: Score.parts is a mapping, not {_show(value.parts)}")
         what = f"{where}: part {{!r}} of the score"
-        parts = {str(k): _number(part, what.format(k)) for k, part in value.parts.items()}
-        return Score(_number(value.reward, f"{where}: score"), parts)
-    return Score(_number(value, f"{where}: score"))
+        parts = {str(k): to_number(part, what.format(k)) for k, part in value.parts.items()}
+        if value.reward is None:
+            return Score(None, parts)
+        return Score(to_number(value.reward, f"{where}: score"), parts)
+    return Score(to_number(value, f"{where}: score"))
 
 
-def _number(value: object, what: str) -> float:
+def to_number(value: object, what: str) -> float:
+    """Return a finite Python float, or raise `ScoreError`, which begins with `what`."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # a scalar of NumPy or torch
     if not isinstance(value, numbers.Real):

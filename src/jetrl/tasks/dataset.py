@@ -8,7 +8,7 @@ Options name the fields of the prompt and of the answer, and the checker of comp
     regex               the first group of the last match of `pattern`, except for spaces around it;
                         without an answer, any match is right
     file.py:function    function(prompt, completion) of your file: a number or a Score; also with
-                        the signatures of TRL and verl (rewards.py)
+                        the signatures of TRL, which gets all completions of a step, and of verl
     zero                0 for all: for supervised training, or next to a reward model
 
 The first three give 1 or 0. `math` and `regex` have a part `answered`: 1 if the completion has an
@@ -27,13 +27,23 @@ from typing import Any
 
 from jetrl.errors import UserError, nearest
 from jetrl.tasks.answers import answer_key, check_math, gold_answer, load_math_verify
-from jetrl.tasks.base import Format, HeldOutShare, Task, question_content, to_stops
+from jetrl.tasks.base import (
+    Answer,
+    CallResult,
+    Format,
+    HeldOutShare,
+    RewardCall,
+    Task,
+    TrainerState,
+    question_content,
+    to_stops,
+)
 from jetrl.tasks.live import PREFIX
-from jetrl.tasks.rewards import Checker, reward_function, weighted
+from jetrl.tasks.rewards import Checker, Rewards, UserFunction, reward_function
 from jetrl.tasks.rows import Row, check_path, has_field, read_rows, splits_of, value_at
 from jetrl.tasks.splits import content_key, held_out_keys
 from jetrl.tasks.thoughts import answer_part, names_thoughts, whole_turn
-from jetrl.types import Prompt, Score
+from jetrl.types import Prompt, Score, Turn
 
 ALL = "all"
 """The split that is all rows of data without splits."""
@@ -117,7 +127,8 @@ class Dataset(Task):
         self.fields: dict[str, str | None] = {"prompt": prompt, "answer": answer, "id": id}
         self.fields |= {"demonstration": demonstration, "chosen": chosen, "rejected": rejected}
         self.stop = to_stops(stop, "task.options.stop")
-        self._check = get_checker(checker, pattern, strict, weights)
+        self._check = get_checker(checker, pattern, strict, weights, answer)
+        self.reward_calls = self._check.calls
         self._checkers, self._strict = names, strict
         self._own_splits = splits_of(path)
         if self._own_splits:
@@ -158,6 +169,18 @@ class Dataset(Task):
     def score(self, prompt: Prompt, completion: str) -> float | Score:
         self._require_answer(prompt)
         return self._check(prompt, completion)
+
+    def score_alone(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> float | Score:
+        if not self.reward_calls:
+            return super().score_alone(prompt, completion)
+        self._require_answer(prompt)
+        text = completion if isinstance(completion, str) else completion[-1].completion
+        return self._check.alone(prompt, text)
+
+    def call_rewards(
+        self, call: RewardCall, answers: Sequence[Answer], state: TrainerState
+    ) -> CallResult:
+        return self._check.call(call, answers, state)
 
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
         cases = [*super().self_test()]
@@ -357,8 +380,12 @@ def get_checker(
     pattern: str | None = None,
     strict: bool = False,
     weights: Sequence[float] | None = None,
-) -> Checker:
-    """Return the checker called `name`, or the weighted sum of several."""
+    answer: str | None = None,
+) -> Rewards:
+    """Return the checker called `name`, or the weighted sum of several.
+
+    `answer` is the field of the right answer, for functions with verl's signature.
+    """
     names = [name] if isinstance(name, str) else [*name]
     if pattern is not None and "regex" not in names:
         raise UserError("task.options.pattern: only the checker 'regex' has one")
@@ -366,15 +393,14 @@ def get_checker(
         raise UserError("task.options.strict: only the checker 'math' takes it")
     if not names:
         raise UserError("task.options.checker = []: name one or more")
-    if isinstance(name, str) and weights is None:
-        return _one_checker(name, pattern, strict)
     words = [one.rpartition(":")[2] for one in names]
     labels = [w if words.count(w) == 1 else f"{w}-{n}" for n, w in enumerate(words, start=1)]
     checkers = (_one_checker(one, pattern, strict) for one in names)
-    return weighted(dict(zip(labels, checkers, strict=True)), weights)
+    as_parts = not isinstance(name, str) or weights is not None
+    return Rewards(dict(zip(labels, checkers, strict=True)), weights, as_parts, answer)
 
 
-def _one_checker(name: str, pattern: str | None, strict: bool) -> Checker:
+def _one_checker(name: str, pattern: str | None, strict: bool) -> Checker | UserFunction:
     file, colon, _ = name.rpartition(":")
     if colon and (file.endswith(".py") or name.startswith(PREFIX)):
         return reward_function(name)

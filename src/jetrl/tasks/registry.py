@@ -21,7 +21,17 @@ from jetrl.errors import UserError, nearest
 from jetrl.files import problem_of
 from jetrl.settings.section import NonNegativeFloat, Section, Text
 from jetrl.settings.sections import TaskSettings
-from jetrl.tasks.base import Task, check_options, check_values, naming_errors, option_key
+from jetrl.tasks.base import (
+    Answer,
+    CallResult,
+    RewardCall,
+    Task,
+    TrainerState,
+    check_options,
+    check_values,
+    naming_errors,
+    option_key,
+)
 from jetrl.tasks.dataset import Dataset
 from jetrl.tasks.live import PREFIX, live
 from jetrl.tasks.questions import SOURCES, Benchmark, Gsm8k, benchmark_name
@@ -81,10 +91,13 @@ def _asking_own(method: Callable[..., Any]) -> Any:
     """Return a method of `Mix` that asks a prompt's task, which gets the id that it gave."""
 
     def ask(mix: Mix, prompt: Prompt, *rest: Any) -> Any:
-        own = replace(prompt, id=prompt.id.removeprefix(f"{prompt.task}/"), task="")
-        return getattr(mix.tasks[prompt.task], method.__name__)(own, *rest)
+        return getattr(mix.tasks[prompt.task], method.__name__)(_of_own_task(prompt), *rest)
 
     return ask
+
+
+def _of_own_task(prompt: Prompt) -> Prompt:
+    return replace(prompt, id=prompt.id.removeprefix(f"{prompt.task}/"), task="")
 
 
 class Mix(Task):
@@ -114,6 +127,11 @@ class Mix(Task):
         if sum(self.weights.values()) <= 0:
             raise UserError("task.options.tasks: all weights are 0; at least one must be more")
         mixed = list(self.tasks.values())
+        self.reward_calls = tuple(
+            replace(call, task=label)
+            for label, task in self.tasks.items()
+            for call in task.reward_calls
+        )
         self.splits = tuple(s for s in mixed[0].splits if all(s in task.splits for task in mixed))
         self.max_turns = max(task.max_turns for task in mixed)
         self.partial_credit = any(task.partial_credit for task in mixed)
@@ -173,11 +191,18 @@ class Mix(Task):
     _own_content_key = _asking_own(Task.content_key)
     score = _asking_own(Task.score)
     score_turns = _asking_own(Task.score_turns)
+    score_alone = _asking_own(Task.score_alone)
     readable = _asking_own(Task.readable)
     vote = _asking_own(Task.vote)
     demonstration = _asking_own(Task.demonstration)
     preference = _asking_own(Task.preference)
     _own_step = _asking_own(Task.step)
+
+    def call_rewards(
+        self, call: RewardCall, answers: Sequence[Answer], state: TrainerState
+    ) -> CallResult:
+        own = [replace(answer, prompt=_of_own_task(answer.prompt)) for answer in answers]
+        return self.tasks[call.task].call_rewards(replace(call, task=""), own, state)
 
     def step(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> Reply | None:
         over = len(turns) + 1 >= self.tasks[prompt.task].max_turns

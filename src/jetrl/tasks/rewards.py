@@ -4,33 +4,111 @@
     f(completions, prompts, **columns)                             TRL: a list of numbers or None
     f(data_source, solution_str, ground_truth, extra_info)         verl: a number, or {"score": ...}
 
-A function of TRL gets lists of one completion. As there, completions are texts if the row's prompt
-is one, else lists of one message; every column of the row is a list of one value. The others may
-return {"score": ...} too, and any may be async.
+Those of jetrl and verl get one completion, are scored while others are drawn, and may return
+{"score": ...}. Those of TRL are called once for all completions of a step that this process has,
+which are whole groups. They get what TRL's GRPOTrainer passes: `completions` and `prompts` (texts
+if the row's prompt is one, else lists of messages), `completion_ids`, every column of the rows as a
+list, `trainer_state`, `log_extra` and `log_metric`. Any function may be async; those of TRL then
+run concurrently. None and NaN leave a function out of a completion's sum, as in TRL.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.tasks.base import ScoreError, to_score
+from jetrl.tasks.base import (
+    Answer,
+    CallResult,
+    RewardCall,
+    ScoreError,
+    TrainerState,
+    describe_error,
+    to_number,
+    to_score,
+)
 from jetrl.tasks.live import PREFIX, live
+from jetrl.tasks.rows import value_at
 from jetrl.tasks.user_files import load_function
-from jetrl.types import Prompt, Score
+from jetrl.types import Prompt, Score, Turn
+from jetrl.untrusted import USERS_ERRORS
 
 Checker = Callable[[Prompt, str], Any]
 _FORMS = "f(prompt, completion), f(completions, **columns) or f(solution_str, ground_truth)"
+_OF_TRL = {"completions", "prompts", "completion_ids"}
+_GROUND_TRUTH = ("reward_model.ground_truth", "answer", "solution", "ground_truth")
 
 
-def reward_function(name: str) -> Checker:
-    """Return the function that `file.py:function` or `python:function` names, as a checker."""
+@dataclass(frozen=True)
+class UserFunction:
+    """A reward function of a user's, which is called with the arguments that it takes."""
+
+    name: str
+    function: Callable[..., Any]
+    parameters: Mapping[str, inspect.Parameter]
+
+    @property
+    def takes_all(self) -> bool:
+        return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+
+    @property
+    def is_of_trl(self) -> bool:
+        only_keywords = self.takes_all and len(self.parameters) == 1
+        return only_keywords or not _OF_TRL.isdisjoint(self.parameters)
+
+    @property
+    def is_async(self) -> bool:
+        function = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        # An instance of a class may have an async __call__.
+        forms = (function, getattr(type(function), "__call__", None))  # noqa: B004
+        return any(map(inspect.iscoroutinefunction, forms))
+
+    def called(self, *values: Any, **columns: Any) -> Any:
+        """Return the function's value, or a coroutine of an async one."""
+        given = {k: v for k, v in columns.items() if self.takes_all or k in self.parameters}
+        try:
+            inspect.Signature([*self.parameters.values()]).bind(*values, **given)
+        except TypeError as error:
+            there = f"there is: {', '.join(columns)}" if columns else f"write it as {_FORMS}"
+            raise ScoreError(f"{self.name}: {error}; {there}") from None
+        return self.function(*values, **given)
+
+    def checker(self, answer: str | None) -> Checker:
+        """Return the function as one of a prompt and a completion (see `_ground_truth`)."""
+        first = next(iter(self.parameters), "")
+
+        def check(prompt: Prompt, completion: str) -> Any:
+            if "solution_str" in self.parameters:
+                row = prompt.metadata
+                value = self.called(
+                    data_source=row.get("data_source"),
+                    solution_str=completion,
+                    ground_truth=_ground_truth(prompt, answer),
+                    extra_info=row.get("extra_info") or {},
+                )
+            elif first == "completion":  # by name: it does not get the prompt
+                value = self.called(prompt=prompt, completion=completion)
+            else:
+                value = self.called(prompt, completion)
+            return _value_of_dict(_run(value) if inspect.iscoroutine(value) else value)
+
+        return check
+
+
+def reward_function(name: str) -> UserFunction | Checker:
+    """Return the function that `file.py:function` or `python:function` names."""
     if name.startswith(PREFIX):
         function = live(name, "task.options.checker")
     else:
@@ -40,60 +118,179 @@ def reward_function(name: str) -> Checker:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a C function
         return function
-    parameters = signature.parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-    def called(*values: Any, **columns: Any) -> Any:
-        given = {k: v for k, v in columns.items() if takes_all or k in parameters}
-        try:
-            signature.bind(*values, **given)
-        except TypeError as error:
-            there = f"there is: {', '.join(columns)}" if columns else f"write it as {_FORMS}"
-            raise ScoreError(f"{name}: {error}; {there}") from None
-        result = function(*values, **given)
-        if not inspect.iscoroutine(result):
-            return result
-        with ThreadPoolExecutor(1) as thread:  # this one may have a notebook's loop
-            return thread.submit(asyncio.run, result).result()
-
-    if "completions" in parameters:
-        return lambda prompt, text: _value_of_trl(called(**_of_trl(prompt, text)), name)
-    if "solution_str" in parameters:
-        return lambda prompt, text: _value_of_dict(called(**_of_verl(prompt, text)))
-    if next(iter(parameters), "") == "completion":  # by name: it does not get the prompt
-        return lambda prompt, text: _value_of_dict(called(prompt=prompt, completion=text))
-    return lambda prompt, text: _value_of_dict(called(prompt, text))
+    return UserFunction(name, function, signature.parameters)
 
 
-def weighted(checkers: Mapping[str, Checker], weights: Sequence[float] | None) -> Checker:
-    """Return the checker that adds several rewards, a part for each, without None and NaN."""
-    factors = [1.0] * len(checkers) if weights is None else weights
-    if len(factors) != len(checkers):
-        what = f"{len(factors)} weights for {len(checkers)} reward functions"
-        raise UserError(f"task.options.weights: {what} ({', '.join(checkers)})")
+class Rewards:
+    """The sum of reward functions, by their names, without None and NaN.
 
-    def check(prompt: Prompt, completion: str) -> Score:
-        total, parts = 0.0, {}
-        for factor, (name, checker) in zip(factors, checkers.items(), strict=True):
-            value = checker(prompt, completion)
-            if value is None or (isinstance(value, float) and math.isnan(value)):
-                continue
-            parts[name] = to_score(value, name, prompt.id).reward
-            total += factor * parts[name]
-        if not parts:
-            raise ScoreError(f"prompt {prompt.id!r}: no reward function gave a number")
-        return Score(total, parts)
+    Called with a prompt and a completion, it returns the value of a single function or the sum. A
+    scorer asks for that in two parts: `alone` for the functions of one completion, and `call` for
+    those of TRL, which get all completions of a step.
 
-    return check
+    Args:
+        answer: The field of the right answer, for functions of verl; see `_ground_truth`.
+        as_parts: Whether each function's reward is a part of the score.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, UserFunction | Checker],
+        weights: Sequence[float] | None = None,
+        as_parts: bool = True,
+        answer: str | None = None,
+    ) -> None:
+        factors = [1.0] * len(functions) if weights is None else weights
+        if len(factors) != len(functions):
+            what = f"{len(factors)} weights for {len(functions)} reward functions"
+            raise UserError(f"task.options.weights: {what} ({', '.join(functions)})")
+        self._factors = dict(zip(functions, factors, strict=True))
+        self._as_parts = as_parts
+        self._together: dict[str, UserFunction] = {}
+        self._checkers: dict[str, Checker] = {}
+        for label, function in functions.items():
+            if isinstance(function, UserFunction) and function.is_of_trl:
+                self._together[label] = function
+            elif isinstance(function, UserFunction):
+                self._checkers[label] = function.checker(answer)
+            else:
+                self._checkers[label] = function
+        # As in TRL: one function after the other, then the async ones at the same time.
+        waiting = tuple(label for label, f in self._together.items() if f.is_async)
+        groups = [(label,) for label in self._together if label not in waiting]
+        self.calls = tuple(
+            RewardCall(names, tuple(self._factors[n] for n in names), as_parts)
+            for names in (*groups, waiting)
+            if names
+        )
+
+    def __call__(self, prompt: Prompt, completion: str) -> Any:
+        if not self.calls:
+            return self.alone(prompt, completion)
+        score = to_score(self.alone(prompt, completion), "dataset", prompt.id)
+        for call in self.calls:
+            result = self.call(call, [Answer(prompt, completion)], TrainerState())
+            score = added(score, call, {name: r[0] for name, r in result.rewards.items()})
+        return score
+
+    def alone(self, prompt: Prompt, completion: str) -> Any:
+        """Return the sum of the functions that get one completion; Score(None) without a number."""
+        values = {name: check(prompt, completion) for name, check in self._checkers.items()}
+        if values and not self._as_parts:
+            return next(iter(values.values()))
+        score = Score(None)
+        for name, value in values.items():
+            reward = None if _is_none(value) else to_score(value, name, prompt.id).reward
+            score = _plus(score, name, reward, self._factors[name], as_part=True)
+        return score
+
+    def call(self, call: RewardCall, answers: Sequence[Answer], state: TrainerState) -> CallResult:
+        """Call the functions of a call with all completions of a step."""
+        notes = _Notes(len(answers))
+        given = _of_trl(answers) | {"trainer_state": state}
+        given |= {"log_extra": notes.extra, "log_metric": notes.metric}
+        values = {name: self._together[name].called(**given) for name in call.names}
+        waiting = {name: value for name, value in values.items() if inspect.iscoroutine(value)}
+        if waiting:
+            results = _run(_all(waiting.values()))
+            for name, result in zip(waiting, results, strict=True):
+                if isinstance(result, USERS_ERRORS):
+                    what = f"reward function {name} raised {describe_error(result)}"
+                    raise ScoreError(what) from result
+                values[name] = result
+        rewards = {name: _numbers(name, value, len(answers)) for name, value in values.items()}
+        means = {name: fmean(numbers) for name, numbers in notes.metrics.items()}
+        return CallResult(rewards, means, notes.columns)
 
 
-def _of_trl(prompt: Prompt, completion: str) -> dict[str, Any]:
-    row = prompt.metadata
-    columns = {key: [value] for key, value in row.items() if key not in ("prompt", "completion")}
-    if prompt.messages is None or not any(map(_are_messages, row.values())):
-        return {**columns, "prompts": [prompt.asked], "completions": [completion]}
-    said = [{"role": "assistant", "content": completion}]
-    return {**columns, "prompts": [list(prompt.messages)], "completions": [said]}
+def added(score: Score, call: RewardCall, rewards: Mapping[str, float | None]) -> Score:
+    """Return a score with the rewards that the functions of a call gave to its completion."""
+    for name, factor in zip(call.names, call.factors, strict=True):
+        score = _plus(score, name, rewards[name], factor, call.as_parts)
+    return score
+
+
+def _plus(score: Score, name: str, reward: float | None, factor: float, as_part: bool) -> Score:
+    if reward is None:
+        return score
+    parts = {**score.parts, name: reward} if as_part else score.parts
+    return Score((score.reward or 0.0) + factor * reward, parts)
+
+
+class _Notes:
+    """What the functions of a call log about it, as in TRL."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.columns: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = {}
+
+    def extra(self, column: str, values: Iterable[Any]) -> None:
+        """Note a value for each completion; it is stored with the rollouts."""
+        noted = [_note(value) for value in values]
+        if len(noted) != self._count:
+            what = f"log_extra({column!r}): {len(noted)} values for {self._count} completions"
+            raise ScoreError(what)
+        self.columns[str(column)] = noted
+
+    def metric(self, name: str, value: Any) -> None:
+        """Note a number; its mean over the step is the metric reward/part/NAME."""
+        self.metrics.setdefault(str(name), []).append(to_number(value, f"log_metric({name!r})"))
+
+
+def _numbers(name: str, values: Any, count: int) -> list[float | None]:
+    """Return a function's rewards, one for each completion; None for NaN too, as in TRL."""
+    items = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else []
+    if len(items) != count:
+        kind = f"{values!r:.60} ({type(values).__name__})"
+        rule = f"give a list with a number or None per completion, {count} here"
+        raise ScoreError(f"reward function {name} returned {kind}; {rule}")
+    what = f"reward function {name}: completion {{}} of {count}"
+    return [
+        None if _is_none(item) else to_number(item, what.format(number))
+        for number, item in enumerate(items, start=1)
+    ]
+
+
+def _note(value: Any) -> float | str | None:
+    if _is_none(value):
+        return None
+    with contextlib.suppress(ScoreError):
+        return to_number(value, "note")
+    return str(value)
+
+
+def _is_none(value: Any) -> bool:
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # a scalar of NumPy or torch
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _of_trl(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the arguments of TRL: lists with a value per completion."""
+    rows = [answer.prompt.metadata for answer in answers]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    for name in ("prompt", "completion", "completion_ids"):
+        columns.pop(name, None)
+    prompts, completions = zip(*map(_asked_and_said, answers), strict=True)
+    ids = [list(answer.token_ids) for answer in answers]
+    given = {"prompts": [*prompts], "completions": [*completions], "completion_ids": ids}
+    return columns | given
+
+
+def _asked_and_said(answer: Answer) -> tuple[Any, Any]:
+    """Return a prompt and its completion: both texts, or lists of messages if the row's is one."""
+    prompt, completion = answer.prompt, answer.completion
+    turns = [Turn(completion)] if isinstance(completion, str) else completion
+    if prompt.messages is None or not any(map(_are_messages, prompt.metadata.values())):
+        texts = [text for turn in turns for text in (turn.completion, turn.reply)]
+        return prompt.asked, "".join(text for text in texts if isinstance(text, str))
+    said: list[Mapping[str, str]] = []
+    for turn in turns:
+        said.append({"role": "assistant", "content": turn.completion})
+        said += [turn.reply] if isinstance(turn.reply, Mapping) else []
+    return list(prompt.messages), said
 
 
 def _are_messages(value: object) -> bool:
@@ -102,17 +299,16 @@ def _are_messages(value: object) -> bool:
     )
 
 
-def _value_of_trl(values: Any, name: str) -> Any:
-    items = list(values) if isinstance(values, Iterable) else []
-    if len(items) != 1:
-        kind = f"{values!r:.60} ({type(values).__name__})"
-        raise ScoreError(f"{name} returned {kind}; give a list with a number per completion")
-    return items[0]
+def _ground_truth(prompt: Prompt, answer: str | None) -> Any:
+    """Return the right answer as the row has it, for a function of verl.
 
-
-def _of_verl(prompt: Prompt, completion: str) -> dict[str, Any]:
-    row = {key: prompt.metadata.get(key) for key in ("data_source", "extra_info")}
-    return {**row, "solution_str": completion, "ground_truth": prompt.answer}
+    `answer` is the field that task.options.answer names; without one (None or "") it is the first
+    of the usual fields that the row has.
+    """
+    if answer:
+        return value_at(prompt.metadata, answer)
+    values = (value_at(prompt.metadata, name) for name in _GROUND_TRUTH)
+    return next((value for value in values if value is not None), prompt.answer)
 
 
 def _value_of_dict(value: Any) -> Any:
@@ -120,3 +316,22 @@ def _value_of_dict(value: Any) -> Any:
         return value
     parts = {k: v for k, v in value.items() if k != "score" and isinstance(v, int | float)}
     return Score(value["score"], parts)  # the scorer checks it
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process: clients of a user's module stay bound to it."""
+    return asyncio.new_event_loop()
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _loop().run_until_complete(coroutine)
+    with ThreadPoolExecutor(1) as thread:  # a notebook has a loop of its own in this one
+        return thread.submit(_loop().run_until_complete, coroutine).result()
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    return await asyncio.gather(*coroutines, return_exceptions=True)

@@ -29,7 +29,8 @@ class StepRewards:
     """The rewards of a step's S samples.
 
     Attributes:
-        rewards: float64 [S].
+        rewards: float64 [S]; NaN for a sample that no reward function judged, which is in no
+            statistic and has advantage 0.
         groups: int64 [S]; samples of one prompt share a number.
         penalties: Subtracted at each trained token (a weighted KL), float64 [n] per sample.
         values: The critic's value before each trained token, float32 [n] per sample.
@@ -39,6 +40,11 @@ class StepRewards:
     groups: np.ndarray
     penalties: Sequence[np.ndarray]
     values: Sequence[np.ndarray] | None = None
+
+    @property
+    def judged(self) -> np.ndarray:
+        """Return which samples have a reward, bool [S]."""
+        return ~np.isnan(self.rewards)
 
     @property
     def scores(self) -> np.ndarray:
@@ -63,14 +69,14 @@ class Advantages:
 
 def group(step: StepRewards, normalize_std: bool = True) -> Advantages:
     """Reward minus the group's mean, over its standard deviation ("DeepSeekMath", sec. 4.1.2)."""
-    advantage_S = group_advantages(step.scores, step.groups, normalize_std)
+    advantage_S = _in_groups(step.scores, step.groups, step.judged, normalize_std)
     return Advantages(step.at_tokens(advantage_S))
 
 
 def leave_one_out(step: StepRewards) -> Advantages:
     """Reward minus the mean of the group's other rewards (Ahmadian et al. 2024, "RLOO")."""
     advantage_S = np.zeros(len(step.rewards))
-    for members, reward in _groups(step.scores, step.groups):
+    for members, reward in _groups(step.scores, step.groups, step.judged):
         count = len(members)
         # A group of one has nothing to compare with.
         if count > 1 and not _constant(reward):
@@ -85,14 +91,14 @@ def _whole_step(step: StepRewards) -> Advantages:
         reward - np.cumsum(penalty[::-1])[::-1]
         for reward, penalty in zip(step.rewards, step.penalties, strict=True)
     ]
-    return Advantages(_normalized(rewards_to_go))
+    return Advantages(_normalized(rewards_to_go, step.judged))
 
 
 def _group_then_step(step: StepRewards) -> Advantages:
     """Reward minus its group's mean, normalized over tokens ("REINFORCE++ with baseline")."""
     # Baseline per group, scale over all tokens of the step.
-    centred_S = group_advantages(step.scores, step.groups, normalize_std=False)
-    return Advantages(_normalized(step.at_tokens(centred_S)))
+    centred_S = _in_groups(step.scores, step.groups, step.judged, normalize_std=False)
+    return Advantages(_normalized(step.at_tokens(centred_S), step.judged))
 
 
 def gae(step: StepRewards, gamma: float = 1.0, gae_lambda: float = 0.95) -> Advantages:
@@ -116,8 +122,10 @@ def gae(step: StepRewards, gamma: float = 1.0, gae_lambda: float = 0.95) -> Adva
             following = delta + gamma * gae_lambda * following
             advantage[t], next_value = following, values[t]
         advantages.append(advantage)
-        returns.append((advantage + values).astype(np.float32))
-    return Advantages(_normalized(advantages), returns)
+        # A completion without a reward says nothing about values.
+        known = values if np.isnan(reward) else advantage + values
+        returns.append(known.astype(np.float32))
+    return Advantages(_normalized(advantages, step.judged), returns)
 
 
 ESTIMATORS: dict[str, Callable[..., Advantages]] = {
@@ -130,17 +138,22 @@ ESTIMATORS: dict[str, Callable[..., Advantages]] = {
 
 
 def group_advantages(
-    rewards: Sequence[float] | np.ndarray,
-    groups: Sequence[int] | np.ndarray,
-    normalize_std: bool = True,
+    rewards: Sequence[float | None], groups: Sequence[int], normalize_std: bool = True
 ) -> np.ndarray:
     """Return (reward - mean) / (sample standard deviation + 1e-6) in each group, float32 [N].
 
-    Groups need not be contiguous; a group of one has advantage 0.
+    Groups need not be contiguous; a group of one has advantage 0. So has a reward of None, which
+    its group's statistics leave out.
     """
     reward_N, group_N = check_rewards(rewards, groups)
-    advantage_N = np.zeros(len(reward_N), dtype=np.float32)
-    for members, reward in _groups(reward_N, group_N):
+    return _in_groups(reward_N, group_N, ~np.isnan(reward_N), normalize_std)
+
+
+def _in_groups(
+    rewards: np.ndarray, groups: np.ndarray, judged: np.ndarray, normalize_std: bool
+) -> np.ndarray:
+    advantage_N = np.zeros(len(rewards), dtype=np.float32)
+    for members, reward in _groups(rewards, groups, judged):
         # Exactly 0, not the rounding error of a mean.
         if _constant(reward):
             continue
@@ -152,19 +165,18 @@ def group_advantages(
 
 
 def check_rewards(
-    rewards: Sequence[float] | np.ndarray, groups: Sequence[int] | np.ndarray
+    rewards: Sequence[float | None], groups: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return rewards as float64 [N] and groups as int64 [N].
+    """Return rewards as float64 [N], None as NaN, and groups as int64 [N].
 
     A UserError names a reward that is not finite, or too large: its advantage would be 0.
     """
-    reward_N = np.asarray(rewards, dtype=np.float64)
+    reward_N = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
     group_N = np.asarray(groups, dtype=np.int64)
-    is_usable = np.abs(reward_N) <= MOST_REWARD  # False for a NaN
-    if not is_usable.all():
-        bad = int(np.flatnonzero(~is_usable)[0])
-        what = f"the reward of sample {bad} (group {group_N[bad]}) is {reward_N[bad]}"
-        raise UserError(f"{what}; it must be a finite number within {MOST_REWARD:.3g}")
+    for i, reward in enumerate(rewards):
+        if reward is not None and not abs(reward) <= MOST_REWARD:  # a NaN too
+            what = f"the reward of sample {i} (group {group_N[i]}) is {reward}"
+            raise UserError(f"{what}; it must be a finite number within {MOST_REWARD:.3g}")
     return reward_N, group_N
 
 
@@ -178,9 +190,12 @@ def overlong_penalties(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.
     return np.clip((lengths - (max_tokens - buffer)) / buffer, 0.0, 1.0)
 
 
-def _groups(rewards: np.ndarray, groups: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (sample numbers, rewards) of each group."""
-    members = [np.flatnonzero(groups == number) for number in np.unique(groups)]
+def _groups(
+    rewards: np.ndarray, groups: np.ndarray, judged: np.ndarray
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return (sample numbers, rewards) of each group, of judged samples only."""
+    numbers = np.unique(groups[judged])
+    members = [np.flatnonzero((groups == number) & judged) for number in numbers]
     return [(ids, rewards[ids]) for ids in members]
 
 
@@ -188,12 +203,20 @@ def _constant(values: np.ndarray) -> bool:
     return bool((values == values[0]).all())
 
 
-def _normalized(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return values with mean 0 and variance 1 (n - 1) over all tokens: float32 [n] per sample."""
-    everything = np.concatenate([np.asarray(part, dtype=np.float64) for part in values])
+def _normalized(values: Sequence[np.ndarray], judged: np.ndarray) -> list[np.ndarray]:
+    """Return values with mean 0 and variance 1 (n - 1) over all tokens: float32 [n] per sample.
+
+    Tokens of samples that are not judged are left out, and get 0.
+    """
+    parts = [np.asarray(part, dtype=np.float64) for part in values]
+    kept = [part for part, known in zip(parts, judged, strict=True) if known]
+    everything = np.concatenate(kept) if kept else np.zeros(0)
     # Equal values say nothing, and one value has no variance.
     if len(everything) < 2 or _constant(everything):
         return [np.zeros(len(part), dtype=np.float32) for part in values]
     scale = 1.0 / np.sqrt(everything.var(ddof=1) + _VARIANCE_EPS)
     mean = everything.mean()
-    return [((part - mean) * scale).astype(np.float32) for part in values]
+    return [
+        ((part - mean) * scale if known else np.zeros(len(part))).astype(np.float32)
+        for part, known in zip(values, judged, strict=True)
+    ]

@@ -51,11 +51,11 @@ class WorkerProcess:
         self.ready = False
         self.deadline = 0.0
         self.lost_s = 0.0
+        self._max_line = MAX_LINE
         self._starts = 0
         self._deaths_at_start = 0  # in a row
         self._has_worked = False
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
 
     @property
     def running(self) -> bool:
@@ -64,6 +64,7 @@ class WorkerProcess:
     def start(self) -> None:
         """Start the process, which answers when its task is built."""
         self.connection, theirs = socket.socketpair()
+        self._max_line = MAX_LINE
         self._begun_line, self._chunk = b"", ""
         self._printed = b""
         self.output: int | None
@@ -94,8 +95,9 @@ class WorkerProcess:
         self.deadline = self._began + START_LIMIT_S
         self._send(self.setup)
 
-    def assign(self, tickets: list[int], payloads: list[bytes]) -> None:
-        """Give an idle worker its next chunk: tickets and pickled items."""
+    def assign(self, tickets: list[int], payloads: list[bytes], max_line: int = MAX_LINE) -> None:
+        """Give an idle worker its next chunk: tickets and pickled items; bound its answers."""
+        self._max_line = max_line
         self._read_output()
         self._printed = b""
         self.jobs.extend(tickets)
@@ -223,8 +225,8 @@ class WorkerProcess:
         if not data:
             raise EOFError
         *lines, self._begun_line = (self._begun_line + data).split(b"\n")
-        if max(map(len, [*lines, self._begun_line])) > MAX_LINE:
-            raise WireError(f"a line of more than {MAX_LINE} bytes")
+        if max(map(len, [*lines, self._begun_line])) > self._max_line:
+            raise WireError(f"a line of more than {self._max_line} bytes")
         return lines
 
     def _read_output(self) -> bool:

@@ -5,6 +5,9 @@ regular expression that explodes, a segmentation fault in a parser. None of it m
 each worker is a fresh interpreter; an item that hangs or kills its worker scores 0 with a text that
 says why, its worker is replaced, and the other items continue. Replies come one by one, so the item
 of a dead worker is known. Results depend only on the task, not on the number of workers.
+
+Reward functions that get all completions of a step (`Task.reward_calls`) are items too, one per
+call. A call that hangs or fails leaves all of its completions without a score.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
@@ -27,12 +30,14 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.settings.sections import TaskSettings
 from jetrl.tasks import user_files
-from jetrl.tasks.base import describe_error, naming_errors
+from jetrl.tasks.base import Answer, RewardCall, TrainerState, describe_error, naming_errors
 from jetrl.tasks.registry import get_task, with_path
+from jetrl.tasks.rewards import added
 from jetrl.tasks.sandbox.process import WorkerProcess
-from jetrl.tasks.sandbox.wire import WorkerReply
-from jetrl.tasks.sandbox.worker import Item, WorkerSetup, score_safely
+from jetrl.tasks.sandbox.wire import MAX_LINE, MAX_OF_CALL, WorkerReply
+from jetrl.tasks.sandbox.worker import CallItem, Item, WorkerSetup, score_safely
 from jetrl.types import Prompt, Reply, Score, Turn
+from jetrl.untrusted import exits_raised
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +49,22 @@ class ScoredText:
     """A completion's score: the task's, of reward 0 after a failure, whose reason is `failure`.
 
     `readable`: the prompt and the completion as a person would write them; "" for nothing.
+    `extra`: what reward functions noted about the completion.
     """
 
     score: Score
     failure: str = ""
     readable: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BegunCall:
+    """A call of reward functions: the scorer's ticket, and the numbers of its completions."""
+
+    call: RewardCall
+    ticket: int
+    members: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,7 @@ class Scorer:
         memory_mib: MiB that one score may take beyond those of a worker with its task; 0: no limit.
         max_lost_s: Seconds per worker that one step may lose to scores and turns that hang or
             crash. After that, completions without a score get none until the next `begin_step`.
+        group: Completions of a prompt in the self-test, for reward functions that compare them.
 
     Raises:
         UserError: The task cannot be built, or fails its self-test.
@@ -88,7 +105,9 @@ class Scorer:
         timeout_s: float = 10.0,
         memory_mib: int = 1024,
         max_lost_s: float = 120.0,
+        group: int = 1,
     ) -> None:
+        self.state = TrainerState()  # what reward functions are told about the run
         self._max_lost_s = max_lost_s
         self._last_failure = self._given_up = ""
         words = with_path(options or {}, path)
@@ -99,19 +118,27 @@ class Scorer:
         self._tickets = itertools.count()
         self._payloads: dict[int, bytes] = {}  # pickled items without a reply
         self._replies: dict[int, WorkerReply] = {}  # replies that nobody has taken yet
+        self._sizes: dict[int, int] = {}  # completions of each call without a reply
         self._turns: set[int] = set()  # tickets of the turns without an answer
         try:
-            self._self_test()
+            self._self_test(group)
         except BaseException:
             self.close()
             raise
 
     @classmethod
-    def from_settings(cls, task: TaskSettings) -> Self:
+    def from_settings(cls, task: TaskSettings, group: int = 1) -> Self:
         """Return a run's scorer; a machine's ranks divide its workers, with at least one each."""
-        share = world().share_of_machine(task.workers)
-        limits = (share, task.timeout_s, task.memory_mib, task.max_lost_s)
-        return cls(task.name, task.path, task.options, *limits)
+        return cls(
+            task.name,
+            task.path,
+            task.options,
+            workers=world().share_of_machine(task.workers),
+            timeout_s=task.timeout_s,
+            memory_mib=task.memory_mib,
+            max_lost_s=task.max_lost_s,
+            group=group,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -133,7 +160,9 @@ class Scorer:
         Raises UserError if a prompt cannot be pickled, RunStopped if a worker cannot be restarted.
         """
         self.begin_step()
-        return self.finish([self.begin(prompt, completion) for prompt, completion in items])
+        calls = self.begin_calls([Answer(prompt, completion) for prompt, completion in items])
+        scores = self.finish([self.begin(prompt, completion) for prompt, completion in items])
+        return self.finish_calls(calls, scores)
 
     @property
     def has_workers(self) -> bool:
@@ -151,6 +180,42 @@ class Scorer:
         with self._dropping_on_error():
             return self._submit(Item(prompt, completion))
 
+    def begin_calls(self, answers: Sequence[Answer]) -> list[BegunCall]:
+        """Begin the calls of reward functions that get all completions of a step at once.
+
+        `answers` are whole groups; finish with `finish_calls`.
+        """
+        calls = []
+        for call in self._task.reward_calls:
+            members = [i for i, a in enumerate(answers) if call.task in ("", a.prompt.task)]
+            if not members:
+                continue
+            item = CallItem(call, tuple(answers[i] for i in members), self.state)
+            with self._dropping_on_error():
+                calls.append(BegunCall(call, self._submit(item), members))
+        return calls
+
+    def finish_calls(
+        self, calls: Sequence[BegunCall], scores: Sequence[ScoredText]
+    ) -> list[ScoredText]:
+        """Wait for calls, and return the scores of their completions with the rewards added."""
+        self._wait([begun.ticket for begun in calls])
+        scored = list(scores)
+        for begun in calls:
+            self._sizes.pop(begun.ticket, None)
+            reply, count = self._replies.pop(begun.ticket), len(begun.members)
+            failure = re.sub("^score ", f"{begun.call} ", reply.failure)
+            lists = [len(reply.rewards.get(name, ())) for name in begun.call.names]
+            lists += map(len, reply.extra.values())
+            if not failure and {*lists} != {count}:
+                failure = f"{begun.call} made its worker send what is no answer"
+            if failure:
+                more = "; task.timeout_s is its limit" if " took longer than " in failure else ""
+                failure += f" (one call for {count} completions{more})"
+            for place, i in enumerate(begun.members):
+                scored[i] = _with_call(scored[i], begun.call, reply, place, failure)
+        return scored
+
     def attend(self) -> None:
         """Keep the workers busy, without waiting for them."""
         with self._dropping_on_error():
@@ -159,11 +224,14 @@ class Scorer:
 
     def finish(self, tickets: Sequence[int]) -> list[ScoredText]:
         """Wait for the scores of tickets, and return them in order."""
+        self._wait(tickets)
+        replies = [self._replies.pop(ticket) for ticket in tickets]
+        return [ScoredText(Score(r.reward, r.parts), r.failure, r.readable) for r in replies]
+
+    def _wait(self, tickets: Sequence[int]) -> None:
         with self._dropping_on_error():
             while not self._payloads.keys().isdisjoint(tickets):
                 self._pump(wait_for_one=True)
-        replies = [self._replies.pop(ticket) for ticket in tickets]
-        return [ScoredText(Score(r.reward, r.parts), r.failure, r.readable) for r in replies]
 
     def ask(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> int:
         """Ask the task for its reply to a turn (`Task.step`), and return a ticket."""
@@ -211,31 +279,40 @@ class Scorer:
         for ticket in tickets:
             self._payloads.pop(ticket, None)
             self._replies.pop(ticket, None)
+            self._sizes.pop(ticket, None)
         self._turns -= tickets
 
-    def _submit(self, item: Item) -> int:
+    def _submit(self, item: Item | CallItem) -> int:
         ticket = next(self._tickets)
         if self._given_up:
             self._replies[ticket] = WorkerReply(failure=self._given_up)
         elif self._workers:
             self._payloads[ticket] = self._pickled(item)
-            # A sequence waits for its turn's answer; nothing waits for one score.
-            (self._pending.appendleft if item.step else self._pending.append)(ticket)
+            if isinstance(item, CallItem):
+                self._sizes[ticket] = len(item.answers)
+            # A sequence waits for its turn's answer, and a call takes long; nothing waits for one
+            # score.
+            first = isinstance(item, CallItem) or item.step
+            (self._pending.appendleft if first else self._pending.append)(ticket)
         else:
-            self._replies[ticket] = score_safely(self._task, item)
+            with exits_raised():
+                self._replies[ticket] = score_safely(self._task, item)
         return ticket
 
     def _pump(self, wait_for_one: bool) -> None:
         """Hand out pending items and read replies; with `wait_for_one`, wait for one first."""
         pending = self._pending
         # Give each idle worker a chunk.
+        num_free = sum(worker.running and not worker.jobs for worker in self._workers)
         for worker in self._workers:
-            if not worker.running:
+            if not worker.running and num_free < len(pending):  # no more than there is work for
                 worker.start()
-            if worker.ready and not worker.jobs and pending:
+                num_free += 1
+            if worker.running and worker.ready and not worker.jobs and pending:
                 size = min(MAX_CHUNK, math.ceil(len(pending) / (2 * len(self._workers))))
                 chunk = [pending.popleft() for _ in range(size)]
-                worker.assign(chunk, [self._payloads[ticket] for ticket in chunk])
+                most = MAX_LINE + MAX_OF_CALL * max(self._sizes.get(t, 0) for t in chunk)
+                worker.assign(chunk, [self._payloads[ticket] for ticket in chunk], most)
         # Wait until a worker sends or prints something, or the first deadline has passed.
         watched = [w for w in self._workers if w.running and (w.jobs or not w.ready)]
         if wait_for_one and watched:
@@ -272,20 +349,23 @@ class Scorer:
         self._payloads.clear()
         self._pending.clear()
 
-    def _pickled(self, item: Item) -> bytes:
+    def _pickled(self, item: Item | CallItem) -> bytes:
         try:
             return pickle.dumps(item)
         except Exception as error:
-            where = f"task {self._task.label}, prompt {item.prompt.id!r}"
+            prompt = item.answers[0].prompt if isinstance(item, CallItem) else item.prompt
+            where = f"task {self._task.label}, prompt {prompt.id!r}"
             why = f"its metadata cannot be sent to a scoring worker ({describe_error(error)})"
             raise UserError(f"{where}: {why}; use plain data there, or task.workers=0") from error
 
-    def _self_test(self) -> None:
+    def _self_test(self, group: int) -> None:
         label = self._task.label
         with naming_errors(f"task {label}: its prompts fail:"):
             cases = list(self._task.self_test())
         if self._task.max_turns > 1:
             self._test_steps([(prompt, completion) for prompt, completion, _ in cases])
+        if self._task.reward_calls:  # they get whole groups
+            cases = [case for case in cases for _ in range(group)]
         scored = self.score([(prompt, completion) for prompt, completion, _ in cases])
         for (prompt, completion, expected), result in zip(cases, scored, strict=True):
             what = f"completion {completion[:60]!r} of prompt {prompt.id!r}"
@@ -303,3 +383,18 @@ class Scorer:
                 if answer.failure:
                     what = f"a turn of prompt {prompt.id!r}: {answer.failure}"
                     raise UserError(f"task {self._task.label} cannot answer {what}")
+
+
+def _with_call(
+    scored: ScoredText, call: RewardCall, reply: WorkerReply, place: int, failure: str
+) -> ScoredText:
+    """Return a completion's score with the rewards of a call, whose completion `place` it is."""
+    if scored.failure:
+        return scored
+    if failure:
+        return ScoredText(Score(0.0), failure, scored.readable)
+    rewards = {name: values[place] for name, values in reply.rewards.items()}
+    score = added(scored.score, call, rewards)
+    score = replace(score, parts={**score.parts, **reply.parts})
+    extra = {name: values[place] for name, values in reply.extra.items()}
+    return replace(scored, score=score, extra={**scored.extra, **extra})

@@ -2,13 +2,14 @@
 
 It imports neither torch nor the program that started it. Over one socket (wire.py) it receives its
 setup and says whether the task could be built; then it receives lists of items and sends a line per
-item. It ends with its parent, and takes along all that its task has started.
+item: a completion, a turn, or a call of reward functions with all completions of a step. It ends
+with its parent, and takes along all that its task has started.
 
-A score has a limit of CPU time, so a busy machine changes no verdict, and CLOCK_FACTOR times as
-long by the clock, for scores that wait. The system's and faulthandler's timers end the process;
-neither needs the interpreter's lock, so they stop a hanging C function too, and print its place. A
-limit on the address space makes a MemoryError of too much memory. A process in which memory, files,
-threads or processes ran out is not used again: earlier scores may hold them.
+A score, or a call, has a limit of CPU time, so a busy machine changes no verdict, and CLOCK_FACTOR
+times as long by the clock, for scores that wait. The system's and faulthandler's timers end the
+process; neither needs the interpreter's lock, so they stop a hanging C function too, and print its
+place. A limit on the address space makes a MemoryError of too much memory. A process in which
+memory, files, threads or processes ran out is not used again: earlier scores may hold them.
 """
 
 from __future__ import annotations
@@ -33,9 +34,18 @@ from pydantic import ValidationError
 from jetrl.errors import UserError
 from jetrl.files import problem_of
 from jetrl.tasks import user_files
-from jetrl.tasks.base import ScoreError, Task, describe_error, to_reply, to_score
+from jetrl.tasks.base import (
+    Answer,
+    RewardCall,
+    ScoreError,
+    Task,
+    TrainerState,
+    describe_error,
+    to_reply,
+    to_score,
+)
 from jetrl.tasks.registry import get_task
-from jetrl.tasks.sandbox.wire import MAX_STEP_REPLY, WorkerReply, reply_line
+from jetrl.tasks.sandbox.wire import MAX_LINE, MAX_OF_CALL, MAX_STEP_REPLY, WorkerReply, reply_line
 from jetrl.types import Prompt, Turn
 from jetrl.untrusted import USERS_ERRORS, limit_cpu, limit_memory
 
@@ -75,6 +85,15 @@ class Item:
     prompt: Prompt
     completion: str | tuple[Turn, ...]
     step: bool = False
+
+
+@dataclass(frozen=True)
+class CallItem:
+    """Completions for a worker to hand to the reward functions of a call, all at once."""
+
+    call: RewardCall
+    answers: tuple[Answer, ...]
+    state: TrainerState
 
 
 def main(descriptor: int) -> None:
@@ -127,19 +146,20 @@ def main(descriptor: int) -> None:
 
 def _score_pickled(task: Task, pickled: bytes, memory_mib: int) -> WorkerReply:
     try:
-        item: Item = pickle.loads(pickled)
+        item: Item | CallItem = pickle.loads(pickled)
     except Exception as error:
         failure = f"the prompt does not unpickle in a worker: {describe_error(error)}"
         return WorkerReply(failure=failure, last=bool(_lacking(error)))
     return score_safely(task, item, memory_mib)
 
 
-def score_safely(task: Task, item: Item, memory_mib: int = 0) -> WorkerReply:
+def score_safely(task: Task, item: Item | CallItem, memory_mib: int = 0) -> WorkerReply:
     """Return the task's score or reply to a turn, or a failure (which names `memory_mib`)."""
     try:
-        return _answer(task, item)
+        return _call(task, item) if isinstance(item, CallItem) else _answer(task, item)
     except ScoreError as error:
-        return WorkerReply(failure=str(error))
+        lacking = error.__cause__ is not None and _lacking(error.__cause__)
+        return WorkerReply(failure=str(error), last=bool(lacking))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit and the like are the task's failures too
@@ -178,11 +198,7 @@ def _answer(task: Task, item: Item) -> WorkerReply:
             problem = f"step returned {len(text)} characters; at most {MAX_STEP_REPLY}"
             raise ScoreError(f"task {task.label}, prompt {prompt.id!r}: {problem}")
         return WorkerReply(step_reply=dict(reply) if isinstance(reply, Mapping) else reply)
-    if isinstance(completion, str):
-        value = task.score(prompt, completion)
-    else:
-        value = task.score_turns(prompt, completion)
-    score = to_score(value, task.label, prompt.id)
+    score = to_score(task.score_alone(prompt, completion), task.label, prompt.id)
     text = completion if isinstance(completion, str) else completion[-1].completion
     try:
         shown = task.readable(prompt, text)
@@ -190,6 +206,19 @@ def _answer(task: Task, item: Item) -> WorkerReply:
     except ValidationError as error:
         problem = problem_of(error)
         raise ScoreError(f"task {task.label}, prompt {prompt.id!r}: {problem}") from None
+
+
+def _call(task: Task, item: CallItem) -> WorkerReply:
+    result = task.call_rewards(item.call, item.answers, item.state)
+    try:
+        rewards, notes = dict(result.rewards), dict(result.extra)
+        reply = WorkerReply(rewards=rewards, parts=dict(result.metrics), extra=notes)
+    except ValidationError as error:
+        raise ScoreError(f"{item.call}: {problem_of(error)}") from None
+    most = MAX_LINE + MAX_OF_CALL * len(item.answers)
+    if len(reply_line(reply)) > most:
+        raise ScoreError(f"{item.call}: log_extra notes more than {most} bytes")
+    return reply
 
 
 def _end_with_parent(descriptor: int) -> None:
