@@ -70,7 +70,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What the functions of a `RewardCall` gave, in the order of the completions.
+    """The results of a `RewardCall`, in the order of the completions.
 
     Attributes:
         rewards: A list for each function; None leaves the completion to the other functions.
@@ -152,7 +152,7 @@ class Task:
         return self.score(prompt, turns[-1].completion)
 
     def score_alone(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> float | Score:
-        """Return the score without the functions of `reward_calls`: all of it if there are none."""
+        """Return the score without the functions of `reward_calls`."""
         if isinstance(completion, str):
             return self.score(prompt, completion)
         return self.score_turns(prompt, completion)

@@ -218,7 +218,7 @@ def _plus(score: Score, name: str, reward: float | None, factor: float, as_part:
 
 
 class _Notes:
-    """What the functions of a call log about it, as in TRL."""
+    """The metrics and notes that the functions of a call log, as in TRL."""
 
     def __init__(self, count: int) -> None:
         self._count = count
