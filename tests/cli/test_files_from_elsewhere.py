@@ -120,7 +120,8 @@ def test_a_file_that_the_run_names_is_asked_for(
         found = json.loads(manifest.read_text()) | {"state.json": fingerprint(state)}
         manifest.write_text(json.dumps(found))
     elif change:
-        (run / "data.jsonl").write_text('{"prompt": "1+1="}\n' * 20)
+        rows = [json.dumps({"prompt": f"{n}+1="}) for n in range(20)]
+        (run / "data.jsonl").write_text("\n".join(rows))
         task = change.format(data=run / "data.jsonl", file=trained.parent / "evil.py")
         (run / "config.toml").write_text(f"[task]\n{task}\n")
     command = words.replace("RUN", str(run)).split()
