@@ -326,14 +326,12 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
     from jetrl.precision import PrecisionPlan
     from jetrl.runs.directory import RunDirectory
     from jetrl.session.open import TrainingContext, check_pairs, check_run
-    from jetrl.settings.loading import Settings, to_toml
+    from jetrl.settings.loading import to_toml
 
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
-    tree = settings.model_dump()
     if not args.verbose:
-        tree = settings.model_dump(exclude_defaults=True)
         yield "# settings that differ from the defaults (--verbose: all)"
-    yield to_toml(Settings.model_validate(tree), defaults=False)
+    yield to_toml(settings, changed_only=not args.verbose)
     yield f"# precision plan: {plan.name}"
     yield table(plan.describe(), indent="#   ") + "\n"
     files = files_named(settings.model_dump()) if resume else ()

@@ -265,13 +265,17 @@ def _reject_unwritable(full: str, value: Any, origins: Origins) -> None:
             _reject_unwritable(full, item, origins)
 
 
-def to_toml(settings: Settings, *, defaults: bool = True) -> str:
+def to_toml(settings: Settings, *, defaults: bool = True, changed_only: bool = False) -> str:
     """Return the settings as TOML that `load_config` reads back as equal, without unset keys.
 
-    `defaults=False` leaves out settings that nobody gave a value.
+    `defaults=False` leaves out settings that nobody gave a value, `changed_only` those that have
+    their defaults. A text of the latter may be refused as input: what was set to its default is
+    not in it.
     """
     lines: list[str] = []
-    tree = settings.model_dump(mode="json", exclude_none=True, exclude_unset=not defaults)
+    tree = settings.model_dump(
+        mode="json", exclude_none=True, exclude_unset=not defaults, exclude_defaults=changed_only
+    )
     for name, section in tree.items():
         if not section:  # all of its keys are unset
             continue
