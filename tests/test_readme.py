@@ -38,7 +38,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder that has what the README tells a reader to write."""
     (recipe,), (_, reward) = blocks("toml"), blocks("python")
     (row,) = re.findall(r"`(\{\"question.*?\})`", README)
-    files = {"mine.toml": recipe, "mine.py": reward, "mine.jsonl": f"{row}\n" * 4}
+    rows = [row, *(row.replace("4", str(4 + n)).replace("7", str(7 + n)) for n in (10, 20, 30))]
+    files = {"mine.toml": recipe, "mine.py": reward, "mine.jsonl": "\n".join(rows)}
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -50,7 +51,7 @@ def test_the_python_example_runs_as_typed_and_learns(folder: Path) -> None:
     exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
     lines = (folder / "runs" / "digits" / "metrics.jsonl").read_text().splitlines()
     rewards = [row["reward/mean"] for row in map(json.loads, lines) if "reward/mean" in row]
-    assert len(rewards) == 10
+    assert len(rewards) == 15
     assert rewards[0] < 0.2
     assert rewards[-1] > 0.9
     assert (folder / "runs" / "digits" / "report.html").is_file()
@@ -78,7 +79,8 @@ def test_the_recipe_trains_on_own_rows_with_an_own_reward(folder: Path) -> None:
     assert settings.train.optimizer_states == "compact"
     task = build_task(settings.task)
     (prompt,) = task.prompts("test")
-    assert [task.score(prompt, text) for text in ("It is 7", "It is 8", "")] == [1.0, 0.0, 0.0]
+    texts = (f"It is {prompt.answer}", f"It is {prompt.answer}1", "")
+    assert [task.score(prompt, text) for text in texts] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("table", ["models", "GPU"])
