@@ -95,6 +95,7 @@ def test_template_arguments_are_those_of_the_run_and_of_its_model(tmp_path: Path
     (tmp_path / "rows.json").write_text(json.dumps([{"prompt": "1+1", "completion": "2"}] * 4))
     words = [f"model.tokenizer={tmp_path}/tokenizer", f"task={tmp_path}/rows.json", "sft.steps=1"]
     words += ["task.options.checker=zero", "model.template_args.think=false", "loop.steps=1"]
+    words += ["task.split=all", "task.eval_split=all"]  # of one prompt, none can be held out
     done = run(tmp_path, "args", *words)
     (asked,) = {tuple(r["prompt_token_ids"]) for r in RunDirectory.open(done.run_path).rollouts(1)}
     assert tokenizer.decode(asked) == "1+1=!"
