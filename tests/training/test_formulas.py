@@ -22,6 +22,7 @@ from jetrl.training.objectives import (
     KL_ESTIMATORS,
     LOSSES,
     Correction,
+    Objective,
     Tokens,
     UpdateSize,
     token_weights,
@@ -208,3 +209,51 @@ def test_every_piece_has_its_formula() -> None:
 
 def test_the_table_of_algorithms_is_that_of_the_records() -> None:
     assert with_table(TEXT) == TEXT, "make docs"
+
+
+OPTIMUM, WEIGHT = 0.132, 0.2
+KL_ROWS = re.findall(r"^\| `(name=[^`]*)` \|[^|]*\| (\S+) \|$", TEXT, re.MULTILINE)
+
+
+def push(objective, p, members):
+    """Return the expected gradient of the loss at p(best) = p, by the logit of p."""
+    odds = math.log(OPTIMUM / (1 - OPTIMUM)) - 1 / WEIGHT  # of the reference
+    reference = torch.nn.functional.logsigmoid(torch.tensor([-odds, odds]))
+    total, groups = 0.0, np.zeros(members, dtype=np.int64)
+    size, lengths = UpdateSize(members, members, 1), torch.ones(members, dtype=torch.long)
+    # Every number of better answers that a group may have, by its probability.
+    for best in range(members + 1):
+        logit = torch.tensor(math.log(p / (1 - p)), requires_grad=True)
+        drawn = torch.arange(members).lt(best).long()
+        logprobs = torch.nn.functional.logsigmoid(torch.stack((-logit, logit)))[drawn]
+        penalty = np.zeros((members, 1))
+        if objective.kl_in_reward:
+            penalty = objective.penalty(logprobs.detach(), reference[drawn]).numpy()[:, None]
+        rewards = StepRewards(drawn.double().numpy(), groups, list(penalty))
+        advantages = torch.from_numpy(np.concatenate(objective.advantages(rewards).advantages))
+        tokens = Tokens(logprobs, logprobs.detach(), advantages, lengths)
+        objective(tokens, size, logprobs.detach(), reference[drawn]).loss.backward()
+        chance = math.comb(members, best) * p**best * (1 - p) ** (members - best)
+        total += chance * float(logit.grad)
+    return total
+
+
+def converged(objective, members):
+    """Return the p(best) at which the expected gradient vanishes."""
+    low, high = -9.0, 12.0  # logits
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        falls = push(objective, 1 / (1 + math.exp(-middle)), members) > 0
+        low, high = (low, middle) if falls else (middle, high)
+    return 1 / (1 + math.exp(-low))
+
+
+@pytest.mark.parametrize("row", KL_ROWS, ids=lambda row: row[0])
+def test_what_a_kl_converges_to(row):
+    settings = dict(word.split("=") for word in row[0].split())
+    objective = Objective.from_settings(AlgorithmSettings(kl=WEIGHT, **settings), 1)
+    assert f"`{converged(objective, members=8):.3f}`" == row[1]
+
+
+def test_the_table_of_kl_options_has_each_place_and_estimator():
+    assert len(KL_ROWS) == 7
