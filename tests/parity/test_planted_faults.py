@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from tests.parity.test_exactness import CONFIG
 from torch import Tensor
 
@@ -14,10 +15,14 @@ import jetrl.kernels.sampling as sampling
 import jetrl.rollout.decode as decode
 import jetrl.rollout.kv_cache as key_values
 import jetrl.rollout.sampler as sampler
-from jetrl import Policy
+from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.kv_cache import KVStore
+from jetrl.runs.anomalies import Anomalies
 from jetrl.session.parity import locate, measure
+from jetrl.settings.loading import Settings
+from jetrl.training.trainer import Trainer
+from jetrl.types import Prompt, Sample, Score
 
 PROMPTS = [[7] * 70, [3, 1, 4, 1, 5], [9]]
 Patch = pytest.MonkeyPatch
@@ -91,3 +96,40 @@ def test_what_depends_on_the_batch_is_in_no_operation_alone(monkeypatch: Patch) 
     result = measure(p, PROMPTS, samples=3, max_tokens=12)
     assert result.different > 0
     assert locate(p, *result.first_different) is None
+
+
+def mismatches(stale: bool) -> tuple[list[float], list[str]]:
+    """Return K3 KLs and warnings of steps under `mixed`; `stale`: the sampler keeps a layer."""
+    small = {**CONFIG, "initializer_range": 0.05}
+    p = Policy.from_config(small, PrecisionPlan.preset("mixed"), seed=0)
+    engine, params = RolloutEngine(p), SamplingParams(n=8, max_tokens=12, ignore_eos=True)
+    train = {"lr": 1e-2, "updates_per_step": 1}
+    trainer = Trainer(p, Settings.model_validate({"train": train}))
+    operand = p.weights.quantized_tensors()  # of both sides, in place
+    kept = {name: t.clone() for name, t in operand.items() if name.startswith("layers.0.gate_up.")}
+    fp8 = {name for name, t in kept.items() if t.dtype != torch.bfloat16}
+    watch, found, warnings = Anomalies(), [], []
+    for step in range(14):
+        completions = engine.generate(PROMPTS, dataclasses.replace(params, seed=step))
+        samples = [
+            Sample(
+                Prompt(id=str(i // 8), text="?"), i // 8, tuple(PROMPTS[i // 8]), c, Score(reward)
+            )
+            for i, c in enumerate(completions)
+            for reward in [float(sum(c.token_ids) % 2)]
+        ]
+        metrics = trainer.step(samples, step).metrics
+        found.append(metrics["mismatch/k3_kl"])
+        warnings += [text for text in watch.see(metrics) if "nats apart" in text]
+        for name in fp8 if stale else ():
+            operand[name].copy_(kept[name])
+    return found, warnings
+
+
+def test_a_sampler_with_a_stale_layer_is_warned_of() -> None:
+    healthy, quiet = mismatches(stale=False)
+    apart, warnings = mismatches(stale=True)
+    assert quiet == []
+    assert max(apart) > 10 * max(healthy)
+    (text,) = warnings
+    assert "reads old weights" in text
