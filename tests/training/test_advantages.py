@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.training.advantages import ESTIMATORS, StepRewards, group_advantages
+from jetrl.training.advantages import ESTIMATORS, StepRewards, group_advantages, overlong_penalties
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
@@ -68,3 +68,10 @@ def test_gae_against_verl():
     close(found.advantages, verl, 5e-7)  # they round every step to float32
     returns = [[0.6606, 0.855, 1.0], [0.036, 0.0], [0.5], [1.3212, 1.71, 2.0]]
     close(found.returns, returns, 3e-7)
+
+
+def test_the_smallest_buffer_and_the_smallest_step_count():
+    assert overlong_penalties(np.array([3, 4]), max_tokens=4, buffer=1).tolist() == [0.0, 1.0]
+    two = StepRewards(np.array([0.0, 1.0]), np.array([0, 1]), [np.zeros(1)] * 2)
+    low, high = ESTIMATORS["global"](two).advantages
+    assert low[0] == -high[0] < 0

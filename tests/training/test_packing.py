@@ -85,6 +85,18 @@ def test_examples():
     assert [b.loss_mask.tolist() for b in batches] == [[0, 0, 1], [0, 1, 1]]
 
 
+def test_examples_have_no_log_probs_and_share_no_prompts(sample):
+    (batch,) = pack_examples([Example([1] * 128, [2]), Example([1] * 128, [3])], 1000)
+    assert not batch.rollout_logprobs.any()
+    assert batch.stem_ids is None
+    (batch,) = pack([sample(0, [1] * 128, [2]), sample(0, [1] * 128, [3])], 1000)
+    assert batch.stem_ids is None
+
+
+def test_an_update_may_have_a_single_sample():
+    assert split_minibatches([0, 0], 2) == [[0], [1]]
+
+
 def test_what_has_no_tokens_is_named(sample):
     with pytest.raises(UserError, match=r"'p3' has no tokens"):
         pack([sample(3, [], [1])], 100)
