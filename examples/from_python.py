@@ -12,7 +12,7 @@ import jetrl
 rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
 
 
-# %% Rewards: a function of TRL's kind gets lists of one completion, columns of the row included.
+# %% Rewards: a function of TRL's kind gets all completions of a step, and the rows' columns.
 def digits(completions, answer, **columns):
     return [sum(c.isdigit() for c in text) / 6 for text in completions]
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from jetrl.session.step import refill
+import pytest
+
+from jetrl.errors import RunStopped
+from jetrl.session.evaluate import _results
+from jetrl.session.step import refill, sample_metrics
 from jetrl.types import Completion, Prompt, Sample, Score
 
 
@@ -48,3 +52,20 @@ def test_the_rounds_have_an_end_and_what_taught_is_kept():
     assert counts == {"rounds": 3, "dropped_groups": 3}
     idle = [*group(0, 0, 0), *group(1, 1, 1)]
     assert names(refill(idle, 2, 2, 1, no_draw)[0]) == names(idle), "as many as it needs"
+
+
+def test_completions_that_no_function_judged_are_left_out():
+    """A group teaches by its judged members; means and pass@k are those of judged ones."""
+    samples = [*group(0, 1.0, None, 1.0), *group(1, None, 0.0, 1.0), *group(2, None, None, None)]
+    kept, _, counts = refill(samples, 1, 1, 1, no_draw)
+    assert [sample.score.reward for sample in kept] == [None, 0.0, 1.0]
+    assert counts["dropped_groups"] == 2
+    metrics = sample_metrics(samples, compares_group=True)
+    assert metrics["reward/mean"] == 0.75
+    assert metrics["reward/left_out"] == 5.0
+    assert metrics["reward/zero_std_groups"] == pytest.approx(2 / 3)
+    evaluation = _results(samples, 3, threshold=1.0)
+    assert evaluation.mean == 0.75
+    assert evaluation.pass_at_k == {1: 0.75, 2: 1.0, 3: 1.0}  # of the two prompts that were judged
+    with pytest.raises(RunStopped, match="gave None for the evaluation's 3 completions"):
+        _results(samples[6:], 3, threshold=1.0)

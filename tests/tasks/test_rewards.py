@@ -337,6 +337,16 @@ def test_workers_are_bounded_and_started_as_they_are_needed(named: Any, tmp_path
         assert 1 < sum(worker.running for worker in scorer._workers) <= 4
 
 
+class OwnScore(Dataset):
+    def score(self, prompt, completion):
+        return 2 * super().score(prompt, completion)
+
+
+def test_an_own_score_next_to_a_function_of_trl_is_refused(named: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"OwnScore has a score of its own, .* function some needs"):
+        OwnScore(str(tmp_path / "rows.jsonl"), checker=named("some")[0])
+
+
 def last_number(data_source, solution_str, ground_truth, extra_info=None):
     words = solution_str.split()
     return float(words[-1:] != [] and words[-1].isdigit() and int(words[-1]) == ground_truth)

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.training.advantages import ESTIMATORS, StepRewards, group_advantages, overlong_penalties
+from jetrl.training.advantages import (
+    ESTIMATORS,
+    StepRewards,
+    check_rewards,
+    group_advantages,
+    overlong_penalties,
+)
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
@@ -75,3 +81,28 @@ def test_the_smallest_buffer_and_the_smallest_step_count():
     two = StepRewards(np.array([0.0, 1.0]), np.array([0, 1]), [np.zeros(1)] * 2)
     low, high = ESTIMATORS["global"](two).advantages
     assert low[0] == -high[0] < 0
+
+
+@pytest.mark.parametrize("name", ["group", "leave_one_out", "global", "group_global", "gae"])
+def test_a_sample_without_a_reward_is_in_no_statistic_and_has_advantage_0(name):
+    """TRL 1.16 takes a NaN-aware mean and deviation, and gives 0 to a sample without reward."""
+    rewards, groups = [1.0, None, 0.0, 0.5, None, 2.0, 5.0], [0, 0, 0, 0, 1, 1, 1]
+    lengths = [2, 3, 1, 2, 2, 1, 3]
+
+    def estimated(chosen):
+        reward_S, group_S = check_rewards([rewards[i] for i in chosen], [groups[i] for i in chosen])
+        zeros = [np.zeros(lengths[i]) for i in chosen]
+        values = [np.full(lengths[i], 0.25, np.float32) for i in chosen]
+        return ESTIMATORS[name](StepRewards(reward_S, group_S, zeros, values))
+
+    every, judged = range(7), [i for i in range(7) if rewards[i] is not None]
+    found, expected = estimated(every), estimated(judged)
+    for i, advantage in zip(judged, expected.advantages, strict=True):
+        np.testing.assert_array_equal(found.advantages[i], advantage)
+    for i in {*every} - {*judged}:
+        np.testing.assert_array_equal(found.advantages[i], np.zeros(lengths[i]))
+        if found.returns is not None:  # the critic learns nothing from it
+            np.testing.assert_array_equal(found.returns[i], 0.25)
+    if name == "group":
+        trl = (1.0 - 0.5) / 0.5  # nanmean and nanstd with Bessel's correction
+        assert found.advantages[0][0] == pytest.approx(trl, rel=1e-4)

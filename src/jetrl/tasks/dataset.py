@@ -129,6 +129,9 @@ class Dataset(Task):
         self.stop = to_stops(stop, "task.options.stop")
         self._check = get_checker(checker, pattern, strict, weights, answer)
         self.reward_calls = self._check.calls
+        if self.reward_calls and type(self).score is not Dataset.score:
+            what = f"{type(self).__name__} has a score of its own, which gets one completion"
+            raise UserError(f"{what}; {self.reward_calls[0]} needs all of a step: give one of them")
         self._checkers, self._strict = names, strict
         self._own_splits = splits_of(path)
         if self._own_splits:
