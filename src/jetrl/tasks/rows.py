@@ -142,7 +142,9 @@ def _csv_rows(file: Path) -> Iterator[tuple[Row, str]]:
     csv.field_size_limit(MOST_TEXT)
     text = _decoded(b"".join(_lines(file)), str(file), True)
     delimiter = max(",;\t", key=text.partition("\n")[0].count)
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    # A quote after a space would be part of the text, and a comma behind it would end the field.
+    lines = io.StringIO(text, newline="")
+    reader = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
     try:
         header = reader.fieldnames or ()
         if twice := [name for name in header if name and header.count(name) > 1]:
