@@ -121,6 +121,9 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     unread = get_task("math500", path=write(tmp_path / "c", [{"problem": "?", "answer": "{1"}]))
     with pytest.raises(UserError, match=r"line 1: no answer can be read in '\{1'"):
         list(unread.prompts("test"))
+    missing = get_task("amc", path=write(tmp_path / "d", [{"problem": "?", "answer": "nan"}]))
+    with pytest.raises(UserError, match=r"line 1: no answer can be read in 'nan'"):
+        list(missing.prompts("test"))
     with pytest.raises(UserError, match="no split 'train'"):
         task.prompts("train")
     row = {"question": "?", "options": ["a", "b"], "answer": "C"}

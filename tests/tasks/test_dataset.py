@@ -135,13 +135,53 @@ def test_checkers(tmp_path, options, answer, completion, score) -> None:
     assert task.score(Prompt(id="0", text="?", answer=answer), completion) == score
 
 
+MISSING = "question,answer\nWhat is 1 plus 1?,2\nWhat is the name of it?,\nWhat is 2 plus 2?,4\n"
+NOTHING = ["nan", "NaN", "#N/A", "TBD", "?", "???", "N/A", "None", "null", "(n/a)", " ", "TODO."]
+
+
+@pytest.mark.parametrize("options", [{}, {"checker": "exact"}, REGEX], ids=["math", "exact", "re"])
+def test_a_missing_right_answer_is_refused_by_its_line(tmp_path, options) -> None:
+    (tmp_path / "missing.csv").write_text(MISSING)
+    task = get_task(str(tmp_path / "missing.csv"), **options)
+    with pytest.raises(UserError, match=r"missing.csv, line 3: field 'answer'.* drop the row"):
+        assert [read_prompts(task, split) for split in ("train", "test")]
+    for answer in NOTHING:
+        write(tmp_path / "train.jsonl", ROWS[0], {"prompt": "?", "answer": answer})
+        with pytest.raises(UserError, match=r"train.jsonl, line 2: field 'answer' \(the answer\)"):
+            read_prompts(get_task("dataset", path=str(tmp_path), **options), "train")
+
+
+@pytest.mark.parametrize("answer", ["Na", "none", "Nancy", "-", "unknown", "nano"])
+def test_words_are_right_answers(tmp_path, answer) -> None:
+    path = write(tmp_path / "rows.jsonl", *[{"prompt": "?", "answer": answer}] * 2)
+    task = get_task(path, checker="exact")
+    assert task.score(read_prompts(task, "train")[0], answer) == 1.0
+
+
+@pytest.mark.parametrize("answer", ["-", "...", "\\text{N/A}", "\\boxed{?}", "The answer is TBD"])
+def test_math_needs_a_value(tmp_path, answer) -> None:
+    write(tmp_path / "rows.jsonl", {"prompt": "?", "answer": answer})
+    with pytest.raises(UserError, match=r"line 1: .*'math' reads no answer in it"):
+        read_prompts(get_task("dataset", path=str(tmp_path)), "rows")
+
+
+def test_whole_numbers_of_parquet_are_whole(tmp_path: Path) -> None:
+    """A column of whole numbers with a gap is stored as floats."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table({"prompt": ["a", "b"], "answer": [1.0, 2.5]})
+    parquet.write_table(table, tmp_path / "train.parquet")
+    task = get_task("dataset", path=str(tmp_path), checker="exact")
+    one, other = read_prompts(task, "train")
+    assert [task.score(one, "1"), task.score(other, "2.5"), task.score(one, "2.5")] == [1, 1, 0]
+
+
 def test_numbers_are_written_out(tmp_path: Path) -> None:
     """Python would write 1e-05, which no checker takes for a number."""
     answers = (18.0, 0.00001, 2.5e22, -1e-7, 123456789012345678901234567890, 0.1)
     path = write(tmp_path / "train.jsonl", *({"prompt": f"{a}?", "answer": a} for a in answers))
     task = get_task("dataset", path=str(Path(path).parent))
     prompts = read_prompts(task, "train")
-    assert [p.answer for p in prompts[:3]] == ["18.0", "0.00001", "25000000000000000000000"]
+    assert [p.answer for p in prompts[:3]] == ["18", "0.00001", "25000000000000000000000"]
     assert [p.answer for p in prompts[3:5]] == ["-0.0000001", str(answers[4])]
     for prompt in prompts:
         assert task.score(prompt, f"#### {prompt.answer}").reward == 1
@@ -359,6 +399,14 @@ def test_every_form_has_the_same_rows(tmp_path, name, text):
     expected = read_prompts(get_task(str(path)), "train")
     (tmp_path / name).write_text(text, encoding="utf-8", newline="")
     assert read_prompts(get_task(str(tmp_path / name)), "train") == expected
+
+
+def test_quotes_after_a_space_are_quotes(tmp_path):
+    (tmp_path / "rows.csv").write_text('prompt, answer\n"a, ""b""", "1, 2"\nc, " 3"\nd,4\n')
+    task = get_task(str(tmp_path / "rows.csv"), checker="exact", test_share=0.1)
+    prompts = [*read_prompts(task, "train"), *read_prompts(task, "test")]
+    found = {prompt.messages[0]["content"]: prompt.answer for prompt in prompts}
+    assert found == {'a, "b"': "1, 2", "c": " 3", "d": "4"}
 
 
 def test_a_folder_of_the_hub_has_shards_in_data(tmp_path):

@@ -118,6 +118,11 @@ _BOX = re.compile(rf"\\(?:boxed|fbox)\s*(?:\{{|({NUMBER.pattern}|[A-Za-z](?!\w))
 _JOINS = re.compile(
     r"[\s$]*(?:[,;]|,?\s*\b(?:or|and)\b|\\text\{\s*(?:or|and)\s*\})[\s$]*(?:[a-z]\s*=\s*)?"
 )
+# What programs and people write where there is no answer.
+_NOTHING = {
+    *("nan", "NaN", "NAN", "-nan", "-NaN", "null", "NULL", "None", "NA", "N/A", "n/a", "#N/A"),
+    *("#REF!", "#VALUE!", "#NAME?", "#NUM!", "#NULL!", "#DIV/0!", "TBD", "tbd", "TODO", "todo"),
+}
 _SAID = re.compile(r"(?i:\banswer)[*\s]*(?:is|:|=)[*:\s]*(.+)")
 _PROSE = re.compile(r"\s*[A-Za-z]+[ ,]+[A-Za-z]{2,}[^0-9]*[0-9]")  # words before the first number
 
@@ -167,6 +172,8 @@ _CONNECTIVES = re.compile(
 _SEPARATOR = r"(?:;|,(?![0-9]{3}(?![0-9])))"
 # `#### 6 * 3 = 18`: nothing but numbers and operators before the last equals sign.
 _EQUATION = re.compile(r"(?:[-+*/\u00d7\u00f7().,$0-9 =]|\\(?:times|cdot|div) )*=[ ]*(?=[-$.0-9])")
+_NAMED = re.compile(r"\s*((?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?)\s*=([^=<>]+)")
+_NAME_ENDS = re.compile(r"(?<![\w\\])([A-Za-z])\s*=[\s$]*$")
 _EQUALS = re.compile(r"(?<![<>!])=")
 _ORDER = re.compile(r"[<>\u2264\u2265]|\\(?:leq?|geq?|lt|gt|neq?|in|notin)(?![a-z])")
 _UNIT_ENDS = re.compile(
@@ -174,6 +181,13 @@ _UNIT_ENDS = re.compile(
     rf"\s+(?:[kcm]m|kg|ft|in|{UNIT}(?<=[a-z]{{4}})))(?=\s*(?:$|[,;)]|\\\}}))"
 )
 _OTHER_WORDS = re.compile(r"\\text|(?<![\\A-Za-z])[A-Za-z]{3,}")
+# Dates and ranges, which are no differences and quotients: 2024-03-01, 3/14/2024, 10-12, 3 to 5.
+_PART = r"\$?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?![0-9])%?"
+_LITERAL = re.compile(
+    rf"(?<![\w.,/^-])(?:{_PART}(?:[ ]*-{{1,3}}[ ]*{_PART})+|{_PART}[ ]+to[ ]+{_PART}"
+    r"|[0-9]{1,4}(?:/[0-9]{1,4}){2})"
+    r"(?![\w^/]|[.,][0-9]|-[0-9])"
+)
 _WORD = re.compile(r"(?=.*[A-Za-z]{4})(?!infinity)[A-Za-z][A-Za-z ]+")
 # Numbers next to each other, which math-verify adds.
 _GAP = re.compile(r"(?<![_^0-9.])[0-9.]+(?:\s+[0-9.]|\s*\\[lc]?dots)|[0-9]\.[0-9]+\.[0-9]")
@@ -183,7 +197,8 @@ _GAP = re.compile(r"(?<![_^0-9.])[0-9.]+(?:\s+[0-9.]|\s*\\[lc]?dots)|[0-9]\.[0-9
 class Answer:
     """The answer that a text gives: a plain number such as `-1200.5` or `1/2`, or else LaTeX.
 
-    `text` is "" without a value; `scaled` is the number times the `million` or the like after it.
+    `text` is "" without a value; `scaled` is the number times the `million` or the like after it,
+    `name` the variable in front of its equals sign.
     """
 
     text: str
@@ -191,6 +206,7 @@ class Answer:
     box: str = ""
     percent: bool = False
     scaled: str = ""
+    name: str = ""
 
 
 def final_answer(text: str, strict: bool = False) -> Answer | None:
@@ -205,7 +221,17 @@ def final_answer(text: str, strict: bool = False) -> Answer | None:
     if strict:
         return None
     last = deque(NUMBER.finditer(text), maxlen=1)
-    return _with_what_follows(text, last[0], marked=False) if last else None
+    if not last:
+        return None
+    named = _NAME_ENDS.search(text, max(0, last[0].start() - 10), last[0].start())
+    answer = _with_what_follows(text, last[0], marked=False)
+    return replace(answer, name=named[1] if named else "")
+
+
+def is_nothing(answer: str) -> bool:
+    """Return whether a data set's answer stands for a missing one: "", `nan`, `#N/A`, `?`."""
+    bare = answer.strip()
+    return not bare.strip("?\uff1f") or bare.rstrip(".").strip("()[]<>") in _NOTHING
 
 
 def gold_answer(text: str) -> str:
@@ -220,6 +246,8 @@ def gold_answer(text: str) -> str:
         said = _SAID.findall(text)
         content = _clean(said[-1] if said else text.rpartition("####")[2]).strip(" \n$")
         content = content.rstrip(" .$")
+        if is_nothing(content) or not content.strip(" -_./*?\u2026"):
+            return ""
         if NUMBER.fullmatch(content):
             return _plain_number(content)  # of any length
         answer = _of_box(content)
@@ -227,6 +255,8 @@ def gold_answer(text: str) -> str:
     if NUMBER.fullmatch(answer.text):
         return answer.text + "%" * answer.percent
     gold = answer.box
+    if is_nothing(re.sub(r"\\text\{(.*)\}", r"\1", gold)):
+        return ""
     if _PROSE.match(gold) or gold.count("{") != gold.count("}") or len(gold) > MAX_LENGTH:
         return ""
     return gold + "%" * answer.percent
@@ -246,6 +276,11 @@ def answer_key(completion: str, strict: bool = False) -> str | None:
 def _is_right(gold: str, answer: Answer) -> bool:
     """Return whether an answer has the value of `gold`, which `gold_answer` made."""
     number, percent = _without_percent(gold)
+    literal, name = _literal(number), _name(gold)
+    if literal:
+        return literal in (_literal(answer.box), _literal(answer.text))
+    if name and answer.name and name.casefold() != answer.name.casefold():
+        return same_value(gold, answer.box)  # two equations, which may still agree
     forms = [answer.text] if NUMBER.fullmatch(number) else [answer.box, answer.text]
     if any(same_value(number, form) for form in dict.fromkeys([*forms, answer.scaled])):
         return True
@@ -258,10 +293,34 @@ def _is_right(gold: str, answer: Answer) -> bool:
 
 def check_math(gold: str, completion: str, strict: bool = False) -> Score:
     """Score a completion: 1 if its answer has the value of the right one."""
-    answer = final_answer(completion, strict=strict)
+    answer, right = final_answer(completion, strict=strict), gold_answer(gold)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
-    return Score(float(_is_right(gold_answer(gold), answer)), {"answered": float(answer.marked)})
+    if not answer.marked and _literal(_without_percent(right)[0]):
+        answer = replace(answer, text=_last_literal(completion))
+    return Score(float(_is_right(right, answer)), {"answered": float(answer.marked)})
+
+
+def _literal(text: str) -> tuple[object, ...] | None:
+    """Return the separator and the numbers of a date or a range; None for other texts."""
+    text = _WORDS.sub(r"\1", text).strip()
+    if not _LITERAL.fullmatch(text):
+        return None
+    numbers = re.findall(r"[0-9.]+", text.replace(",", ""))
+    return ("/" in text, *map(Decimal, numbers))
+
+
+def _last_literal(completion: str) -> str:
+    """Return the date or range that a completion's last number is part of, else ""."""
+    text = _clean(answer_part(completion) or "")
+    last = deque(_LITERAL.finditer(text), maxlen=1)
+    return last[0][0] if last and not NUMBER.search(text, last[0].end()) else ""
+
+
+def _name(equation: str) -> str:
+    r"""Return the variable in front of the only equals sign: x, x_1, \theta; else ""."""
+    named = _NAMED.fullmatch(equation)
+    return re.sub(r"[\s{}]", "", named[1]) if named else ""
 
 
 def _fraction(number: str) -> Fraction | None:
@@ -295,7 +354,8 @@ def _of_box(content: str) -> Answer:
     number, value = NUMBER.match(plain), _value(content)
     if number and NUMBER.fullmatch(value) and "=" not in content:
         return _with_what_follows(plain, number, marked=True, percent=percent)
-    return Answer(value, marked=True, box=_latex(content), percent=percent)
+    box = _latex(content)
+    return Answer(value, marked=True, box=box, percent=percent, name=_name(box))
 
 
 def _with_what_follows(
@@ -459,7 +519,9 @@ def same_value(gold: str, answer: str) -> bool:
     golds, answers = (_parse(_without_doubled_brackets(text)) for text in (gold, answer))
     verify = load_math_verify().verify
     if not verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None):
-        return bool(golds and answers) and _same_region(golds[0], answers[0])
+        return bool(golds and answers) and (
+            _same_region(golds[0], answers[0]) or _same_with_i(golds[0], answers[0])
+        )
     if gold == answer or not (len(golds) == len(answers) == 2):
         return True
     return not _differ(golds[0], answers[0])
@@ -526,6 +588,22 @@ def _same_region(gold: Any, answer: Any) -> bool:
         return bool(gold.as_set() == answer.as_set())
     except _NOT_POSSIBLE:
         return False
+
+
+def _same_with_i(gold: Any, answer: Any) -> bool:
+    """Return whether two answers agree if i, which math-verify reads as a variable, is sqrt(-1)."""
+    sympy = _sympy()
+    symbols = {s for one in (gold, answer) for s in getattr(one, "free_symbols", ())}
+    units = {symbol: sympy.I for symbol in symbols if symbol.name == "i"}  # real or imaginary
+    if not units:
+        return False
+    try:
+        both = [[one.subs(units).doit()] for one in (gold, answer)]
+    except _NOT_POSSIBLE:
+        return False
+    return bool(load_math_verify().verify(*both, timeout_seconds=None)) and not _differ(
+        both[0][0], both[1][0]
+    )
 
 
 def _differ(gold: Any, answer: Any) -> bool:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError, nearest
-from jetrl.tasks.answers import answer_key, check_math, gold_answer, load_math_verify
+from jetrl.tasks.answers import answer_key, check_math, gold_answer, is_nothing, load_math_verify
 from jetrl.tasks.base import (
     Answer,
     CallResult,
@@ -271,6 +271,11 @@ class Dataset(Task):
             what = f"{where}: field {self._name(row, 'answer')!r} (the answer) is {answer!r:.60}"
             why = "the checker 'math' reads no answer in it"
             raise UserError(f"{what}: {why}; give a number or LaTeX, or drop the row")
+        elif answer is not None and self._needs_answer and is_nothing(answer):
+            what = f"{where}: field {self._name(row, 'answer')!r} (the answer) is {answer!r:.60}"
+            why = "says that there is none, and a completion would be paid for it"
+            own = "compare it in a function of your own (task.options.checker = file.py:function)"
+            raise UserError(f"{what}, which {why}; fill it, drop the row, or {own}")
         prompt_id = self._text(row, "id", where) or number
         field = f"{where}: field {self._name(row, 'prompt')!r}"
         if isinstance(question, list | tuple) and question:
@@ -313,8 +318,10 @@ class Dataset(Task):
             if role == "answer" and not self._needs_answer:
                 hint += '; task.options.answer = "" leaves it to the function, in prompt.metadata'
             raise UserError(f"{where}: {what}, not a text or a number{hint}")
-        # written out; str says 1e-05
-        return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
+        if not isinstance(value, float):
+            return str(value)
+        # Parquet columns with gaps hold whole numbers as floats; others are written out, not 1e-05.
+        return format(Decimal(repr(value)), "f").removesuffix(".0")
 
     def _fill(self, row: Row, field: str, where: str) -> str:
         value = _value(row, field, where, "task.options.template takes it")
