@@ -271,3 +271,168 @@ def test_special_tokens_in_prompts_and_answers_are_text_on_request(
     }
     # The ends of two turns, and of the reply the end, and the start of it and of the next turn.
     assert counts == {"all": 5, "replies": 5 + 2, "none": 5 + 2 + 3}
+
+
+# In the style of Qwen3: thoughts, tools and calls, old thoughts left out.
+QWEN3 = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content and loop.last %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+TOOLS = ({"type": "function", "function": {"name": "warmth", "parameters": {}}},)
+ASKED = {"role": "user", "content": "How warm?"}
+
+
+def called(arguments, **more):
+    calls = [{"type": "function", "function": {"name": "warmth", "arguments": arguments}}]
+    return {"role": "assistant", "content": "", "tool_calls": calls, **more}
+
+
+@pytest.fixture
+def qwen3(chatml: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    tokenizer = copy.deepcopy(chatml)
+    tokenizer.chat_template = QWEN3
+    return tokenizer
+
+
+@pytest.mark.parametrize("plain_text", ["replies", "all"])
+@pytest.mark.parametrize("arguments", [{"place": "Bern"}, '{"place":"Bern"}'])
+def test_calls_and_tools_of_a_prompt_are_written_as_by_transformers(
+    qwen3, arguments, plain_text
+) -> None:
+    messages = (ASKED, called(arguments), {"role": "tool", "content": "21", "tool_call_id": "1"})
+    prompt = Prompt("p1", messages=messages, tools=TOOLS)
+    theirs = qwen3.apply_chat_template(
+        [ASKED, called({"place": "Bern"}), messages[2]],
+        tools=list(TOOLS),
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert qwen3.decode(encode_prompt(qwen3, prompt, plain_text=plain_text)) == theirs
+
+
+@pytest.mark.parametrize("plain_text", ["replies", "all"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        called({"place": "Bern"}),
+        called({"place": "Bern"}, content=None),
+        called({"place": "Bern"}, content="I ask.", reasoning_content="no idea"),
+        {"role": "assistant", "content": "22", "thinking": "two more"},
+    ],
+)
+def test_a_worked_message_is_written_as_by_transformers(qwen3, message, plain_text) -> None:
+    prompt = Prompt("p1", messages=(ASKED,), tools=TOOLS)
+    token_ids = encode_prompt(qwen3, prompt, plain_text=plain_text)
+    theirs = qwen3.apply_chat_template([ASKED, message], tools=list(TOOLS), tokenize=False)
+    for asked in (prompt, None):
+        example = encode_turns(qwen3, token_ids, [Turn(message)], "x", plain_text, asked)
+        assert qwen3.decode([*token_ids, *example.completion]) == theirs.removesuffix("\n")
+        assert example.completion[-1] == qwen3.eos_token_id
+
+
+def test_a_worked_call_with_its_reply_is_one_sequence(qwen3) -> None:
+    prompt = Prompt("p1", messages=(ASKED,), tools=TOOLS)
+    token_ids = encode_prompt(qwen3, prompt)
+    turns = [Turn(called({"place": "Bern"}), {"role": "tool", "content": "21"}), Turn("21 C")]
+    example = encode_turns(qwen3, token_ids, turns, asked=prompt)
+    whole = [ASKED, called({"place": "Bern"}), turns[0].reply, {"role": "assistant"}]
+    whole[-1]["content"] = "21 C"
+    theirs = qwen3.apply_chat_template(whole, tools=list(TOOLS), tokenize=False)
+    assert qwen3.decode([*token_ids, *example.completion]) == theirs.removesuffix("\n")
+    ((start, end),) = example.environment
+    assert "<tool_call>" not in qwen3.decode(example.completion[start:end])
+
+
+AS_TEXT = "{{ call.function.arguments }}"
+JOINED = "{{ 'with ' + call.function.arguments }}"
+
+
+@pytest.mark.parametrize("written", [AS_TEXT, JOINED])
+def test_a_template_that_joins_arguments_as_text_gets_their_json(qwen3, written) -> None:
+    """DeepSeek's template joins; others would write Python's {'place': 'Bern'}."""
+    qwen3.chat_template = QWEN3.replace("{{ call.function.arguments | tojson }}", written)
+    prompt = Prompt("p1", messages=(ASKED, called({"place": "Bern"}), ASKED))
+    assert '{"place": "Bern"}' in qwen3.decode(encode_prompt(qwen3, prompt))
+
+
+@pytest.mark.parametrize(
+    "prompt, words",
+    [
+        (Prompt("p1", messages=(ASKED | {"mood": "angry"},)), "role 'user' has 'mood', which the"),
+        (Prompt("p1", messages=(ASKED, called({}))), "has 'tool_calls', and the model can only"),
+        (Prompt("p1", messages=(ASKED,), template_args={"mode": 1}), "'mode' is not read by the"),
+        (Prompt("p1", messages=(ASKED,), template_args={"tools": 1}), "'tools' is set by jetrl"),
+        (Prompt("p1", messages=({"role": "user", "content": ["a"]},)), "write it as one text"),
+    ],
+)
+def test_what_a_template_does_not_read_is_refused(qwen3, prompt, words) -> None:
+    with pytest.raises(UserError, match=f"'p1'.*{words}"):
+        encode_prompt(qwen3, prompt)
+
+
+def test_what_a_template_without_tools_would_drop_is_refused(chatml) -> None:
+    with pytest.raises(UserError, match=r"has tools, .*does not read.*task\.options\.tools"):
+        encode_prompt(chatml, Prompt("p1", messages=(ASKED,), tools=TOOLS))
+    thought = {"role": "assistant", "content": "22", "reasoning_content": "two more"}
+    for message, key in ((called({}), "tool_calls"), (thought, "reasoning_content")):
+        with pytest.raises(UserError, match=f"'{key}', which the tokenizer's chat template does"):
+            encode_turns(chatml, encode_prompt(chatml, says(("user", "?"))), [Turn(message)])
+
+
+def test_template_arguments_of_a_row_hold_for_its_prompt(qwen3) -> None:
+    prompt = Prompt("p1", messages=(ASKED,), template_args={"enable_thinking": False, "other": []})
+    assert qwen3.decode(encode_prompt(qwen3, prompt)).endswith("<think>\n\n</think>\n\n")
+
+
+OPENS = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+CLOSES = OPENS.replace("<think>\n{%", "<think>\n\n</think>\n\n{%")
+WRITES = OPENS.replace("{{ m.content }}", "{% if m.role != 'user' %}<think>\n</think>{% endif %}5")
+
+
+@pytest.mark.parametrize(
+    "template, answer, written",
+    [
+        (OPENS, "<think>\n3+4\n</think>\n7", "<think>\n3+4\n</think>\n7"),
+        (OPENS, " <think>3+4</think>7", "<think>\n3+4</think>7"),
+        (OPENS, "3+4\n</think>\n7", "<think>\n3+4\n</think>\n7"),
+        (CLOSES, "<think>\n\n</think>\n\n7", "<think>\n\n</think>\n\n7"),
+        (CLOSES, "7", "<think>\n\n</think>\n\n7"),
+        (WRITES, "5", "<think>\n</think>5"),
+        (OPENS, "7", None),
+        (CLOSES, "<think>3+4</think>7", None),
+    ],
+)
+def test_a_thought_that_the_template_opens_is_not_opened_twice(
+    chatml, template, answer, written
+) -> None:
+    tokenizer = copy.deepcopy(chatml)
+    tokenizer.chat_template = template
+    prompt = Prompt("p1", messages=({"role": "user", "content": "5"},))
+    token_ids = encode_prompt(tokenizer, prompt)
+    if written is None:
+        with pytest.raises(UserError, match=r"the (tokenizer's )?chat template .*<think>"):
+            encode_turns(tokenizer, token_ids, [Turn(answer)], asked=prompt)
+        return
+    example = encode_turns(tokenizer, token_ids, [Turn(answer)], asked=prompt)
+    whole = tokenizer.decode([*token_ids, *example.completion])
+    assert whole.endswith(f"<|im_start|>assistant\n{written}<|im_end|>")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.models.chat_template import render_messages, set_template_args
+from jetrl.models.chat_template import Conversation, render_messages, set_template_args
 from jetrl.models.tiny import character_tokenizer
 from jetrl.untrusted import LimitedProcess, LimitError
 
@@ -35,7 +35,7 @@ def process():
 def test_the_text_is_that_of_transformers(open_turn):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    text = render_messages(tokenizer, MESSAGES, open_turn)
+    text = render_messages(tokenizer, Conversation(MESSAGES), open_turn)
     assert text == tokenizer.apply_chat_template(
         MESSAGES, tokenize=False, add_generation_prompt=open_turn
     )
@@ -74,7 +74,7 @@ def test_arguments_are_first_lines_that_a_caller_may_overrule(values):
     set_template_args(given, values)
     text = plain.apply_chat_template(MESSAGES[1:], tokenize=False, **values)
     assert given.apply_chat_template(MESSAGES[1:], tokenize=False) == text
-    assert render_messages(given, MESSAGES[1:], open_turn=False) == text
+    assert render_messages(given, Conversation(MESSAGES[1:]), open_turn=False) == text
     other = {"think": not values["think"], "note": "x"}
     overruled = [
         t.apply_chat_template(MESSAGES[1:], tokenize=False, **other) for t in (plain, given)

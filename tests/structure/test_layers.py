@@ -30,9 +30,10 @@ PARTS = {"rollout", "training", "tasks", "runs"}
 EVERYTHING = BASE | BELOW_ROLLOUT | PARTS | {"session", "loop"}
 
 ALLOWED: dict[str, set[str]] = {
-    **{part: set() for part in ("types", "errors", "randomness")},
+    **{part: set() for part in ("errors", "randomness")},
     **{part: {"errors"} for part in ("files", "untrusted")},
     **{part: {"errors", "files"} for part in ("settings", "distributed")},
+    "types": {"errors"},
     **dict.fromkeys(("precision", "tasks", "runs"), BASE),
     "kernels": BASE | {"precision"},
     "models": BASE | {"kernels", "precision"},

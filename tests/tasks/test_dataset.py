@@ -11,11 +11,17 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.tasks import get_task, read_prompts
-from jetrl.types import Prompt, Score
+from jetrl.types import Prompt, Score, Turn
 
 ROWS = [{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(20)]
 USER = {"role": "user", "content": "2+3?"}
 FIVE, SIX = ({"role": "assistant", "content": text} for text in "56")
+ADD = {"name": "add", "arguments": {"a": 2, "b": 3}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": ADD}]}
+ADD_AS_TEXT = {**ADD, "arguments": '{"a": 2, "b": 3}'}
+CALLED_AS_TEXT = {**CALLS, "tool_calls": [{"id": "1", "function": ADD_AS_TEXT}]}
+TOOL = {"role": "tool", "content": "5"}
+THOUGHT = {"reasoning_content": "2, 3"}
 VERL = {
     "prompt": [USER],
     "reward_model": {"style": "rule", "ground_truth": 5},
@@ -452,7 +458,16 @@ def test_bad_tables_are_named_by_file_and_line(tmp_path, text, message):
         ({"prompt": [USER], "completion": [FIVE]}, None, "5", None),
         ({"messages": [USER, FIVE]}, None, "5", None),
         ({"messages": [USER], "answer": "5"}, "5", None, None),
-        ({"messages": [USER, FIVE | {"content": None, "tool_calls": [{}]}]}, None, None, None),
+        ({"messages": [USER, CALLS]}, None, CALLS, None),
+        ({"messages": [USER, CALLED_AS_TEXT]}, None, CALLS, None),
+        ({"messages": json.dumps([USER, FIVE | THOUGHT])}, None, FIVE | THOUGHT, None),
+        (
+            {"prompt": [USER], "completion": [CALLS, TOOL, FIVE]},
+            None,
+            [Turn(CALLS, TOOL), Turn("5")],
+            None,
+        ),
+        ({"prompt": [USER], "chosen": [CALLS], "rejected": [SIX]}, None, None, (CALLS, "6")),
         ({"prompt": [USER], "chosen": [FIVE], "rejected": [SIX]}, None, None, ("5", "6")),
         ({"chosen": [USER, FIVE], "rejected": [USER, SIX]}, None, None, ("5", "6")),
         ({"prompt": "2+3?", "chosen": "5", "rejected": "6"}, None, None, ("5", "6")),
@@ -468,3 +483,69 @@ def test_rows_of_verl_and_trl_are_read_as_they_are(tmp_path, row, answer, worked
             with pytest.raises(UserError, match=r"row train-0 has none: .*if you only fine-tune"):
                 scored()
         assert get_task(str(tmp_path), checker="zero").score(prompt, "5") == 0
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def test_tools_and_template_arguments_come_from_columns(tmp_path):
+    row = {"prompt": [USER], "answer": "5", "chat_template_kwargs": {"enable_thinking": False}}
+    for tools in (TOOLS, json.dumps(TOOLS)):
+        write(tmp_path / "train.jsonl", {**row, "tools": tools})
+        (prompt,) = read_prompts(get_task(str(tmp_path)), "train")
+        assert (prompt.tools, prompt.template_args) == (tuple(TOOLS), {"enable_thinking": False})
+    (prompt,) = read_prompts(get_task("dataset", path=str(tmp_path), tools=""), "train")
+    assert prompt.tools == ()
+    write(tmp_path / "train.jsonl", {"prompt": "2+3?", "answer": "5", "tools": TOOLS})
+    with pytest.raises(UserError, match=r"line 1: field 'tools' .*task\.options\.tools"):
+        read_prompts(get_task("dataset", path=str(tmp_path), format="text"), "train")
+
+
+def test_parquet_gives_messages_and_tools_no_keys_that_are_null(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    other = {"role": "assistant", "content": "6", "tool_calls": None}
+    call = {"function": {"name": "sub", "arguments": {"c": 1}}}
+    rows = [
+        {"messages": [USER, other], "tools": None},
+        {"messages": [USER, CALLS], "tools": TOOLS},
+        {"messages": [USER, {**CALLS, "tool_calls": [call]}], "tools": TOOLS},
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "train.parquet"))
+    task = get_task("dataset", path=str(tmp_path), checker="zero")
+    prompts = read_prompts(task, "train")
+    assert [len(prompt.tools) for prompt in prompts] == [0, 1, 1]
+    worked = [task.demonstration(prompt) for prompt in prompts]
+    assert worked == ["6", CALLS, {**CALLS, "tool_calls": [call]}]
+
+
+PICTURE = [{"type": "image"}, {"type": "text", "text": "2+3?"}]
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"images": ["one.png"]}, "column 'images' has pictures.*text only: drop the column"),
+        ({"image_1": {"bytes": "x"}}, "column 'image_1'"),
+        ({"scan": {"bytes": "x", "path": None}}, "column 'scan'"),
+        ({"prompt": [{"role": "user", "content": PICTURE}]}, "a part of type 'image': .*text only"),
+        ({"prompt": [{"role": "user", "content": PICTURE[1:] * 2}]}, "write it as one text"),
+        ({"tools": "add"}, "field 'tools': 'add' is not a list of JSON schemas"),
+        ({"chat_template_kwargs": [1]}, "'chat_template_kwargs': .*not an object"),
+        ({"prompt": [USER, {**CALLS, "tool_calls": [{}]}]}, "a call needs a function's name"),
+        (
+            {"prompt": [{**CALLS, "tool_calls": [{"name": "add", "arguments": "2, 3"}]}]},
+            "the arguments of tool_calls, 'add', are '2, 3'; give an object",
+        ),
+        ({"prompt": [FIVE | {"reasoning_content": [1]}]}, "reasoning_content is .*not a text"),
+    ],
+)
+def test_what_no_template_could_be_given_is_refused_by_name(tmp_path, row, message):
+    write(tmp_path / "train.jsonl", {"prompt": "2+3?", "answer": "5", **row})
+    with pytest.raises(UserError, match=f"train.jsonl, line 1: .*{message}"):
+        read_prompts(get_task(str(tmp_path)), "train")
+
+
+def test_one_part_of_text_and_empty_columns_are_read(tmp_path):
+    row = {"prompt": [{"role": "user", "content": PICTURE[1:]}], "answer": "5", "images": []}
+    write(tmp_path / "train.jsonl", {**row, "video": None})
+    assert read_prompts(get_task(str(tmp_path)), "train")[0].messages == (USER,)

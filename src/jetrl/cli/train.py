@@ -311,10 +311,11 @@ def _sample_lines(sample: Sample) -> list[str]:
 
 def _prompt_lines(prompt: Prompt) -> list[str]:
     from jetrl.runs.format import clip, visible
+    from jetrl.types.conversation import shown_message
 
     text = prompt.text or ""
     if prompt.messages is not None:
-        text = "\n".join(f"{m['role']}: {m['content']}" for m in prompt.messages)
+        text = "\n".join(map(shown_message, prompt.messages))
     answer = "" if prompt.answer is None else f", answer {clip(prompt.answer, 80)}"
     head = visible(f"prompt {prompt.id}{answer}")
     return [head, textwrap.indent(visible(text, newlines=True).rstrip(), "    ")]

@@ -6,7 +6,8 @@ left out: it would end the sequence before the answer.
 
 Messages go through the tokenizer's chat template, which writes all special tokens itself and opens
 an assistant turn at the end. If the last message is the assistant's, its text follows the opening,
-and the model continues it.
+and the model continues it. A worked answer that is more than a text (tool calls, thoughts) is
+written by the template too, and what the template has opened already (`<think>`) is not repeated.
 
 Special tokens in the environment's text are encoded as text, not as control tokens, and on request
 so are those of prompts and worked answers (`models.tokenizer`).
@@ -15,12 +16,21 @@ so are those of prompts and worked answers (`models.tokenizer`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
-from jetrl.models.chat_template import render_messages
+from jetrl.models.chat_template import (
+    Conversation,
+    check_template_args,
+    names_read,
+    render_messages,
+    template_of,
+)
 from jetrl.models.tokenizer import (
     encode,
     encode_hidden,
@@ -28,10 +38,14 @@ from jetrl.models.tokenizer import (
     hide_special_tokens,
     shown,
 )
-from jetrl.types import Example, PlainText, Prompt, Turn
+from jetrl.types import Example, Message, PlainText, Prompt, Turn
+from jetrl.types.conversation import LABELS, REASONING, as_message, as_template_args, as_tools
 from jetrl.untrusted import LimitError
 
 _MARK = "jetrl-marks-the-assistant"  # a template's output is cut at this text
+_ASKED = Conversation([{"role": "user", "content": "?"}])  # a prompt of which only tokens are known
+_TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+_THOUGHT = re.compile(r"<([\w:]*(?:think|thought|reason)\w*)>")
 
 
 class ReplyError(UserError):
@@ -53,7 +67,7 @@ def encode_prompt(
         what = f"{where}: the model has no tokenizer"
         raise UserError(f"{what}; set model.tokenizer to a directory that has one")
     if prompt.messages is not None:
-        token_ids = _encode_messages(tokenizer, prompt.messages, system_prompt, where, plain_text)
+        token_ids = _encode_messages(tokenizer, prompt, system_prompt, where, plain_text)
     elif system_prompt is not None:
         raise UserError(f"{where} is plain text, which a system prompt cannot be put before")
     else:
@@ -111,13 +125,13 @@ def encode_reply(
     if isinstance(reply, str):
         text = reply
     else:
-        messages = [dict(reply)]
+        message = as_message(reply, where)
         if as_text:
-            messages, names = hide_special_tokens(tokenizer, messages)
+            message, names = hide_special_tokens(tokenizer, message)
         try:
-            end, after = _reply_text(tokenizer, messages[0], where)
+            end, after = _reply_text(tokenizer, message, where)
         except UserError as error:
-            _reply_text(tokenizer, {**reply, "content": "?"}, where)  # raises if any text does
+            _reply_text(tokenizer, {**message, "content": "?"}, where)  # raises if any text does
             raise ReplyError(shown(str(error), names)) from None
         # The model may have drawn the token that ends its turn: the template's is not repeated.
         drawn = tokenizer.decode(list(completion[-1:])) if completion else ""
@@ -129,24 +143,16 @@ def encode_reply(
         raise ReplyError(str(error)) from None
 
 
-def _reply_text(
-    tokenizer: PreTrainedTokenizerBase, reply: Mapping[str, str], where: str
-) -> tuple[str, str]:
+def _reply_text(tokenizer: PreTrainedTokenizerBase, reply: Message, where: str) -> tuple[str, str]:
     """Return a template's end of an assistant message, and its text of the reply after that."""
     own_mark = _MARK
     while any(own_mark in value for value in reply.values() if isinstance(value, str)):
         own_mark += "-x"
-    turn: list[Mapping[str, str]] = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": own_mark},
-    ]
-    last = _render(tokenizer, turn, where, open_turn=False)
-    followed = _render(tokenizer, [*turn, reply], where, open_turn=True)
-    # Text before the mark may differ (Qwen3 opens a thinking block in a last message):
-    # the sequence has that already.
-    _, mark, end = last.rpartition(own_mark)
-    _, mark_again, rest = followed.rpartition(own_mark)
-    if not mark or not mark_again or not rest.startswith(end):
+    end = _end_of_turn(tokenizer, _ASKED, where, own_mark)
+    turn = (*_ASKED.messages, {"role": "assistant", "content": own_mark})
+    followed = _render(tokenizer, Conversation([*turn, reply]), where, open_turn=True)
+    _, mark, rest = followed.rpartition(own_mark)
+    if end is None or not mark or not rest.startswith(end):
         raise UserError(
             f"{where}: the tokenizer's chat template does not write an assistant's message the "
             "same when another one follows; use another template, or text prompts"
@@ -156,34 +162,158 @@ def _reply_text(
     return end, after
 
 
+def _end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, asked: Conversation, where: str, mark: str = _MARK
+) -> str | None:
+    """Return a template's text after an assistant's message; None if it does not write it."""
+    turn = [*asked.messages, {"role": "assistant", "content": mark}]
+    last = _render(tokenizer, replace(asked, messages=turn), where, open_turn=False)
+    # Text before the mark may differ (Qwen3 opens a thinking block in a last message):
+    # the sequence has that already.
+    _, found, end = last.rpartition(mark)
+    return end if found else None
+
+
 def encode_turns(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Sequence[int],
     turns: Sequence[Turn],
     where: str = "answer",
     plain_text: PlainText = "replies",
+    asked: Prompt | None = None,
 ) -> Example:
     """Return a worked answer as the sequence that sampling would have produced.
 
     The last turn, and each turn before a message, ends with the end-of-sequence token if the
     tokenizer has one. A turn before a text does not: the task's stop string is part of the turn.
     `plain_text` selects the special tokens that are encoded as text: those of replies, all or none.
+    `asked` is what `prompt` encodes, for the chat template of turns that are messages.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    # Without a word of it, the template sees a short question.
+    said = _ASKED if asked is None or asked.messages is None else _conversation(asked, where)
     completion: list[int] = []
     environment = []
+    is_text = asked is not None and asked.messages is None
     for turn in turns:
-        answer = encode_text(
-            tokenizer, turn.completion, where, begin=False, as_text=plain_text == "all"
-        )
-        answer += [] if isinstance(turn.reply, str) else end
-        completion += answer
+        answer = turn.completion
+        if isinstance(answer, str) and not is_text:
+            answer = _after_opening(tokenizer, answer, [*prompt, *completion], said, where)
+        if isinstance(answer, str):
+            token_ids = encode_text(
+                tokenizer, answer, where, begin=False, as_text=plain_text == "all"
+            )
+            token_ids += [] if isinstance(turn.reply, str) else end
+        else:
+            if is_text:
+                what = "the prompt is a plain text, and the answer a message"
+                raise UserError(f"{where}: {what}; make both messages or both texts")
+            message = as_message(answer, where)
+            token_ids = _encode_answer(tokenizer, message, said, where, plain_text)
+        completion += token_ids
+        messages = [*said.messages, {"role": "assistant", "content": turn.text}]
         if turn.reply is not None:
             start = len(completion)
             as_text = plain_text != "none"
-            completion += encode_reply(tokenizer, turn.reply, answer, where, as_text)
+            completion += encode_reply(tokenizer, turn.reply, token_ids, where, as_text)
             environment.append((start, len(completion)))
+            if isinstance(turn.reply, Mapping):
+                messages.append(as_message(turn.reply, where))
+        said = replace(said, messages=messages)
     return Example(prompt, completion, environment)
+
+
+def _after_opening(
+    tokenizer: PreTrainedTokenizerBase,
+    answer: str,
+    before: Sequence[int],
+    said: Conversation,
+    where: str,
+) -> str | Message:
+    """Return an answer without what the template has written already, such as <think>.
+
+    A thought that the template opens and the answer does not close is for the template to close:
+    the answer is returned as a message then.
+    """
+    opening = _opening(tokenizer, said, where)
+    if not opening:
+        return answer
+    tail = tokenizer.decode(list(before[-2 * len(opening) :]), clean_up_tokenization_spaces=False)
+    assert isinstance(tail, str)
+    if not tail.endswith(opening):
+        return answer
+    begun = answer.lstrip()
+    for tag in _TAG.finditer(opening):
+        written = opening[tag.start() :]
+        if begun.startswith(written.rstrip()):
+            space = written[len(written.rstrip()) :]
+            answer = begun.removeprefix(written.rstrip()).removeprefix(space)
+            break
+        if begun.startswith(tag[0]) and _THOUGHT.fullmatch(tag[0]):
+            raise UserError(
+                f"{where}: the chat template opens the turn with {written!r:.60}, and the answer "
+                f"begins with another {tag[0]}; set model.template_args so that it opens none "
+                "(such as enable_thinking=true), or take the thought out"
+            )
+    thought = _THOUGHT.search(opening.rstrip()[-40:])
+    is_open = thought is not None and opening.rstrip().endswith(thought[0])
+    if thought is None or not is_open or f"</{thought[1]}>" in answer:
+        return answer
+    return {"role": "assistant", "content": answer}
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase, said: Conversation, where: str) -> str:
+    """Return the text by which a chat template opens an assistant's turn; "" without one."""
+    if not tokenizer.chat_template:
+        return ""
+    asked = replace(_ASKED, template_args=said.template_args)
+    try:
+        closed = _render(tokenizer, asked, where, open_turn=False)
+        opened = _render(tokenizer, asked, where, open_turn=True)
+    except UserError:  # a template of other roles: its prompts do not begin so
+        return ""
+    return opened.removeprefix(closed) if opened.startswith(closed) else ""
+
+
+def _encode_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    message: Message,
+    said: Conversation,
+    where: str,
+    plain_text: PlainText,
+) -> list[int]:
+    """Return the tokens of an assistant's message by the template, with its end.
+
+    It ends as a text does, unless the template ends it otherwise (<|eom_id|> of Llama 3).
+    """
+    if message["role"] != "assistant" or said.messages[-1]["role"] == "assistant":
+        problem = "follows another one" if message["role"] == "assistant" else "is not one"
+        raise UserError(f"{where}: a message of the assistant is expected, and this {problem}")
+    names: dict[str, str] = {}
+    whole = replace(said, messages=[*said.messages, message])
+    if plain_text == "all":
+        parts = (whole.messages, whole.tools)
+        (messages, tools), names = hide_special_tokens(tokenizer, parts)
+        whole = replace(whole, messages=messages, tools=tools)
+    asked = replace(whole, messages=whole.messages[:-1])
+    before = _render(tokenizer, asked, where, open_turn=True)
+    text = _render(tokenizer, whole, where, open_turn=False)
+    if not text.startswith(before):
+        raise UserError(
+            f"{where}: the tokenizer's chat template does not write this answer after the opening "
+            f"that the model answers to, {before[-40:]!r}: begin it with the thought opened there "
+            "(<think>...</think>), change model.template_args, or use another template"
+        )
+    text = text.removeprefix(before)
+    _check_written(whole.messages[-1], text, where, is_answer=True)
+    end = _end_of_turn(tokenizer, asked, where) or ""
+    is_usual = bool(end) and text.endswith(end)
+    text = text.removesuffix(end) if is_usual else text.rstrip()
+    token_ids = encode_text(tokenizer, text, where, begin=False, names=names)
+    if tokenizer.eos_token_id is not None:
+        has_end = not is_usual and token_ids[-1:] and token_ids[-1] in tokenizer.all_special_ids
+        token_ids += [] if has_end else [tokenizer.eos_token_id]
+    return token_ids
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
@@ -200,73 +330,150 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     return text
 
 
+def _conversation(prompt: Prompt, where: str) -> Conversation:
+    """Return a prompt's messages with its tools and template arguments, checked."""
+    return Conversation(
+        [as_message(message, where) for message in prompt.messages or ()],
+        as_tools(prompt.tools, f"{where}: tools"),
+        as_template_args(prompt.template_args, f"{where}: template_args"),
+    )
+
+
 def _encode_messages(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    prompt: Prompt,
     system_prompt: str | None,
     where: str,
     plain_text: PlainText,
 ) -> list[int]:
     """Return the token ids of messages by the chat template, an assistant's turn opened."""
-    _check_messages(messages, where)
-    conversation, names = [dict(message) for message in messages], dict[str, str]()
+    chat, names = _conversation(prompt, where), dict[str, str]()
+    messages, tools = [*chat.messages], chat.tools
     if plain_text == "all":
-        conversation, names = hide_special_tokens(tokenizer, conversation)
+        (messages, tools), names = hide_special_tokens(tokenizer, (messages, tools))
     if system_prompt is not None:
-        if any(message.get("role") == "system" for message in conversation):
+        if any(message["role"] == "system" for message in messages):
             raise UserError(f"{where} has a system message of its own; unset the system prompt")
-        conversation.insert(0, {"role": "system", "content": system_prompt})
+        messages.insert(0, {"role": "system", "content": system_prompt})
     begun = ""
-    if conversation[-1:] and conversation[-1]["role"] == "assistant":
-        begun = conversation.pop()["content"]
-    text = _render(tokenizer, conversation, where, open_turn=True)
-    opening = text.split()[-1:]
-    if begun and opening and begun.lstrip().startswith(opening[0]):
+    if messages and messages[-1]["role"] == "assistant":
+        last = messages.pop()
+        if more := sorted(last.keys() - {"role", "content", *LABELS}):
+            raise UserError(
+                f"{where}: its last message, the assistant's, has {more[0]!r}, and the model can "
+                "only continue a text: end the prompt before it (task.options.demonstration names "
+                "messages to imitate)"
+            )
+        begun = last["content"]
+    text = _render(tokenizer, replace(chat, messages=messages, tools=tools), where, open_turn=True)
+    # The last word may be several tags: <|Assistant|><think> of DeepSeek.
+    opening = [*text.split()[-1:], *_TAG.findall("".join(text.split()[-1:]))[-1:]]
+    if twice := [word for word in opening if begun.lstrip().startswith(word)]:
         raise UserError(
-            f"{where}: its last message, the assistant's, begins with {opening[0]!r}, with which "
+            f"{where}: its last message, the assistant's, begins with {twice[0]!r}, with which "
             "the chat template opens the turn: leave it out"
         )
     text += begun  # as the model would have written it; transformers: continue_final_message
-    for message in conversation:
-        if message["role"] != "assistant":  # of which templates leave out old thoughts
-            _check_written(message, text, where)
+    for message in messages:
+        _check_written(message, text, where)
     return encode_text(tokenizer, text, where, begin=False, names=names)
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
-    where: str,
-    open_turn: bool,
+    tokenizer: PreTrainedTokenizerBase, chat: Conversation, where: str, open_turn: bool
 ) -> str:
-    """Return the text of messages by the chat template, an assistant's turn opened if asked."""
+    """Return a conversation's text by the chat template, an assistant's turn opened if asked."""
     if not tokenizer.chat_template:
         raise UserError(
             f"{where} is made of messages, but the tokenizer has no chat template; use an "
             "instruct model, put chat_template.jinja next to its tokenizer, or use text prompts"
         )
-    _check_messages(messages, where)
-    try:
-        return render_messages(tokenizer, messages, open_turn)
-    except LimitError as error:
-        raise UserError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
+    chat = _as_read(tokenizer, chat, where)
+    arguments = [function["arguments"] for function in _functions(chat.messages)]
+    # Most templates write arguments as JSON; some join them as text, and get their JSON.
+    forms = [chat, replace(chat, messages=_arguments_as_text(chat.messages))]
+    refusal: LimitError | None = None
+    for form in forms if any(arguments) else forms[:1]:
+        try:
+            text = render_messages(tokenizer, form, open_turn)
+        except LimitError as error:
+            refusal = refusal or error
+            continue
+        if form is forms[1] or not any(str(a) in text and a for a in arguments):  # Python's {'a'}
+            return text
+    raise UserError(f"{where}: the tokenizer's chat template refuses it: {refusal}") from refusal
 
 
-def _check_messages(messages: Sequence[Mapping[str, str]], where: str) -> None:
-    """Raise if a message has no role or no content that is text."""
+def _functions(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Yield the functions of tool calls, with a name and arguments."""
     for message in messages:
-        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise UserError(f"{where}: message {message!r} needs a role and a content, both text")
+        for call in message.get("tool_calls", ()):
+            yield {"arguments": {}, **call.get("function", call)}
 
 
-def _check_written(message: Mapping[str, str], text: str, where: str) -> None:
-    """Raise if a template wrote nothing of a message, as some do for unknown roles."""
-    content = message["content"].strip()
-    if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
+def _arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with the arguments of tool calls as JSON text."""
+    written = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            (function,) = _functions([{"tool_calls": [call]}])
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            function = {**function, "arguments": text}
+            calls.append({**call, "function": function} if "function" in call else function)
+        written.append({**message, "tool_calls": calls} if calls else message)
+    return written
+
+
+def _as_read(tokenizer: PreTrainedTokenizerBase, chat: Conversation, where: str) -> Conversation:
+    """Return a conversation with thoughts by all their names; refuse what no template reads."""
+    template = template_of(tokenizer, chat)
+    read = names_read(template)
+    if chat.tools and "tools" not in read:
         raise UserError(
-            f"{where}: the tokenizer's chat template leaves out the message of role "
-            f"{message['role']!r}: {content!r:.60}; give it a role that the template knows"
+            f"{where} has tools, which the tokenizer's chat template does not read; use another "
+            'template, or leave them out (task.options.tools = "")'
         )
+    # What says nothing may be missing in a template that another model has.
+    args = {k: v for k, v in chat.template_args.items() if k in read or v not in ("", [], {})}
+    given = {"messages", "tools", "add_generation_prompt", *tokenizer.special_tokens_map}
+    check_template_args(template, args, given, f"{where}: its template_args")
+    messages = []
+    for message in chat.messages:
+        thoughts = next((message[key] for key in REASONING if message.get(key)), None)
+        for key in message.keys() - {"role", "content", *LABELS}:
+            known = read & {*REASONING} if key in REASONING else key in read
+            if not known and message[key] not in ("", [], {}):
+                raise UserError(
+                    f"{where}: the message of role {message['role']!r} has {key!r}, which the "
+                    "tokenizer's chat template does not read; use another template, or take it out"
+                )
+        # As transformers does: gpt-oss's template reads `thinking`, Qwen3's `reasoning_content`.
+        named = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+        messages.append(named if thoughts else message)
+    return replace(chat, messages=messages, template_args=args)
+
+
+def _check_written(message: Message, text: str, where: str, is_answer: bool = False) -> None:
+    """Raise if a template wrote nothing of a message, as some do for unknown roles.
+
+    Of earlier messages of the assistant it may leave out the thoughts.
+    """
+    role = f"message of role {message['role']!r}"
+    said = [(f"tool_calls of the {role}", call["name"]) for call in _functions([message])]
+    content = message["content"] or ""
+    if is_answer:  # of which a template may write thoughts in its own way
+        said += [(f"the {role}", part) for part in re.split(r"</?\w+>", content)]
+        said += [(f"{key} of the {role}", message.get(key) or "") for key in REASONING]
+    elif message["role"] != "assistant":
+        said.append((f"the {role}", content))
+    for what, value in said:
+        part = value.strip()
+        if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
+            raise UserError(
+                f"{where}: the tokenizer's chat template leaves out {what}: {part!r:.60}; give it "
+                "a role that the template knows, or use another template"
+            )
 
 
 def _lacking(tokenizer: PreTrainedTokenizerBase, text: str) -> str:

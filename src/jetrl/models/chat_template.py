@@ -10,7 +10,8 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from jetrl.errors import UserError
 from jetrl.models.tokenizer import MOST_TEMPLATE
+from jetrl.types import Message
 from jetrl.untrusted import LimitedProcess, LimitError
 
 LIMIT_S = 5.0
@@ -25,21 +27,58 @@ MEMORY_MIB = 512
 _CACHED = 2**16  # bytes of a request whose text is kept
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """The input of a chat template: messages, tools and arguments of `apply_chat_template`."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+
+
 def render_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], open_turn: bool
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, open_turn: bool
 ) -> str:
-    """Return the text of messages by a tokenizer's chat template, as `apply_chat_template` does."""
-    template = tokenizer.get_chat_template()
+    """Return a conversation's text by the chat template, as `apply_chat_template` does."""
+    template = template_of(tokenizer, conversation)
     if len(template) > MOST_TEMPLATE:
         raise LimitError(f"it has {len(template):,} characters, at most {MOST_TEMPLATE:,}")
     request = {
         "template": template,
-        "messages": [{k: v for k, v in m.items() if v is not None} for m in messages],
+        "messages": [
+            {k: v for k, v in message.items() if v is not None} for message in conversation.messages
+        ],
+        "tools": list(conversation.tools) or None,
+        "template_args": conversation.template_args,
         "open_turn": open_turn,
         "special_tokens": tokenizer.special_tokens_map,
     }
     line = json.dumps(request, default=str).encode()
     return _rendered(line) if len(line) < _CACHED else str(_shared().answer(line))
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> str:
+    """Return the template of a conversation: a tokenizer may have one of its own for tools."""
+    return tokenizer.get_chat_template(tools=[dict(tool) for tool in conversation.tools] or None)
+
+
+@functools.lru_cache(maxsize=8)
+def names_read(template: str) -> frozenset[str]:
+    """Return the words of a template that may name what it reads."""
+    return frozenset(re.findall(r"[^\W\d]\w*", template))
+
+
+def check_template_args(
+    template: str, values: Mapping[str, Any], given: Set[str], where: str
+) -> None:
+    """Raise for an argument that a template does not read, or whose name is one of `given`."""
+    names = sorted({*re.findall(r"(?<![\w.])[^\W\d]\w*", template)} - given)
+    for name in values:
+        if name not in names:
+            near = difflib.get_close_matches(name, [] if name in given else names, n=1)
+            hint = f"did you mean {near[0]}?" if near else "leave it out"
+            what = "is set by jetrl" if name in given else "is not read by the chat template"
+            raise UserError(f"{where}: {name!r} {what}; {hint}")
 
 
 def set_template_args(
@@ -57,14 +96,10 @@ def set_template_args(
     if tokenizer is None or not tokenizer.chat_template:
         raise UserError(f"{where}: the tokenizer has no chat template; leave it out")
     template = tokenizer.get_chat_template()
-    lines, given = "", {"messages", "add_generation_prompt", *tokenizer.special_tokens_map}
-    names = sorted({*re.findall(r"(?<![\w.])[^\W\d]\w*", template)} - given)
+    given = {"messages", "add_generation_prompt", *tokenizer.special_tokens_map}
+    check_template_args(template, values, given, where)
+    lines = ""
     for name, value in values.items():
-        if name not in names:
-            near = difflib.get_close_matches(name, [] if name in given else names, n=1)
-            hint = f"did you mean {near[0]}?" if near else "leave it out"
-            what = "is set by jetrl" if name in given else "is not read by the chat template"
-            raise UserError(f"{where}: {name!r} {what}; {hint}")
         text = json.dumps(value, ensure_ascii=False)
         lines += f"{{% if {name} is not defined or {name} is none %}}"
         lines += f"{{% set {name} = {text} %}}{{% endif %}}\n"  # the line end is not rendered
@@ -85,8 +120,9 @@ def render(request: dict[str, Any]) -> Any:
     """Render in the limited process."""
     rendered: Any = render_jinja_template(
         conversations=[request["messages"]],
+        tools=request.get("tools"),
         chat_template=request["template"],
         add_generation_prompt=request["open_turn"],
-        **request["special_tokens"],
+        **request["special_tokens"] | request.get("template_args", {}),
     )
     return rendered[0][0]  # the first conversation, without the spans of generated text

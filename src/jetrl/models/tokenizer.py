@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +35,7 @@ _SMALL = (
     *("added_tokens.json", "chat_template.json", "config.json", "generation_config.json"),
     *("special_tokens_map.json", "tokenizer_config.json"),
 )
+AnyValue = TypeVar("AnyValue")
 _READ = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
@@ -129,26 +130,40 @@ def has_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def hide_special_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
-) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """Return messages with placeholders for special tokens' names, and the names by placeholder."""
-    texts = (value for message in messages for value in message.values())
-    everything = "".join(text for text in texts if isinstance(text, str))
+    tokenizer: PreTrainedTokenizerBase, value: AnyValue
+) -> tuple[AnyValue, dict[str, str]]:
+    """Return messages or another JSON value with placeholders for special tokens' names.
+
+    The names by their placeholders come second.
+    """
+    everything = "\0".join(_texts(value))
     present = [name for name in _names(tokenizer) if name in everything]
     if not present:
-        return messages, {}
+        return value, {}
     placeholder = _PLACEHOLDER
     while placeholder in everything:
         placeholder += "x"
     placeholders = {name: f"{placeholder}{number}end" for number, name in enumerate(present)}
     pattern = _any_of(present)
 
-    def hide(text: str) -> str:
-        is_text = isinstance(text, str)  # a task may put anything next to role and content
-        return pattern.sub(lambda name: placeholders[name[0]], text) if is_text else text
+    def hide(part: Any) -> Any:
+        if isinstance(part, str):
+            return pattern.sub(lambda name: placeholders[name[0]], part)
+        if isinstance(part, Mapping):
+            return {hide(key): hide(item) for key, item in part.items()}
+        return [hide(item) for item in part] if isinstance(part, list | tuple) else part
 
-    hidden = [{key: hide(text) for key, text in message.items()} for message in messages]
-    return hidden, {placeholders[name]: name for name in present}
+    return hide(value), {placeholders[name]: name for name in present}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a JSON value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        yield from chain.from_iterable(map(_texts, value))
+        if isinstance(value, Mapping):
+            yield from _texts([*value.values()])
 
 
 def shown(text: str, names: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from jetrl.files import Count, Step, Stored, UnixTime
 from jetrl.settings.section import ReportSamples
 from jetrl.types import Completion, Sample
+from jetrl.types.conversation import shown_message
 
 Phase = Literal["sft", "rl"]
 EndState = Literal["finished", "interrupted", "stopped", "failed"]
@@ -210,5 +211,5 @@ def _turns_of(completion: Completion) -> dict[str, Any]:
 
 def prompt_text(record: dict[str, Any]) -> str:
     if record.get("messages"):
-        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in record["messages"])
+        return "\n".join(map(shown_message, record["messages"]))
     return str(record.get("prompt") or "")

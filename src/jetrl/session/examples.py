@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jetrl.errors import UserError
@@ -26,7 +26,7 @@ def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
             "or give a task of your own a demonstration method"
         )
     # An answer may have turns, with what the environment said between them.
-    turns = [Turn(answer)] if isinstance(answer, str) else list(answer)
+    turns = [Turn(answer)] if isinstance(answer, str | Mapping) else list(answer)
     return _encoded(model, encoded, turns, "worked answer")
 
 
@@ -40,9 +40,9 @@ def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
             "task.options.rejected"
         )
     is_pair = isinstance(texts, tuple | list) and len(texts) == 2
-    if not is_pair or not all(isinstance(text, str) for text in texts):
+    if not is_pair or not all(isinstance(text, str | Mapping) for text in texts):
         where = f"task {task.label}, prompt {encoded.prompt.id!r}"
-        raise UserError(f"{where}: its preference is not two texts")
+        raise UserError(f"{where}: its preference is not two texts or messages")
     # A pair shares its prompt; scores are read at the last token of each.
     examples = [_encoded(model, encoded, [Turn(text)], "completion") for text in texts]
     better, worse = ((*example.prompt, *example.completion) for example in examples)
@@ -69,7 +69,14 @@ def _encoded(model: Model, encoded: EncodedPrompt, turns: Sequence[Turn], name: 
     where = f"prompt {encoded.prompt.id!r}"
     tokenizer, limit = model.tokenizer, model.config.max_position_embeddings
     assert tokenizer is not None, "no turns without a tokenizer"
-    example = encode_turns(tokenizer, encoded.token_ids, turns, where, model.plain_text)
+    example = encode_turns(
+        tokenizer,
+        encoded.token_ids,
+        turns,
+        where,
+        plain_text=model.plain_text,
+        asked=encoded.prompt,
+    )
     if (count := len(example.prompt) + len(example.completion)) > limit:
         raise UserError(
             f"{where} and its {name} have {count} tokens, and the model's context is {limit}; "

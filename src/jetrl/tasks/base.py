@@ -22,7 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from jetrl.errors import UserError, nearest
 from jetrl.files import problem_of
 from jetrl.tasks.splits import content_key
-from jetrl.types import Prompt, Reply, Score, Turn
+from jetrl.types import Message, Prompt, Reply, Score, Turn
 from jetrl.untrusted import USERS_ERRORS
 
 Format = Literal["chat", "text"]
@@ -149,7 +149,7 @@ class Task:
 
     def score_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float | Score:
         """Return the reward of a completion with turns: its last turn's score by default."""
-        return self.score(prompt, turns[-1].completion)
+        return self.score(prompt, turns[-1].text)
 
     def score_alone(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> float | Score:
         """Return the score without the functions of `reward_calls`."""
@@ -167,18 +167,21 @@ class Task:
         """Return the strings that end a completion or a turn: `stop`, unless overridden."""
         return self.stop
 
-    def demonstration(self, prompt: Prompt) -> str | Sequence[Turn] | None:
+    def demonstration(self, prompt: Prompt) -> str | Message | Sequence[Turn] | None:
         """Return a worked completion of the prompt to imitate in supervised training, if any.
 
-        It has no end-of-sequence token. A completion of several turns is a sequence of them, each
-        with the stop string that ends it and the environment's reply.
+        It has no end-of-sequence token. For a chat prompt it may be an assistant's message, with
+        tool_calls or reasoning_content, which the chat template writes. A completion of several
+        turns is a sequence of them, each with the stop string that ends it and the environment's
+        reply.
         """
         return None
 
-    def preference(self, prompt: Prompt) -> tuple[str, str] | None:
+    def preference(self, prompt: Prompt) -> tuple[str | Message, str | Message] | None:
         """Return two completions of the prompt, the better one first, if the task has such pairs.
 
-        `jetrl sft --task reward` learns from them. They have no end-of-sequence token.
+        `jetrl sft --task reward` learns from them. They have no end-of-sequence token; messages are
+        as for `demonstration`.
         """
         return None
 
@@ -215,8 +218,9 @@ class Task:
         demonstration = self.demonstration(prompt)
         cases: list[tuple[Prompt, str, float | None]] = [(prompt, "", None)]
         if demonstration is not None:
-            last = demonstration if isinstance(demonstration, str) else demonstration[-1].completion
-            cases.insert(0, (prompt, last, None))
+            if isinstance(demonstration, str | Mapping):
+                demonstration = [Turn(demonstration)]
+            cases.insert(0, (prompt, demonstration[-1].text, None))
         return cases
 
     @property
@@ -254,9 +258,12 @@ def to_reply(value: object, prompt: Prompt, task: str) -> Reply | None:
         return str(value)
     if isinstance(value, Mapping) and prompt.messages is not None:
         message = {str(key): item for key, item in value.items()}
-        if all(isinstance(message.get(key), str) for key in ("role", "content")):
-            return {key: str(item) for key, item in message.items()}
-        raise ScoreError(f"{where}, which needs a role and a content, both text")
+        message = {key: item for key, item in message.items() if item is not None}
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ScoreError(f"{where}, which needs a role and a content, both text")
+        if wrong := [key for key, item in message.items() if not isinstance(item, str)]:
+            raise ScoreError(f"{where}, of which {wrong[0]!r} is not a text")
+        return {key: str(item) for key, item in message.items()}
     usable = "a text, since the prompt is one" if prompt.text is not None else "a message"
     raise ScoreError(f"{where}; give {usable}, or None to end")
 

@@ -17,7 +17,6 @@ answer in the expected form.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,7 +42,16 @@ from jetrl.tasks.rewards import Checker, Rewards, UserFunction, reward_function
 from jetrl.tasks.rows import Row, check_path, has_field, read_rows, splits_of, value_at
 from jetrl.tasks.splits import content_key, held_out_keys
 from jetrl.tasks.thoughts import answer_part, names_thoughts, whole_turn
-from jetrl.types import Prompt, Score, Turn
+from jetrl.types import Message, Prompt, Score, Turn
+from jetrl.types.conversation import (
+    are_messages,
+    as_message,
+    as_messages,
+    as_template_args,
+    as_tools,
+    as_turns,
+    refuse_media,
+)
 
 ALL = "all"
 """The split that is all rows of data without splits."""
@@ -57,6 +65,8 @@ _USUAL = {
     "chosen": ("chosen",),
     "rejected": ("rejected",),
     "id": (),
+    "tools": ("tools",),
+    "template_args": ("chat_template_kwargs",),
 }
 _OTHER_FORMS = {  # rows that need options or other keys, by a field of theirs
     "conversations": "; of ShareGPT rows rename conversations to messages, from to role (human to "
@@ -64,7 +74,6 @@ _OTHER_FORMS = {  # rows that need options or other keys, by a field of theirs
     "instruction": '; Alpaca rows: task.options.template="{instruction} {input}", and '
     "task.options.answer=output, or task.options.demonstration=output for supervised training",
 }
-_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{(?=.*['"]role['"]\s*:)(?=.*['"]content['"]\s*:)""", re.S)
 
 
 class Dataset(Task):
@@ -84,6 +93,8 @@ class Dataset(Task):
         chosen: Field of the better of two completions, for a reward model.
         rejected: Field of the worse of two completions.
         id: Field that names a row; "": its split and number.
+        tools: Field of the tools that the chat template offers, a list of JSON schemas or its JSON.
+        template_args: Field of the row's own arguments of the chat template, an object or its JSON.
         template: The question, with `{field}` for fields of the row but not for the answer or a
             completion; default: only the prompt field.
         checker: One of the above, or several, whose rewards are added.
@@ -106,6 +117,8 @@ class Dataset(Task):
         chosen: str | None = None,
         rejected: str | None = None,
         id: str = "",
+        tools: str | None = None,
+        template_args: str | None = None,
         template: str | None = None,
         checker: str | list[str] = "math",
         weights: list[float] | None = None,
@@ -126,6 +139,7 @@ class Dataset(Task):
         self.test_share, self.seed = test_share, seed
         self.fields: dict[str, str | None] = {"prompt": prompt, "answer": answer, "id": id}
         self.fields |= {"demonstration": demonstration, "chosen": chosen, "rejected": rejected}
+        self.fields |= {"tools": tools, "template_args": template_args}
         self.stop = to_stops(stop, "task.options.stop")
         self._check = get_checker(checker, pattern, strict, weights, answer)
         self.reward_calls = self._check.calls
@@ -177,7 +191,7 @@ class Dataset(Task):
         if not self.reward_calls:
             return super().score_alone(prompt, completion)
         self._require_answer(prompt)
-        text = completion if isinstance(completion, str) else completion[-1].completion
+        text = completion if isinstance(completion, str) else completion[-1].text
         return self._check.alone(prompt, text)
 
     def call_rewards(
@@ -208,24 +222,29 @@ class Dataset(Task):
             return None
         return answer_key(whole_turn(prompt, completion), self._strict)
 
-    def demonstration(self, prompt: Prompt) -> str | None:
-        return self._completion(prompt, "demonstration", f"row {prompt.id}")
+    def demonstration(self, prompt: Prompt) -> str | Message | Sequence[Turn] | None:
+        turns = self._completion(prompt, "demonstration", f"row {prompt.id}")
+        return turns[0].completion if turns and len(turns) == 1 else turns
 
-    def preference(self, prompt: Prompt) -> tuple[str, str] | None:
-        pair = (self._completion(prompt, n, f"row {prompt.id}") for n in ("chosen", "rejected"))
-        better, worse = pair
+    def preference(self, prompt: Prompt) -> tuple[str | Message, str | Message] | None:
+        pair = [self._completion(prompt, n, f"row {prompt.id}") for n in ("chosen", "rejected")]
+        better, worse = (turns[0].completion if turns else None for turns in pair)
         return None if better is None or worse is None else (better, worse)
 
-    def _completion(self, prompt: Prompt, role: str, where: str) -> str | None:
-        """Return a completion: a text, or the assistant's message after those of the prompt."""
+    def _completion(self, prompt: Prompt, role: str, where: str) -> list[Turn] | None:
+        """Return a completion: a text, or the assistant's messages after those of the prompt."""
         name = self._name(prompt.metadata, role)
-        value = value_at(prompt.metadata, name)
-        if not _are_messages(value):
-            return self._text(prompt.metadata, role, where)
-        *before, last = ((message["role"], message["content"]) for message in value)
-        asked = [(message["role"], message["content"]) for message in prompt.messages or ()]
-        if last[0] == "assistant" and before in ([], asked) and isinstance(last[1], str):
-            return last[1]
+        value: Any = value_at(prompt.metadata, name) if name else None
+        value = as_messages(value, name, where)
+        if not are_messages(value):
+            text = self._text(prompt.metadata, role, where)
+            return None if text is None else [Turn(text)]
+        messages = [as_message(item, f"{where}: field {name!r}") for item in value]
+        asked = list(prompt.messages or ())
+        said = messages[len(asked) :] if messages[: len(asked)] == asked else messages
+        turns = as_turns(said)
+        if turns and (len(turns) == 1 or role == "demonstration"):
+            return turns
         if self.fields[role] is None:
             return None
         needs = "one message of the assistant, after those of the prompt or alone, with a text"
@@ -279,26 +298,41 @@ class Dataset(Task):
         prompt_id = self._text(row, "id", where) or number
         field = f"{where}: field {self._name(row, 'prompt')!r}"
         if isinstance(question, list | tuple) and question:
-            content: dict[str, Any] = {"messages": tuple(_message(m, field) for m in question)}
+            content: dict[str, Any] = {"messages": tuple(as_message(m, field) for m in question)}
             if self.format == "text":
                 raise UserError(f"{field} is a list of messages, and task.options.format is 'text'")
         elif isinstance(question, str) and question:
             content = question_content(self.format, question)
         else:
             raise UserError(f"{field} is {question!r:.60}, not a text or a list of messages")
+        refuse_media(row, where)
+        content |= self._template_fields(row, where, "messages" in content)
         prompt = Prompt(id=prompt_id, answer=answer, metadata=dict(row), **content)
         for name in ("demonstration", "chosen", "rejected"):
             self._completion(prompt, name, where)
         return prompt
+
+    def _template_fields(self, row: Row, where: str, is_chat: bool) -> dict[str, Any]:
+        """Return a row's tools and arguments of the chat template, which a plain text has not."""
+        tools, args = self._name(row, "tools"), self._name(row, "template_args")
+        found = {
+            "tools": as_tools(value_at(row, tools), f"{where}: field {tools!r}"),
+            "template_args": as_template_args(value_at(row, args), f"{where}: field {args!r}"),
+        }
+        for role, value in found.items():
+            if value and not is_chat:
+                what = f"{where}: field {self._name(row, role)!r} is for a chat template"
+                raise UserError(f'{what}, and the prompt is a plain text; task.options.{role}=""')
+        return found
 
     def _question(self, row: Row, where: str) -> Any:
         """Return a row's question: a text or messages."""
         if self.template is not None:
             return _FIELD.sub(lambda m: self._fill(row, m[1], where), self.template)
         name = self._name(row, "prompt") or "prompt"
-        value = _messages(_value(row, name, where, "task.options.prompt names it"), name, where)
+        value = as_messages(_value(row, name, where, "task.options.prompt names it"), name, where)
         if self.fields["prompt"] is None and name in ("messages", "chosen"):
-            if _are_messages(value) and value[-1]["role"] == "assistant":
+            if are_messages(value) and value[-1]["role"] == "assistant":
                 return value[:-1]
             if name == "chosen":  # a text has no prompt in it
                 _value(row, "prompt", where, "task.options.prompt names it")
@@ -325,7 +359,7 @@ class Dataset(Task):
 
     def _fill(self, row: Row, field: str, where: str) -> str:
         value = _value(row, field, where, "task.options.template takes it")
-        if isinstance(value, Mapping) or _are_messages(_messages(value, field, where)):
+        if isinstance(value, Mapping) or are_messages(as_messages(value, field, where)):
             needs = f"not a text that task.options.template could take{_parts(field, value)}"
             raise UserError(f"{where}: field {field!r} is {value!r:.60}, {needs}")
         return str(value)
@@ -354,35 +388,6 @@ def _parts(field: str, value: Any) -> str:
     """Return a hint at the dotted paths into an object, else ""."""
     parts = list(_paths(value, f"{field}."))[:4] if isinstance(value, Mapping) else []
     return f"; a part of it is named {' or '.join(parts)}" if parts else ""
-
-
-def _messages(value: Any, field: str, where: str) -> Any:
-    """Parse a text that is the JSON of a list of messages; return other values unchanged."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return value
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        parsed = None
-    if _are_messages(parsed):
-        return parsed
-    if _LIKE_MESSAGES.match(value):
-        what = f"{where}: field {field!r} is the text {value!r:.60}, which looks like messages"
-        why = "is not the JSON of a list of them, each with role and content"
-        raise UserError(f"{what} and {why}; store a list")
-    return value
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(
-        isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in value or [None]
-    )
-
-
-def _message(item: object, field: str) -> Mapping[str, str]:
-    if isinstance(item, Mapping) and all(isinstance(item.get(k), str) for k in ("role", "content")):
-        return dict(item)
-    raise UserError(f"{field} has the message {item!r:.60}, which needs a role and a content")
 
 
 def get_checker(

@@ -284,11 +284,11 @@ def _asked_and_said(answer: Answer) -> tuple[Any, Any]:
     prompt, completion = answer.prompt, answer.completion
     turns = [Turn(completion)] if isinstance(completion, str) else completion
     if prompt.messages is None or not any(map(_are_messages, prompt.metadata.values())):
-        texts = [text for turn in turns for text in (turn.completion, turn.reply)]
+        texts = [text for turn in turns for text in (turn.text, turn.reply)]
         return prompt.asked, "".join(text for text in texts if isinstance(text, str))
     said: list[Mapping[str, str]] = []
     for turn in turns:
-        said.append({"role": "assistant", "content": turn.completion})
+        said.append({"role": "assistant", "content": turn.text})
         said += [turn.reply] if isinstance(turn.reply, Mapping) else []
     return list(prompt.messages), said
 

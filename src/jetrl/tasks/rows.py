@@ -21,6 +21,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.files import MOST_TEXT
 from jetrl.tasks.live import PREFIX, live
+from jetrl.types.conversation import are_messages, without_nulls
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv")
@@ -95,7 +96,10 @@ def _check_whole(path: str, split: str, files: list[Path]) -> None:
 def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tuple[Row, str]]:
     """Return the rows of a split, or of a single file, with their `data/train.jsonl, line 7`."""
     if path.startswith(PREFIX):
-        return ((row, f"data, row {n}") for n, row in enumerate(live(path, "task.path")))
+        data = live(path, "task.path")
+        is_arrow = hasattr(data, "features")  # a set of `datasets`
+        rows = map(_of_arrow, data) if is_arrow else data
+        return ((row, f"data, row {n}") for n, row in enumerate(rows))
     location = Path(path).expanduser()
     if location.is_dir() and any((location / name).is_file() for name in _SAVED):
         return _saved_rows(location, split)
@@ -204,7 +208,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[Row, str]]:
     with _foreign_errors(f"{file}: not a Parquet file that can be read"):
         batches = parquet.ParquetFile(file).iter_batches()
         rows = [row for batch in batches for row in batch.to_pylist()]
-    return ((row, f"{file}, row {number}") for number, row in enumerate(rows))
+    return ((_of_arrow(row), f"{file}, row {number}") for number, row in enumerate(rows))
 
 
 def _saved_rows(folder: Path, split: str) -> Iterator[tuple[Row, str]]:
@@ -216,7 +220,7 @@ def _saved_rows(folder: Path, split: str) -> Iterator[tuple[Row, str]]:
             known = ", ".join(map(str, data))
             raise UserError(f"task.path = {folder}: no split {split!r}; it has {known}")
         data = data[split]
-    return ((row, f"{folder}, {split} row {number}") for number, row in enumerate(data))
+    return ((_of_arrow(row), f"{folder}, {split} row {n}") for n, row in enumerate(data))
 
 
 def _named_rows(name: str, split: str, config: str | None) -> Iterator[tuple[Row, str]]:
@@ -224,7 +228,16 @@ def _named_rows(name: str, split: str, config: str | None) -> Iterator[tuple[Row
     datasets = import_package("datasets", f"{where} to load")
     with _foreign_errors(f"{where} `datasets` cannot load it (config {config!r}, split {split!r})"):
         rows = datasets.load_dataset(name, config, split=split)
-    return ((row, f"{name}, {split} row {number}") for number, row in enumerate(rows))
+    return ((_of_arrow(row), f"{name}, {split} row {number}") for number, row in enumerate(rows))
+
+
+def _of_arrow(row: Row) -> Row:
+    """Return a row without the keys that Arrow adds to messages and tools, all null."""
+    found = {**row}
+    for key, value in row.items():
+        if isinstance(value, list) and (key == "tools" or are_messages(value)):
+            found[key] = without_nulls(value)
+    return found
 
 
 @contextlib.contextmanager

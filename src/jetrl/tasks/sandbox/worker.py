@@ -192,14 +192,14 @@ def _answer(task: Task, item: Item) -> WorkerReply:
     if item.step:
         assert not isinstance(completion, str)  # Scorer.ask
         *turns, last = completion
-        reply = to_reply(task.step(prompt, tuple(turns), last.completion), prompt, task.label)
+        reply = to_reply(task.step(prompt, tuple(turns), last.text), prompt, task.label)
         text = "".join(reply.values()) if isinstance(reply, Mapping) else reply or ""
         if len(text) > MAX_STEP_REPLY:
             problem = f"step returned {len(text)} characters; at most {MAX_STEP_REPLY}"
             raise ScoreError(f"task {task.label}, prompt {prompt.id!r}: {problem}")
         return WorkerReply(step_reply=dict(reply) if isinstance(reply, Mapping) else reply)
     score = to_score(task.score_alone(prompt, completion), task.label, prompt.id)
-    text = completion if isinstance(completion, str) else completion[-1].completion
+    text = completion if isinstance(completion, str) else completion[-1].text
     try:
         shown = task.readable(prompt, text)
         return WorkerReply(reward=score.reward, parts=dict(score.parts), readable=shown)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 PlainText = Literal["replies", "all", "none"]
 """Texts in which special tokens are plain text: replies, all texts of a task, or none."""
 FinishReason = Literal["stop", "length", "cancelled"]
+Message = Mapping[str, Any]
+"""A chat message: role and content, and what else the chat template reads (`conversation`)."""
 Reply = str | Mapping[str, str]
 """An environment's reply to a turn: plain text for text prompts, a message for chat prompts."""
 
@@ -37,12 +39,15 @@ class Prompt:
     Attributes:
         id: The prompt's name within its task's split.
         text: The plain text for the model; give exactly one of `text` and `messages`.
-        messages: Chat messages (role and content), which go through the tokenizer's chat template.
+        messages: Chat messages (role, content, an assistant's tool_calls and reasoning_content),
+            which go through the tokenizer's chat template.
         answer: The right answer, only for the task's `score`.
         metadata: More that the task's `score` needs.
         task: The name of the prompt's task if several are mixed, otherwise "".
         in_thought: Whether the completion begins inside a thought, because the chat template or the
             prompt ends with <think>. Set when prompts are encoded.
+        tools: JSON schemas of tools, for the chat template.
+        template_args: Arguments of the chat template for this prompt, such as enable_thinking.
 
     Raises:
         ValueError: Both or neither of `text` and `messages` are given, or `id` is not a text.
@@ -50,11 +55,13 @@ class Prompt:
 
     id: str
     text: str | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
+    messages: tuple[Message, ...] | None = None
     answer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     task: str = ""
     in_thought: bool = False
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
@@ -68,7 +75,7 @@ class Prompt:
         """The text, or the content of the last message."""
         if self.text is not None:
             return self.text
-        return str((self.messages or ({},))[-1].get("content", ""))
+        return str((self.messages or ({},))[-1].get("content") or "")
 
 
 # Scalars and arrays of NumPy and torch become Python's: a tensor is equal to no token id.
@@ -139,12 +146,19 @@ class SamplingParams:
 class Turn:
     """A turn of a completion in a task with turns.
 
-    `completion` is the model's text, without special tokens and stop string; the environment's
-    `reply` is None after the last turn.
+    `completion` is the model's text, without special tokens and stop string; in a demonstration it
+    may be an assistant's message, which the chat template writes. The environment's `reply` is None
+    after the last turn.
     """
 
-    completion: str
+    completion: str | Message
     reply: Reply | None = None
+
+    @property
+    def text(self) -> str:
+        """The completion's text; of a message its content."""
+        said = self.completion
+        return said if isinstance(said, str) else str(said.get("content") or "")
 
 
 @dataclass(frozen=True)

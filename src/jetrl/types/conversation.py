@@ -1,0 +1,160 @@
+"""Chat messages, tools and template arguments as rows and tasks give them, in one checked form.
+
+A message has a role and a content, both text. An assistant's may have `tool_calls` (its content may
+then be None) and `reasoning_content`. Nothing is dropped without a word: `models.chat` refuses a
+key that the model's chat template does not read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.types import Message, Turn
+
+LABELS = ("id", "name", "tool_call_id")
+"""Keys that only label a message: a template may ignore them."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of an assistant's thoughts. A template that reads one of them gets them by that name."""
+_MEDIA = re.compile(r"(image|picture|video|audio)s?(_\d+)?|multi_modal_(data|inputs)")
+_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{(?=.*['"]role['"]\s*:)(?=.*['"]content['"]\s*:)""", re.S)
+_TEXT_ONLY = "the models of jetrl read text only"
+
+
+def are_messages(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(item, Mapping) and "role" in item and {"content", "tool_calls"} & item.keys()
+        for item in value or [None]
+    )
+
+
+def as_messages(value: Any, field: str, where: str) -> Any:
+    """Parse a text that is the JSON of a list of messages; return other values unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    parsed = _parsed(value)
+    if are_messages(parsed):
+        return parsed
+    if _LIKE_MESSAGES.match(value):
+        what = f"{where}: field {field!r} is the text {value!r:.60}, which looks like messages"
+        why = "is not the JSON of a list of them, each with role and content"
+        raise UserError(f"{what} and {why}; store a list")
+    return value
+
+
+def as_turns(messages: Sequence[Message]) -> list[Turn] | None:
+    """Return a completion's messages as turns; None unless the assistant has every other one."""
+    roles = [message["role"] == "assistant" for message in messages]
+    if not roles or roles != [number % 2 == 0 for number in range(len(roles))] or not roles[-1]:
+        return None
+    replies = [*messages[1::2], None]
+    return [
+        Turn(message if message.keys() & {"tool_calls", *REASONING} else message["content"], reply)
+        for message, reply in zip(messages[::2], replies, strict=True)
+    ]
+
+
+def as_message(item: object, where: str) -> dict[str, Any]:
+    """Return a message without keys that have no value, tool calls with arguments as objects.
+
+    OpenAI's arguments are JSON text, which a template would escape once more. An error begins with
+    `where`.
+    """
+    if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
+        raise UserError(f"{where}: message {item!r:.60} needs a role and a content, both text")
+    message = {str(key): value for key, value in item.items() if value is not None}
+    content = _text_of(item.get("content"), where)
+    calls = message.pop("tool_calls", None) or ()
+    if content is None and not calls:
+        raise UserError(f"{where}: message {item!r:.60} needs a role and a content, both text")
+    if wrong := [key for key in REASONING if not isinstance(message.get(key, ""), str)]:
+        raise UserError(f"{where}: {wrong[0]} is {message[wrong[0]]!r:.60}, not a text")
+    message["content"] = content
+    if calls:
+        calls = calls if isinstance(calls, list | tuple) else [calls]
+        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+    return message
+
+
+def _text_of(content: object, where: str) -> str | None:
+    """Return a message's content as text; refuse pictures, sounds and videos."""
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list | tuple) else ()
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+    if other := [kind for kind in kinds if kind not in (None, "text")]:
+        raise UserError(f"{where}: a message has a part of type {other[0]!r}: {_TEXT_ONLY}")
+    if len(parts) == 1 and kinds[0] == "text" and isinstance(parts[0].get("text"), str):
+        return str(parts[0]["text"])
+    raise UserError(f"{where}: a message's content is {content!r:.60}; write it as one text")
+
+
+def _tool_call(call: object, where: str) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where}: tool_calls has {call!r:.80}; a call needs a function's name")
+    assert isinstance(call, Mapping)
+    if function.get("arguments") is None:
+        return dict(call)
+    arguments = _parsed(function["arguments"] or {})  # some models write "" for none
+    if not isinstance(arguments, Mapping):
+        what = f"the arguments of tool_calls, {function['name']!r}, are {arguments!r:.60}"
+        raise UserError(f"{where}: {what}; give an object, or its JSON")
+    function = {**function, "arguments": dict(arguments)}
+    return {**call, "function": function} if "function" in call else function
+
+
+def as_tools(value: object, where: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools of a prompt, given as a list of JSON schemas or as its JSON."""
+    tools = _parsed(value or ())
+    if isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools):
+        return tuple(tools)
+    schemas = "a list of JSON schemas (transformers.utils.get_json_schema makes one of a function)"
+    raise UserError(f"{where}: {value!r:.60} is not {schemas}")
+
+
+def as_template_args(value: object, where: str) -> Mapping[str, Any]:
+    """Return a prompt's own arguments of the chat template, given as an object or as its JSON."""
+    arguments = _parsed(value or {})
+    if isinstance(arguments, Mapping):
+        return {str(name): item for name, item in arguments.items() if item is not None}
+    raise UserError(f"{where}: {value!r:.60} is not an object of chat-template arguments")
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of a text that is JSON, and other values unchanged."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def refuse_media(row: Mapping[str, Any], where: str) -> None:
+    """Raise if a row has a column of pictures, sounds or videos that is not empty."""
+    for column, value in row.items():
+        if value is None or (isinstance(value, str | list | tuple | Mapping) and not value):
+            continue
+        first = value[0] if isinstance(value, list | tuple) else value
+        # `datasets` stores a picture so, and decodes it with PIL.
+        stored = isinstance(first, Mapping) and first.keys() == {"bytes", "path"}
+        if stored or type(first).__module__.startswith("PIL.") or _MEDIA.fullmatch(column):
+            what = f"{where}: column {column!r} has pictures, sounds or videos"
+            raise UserError(f"{what}, and {_TEXT_ONLY}: drop the column, or such rows")
+
+
+def shown_message(message: Mapping[str, Any]) -> str:
+    """Return a message as one text for people: its role, its content and its tool calls."""
+    calls = message.get("tool_calls")
+    called = f" {json.dumps(calls, ensure_ascii=False, default=str)}" if calls else ""
+    return f"{message.get('role', '')}: {message.get('content') or ''}{called}"
+
+
+def without_nulls(value: Any) -> Any:
+    """Return nested values without keys that are null: Arrow gives each object the keys of all."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
