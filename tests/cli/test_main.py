@@ -151,6 +151,25 @@ def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path: Path) -> None
     assert (tmp_path / "file").read_bytes() == b""
 
 
+def test_no_file_of_a_run_takes_the_number_of_a_stream_closed_later(tmp_path: Path) -> None:
+    """As by a task file that runs `os.close(1)`: the console's lines went to metrics.jsonl."""
+    code = (
+        "import os, sys\n"
+        "from jetrl.runs.follower import open_run_directory\n"
+        "from jetrl.settings.loading import load_config\n"
+        "os.closerange(0, 3); sys.stderr.close()\n"
+        "settings = load_config(None, ['run.dir=.', 'run.name=x'])\n"
+        "with open_run_directory(settings, {}, False) as run:\n"
+        "    print('a line', flush=True); print('a line', file=sys.stderr, flush=True)\n"
+        "    os.system('echo a line')\n"
+        "    files = [path.read_bytes() for path in run.path.iterdir() if path.is_file()]\n"
+        "    sys.exit(any(b'a line' in file for file in files))\n"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 def test_a_full_disk_and_a_closed_pipe_are_no_traceback() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

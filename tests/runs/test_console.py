@@ -92,3 +92,14 @@ def test_a_reader_that_goes_away_or_a_full_disk_leaves_the_run_alone(opened, syn
         console.step(StepStats(2, {"reward/mean": 0.5}))
         console.close()
     assert caplog.text.count("cannot write to the console any more") == 1
+
+
+def test_a_descriptor_that_was_closed_makes_the_console_silent_once(tmp_path, caplog):
+    """The null device, opened in its place, gets the same number and has to stay open."""
+    file = open(tmp_path / "console", "w", encoding="utf-8")  # noqa: SIM115
+    os.close(file.fileno())
+    console = Console(3, file=file)
+    console.note("one")
+    console.note("two")
+    assert caplog.text.count("cannot write to the console") == 1
+    file.close()

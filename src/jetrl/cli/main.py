@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from jetrl.cli.arguments import HelpFormatter, Parser, tell
 from jetrl.cli.recipes import needed
-from jetrl.distributed.console import be_silent, exit_now
+from jetrl.distributed.console import be_silent, drop_output, exit_now, keep_streams
 from jetrl.distributed.world import launched_rank, launched_size
 from jetrl.errors import RunStopped, Terminated, UserError, ending, is_of_disk
 from jetrl.memory.cpu import keep_freed
@@ -53,7 +53,7 @@ RUN_USERS_FILES = ("train", "sft", "study")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _open_closed_streams()
+    keep_streams()
     _set_allocators()
     several = launched_size() > 1
     cause: BaseException
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         be_silent()
     try:
         code = _command(arguments)
+        keep_streams()
         if several and code:
             exit_now(code)
         sys.stdout.flush()  # now, while errors are still caught, not when Python exits
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, RunStopped, KeyboardInterrupt, Terminated) as error:
         cause = error
     except BrokenPipeError:  # as in `jetrl runs list | head -1`
-        _drop_output()
+        drop_output()
         return 1
     except SystemExit as end:
         if several and end.code:  # wrong arguments, reported by argparse
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sys.stdout.flush()
     except OSError:  # stdout is a file on a full disk
-        _drop_output()
+        drop_output()
     return code
 
 
@@ -101,20 +102,6 @@ def _end_rank(
     from jetrl.session import ranks
 
     ranks.end(words, code, error, printed)
-
-
-def _open_closed_streams() -> None:
-    """Open the null device in place of closed standard streams, whose numbers files would get."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
-            os.set_inheritable(stream.fileno(), True)
-            setattr(sys, name, stream)
-
-
-def _drop_output() -> None:
-    """Discard unwritten output, which Python would try to write again when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _command(arguments: Sequence[str]) -> int:

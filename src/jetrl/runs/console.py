@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
+from jetrl.distributed.console import drop_output
 from jetrl.runs.format import clip, count, duration, metric_value, number, percent, spread, visible
 from jetrl.runs.metrics import is_eval_mean
 from jetrl.types import Sample, StepStats
@@ -175,9 +175,7 @@ class Console:
             yield
         except OSError as error:
             logger.warning("cannot write to the console any more (%s)", error.strerror)
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._file.fileno())  # also for text that is still in its buffer
-            os.close(nowhere)
+            drop_output(self._file.fileno())
 
 
 class _Remaining(ProgressColumn):

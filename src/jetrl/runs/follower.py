@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jetrl.distributed.console import keep_streams
 from jetrl.distributed.world import World, world
 from jetrl.runs.attempts import Attempt, end_of_attempt, logging_to, versions
 from jetrl.runs.directory import Phase, RunDirectory
@@ -34,6 +35,7 @@ FOLDER = "ranks"
 def open_run_directory(settings: Settings, plan: Mapping[str, Any], resume: bool) -> RunDirectory:
     """Return the directory of a run, which rank 0 makes or resumes; all raise its `UserError`."""
     made: list[RunDirectory] = []
+    keep_streams()  # or the console's lines would go to a file of the run
 
     def create() -> tuple[Path, dict[str, tuple[Any, Any]]]:
         made.append(RunDirectory.create(settings, plan, resume=resume))

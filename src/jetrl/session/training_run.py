@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from jetrl.distributed.console import keep_streams
 from jetrl.distributed.peers import Trouble, peers
 from jetrl.distributed.world import world
 from jetrl.errors import RankLost, StorageError, Terminated, TimeLimitReached, UserError, ending
@@ -97,6 +98,7 @@ class Phases:
         began = time.monotonic()
         with explained(f"the phase {name}", _ADVICE):
             yield
+        keep_streams()  # a user's reward function may have closed them
         seconds = time.monotonic() - began
         self.timings[name] = self.timings.get(name, 0.0) + seconds
         for observer in self.observers:

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from multiprocessing.connection import wait
 
+from jetrl.distributed.console import keep_streams
 from jetrl.errors import RunStopped, UserError
 from jetrl.tasks.sandbox.wire import MAX_LINE, WireError, WorkerReply, parse_reply
 from jetrl.tasks.sandbox.worker import WorkerSetup
@@ -63,6 +64,7 @@ class WorkerProcess:
 
     def start(self) -> None:
         """Start the process, which answers when its task is built."""
+        keep_streams()  # or what is printed would go to a worker
         self.connection, theirs = socket.socketpair()
         self._max_line = MAX_LINE
         self._begun_line, self._chunk = b"", ""
