@@ -152,7 +152,7 @@ def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path: Path) -> None
 
 
 def test_no_file_of_a_run_takes_the_number_of_a_stream_closed_later(tmp_path: Path) -> None:
-    """As by a task file that runs `os.close(1)`: the console's lines went to metrics.jsonl."""
+    """A task file may run `os.close(1)`; the console printed into metrics.jsonl then."""
     code = (
         "import os, sys\n"
         "from jetrl.runs.follower import open_run_directory\n"

@@ -8,10 +8,11 @@ import pytest
 import torch
 from tests.distributed.ranks import run_ranks
 
+from jetrl.cli.main import main
 from jetrl.distributed.agreement import LARGEST_SIZE, OUT_OF_MEMORY, agree
 from jetrl.distributed.collectives import exchange, gather_equal, gather_rows
 from jetrl.distributed.shards import Shard, shard_of
-from jetrl.distributed.world import world
+from jetrl.distributed.world import launched_rank, world
 from jetrl.errors import RanksDiffer, UserError
 
 
@@ -69,3 +70,12 @@ def test_a_matrix_is_divided_in_whole_blocks() -> None:
     few = shard_of(200, 0, 4)
     assert few is not None
     assert few.counts() == [0, 128, 0, 72]
+
+
+def test_a_rank_that_is_not_a_number_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match="RANK=x, which is not a number: start ranks with torchrun"):
+        launched_rank()
+    assert main(["--version"]) == 2
+    assert "RANK=x" in capsys.readouterr().err

@@ -248,6 +248,12 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "nan": (retensored(lambda t: t[NAME].fill_(float("nan"))), f"{NAME} has a NaN"),
     "no file": (lambda path: (path / "adapter_model.safetensors").unlink(), "no such file"),
     "whole": (edited(modules_to_save=["lm_head"]), f"names lm_head, and .* no tensor {HEAD}"),
+    "nowhere": (
+        edited(modules_to_save=["nowhere"]),
+        "names nowhere, which the model does not have",
+    ),
+    "task": (edited(task_type="SEQ_CLS"), "task_type = SEQ_CLS is of a classifier"),
+    "no task": (edited(task_type={}), "task_type = "),
     "pair": (
         retensored(lambda t: t.update({EMBED: torch.ones(98, 128), HEAD: torch.zeros(98, 128)})),
         "embed_tokens and lm_head differ, and the adapter ties them",

@@ -289,6 +289,21 @@ def test_a_tokenizer_on_the_command_line_is_kept(overrides: list[str], kept: str
     assert (model.path, model.config, model.tokenizer) == ("models/mine", None, kept)
 
 
+_EXTREMES = [
+    *("rollout.prompts_per_step=1000000000", "rollout.samples_per_prompt=1000000000"),
+    *("rollout.max_batch_size=1000000000", "rollout.page_size=1000000", "eval.samples=1000000000"),
+    *("task.timeout_s=1e300", "distributed.timeout_s=1e300", "watchdog.first_s=1e300"),
+    *("watchdog.min_s=1e300", "watchdog.factor=1e300", "sft.examples_per_step=1000000000"),
+]
+
+
+@pytest.mark.parametrize("override", _EXTREMES)
+def test_extremes_that_ended_in_a_traceback_are_refused_by_name(override: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(UserError, match=rf"{key} = .*: should be less than or equal to"):
+        load_config(None, [override])
+
+
 @pytest.mark.parametrize("key", ["run.seed", "rollout.top_k", "eval.every", "rollout.max_tokens"])
 def test_whole_numbers_beyond_64_bits_are_refused(key: str) -> None:
     with pytest.raises(UserError, match=rf"{key}.*should be less than 9223372036854775808"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -55,9 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     keep_streams()
     _set_allocators()
-    several = launched_size() > 1
     cause: BaseException
-    if several and launched_rank() > 0:
+    try:
+        several, rank = launched_size() > 1, launched_rank()
+    except UserError as error:
+        tell(f"error: {error}")
+        return 2
+    if several and rank > 0:
         be_silent()
     try:
         code = _command(arguments)
@@ -76,9 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             _end_rank("", 2, printed=True)
         raise
     except Exception as error:
-        if not several and not is_of_disk(error):
-            raise
         cause = error
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            cause = UserError(f"{error.filename!s:.60}...: {error.strerror}")
+        elif not several and not is_of_disk(error):
+            raise
     from jetrl.runs.format import visible
 
     words, code = ending(cause)

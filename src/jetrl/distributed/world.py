@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from jetrl.errors import UserError
+
 Item = TypeVar("Item")
 
 
@@ -87,12 +89,20 @@ def started_by_torchrun() -> bool:
 
 def launched_rank() -> int:
     """Return the rank that torchrun gave to this process; 0 without torchrun."""
-    return int(os.environ["RANK"]) if started_by_torchrun() else 0
+    return _number_of("RANK") if started_by_torchrun() else 0
 
 
 def launched_size() -> int:
     """Return the number of processes that torchrun started; 1 without torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1
+    return _number_of("WORLD_SIZE") if started_by_torchrun() else 1
+
+
+def _number_of(variable: str) -> int:
+    value = os.environ[variable]
+    if not value.isdecimal():
+        what = f"the environment has {variable}={value:.40}, which is not a number"
+        raise UserError(f"{what}: start ranks with torchrun, or unset RANK and WORLD_SIZE")
+    return int(value)
 
 
 def world() -> World:

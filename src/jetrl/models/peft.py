@@ -65,7 +65,7 @@ class _Peft(Stored):
     bias: Literal["none"] = "none"
     init_lora_weights: Literal[True, False, None, "gaussian", "eva", "orthogonal"] = True
     ensure_weight_tying: bool | None = None
-    task_type: Any = None
+    task_type: Literal["CAUSAL_LM", "SEQ_CLS", None] = None
     base_model_name_or_path: Any = None
 
 
@@ -171,7 +171,17 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
     # Earlier versions of jetrl left the head of a tied pair out.
     said: dict[str, Any] = {_TIED: True} | read_object(own) if own.is_file() else {_TIED: False}
     stored, read = load_tensors(file), _read(directory)
+    if read.task_type == "SEQ_CLS" and config.head == "lm":
+        instead = "an adapter of a language model has CAUSAL_LM"
+        raise UserError(f"{directory / CONFIG}: task_type = SEQ_CLS is of a classifier; {instead}")
     saved = read.modules_to_save or []
+    names = [part.name for parts in stored_tensors(_untied(config)).values() for part in parts]
+    for module in saved:
+        # PEFT names both for any classifier.
+        of_head = config.head == "score" and module in ("classifier", "score")
+        if not of_head and not any(_is_saved(name, [module]) for name in names):
+            what = f"modules_to_save names {printable(module)}, which the model does not have"
+            raise UserError(f"{directory / CONFIG}: {what}")
     replaced = _take_whole(stored, file, config, saved)
     tied = bool(said[_TIED] or read.ensure_weight_tying)
     unties = config.tie_word_embeddings and _unties(replaced, file, saved, tied)

@@ -18,6 +18,9 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Mass = Annotated[float, Field(gt=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
+# Times that timers and timedeltas hold, up to 30 years, and counts that lists of them hold.
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+Many = Annotated[int, Field(ge=1, le=2**20)]
 # What readers of a run's files take as well (runs/schemas.py), so no run writes what they refuse.
 Steps = Step
 ReportSamples = Annotated[int, Field(ge=0, le=10**6)]

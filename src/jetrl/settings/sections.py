@@ -24,12 +24,14 @@ from jetrl.settings.section import (
     COMMAS,
     ONE_OR_MORE,
     Beta,
+    Many,
     Mass,
     NonNegative,
     NonNegativeFloat,
     Positive,
     PositiveFloat,
     ReportSamples,
+    Seconds,
     Section,
     Share,
     Steps,
@@ -39,6 +41,7 @@ from jetrl.settings.section import (
 
 MOST_TOKENS = 7  # of a draft: a forward verifies 8 tokens of a sequence
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+PageSize = Annotated[int, Field(ge=1, le=2**16)]
 
 
 class DraftHeadSettings(Section):
@@ -145,7 +148,7 @@ class TaskSettings(Section):
     """maximum turns per completion; unset: the task's own (1 for most)"""
     workers: Annotated[int, Field(ge=0, le=MOST_WORKERS)] = 2
     """maximum scoring processes, started as they are needed; 0: score in this process"""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Seconds = 10.0
     """seconds of CPU time per score, or ten times as long by the clock; a score that takes longer
     is a failure and counts 0. A reward function with TRL's signature has as long for its call with
     all completions of a step"""
@@ -185,9 +188,9 @@ class DataSettings(Section):
 class RolloutSettings(Section):
     """The section `[rollout]`: the number of completions, their sampling and its limits."""
 
-    prompts_per_step: Positive = 32
+    prompts_per_step: Many = 32
     """prompts drawn each step"""
-    samples_per_prompt: Positive = 8
+    samples_per_prompt: Many = 8
     """completions per prompt (the group)"""
     max_tokens: Positive = 1024
     """maximum tokens per completion"""
@@ -199,9 +202,9 @@ class RolloutSettings(Section):
     """keep this many most probable tokens; 0: all"""
     stop: Annotated[tuple[Text, ...], ONE_OR_MORE] = ()
     """strings that end a completion, in addition to the task's"""
-    max_batch_size: Positive = 256
+    max_batch_size: Many = 256
     """maximum sequences decoded together"""
-    page_size: Positive = 64
+    page_size: PageSize = 64
     """tokens per KV page"""
     num_pages: Positive | None = None
     """KV pages; unset: what the batch can use"""
@@ -291,7 +294,7 @@ class SftSettings(Section):
 
     steps: Steps = 0
     """optimizer updates; `jetrl train` runs them first"""
-    examples_per_step: Positive = 64
+    examples_per_step: Many = 64
     """worked answers per update"""
     lr: PositiveFloat = 1e-4
     """peak learning rate of AdamW"""
@@ -312,7 +315,7 @@ class EvalSettings(Section):
     """steps between evaluations; 0: never"""
     prompts: NonNegative = 128
     """held-out prompts, from the start; 0: all"""
-    samples: Positive = 1
+    samples: Many = 1
     """completions per prompt: mean@n and pass@n"""
     temperature: NonNegativeFloat = 0.0
     """0: greedy"""
@@ -340,7 +343,7 @@ class CheckpointSettings(Section):
 class DistributedSettings(Section):
     """The section `[distributed]`: a run of several processes, which torchrun starts."""
 
-    timeout_s: PositiveFloat = 1800.0
+    timeout_s: Seconds = 1800.0
     """seconds that a rank waits for others, which may still be sampling, before the run ends"""
     same_bits_down_to: NonNegative = 0
     """size micro-batches for this many GPUs, so that a run on that many or more has the same bits;
@@ -352,11 +355,11 @@ class WatchdogSettings(Section):
 
     enabled: bool = True
     """end a run that hangs, with hang.txt, exit code 5"""
-    factor: Annotated[float, Field(ge=1.0)] = 10.0
+    factor: Annotated[float, Field(ge=1.0, le=1e3)] = 10.0
     """a silence this many times the longest of its phase so far is a hang"""
-    min_s: PositiveFloat = 300.0
+    min_s: Seconds = 300.0
     """a shorter silence, in seconds, is never a hang"""
-    first_s: PositiveFloat = 3600.0
+    first_s: Seconds = 3600.0
     """seconds of silence that are a hang in a phase that has not ended before"""
 
 
