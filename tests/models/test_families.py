@@ -206,3 +206,26 @@ REFUSED = [
 def test_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ModelConfig.from_hf(config_json(**changes))
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (
+            {"model_type": "qwen3_moe", "num_experts": 128},
+            "has experts, .*supported family is qwen3;",
+        ),
+        (
+            {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}},
+            "has images or audio, .*qwen2;",
+        ),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256, "kv_lora_rank": 512}, "latent att"),
+        ({"model_type": "gemma3", "text_config": {"sliding_window": 512}}, "a sliding window"),
+        ({"model_type": "mamba", "state_size": 16}, "recurrent layers"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder"),
+        ({"model_type": "olmo2"}, "is not supported; .*to add a family: CONTRIBUTING"),
+    ],
+)
+def test_an_unsupported_family_is_told_what_stands_in_the_way(config, words):
+    with pytest.raises(UserError, match=words):
+        ModelConfig.from_hf(config)

@@ -232,9 +232,13 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
     family = next(fitting, None) if architecture or model_type else None
     if family is None:
         supported = ", ".join(f"{name} ({entry.architecture})" for name, entry in FAMILIES.items())
+        near = [name for name in FAMILIES if str(model_type).startswith(name)]
+        near = ["mistral"] if model_type == "mixtral" else near
         raise UserError(
             f"config.json: {printable(architecture) or 'no architecture'} (model_type "
-            f"{printable(str(model_type))}) is not supported; supported: {supported}"
+            f"{printable(str(model_type))}) is not supported{_in_the_way(config)}; "
+            + (f"the nearest supported family is {near[0]}; " if near else "")
+            + f"supported: {supported}; to add a family: CONTRIBUTING.md, under 'How to add'"
         )
     if scores:
         labels = config.get("id2label")
@@ -243,6 +247,28 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
             what = f"config.json: {count} labels"
             raise UserError(f"{what}; a reward model or critic has one (num_labels = 1)")
     return family, "score" if scores else "lm"
+
+
+_OBSTACLES = {
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
+    "images or audio": ("vision_config", "audio_config"),
+    "recurrent layers": ("linear_num_key_heads", "mamba_d_state", "ssm_cfg", "state_size"),
+    "a sliding window": ("sliding_window",),
+    "an encoder": ("is_encoder_decoder",),
+    "latent attention": ("kv_lora_rank",),
+}
+
+
+def _in_the_way(config: Mapping[str, Any]) -> str:
+    """Return what an unsupported config.json asks for that this decoder does not compute."""
+    inner = config.get("text_config")
+    parts = [config, inner] if isinstance(inner, Mapping) else [config]
+    found = [
+        what
+        for what, keys in _OBSTACLES.items()
+        if any(part.get(key) for part in parts for key in keys)
+    ]
+    return f", and it has {', '.join(found)}, which this decoder does not compute" if found else ""
 
 
 def _head_dim(config: HfConfig) -> int:
