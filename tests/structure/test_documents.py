@@ -107,3 +107,26 @@ def test_scripts_of_benchmarks_import_names_that_exist() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jetrl"):
                 for alias in node.names:
                     assert exists(f"{node.module}.{alias.name}"), f"{script}:{node.lineno}"
+
+
+# Each message is the first cell of a row; `...` stands for inserted values.
+MESSAGE = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
+INSERTED = re.compile(r"%[.\d]*[a-z]|(?:\.\.\.)+")
+
+
+def texts_of_sources() -> Iterator[str]:
+    """Every text of jetrl's sources on one line, with `...` for inserted values."""
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            values = [part.value if isinstance(part, ast.Constant) else "..." for part in parts]
+            yield INSERTED.sub("...", "".join(map(str, values)).replace("\n", " "))
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_sources() -> None:
+    page = text_of(ROOT / "docs" / "troubleshooting.md")
+    messages = MESSAGE.findall(page)
+    rows = len(re.findall(r"^\| (?!---|message)", page, re.MULTILINE))
+    assert 50 < rows == len(messages)
+    known = "\n".join(texts_of_sources())
+    assert [text for text in messages if text.removesuffix("...") not in known] == []

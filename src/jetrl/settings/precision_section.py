@@ -18,7 +18,7 @@ class PrecisionSettings(Section):
     """The section `[precision]`: a preset, and changes to it."""
 
     preset: presets.Preset = presets.DEFAULT_PRESET
-    """what is FP8 or INT8, on which side (docs/precision.md); unset with base = nvfp4: unified"""
+    """what is FP8 or INT8, on which side (docs/plans.md); unset with base = nvfp4: unified"""
     grad_output: presets.GradFormat | None = None
     """output gradients in DGrad and WGrad; unset: the preset's"""
     scales: Literal["fp32", "pow2"] | None = None
