@@ -14,6 +14,7 @@ divided by rows, prompts are divided, and what forwards read is whole.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -360,6 +361,7 @@ class MemoryPlan:
             self._add(whose + name, {at: sizes[index] for at, sizes in columns.items()})
 
 
+@functools.lru_cache(maxsize=32)  # a run that does not fit makes hundreds of plans
 def _trained_shapes(
     config: ModelConfig, cards: int, lora: LoRA | None = None
 ) -> dict[str, tuple[int, ...]]:

@@ -345,7 +345,8 @@ class StoredTensor:
         return self.name.rpartition(".")[0]
 
 
-def stored_tensors(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:
+@functools.lru_cache(maxsize=32)
+def stored_tensors(config: ModelConfig) -> Mapping[str, tuple[StoredTensor, ...]]:
     """Return the parts of each parameter in a checkpoint, in stacking order, by internal name."""
     return {name: _parts(config, name, shape) for name, shape in parameter_shapes(config).items()}
 
