@@ -3,13 +3,14 @@
     python -m benchmarks.scaling --out benchmarks/results/cpu/scaling.json \
         --plot docs/images/scaling.png
 
-Nothing here runs on a GPU. Times of decode, prefill and training are those of one H200, read from
-`benchmarks/results/h200`; what the exchange of gradients adds to an update is that of two. The
-host's work is read from `benchmarks/results/cpu/host_work.json`. Of the links between four cards of
-one host, `MEASURED` has what was measured; `ASSUMED` has what was not: machines of eight GPUs,
-50 GB/s a GPU between these, latencies. The rollout is simulated sequence by sequence, with lengths
-drawn from one distribution; the rest is arithmetic. A simulation of one GPU is compared with the
-measured rollout of the same lengths.
+Nothing here runs on a GPU. Times of decode, prefill and training are those of `int8` on one H200,
+read from `benchmarks/results/h200`. The exchange of gradients adds what it added to an update of
+`unified` on two; to one of `int8` it added nothing measurable. The host's work is read from
+`benchmarks/results/cpu/host_work.json`. Of the links between four cards of one host, `MEASURED` has
+what was measured; `ASSUMED` has what was not: machines of eight GPUs, 50 GB/s a GPU between these,
+latencies. The rollout is simulated sequence by sequence, with lengths drawn from one distribution;
+the rest is arithmetic. A simulation of one GPU is compared with the measured rollout of the same
+lengths.
 
 The parts of a step:
 
@@ -42,9 +43,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.harness import write_results
+from benchmarks.harness import tailed_load, write_results
+
+from jetrl.errors import UserError
 
 RESULTS = Path(__file__).parent / "results" / "h200"
+PLAN = "int8"
 COUNTS = (1, 8, 64, 1024)
 NODE = 8
 LAYOUTS = ("shards over all", "shards in a node", "and own tokens")
@@ -97,15 +101,18 @@ class Model:
         return self.training[0] * tokens + self.training[1] * squares
 
 
-def rows(name: str, plan: str = "unified") -> list[dict[str, Any]]:
-    """Return the rows of a plan in a file of measured results."""
+def rows(name: str, plan: str = PLAN) -> list[dict[str, Any]]:
+    """Return the rows of a plan in a file of measured results; there is at least one."""
     content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return [row for row in content["rows"] if row["plan"] == plan]
+    found = [row for row in content["rows"] if row["plan"] == plan]
+    if not found:
+        raise UserError(f"{RESULTS / name}.json has no row of the plan {plan}")
+    return found
 
 
 def measured_8b() -> Model:
-    """Return Qwen3-8B under `unified`, with rates fitted to the measured files."""
-    cases = rows("rollout")
+    """Return Qwen3-8B under `PLAN`, with rates fitted to the measured files."""
+    cases = rows("rollout_8b")
     factors, times = [], []
     for case in cases:
         context = case["sequences"] * (case["prompt"] + case["response"] / 2)
@@ -249,7 +256,7 @@ def exchange_s(model: Model, ranks: int, compute_s: float) -> float:
 
 def exchange_ms_of_a_gb() -> float:
     """Return what an update grows by for each GB that a rank sends, as two H200s measured it."""
-    [row] = rows("step_2_cards")
+    [row] = rows("step_2_cards", "unified")
     found = row["exchange"]
     longer = (found["update_s"] - found["update_without_s"]) / found["rounds"]
     return float(1e3 * longer / found["gb_sent_a_round"])
@@ -345,13 +352,11 @@ def simulate(model: Model, counts: Sequence[int]) -> list[dict[str, Any]]:
 
 def check(model: Model) -> dict[str, float]:
     """Return the simulated and the measured seconds of one GPU on the same lengths."""
-    generator = np.random.default_rng(0)
-    generator.integers(0, 151936, (64, PROMPT))  # the prompts come first, as in the benchmark
-    center = np.log(MEAN) - SIGMA**2 / 2
-    drawn = np.exp(generator.normal(center, SIGMA, 512)).round().clip(1, LONGEST)
-    [measured] = rows("rollout_grpo")
-    assert int(drawn.sum()) == measured["tokens"], "not the lengths of the benchmark"
-    simulated = whole_rollout_s(model, drawn.astype(np.int64), 1)
+    load, _, lengths = tailed_load("tail", vocabulary=151936)
+    [measured] = rows("rollout_tail")
+    assert sum(lengths) == measured["tokens"], "not the lengths of the benchmark"
+    assert (load.prompt_length, load.samples) == (PROMPT, SAMPLES)
+    simulated = whole_rollout_s(model, np.array(lengths, dtype=np.int64), 1)
     return {
         "rollout_s_simulated": round(simulated, 1),
         "rollout_s_measured": measured["seconds"],
