@@ -190,7 +190,7 @@ def check_trusted(file: Path) -> None:
     """Raise `UserError` for a file that the command was not told to trust."""
     if _trusted is not None and file.resolve() not in _trusted:
         rule = "this command runs no file that you did not name yourself"
-        why = "it may come with a run from elsewhere; read it, then add --trust-task to run it"
+        why = "if the run is yours, add --trust-task to the command; else read the file first"
         raise UserError(f"{file} is a Python file that the run's settings name, and {rule}: {why}")
 
 

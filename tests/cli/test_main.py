@@ -76,6 +76,7 @@ def test_an_unknown_command_is_refused_with_the_nearest(jetrl: Callable) -> None
     assert jetrl("--version").out.startswith("jetrl 0.")
     done = jetrl("trian")
     assert (done.code, done.err) == (2, "error: no command 'trian'; did you mean train?\n")
+    assert "did you mean" not in jetrl("pretrain").err
     assert "commands: train, sft" in jetrl("xyzzy").err
 
 

@@ -34,6 +34,7 @@ def test_list(jetrl: Callable, folder: Path, tmp_path_factory: pytest.TempPathFa
     empty = tmp_path_factory.mktemp("empty")
     assert jetrl("runs", "list", "--dir", empty).out == f"no runs in {empty}\n"
     done = jetrl("runs", "list", "--dir", folder)
+    assert jetrl("runs", "--dir", folder).out == done.out
     header, line = done.out.splitlines()[:2]
     assert header.split()[:4] == ["run", "state", "preset", "steps"]
     assert line.split()[0] == "first"

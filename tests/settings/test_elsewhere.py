@@ -141,3 +141,27 @@ def test_settings_do_not_change() -> None:
 def test_the_document_has_the_table() -> None:
     text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
     assert with_names(text) == text, "run: make docs"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("algorithm.name=dpo", "no preference optimization"),
+        ("early_stop=3", "checkpoint.keep_best keeps the best"),
+        ("algorithm.early_stop=3", "checkpoint.keep_best keeps the best"),
+        ("length_penalty=1", "algorithm.overlong_buffer is a penalty"),
+        ("mask_truncated_completions=true", "no such setting: a truncated completion counts"),
+    ],
+)
+def test_a_name_that_resembles_another_setting_is_not_taken_for_it(override, says) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("demo", [override])
+    assert says in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_dotted_keys_in_python_are_settings() -> None:
+    settings = load_config("demo", sections={"rollout.prompts_per_step": 4, "train": {"lr": 1e-5}})
+    assert (settings.rollout.prompts_per_step, settings.train.lr) == (4, 1e-5)
+    with pytest.raises(UserError, match=r"unknown setting rollout\.prompts; "):
+        load_config("demo", sections={"rollout.prompts": 4})

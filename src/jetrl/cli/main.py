@@ -44,6 +44,18 @@ COMMANDS = {
     "init-recipe": "write a recipe for a model and your rows that fits a GPU",
 }
 
+# Words that people try, which resemble a command that does something else.
+_NO_COMMAND = {
+    "pretrain": "jetrl does not pretrain: `jetrl sft` fine-tunes, `jetrl train` is for RL",
+    **dict.fromkeys(("finetune", "fine-tune"), "`jetrl sft` fine-tunes on demonstrations"),
+    **dict.fromkeys(("grpo", "ppo", "rl"), "write `jetrl train`, with algorithm.name=NAME"),
+    **dict.fromkeys(
+        ("dpo", "kto"), "jetrl has no preference optimization: `jetrl train` is for RL"
+    ),
+    "rm": "`jetrl sft --task reward` trains a reward model",
+    **dict.fromkeys(("generate", "chat", "infer"), "`jetrl sample` generates text"),
+}
+
 # Commands that measure jetrl itself: only a checkout has them.
 IN_CHECKOUT = {"bench": "benchmarks.command", "study": "benchmarks.study.command"}
 
@@ -151,6 +163,7 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespa
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
+        hint = _NO_COMMAND.get(command, hint)
         raise UserError(f"no command {command!r}; {hint}")
     own = command not in IN_CHECKOUT
     file = command.replace("-", "_")

@@ -2,7 +2,7 @@
 
 For example:
 
-    jetrl runs list
+    jetrl runs list                       also: jetrl runs
     jetrl runs show demo
     jetrl runs plot demo demo-2 --out compare.png
     jetrl runs plot demo --metric reward/mean --metric policy/entropy
@@ -21,9 +21,10 @@ from jetrl.errors import UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    parser.usage = "jetrl runs {list | show RUN ... | plot RUN ... | watch RUN ...} [--dir DIR]"
+    parser.usage = "jetrl runs [list | show RUN ... | plot RUN ... | watch RUN ...] [--dir DIR]"
     parser.usage += " [--json] [--metric NAME ...] [--out FILE]"
-    add("action", choices=("list", "show", "plot", "watch"), help="what to do")
+    actions = ("list", "show", "plot", "watch")
+    add("action", nargs="?", default="list", choices=actions, help="what to do (default: list)")
     add("run", nargs="*", metavar="RUN", help="a run's name or directory")
     add("--dir", default="runs", help="the folder with the run directories")
     metric = "plot: a metric, or eval for all evaluations (repeatable; default: the usual ones)"

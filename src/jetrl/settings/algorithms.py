@@ -174,6 +174,14 @@ CORRECTIONS: dict[str, CorrectionBounds] = {
 
 _ALGORITHM_OPTIONS = (*_CLIP, *_STD, *_GROUPS, "gamma", "gae_lambda")
 DYNAMIC_SAMPLING_ROUNDS = 4
+_ELSEWHERE = {  # of other libraries; names here resemble some of them
+    **dict.fromkeys(
+        ("dpo", "kto", "orpo", "ipo", "simpo"),
+        ": jetrl has no preference optimization; `jetrl sft --task reward` trains a reward model "
+        "on pairs, and reward.model_path takes it into RL",
+    ),
+    "sft": ": supervised training is a command, `jetrl sft`",
+}
 _KL_ESTIMATOR_IN: dict[KlPlace, KlEstimator] = {"loss": "k3", "reward": "k1"}
 
 
@@ -265,7 +273,7 @@ class AlgorithmSettings(Section):
 
     def _name_problems(self) -> Iterator[str]:
         if self.name not in ALGORITHMS and not self.from_file:
-            hint = nearest(self.name, ALGORITHMS)
+            hint = _ELSEWHERE.get(self.name.lower()) or nearest(self.name, ALGORITHMS)
             yield f"algorithm.name = {self.name!r} is unknown{hint} (or file.py:function)"
         if self.options and not self.from_file:
             yield "algorithm.options are for an algorithm.name of the form file.py:function"

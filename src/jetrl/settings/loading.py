@@ -52,7 +52,8 @@ def load_config(
         recipe: A TOML file, or the name of a packaged recipe (`demo`), which run.name defaults to;
             settings to be changed; None: no recipe.
         overrides: Settings as `section.key=value`.
-        sections: Settings as `{"train": {"lr": 2e-6}}`, which overrides win over.
+        sections: Settings as `{"train": {"lr": 2e-6}}` or `{"train.lr": 2e-6}`, which overrides
+            win over.
 
     Raises:
         UserError: An unknown recipe, the TOML does not parse, a key is unknown, or a value
@@ -67,7 +68,7 @@ def load_config(
         path = find_recipe(recipe)
         tree, names = _read_toml(path, origins), [str(path), *names]
     origins[""] = " and ".join(names) or "the settings"
-    for section, given in (sections or {}).items():
+    for section, given in _nested(sections or {}).items():
         old = tree.get(section)
         if section == "task" and isinstance(old, dict) and isinstance(given, Mapping):
             old = _of_task(old, given.get("name", old.get("name")))
@@ -100,6 +101,17 @@ def named(settings: Settings) -> Settings:
     words = Path(settings.model.path or "").name, Path(re.split("[/:]", source)[-1]).stem
     run = run.model_copy(update={"name": "-".join(filter(None, words)).lower()})
     return settings.model_copy(update={"run": run})
+
+
+def _nested(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sections whose dotted keys, as in `{"train.lr": 2e-6}`, became sections."""
+    tree: dict[str, Any] = {}
+    for key, value in sections.items():
+        *outer, last = str(key).split(".")
+        for name in (last, *reversed(outer)):
+            value = {name: value}
+        tree = _merged(tree, value)
+    return tree
 
 
 def _merged(old: Any, new: Any) -> Any:
