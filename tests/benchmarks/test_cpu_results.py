@@ -1,4 +1,4 @@
-"""Result files that only arithmetic makes are those of the code as it is.
+"""Result files made by arithmetic alone match what their commands write.
 
 Effects of studies have their own test (tests/study/test_committed_studies.py); the other files of
 benchmarks/results take minutes of a CPU, or a GPU.

@@ -244,3 +244,11 @@ def test_a_rate_of_rl_is_refused_for_supervised_updates(jetrl: Callable, loop: F
     done = jetrl("sft", "demo", "sft.steps=1", "train.lr=1e-3")
     assert (done.code, loop.calls) == (2, [])
     assert "'train.lr=1e-3' has no effect: supervised updates read sft.lr" in done.err
+
+
+def test_a_dry_run_refuses_a_folder_that_takes_no_run(jetrl: Callable, tmp_path: Path) -> None:
+    done = jetrl("train", "demo", "run.dir=/proc/runs", "--dry-run")
+    assert done.code == 2
+    assert "run directory /proc/runs/demo: cannot write into /proc: " in done.err
+    assert jetrl("train", "demo", f"run.dir={tmp_path}/a/b", "--dry-run").code == 0
+    assert list(tmp_path.iterdir()) == []

@@ -348,3 +348,10 @@ def test_partial_rollouts_need_a_loss_that_bounds_old_tokens() -> None:
 
 def test_a_recipes_supervised_updates_are_switched_off_by_their_number() -> None:
     assert load_config("demo", ["sft.steps=0", "sft.lr=1e-3"]).sft.steps == 0
+
+
+def test_the_completions_of_a_step_have_a_bound() -> None:
+    most = ["rollout.prompts_per_step=131072", "rollout.samples_per_prompt=8"]
+    assert load_config("demo", most).rollout.samples_per_prompt == 8
+    with pytest.raises(UserError, match="= 1,179,648 completions per step; at most 1,048,576"):
+        load_config("demo", [most[0], "rollout.samples_per_prompt=9"])

@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -129,13 +130,23 @@ class RunDirectory:
 
     @classmethod
     def check(cls, settings: Settings, plan: Mapping[str, Any], resume: bool) -> None:
-        """Raise what `create` would raise, before anything slow is loaded; write nothing."""
+        """Raise what `create` would raise, before anything slow is loaded; leave nothing."""
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
         _check_readable(settings, plan)
         run._check_use(resume)
         if resume:
             run._check_plan(plan)
         RunLock.check(run.path)
+        above = next(
+            folder for folder in (run.path, *run.path.absolute().parents) if folder.exists()
+        )
+        try:
+            os.rmdir(
+                tempfile.mkdtemp(prefix=".jetrl-", dir=above)
+            )  # root passes os.access anywhere
+        except OSError as error:
+            why = f"cannot write into {above}: {error.strerror or error}; set run.dir"
+            raise UserError(f"run directory {run.path}: {why}") from None
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:

@@ -123,6 +123,7 @@ class ModelSettings(Section):
         return self
 
 
+MOST_COMPLETIONS = 2**20  # of a step: more would fill the host's memory with texts
 MOST_WORKERS = 1024  # Scoring processes: each has a Python with the task's imports.
 
 
@@ -451,6 +452,10 @@ class Settings(Section):
         if train.updates_per_step > rollout.prompts_per_step:
             asked = f"train.updates_per_step = {train.updates_per_step} needs as many prompts"
             yield f"{asked}, but rollout.prompts_per_step = {rollout.prompts_per_step}"
+        completions = rollout.prompts_per_step * rollout.samples_per_prompt
+        if completions > MOST_COMPLETIONS:
+            keys = "rollout.prompts_per_step x rollout.samples_per_prompt"
+            yield f"{keys} = {completions:,} completions per step; at most {MOST_COMPLETIONS:,}"
         if self.algorithm.name in ALGORITHMS:
             yield from self.algorithm_problems(ALGORITHMS[self.algorithm.name])
         if rollout.samples_per_prompt == 1 and self.data.batch == "shuffle_r1":
