@@ -370,10 +370,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.cuda.empty_cache()
 
 
-if __name__ == "__main__":
-    main()
-
-
 _FORWARDS = 6  # of a profile, where there are prompts for as many
 _LISTED_OF_PREFILL = 12  # kernels of its table
 
@@ -401,3 +397,7 @@ def prefill_rows(events: Sequence[Any], forwards: int, kind_of: Callable[[str], 
     idle = idle_pieces([(span.start, span.end) for span in ran])
     times["= idle"], counts["= idle"] = sum(idle), len(idle)
     return kernel_rows("kernel of prefill", times, counts, forwards, _LISTED_OF_PREFILL)
+
+
+if __name__ == "__main__":
+    main()

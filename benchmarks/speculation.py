@@ -238,10 +238,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{different[0]} tokens and {different[1]} log-probs of {tokens} differ", flush=True)
 
 
-if __name__ == "__main__":
-    main()
-
-
 class FixedWidth(DraftWidths):
     """The same width and share of rows in every step, for comparison with what `auto` chooses."""
 
@@ -368,3 +364,7 @@ def width_rows(spent: Mapping[tuple[int, int, int], Spent]) -> Row:
         }
         for size, one in sorted(spent.items())
     }
+
+
+if __name__ == "__main__":
+    main()

@@ -418,10 +418,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         release()
 
 
-if __name__ == "__main__":
-    main()
-
-
 _GIB = 2**30
 
 
@@ -449,3 +445,7 @@ def leave_free(gib: float | None) -> None:
     status, _ = driver.cuMemAlloc(taken)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise UserError(f"--leave-free {gib:g}: the driver refused {taken} bytes: {status.name}")
+
+
+if __name__ == "__main__":
+    main()

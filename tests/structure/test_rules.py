@@ -134,3 +134,11 @@ def test_no_committed_file_names_a_path_of_some_machine_or_is_half_merged() -> N
 def test_generated_folders_are_not_committed() -> None:
     folders = {path.relative_to(ROOT).parts[0] for path in committed_files()}
     assert not folders & {"runs", "models", "build", "dist", ".venv"}
+
+
+def test_a_script_runs_after_all_of_its_functions() -> None:
+    """A function below `main()` is not there yet when the file is run as a module."""
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        starts = [i for i, node in enumerate(body) if "__main__" in ast.unparse(node)[:40]]
+        assert not starts or starts[-1] == len(body) - 1, f"{path}: code after the call of main()"
