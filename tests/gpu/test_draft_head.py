@@ -50,7 +50,7 @@ def train(with_head: bool, steps: int = 3) -> tuple[Any, ...]:
             "draft_head": {"share": 1.0, "lr": 2e-3, "tokens_per_update": 64},
             # The temperature is that of `drawn_samples`.
             "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_tokens": 60}
-            | {"temperature": 0.3},
+            | {"temperature": 0.3, "speculation": "head"},
         }
     )
     head = DraftHead(policy, 3, 0) if with_head else None
