@@ -76,8 +76,10 @@ def picture(files: Sequence[dict[str, Any]], out: Path) -> None:
     for row in (row for file in files for row in file["rows"]):
         loads.setdefault(row["load"], []).append(row)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.6, 0.8 + 1.25 * len(loads)), layout="constrained")
-        subplots = figure.subplots(len(loads), 1, squeeze=False)[:, 0]
+        bars = [len(rows) for rows in loads.values()]
+        height = 0.8 + 0.45 * len(loads) + 0.4 * sum(bars)
+        figure = Figure(figsize=(8.6, height), layout="constrained")
+        subplots = figure.subplots(len(loads), 1, squeeze=False, height_ratios=bars)[:, 0]
         phases: set[str] = set()
         for axes, rows in zip(subplots, loads.values(), strict=True):
             phases |= draw_load(axes, rows)
