@@ -262,7 +262,7 @@ def test_another_task_sets_the_recipes_task_section_aside(
     recipe = write(tmp_path / "r.toml", text)
     other = load_config(recipe, ["task.options.digits=3", "task=arithmetic"]).task
     assert other == TaskSettings(name="arithmetic", options={"digits": 3})
-    assert "task.path and task.workers and task.options of the recipe are put" in caplog.text
+    assert "task.path and task.workers and task.options are for another task" in caplog.text
     same = load_config(recipe, ["task=gsm8k", "task.timeout_s=3"]).task
     assert (same.path, same.options, same.timeout_s) == ("data", {"strict": True}, 3.0)
     assert load_config(recipe, ["task.split=test"]).task.path == "data"

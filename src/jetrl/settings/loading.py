@@ -194,7 +194,8 @@ def _of_task(section: dict[str, Any], name: Any) -> dict[str, Any]:
     if name == section.get("name"):
         return section
     if dropped := [f"task.{key}" for key in section if key != "name"]:
-        _warn_once(f"task.name={name}: {' and '.join(dropped)} of the recipe are put aside")
+        keys = " and ".join(dropped)
+        _warn_once(f"task.name={name}: the recipe's {keys} are for another task and ignored")
     return {}
 
 
