@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,56 @@ O_PROJ, DOWN = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.dow
     ],
 )
 def test_fp8_with_wrong_scales_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    config = our_config("qwen3", **FP8_SIZES)
+    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), "fp8")
+    change_tensors(tmp_path / "m", change)
+    with pytest.raises(UserError, match=message):
+        read_model(tmp_path / "m")
+
+
+def test_scales_in_e8m0_are_exact_powers_of_two(tmp_path: Path) -> None:
+    """All 255 codes: 2**-127 is subnormal in float32."""
+    config = our_config("qwen3", **FP8_SIZES)
+    save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), "fp8", scales="pow2")
+    said = read_config(tmp_path / "m")["quantization_config"] | {"scale_fmt": "ue8m0"}
+    change_config(tmp_path / "m", quantization_config=said)
+    for first in range(0, 256, 2):
+        codes = torch.tensor([[first, min(first + 1, 254)]], dtype=torch.uint8)
+
+        def narrow(tensors: dict[str, torch.Tensor], codes: torch.Tensor = codes) -> None:
+            tensors[f"{O_PROJ}_scale_inv"] = codes.view(torch.float8_e8m0fnu)
+            tensors[O_PROJ] = torch.ones(128, 256).to(torch.float8_e4m3fn)
+
+        change_tensors(tmp_path / "m", narrow)
+        values = read_model(tmp_path / "m")[1]["layers.0.o.weight"].double()
+        powers = torch.exp2(codes.double() - 127).repeat_interleave(128, 1)
+        assert torch.equal(values, powers.expand(128, 256))
+
+
+def spoil(name: str, number: float) -> Any:
+    """Return a change that puts a number at the beginning of a tensor."""
+    return lambda tensors: tensors[name].view(-1)[:1].copy_(torch.tensor([number]))
+
+
+def spoil_e8m0(tensors: dict[str, torch.Tensor]) -> None:
+    name = f"{O_PROJ}_scale_inv"
+    codes = torch.full(tensors[name].shape, 255, dtype=torch.uint8)
+    tensors[name] = codes.view(torch.float8_e8m0fnu)
+
+
+SCALES = r"safetensors: .*o_proj\.weight_scale_inv has scales that are negative, infinite or NaN"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        *((spoil(f"{O_PROJ}_scale_inv", number), SCALES) for number in (math.nan, math.inf, -1.0)),
+        (spoil_e8m0, SCALES),
+        (spoil(DOWN, math.nan), r"safetensors: .*down_proj\.weight has FP8 codes that are NaN"),
+    ],
+    ids=["scale nan", "scale infinite", "scale negative", "scale e8m0 255", "code nan"],
+)
+def test_fp8_that_holds_no_numbers_is_refused(change: Any, message: str, tmp_path: Path) -> None:
     config = our_config("qwen3", **FP8_SIZES)
     save_model(tmp_path / "m", config, dict(RandomWeights(config, seed=0)), "fp8")
     change_tensors(tmp_path / "m", change)

@@ -33,6 +33,7 @@ from jetrl.precision.quantize import QTensor, dequantize
 _GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # only tokenizer.json
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints kept; recomputed here
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -136,11 +137,11 @@ def open_weights(
     """Yield the parameters of a model directory by our names (`families.parameter_shapes`), fused.
 
     Each is read on access, straight to the device, and not kept: a model on its way to a GPU is
-    never whole in CPU memory. Values keep their stored dtype (float32, bfloat16, float16, float64),
-    but FP8 weights are dequantized to float32 by `weight_scale_inv` [ceil(N / 128), ceil(K / 128)],
-    and NVFP4 weights too, with their codes in `CodedWeights.codes`. On the CPU a parameter stored
-    as one tensor stays mapped to its file. On device "meta" tensors have shapes only, and a hub
-    name needs no weight files.
+    never whole in CPU memory. Values keep their stored dtype (float32, bfloat16, float16, float64).
+    FP8 weights are dequantized to float32 by `weight_scale_inv` [ceil(N / 128), ceil(K / 128)] in
+    float32, bfloat16 or E8M0. NVFP4 weights are dequantized too, with their codes in
+    `CodedWeights.codes`. On the CPU a parameter stored as one tensor stays mapped to its file. On
+    device "meta" tensors have shapes only, and a hub name needs no weight files.
     """
     layout = nvfp4_files.nvfp4_layout(config.raw.get("quantization_config"))
     outline = torch.device(device).type == "meta"
@@ -273,9 +274,20 @@ class _StoredWeights(nvfp4_files.CodedWeights):
             raise UserError(f"{file}: {part.name} is in FP8, but there is no tensor {scales_name}")
         sides = zip(part.shape, families.FP8_BLOCK, strict=True)
         scales = self._tensor(scales_name, tuple(-(-size // block) for size, block in sides))
-        if scales.dtype not in (torch.float32, torch.bfloat16):
-            raise UserError(f"{file}: {scales_name} is {scales.dtype}: float32 or bfloat16 is read")
-        return dequantize(QTensor(tensor, scales.float(), families.FP8_BLOCK))
+        scales_file = self._files[scales_name]
+        if scales.dtype not in _SCALE_DTYPES:
+            raise UserError(
+                f"{scales_file}: {scales_name} is {scales.dtype}: float32, bfloat16 or "
+                "float8_e8m0fnu is read"
+            )
+        scales = scales.float()  # exact, also for the powers of two of E8M0
+        if not bool(((scales >= 0) & scales.isfinite()).all()):
+            raise UserError(
+                f"{scales_file}: {scales_name} has scales that are negative, infinite or NaN"
+            )
+        if bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()):  # E4M3 has two codes of NaN
+            raise UserError(f"{file}: {part.name} has FP8 codes that are NaN")
+        return dequantize(QTensor(tensor, scales, families.FP8_BLOCK))
 
     def _tensor(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
         """Return a tensor of the files on the device, checked to have one of the shapes."""
