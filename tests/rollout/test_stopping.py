@@ -61,6 +61,29 @@ def test_invalid_bytes_do_not_hide_a_stop_string():
     assert sequence.generated == tokens
 
 
+def decode_fallback(ids):
+    """Decode as a byte-fallback tokenizer: a run of bytes that is not UTF-8 is a mark per byte."""
+    run, text = bytearray(), ""
+    for token in [*ids, ord("x")]:
+        if token >= 0x80:
+            run.append(token)
+            continue
+        try:
+            text += run.decode()
+        except UnicodeDecodeError:
+            text += "\ufffd" * len(run)
+        run, text = bytearray(), text + chr(token)
+    return text[:-1]
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"\xe6\xbc", b"\xe6"])
+def test_text_before_a_stop_string_is_decoded_as_a_whole(bad):
+    """A bad byte also changes the text of the whole characters before it."""
+    tokens = list("a漢漢".encode() + bad + b"END")
+    text = run(StopRules(999, strings=("END",), decode=decode_fallback), tokens).text
+    assert text == "a" + "\ufffd" * (6 + len(bad))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_incremental_text_is_the_text(seed):
     """Against decoding everything after each token, on random text of 1 to 4 byte characters."""

@@ -78,6 +78,7 @@ class TextWatch:
         self._decode = decode
         self._reach = max(len(string) for string in strings) - 1
         self._text = ""
+        self._start = start
         self._first = self._committed = start
         # A character that is not whole yet decodes to the mark, which is gone with its last byte: a
         # stop string with the mark would have to be looked for after each token.
@@ -96,9 +97,13 @@ class TextWatch:
     def update(self, tokens: list[int]) -> str | None:
         """Return the text before the first stop string; None while none has appeared."""
         text, window = self._decoded(tokens[self._first :])
-        end = self._ends(text)
-        if end is not None:
-            return text[:end]
+        if self._ends(text) is not None:
+            # A later byte may change how earlier byte tokens decode, also committed ones: the text
+            # that is kept is decoded at once, as without stop strings.
+            whole = self._decode(tokens[self._start :])
+            end = self._first_stop(whole, 0)
+            if end is not None:
+                return whole[:end]
         # Tokens are committed once they end in whole characters.
         whole = not window.endswith(UNFINISHED_CHARACTER)
         if whole or len(tokens) - self._committed >= MAX_WINDOW:
@@ -112,7 +117,9 @@ class TextWatch:
         return self._text + window[len(context) :], window
 
     def _ends(self, text: str) -> int | None:
-        searched = max(0, len(self._text) - self._reach)
+        return self._first_stop(text, max(0, len(self._text) - self._reach))
+
+    def _first_stop(self, text: str, searched: int) -> int | None:
         starts = [text.find(string, searched) for string in self._strings]
         return min((start for start in starts if start >= 0), default=None)
 
