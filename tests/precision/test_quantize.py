@@ -132,5 +132,10 @@ def test_fixed_draws_keep_small_changes_of_values_on_the_grid() -> None:
     assert abs((changed.bfloat16() - grid.float()).mean() / 2e-5) < 0.2  # to nearest
     assert torch.equal(dithered_bf16(changed[7:], "a", 7), moved[7:])  # of a rank's rows
     assert not torch.equal(dithered_bf16(changed, "b"), moved)
+    for kind in (0x7F800001, 0x7F80FFFF, 0x7FBFFFFF, 0x7FFFFFFF):
+        bits = torch.tensor([kind, kind - 2**31])  # of both signs
+        nans = bits.to(torch.int32).repeat(8, 500).view(torch.float32)
+        assert nans.isnan().all()
+        assert dithered_bf16(nans, "a").isnan().all(), hex(kind)
     ends = torch.tensor([[torch.inf, -torch.inf, torch.nan, 0.0]])
     assert torch.equal(dithered_bf16(ends, "a").nan_to_num(7.0), ends.bfloat16().nan_to_num(7.0))

@@ -204,6 +204,9 @@ def dithered_bf16(x: Tensor, name: str, first_row: int = 0) -> Tensor:
         for factor, shift in ((-1640531535, 15), (-2048144777, 13), (-1028477379, 16)):
             draws = draws * factor
             draws ^= (draws >> shift) & ((1 << 32 - shift) - 1)
-        bits = part.view(torch.int32) + (draws & 0xFFFF).view(part.shape)
+        own = part.view(torch.int32)
+        bits = own + (draws & 0xFFFF).view(part.shape)
+        # A sum could carry out of a NaN's fraction, and its upper half alone may be Inf.
+        bits = torch.where(part.isnan(), own | 0x400000, bits)
         rounded[start : start + step] = (bits & -0x10000).view(torch.float32)
     return rounded

@@ -219,7 +219,9 @@ def _dither_kernel(x_ptr, rounded_ptr, begin, key, size, BLOCK: tl.constexpr):
     draws = ((places + begin).to(tl.uint32) ^ key.to(tl.uint32)) * 2654435761
     draws = (draws ^ (draws >> 15)) * 2246822519
     draws = (draws ^ (draws >> 13)) * 3266489917
-    bits += ((draws ^ (draws >> 16)) & 0xFFFF).to(tl.int32)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000  # a sum could carry out of its fraction
+    rounded = bits + ((draws ^ (draws >> 16)) & 0xFFFF).to(tl.int32)
+    bits = tl.where(nan, bits | 0x400000, rounded)
     upper = (bits >> 16).to(tl.int16)
     tl.store(rounded_ptr + places, upper.to(tl.bfloat16, bitcast=True), mask=inside)
 
@@ -319,7 +321,7 @@ def quantize_weight(
 
 
 def dithered_bf16(x: Tensor, name: str, first_row: int = 0) -> Tensor:
-    """`precision.quantize.dithered_bf16` of float32 [M, K]; a NaN keeps its bits."""
+    """`precision.quantize.dithered_bf16` of float32 [M, K]; a NaN stays NaN."""
     x = x.contiguous()
     rounded, key = torch.empty_like(x, dtype=torch.bfloat16), zlib.crc32(name.encode()) - (1 << 31)
     _dither_kernel[(cdiv(x.numel(), _DITHERED),)](
