@@ -115,8 +115,10 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.max_prefill_tokens = max_prefill_tokens
         self.sequences: list[RunningSequence] = []
-        self._groups: list[list[RunningSequence]] = []  # Of each sequence, its group.
-        self._unfinished: dict[int, int] = {}  # Of each group, by id.
+        # Of each sequence, the samples of its prompt that share a prefill.
+        self._groups: list[list[RunningSequence]] = []
+        self._prompts: list[int] = []  # Of each sequence, the number of its prompt.
+        self._unfinished: list[int] = []  # Of each prompt.
         self.running: list[RunningSequence] = []
         self.waiting: deque[RunningSequence] = deque()
         self.num_preemptions = 0
@@ -138,15 +140,20 @@ class Scheduler:
 
     def add(self, group: Sequence[RunningSequence]) -> None:
         """Let the samples of another prompt wait for their turn, as the youngest sequences."""
-        members = list(group)
-        self._unfinished[id(members)] = len(members)
-        for sequence in members:
+        # A resumed group may mix: started members neither lead nor take the first draws.
+        members: dict[bool, list[RunningSequence]] = {
+            begun: [s for s in group if s.started is begun] for begun in (False, True)
+        }
+        prompt = len(self._unfinished)
+        self._unfinished.append(len(group))
+        for sequence in group:
             index = len(self.sequences)
             assert sequence.index == index, f"sequence {sequence.index} has index {index}"
             needed = self.allocator.pages_for(sequence.max_cached_tokens)
             assert needed <= self.allocator.num_pages, f"sequence {index} needs {needed} pages"
             self.sequences.append(sequence)
-            self._groups.append(members)
+            self._groups.append(members[sequence.started])
+            self._prompts.append(prompt)
             self.waiting.append(sequence)
 
     @property
@@ -297,9 +304,9 @@ class Scheduler:
         self.num_finished += 1
         self._ended.append(sequence.index)
         self.finished_tokens += len(sequence.generated)
-        group = self._groups[sequence.index]
-        self._unfinished[id(group)] -= 1
-        self.num_complete_groups += self._unfinished[id(group)] == 0
+        prompt = self._prompts[sequence.index]
+        self._unfinished[prompt] -= 1
+        self.num_complete_groups += self._unfinished[prompt] == 0
         if not was_running:
             self.waiting.remove(sequence)
             if sequence in self._parked:
@@ -427,6 +434,9 @@ class Scheduler:
     def _extend(self, sequence: RunningSequence) -> None:
         """Give a sequence pages for all its tokens, so that its prefill needs no more."""
         missing = self.allocator.pages_for(sequence.num_tokens) - len(sequence.pages)
+        # In a mixed group a younger sequence may be parked before an older one is admitted.
+        while missing > self.allocator.num_free and self._parked:
+            self._drop_pages(self._parked.pop())
         sequence.pages += self.allocator.allocate(missing)
 
     def _make_room(self, sequence: RunningSequence, length: int) -> bool:
