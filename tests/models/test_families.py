@@ -223,6 +223,13 @@ def test_refused(changes: dict[str, object], message: str) -> None:
         ({"model_type": "gemma3", "text_config": {"sliding_window": 512}}, "a sliding window"),
         ({"model_type": "mamba", "state_size": 16}, "recurrent layers"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder"),
+        ({"model_type": "gemma", "hidden_act": "gelu"}, "it has an activation other than SiLU, wh"),
+        ({"model_type": "granite", "logits_scaling": 8.0}, "it has scaled embeddings or logits, "),
+        (
+            {"model_type": "olmo", "logits_scaling": 1.0, "hidden_act": "silu"}
+            | {"sliding_window": 4096, "use_sliding_window": False, "partial_rotary_factor": 1.0},
+            "is not supported; supported: ",
+        ),
         ({"model_type": "olmo2"}, "is not supported; .*to add a family: CONTRIBUTING"),
     ],
 )

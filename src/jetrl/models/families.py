@@ -256,6 +256,10 @@ _OBSTACLES = {
     "a sliding window": ("sliding_window",),
     "an encoder": ("is_encoder_decoder",),
     "latent attention": ("kv_lora_rank",),
+    "an activation other than SiLU": ("hidden_act", "hidden_activation"),
+    "scaled embeddings or logits": ("embedding_multiplier", "logits_scaling", "logit_scale"),
+    "capped logits": ("final_logit_softcapping",),
+    "rotary positions in a part of each head": ("partial_rotary_factor",),
 }
 
 
@@ -266,9 +270,18 @@ def _in_the_way(config: Mapping[str, Any]) -> str:
     found = [
         what
         for what, keys in _OBSTACLES.items()
-        if any(part.get(key) for part in parts for key in keys)
+        if any(_asks(part, key) for part in parts for key in keys)
     ]
     return f", and it has {', '.join(found)}, which this decoder does not compute" if found else ""
+
+
+def _asks(part: Mapping[str, Any], key: str) -> bool:
+    """Return whether a key is set and not to what this decoder does: 1.0 scales nothing."""
+    value = part.get(key)
+    if key == "sliding_window" and part.get("use_sliding_window") is False:
+        return False
+    as_here = value == "silu" or (type(value) in (int, float) and value == 1)
+    return bool(value) and not as_here
 
 
 def _head_dim(config: HfConfig) -> int:
