@@ -40,7 +40,7 @@ TARGETS = {
     "training/packing": ["training/test_packing.py", "training/test_stems.py", *TRAINER],
     "training/advantages": ["training/test_advantages.py", "training/test_formulas.py"],
     "training/objectives": OBJECTIVES,
-    "training/micro_batches": [*TRAINER, "training/test_objectives.py"],
+    "training/micro_batches": ["training/test_micro_batches.py", *TRAINER, OBJECTIVES[0]],
     "rollout/scheduler": [f"rollout/test_{name}.py" for name in ("scheduler", "partial", "engine")],
 }
 SPARE_S = 20.0  # seconds that a mutant may take beyond three times the unchanged tests
