@@ -28,6 +28,20 @@ def test_reward_that_is_not_finite_is_named(bad):
         group_advantages([0, 1, bad], [9, 9, 9])
 
 
+def test_a_group_of_one_has_advantage_0_and_groups_are_normalized_unless_told():
+    advantages = group_advantages([5.0, 0.0, 1.0], [7, 9, 9])
+    assert advantages == pytest.approx([0.0, -(0.5**0.5), 0.5**0.5], rel=2e-6)
+    alone = StepRewards(np.array([5.0]), np.array([7]), [np.zeros(2)])
+    assert ESTIMATORS["leave_one_out"](alone).advantages[0].tolist() == [0.0, 0.0]
+
+
+def test_the_largest_reward_is_taken():
+    largest = float(np.finfo(np.float32).max)
+    assert check_rewards([largest, -largest], [0, 0])[0].tolist() == [largest, -largest]
+    with pytest.raises(UserError, match="sample 0"):
+        check_rewards([2 * largest], [0])
+
+
 # Four sequences of 3, 2, 1 and 3 tokens. VERL: verl 0.9.1, verl/trainer/ppo/core_algos.py, called
 # on them (padded to 3 tokens there) and its results typed in.
 REWARDS, GROUPS, LENGTHS = [1.0, 0.0, 0.5, 2.0], [0, 0, 1, 1], [3, 2, 1, 3]
@@ -81,6 +95,16 @@ def test_the_smallest_buffer_and_the_smallest_step_count():
     two = StepRewards(np.array([0.0, 1.0]), np.array([0, 1]), [np.zeros(1)] * 2)
     low, high = ESTIMATORS["global"](two).advantages
     assert low[0] == -high[0] < 0
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("rewards", [[0.1] * 3, [np.nan] * 3])
+def test_a_step_that_compares_nothing_gives_exact_zero(name, rewards):
+    # Normalized over tokens, the rounding error of a mean would be divided by 1e-4.
+    values = [np.zeros(1, np.float32)] * 3
+    step = StepRewards(np.array(rewards), np.zeros(3, int), [np.zeros(1)] * 3, values)
+    for advantage in ESTIMATORS[name](step).advantages:
+        np.testing.assert_array_equal(advantage, [0.0])
 
 
 @pytest.mark.parametrize("name", ["group", "leave_one_out", "global", "group_global", "gae"])
