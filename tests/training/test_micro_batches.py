@@ -49,7 +49,9 @@ def test_a_part_has_every_number_of_its_sequences_and_no_other(sample, sequences
     assert part.batch.cu_seqlens[0] == 0
     assert lengths == [[3, 2, 4][i] for i in sequences]
     assert part.batch.sample_ids.tolist() == list(sequences)
-    assert at_targets(part.batch.advantages, part.batch, "cpu").tolist() == [n / 10 for n in trained]
+    assert at_targets(part.batch.advantages, part.batch, "cpu").tolist() == [
+        n / 10 for n in trained
+    ]
     assert set(part.known()) == {"before", "returns"}
     assert part.before.tolist() == trained
     assert part.returns.tolist() == [-n for n in trained]

@@ -315,6 +315,42 @@ def test_a_dual_clip_bounds_the_loss_of_tokens_with_a_negative_advantage():
     assert gained.loss.item() == pytest.approx(-1.2 * 0.5)  # the usual clip
 
 
+@pytest.mark.parametrize(
+    ("difference", "advantage", "dual_clip"),
+    [(0.0, 1.0, None), (0.0, -1.0, None), (0.0, -1.0, 1.0), (2.0, 0.0, 3.0), (-2.0, 0.0, 3.0)],
+)
+def test_a_ratio_on_a_bound_and_an_advantage_of_0_are_not_clipped(difference, advantage, dual_clip):
+    lost = LOSSES["clipped_ratio"](one(difference, advantage), 0.0, 0.0, dual_clip=dual_clip)
+    assert lost.clipped.tolist() == [False]
+
+
+@pytest.mark.parametrize("name", ["tis", "mis", "sequence_mask"])
+def test_a_weight_on_a_bound_is_kept(name):
+    tokens = one(0.0, 1.0)
+    for low, high in [(0.5, 1.0), (1.0, 2.0)]:
+        weights, touched, _ = Correction(name, "token", low, high)(tokens, torch.zeros(1))
+        assert (weights.tolist(), touched.tolist()) == ([1.0], [False])
+
+
+def test_metrics_are_shares_of_the_update_and_peaks_the_largest():
+    # Two of an update's four tokens: ratios 2 and 1, and sampler's weights 4 and 1.
+    tokens = Tokens(leaf(math.log(2.0), 0.0), torch.zeros(2), torch.ones(2), torch.tensor([1, 1]))
+    mine = objective(name="grpo", correction="tis", correction_high=3.0, kl=0.5, kl_in="reward")
+    size, rollout = UpdateSize(tokens=4, sequences=4, max_tokens=1), torch.tensor([-math.log(4), 0])
+    found = mine(tokens, size, rollout, torch.zeros(2))
+    shares = {name: value.item() for name, value in found.metrics.items()}
+    assert shares == {
+        "policy/clip_fraction": 1 / 4,
+        "correction/weight_mean": pytest.approx((3 + 1) / 4),
+        "correction/touched_fraction": 1 / 4,
+        "policy/kl_ref": pytest.approx((math.log(2) - 0.5) / 4, rel=1e-6),
+    }
+    peaks = {name: value.item() for name, value in found.peaks.items()}
+    assert peaks == pytest.approx({"correction/weight_max": 3, "correction/ratio_max": 4})
+    # The KL is in the rewards already: -(1.2 * 3 + 1) / 4 is the loss of both tokens.
+    assert found.loss.item() == pytest.approx(-(1.2 * 3 + 1) / 4)
+
+
 @pytest.mark.parametrize("loss", [("clipped_ratio", 0.2, 0.2), ("detached_ratio", 4.0), ("ratio",)])
 def test_a_log_ratio_that_overflows_leaves_loss_and_gradient_finite(loss):
     tokens = one(100.0, 1.0)
