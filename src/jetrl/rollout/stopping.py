@@ -105,8 +105,8 @@ class TextWatch:
             if end is not None:
                 return whole[:end]
         # Tokens are committed once they end in whole characters.
-        whole = not window.endswith(UNFINISHED_CHARACTER)
-        if whole or len(tokens) - self._committed >= MAX_WINDOW:
+        is_whole = not window.endswith(UNFINISHED_CHARACTER)
+        if is_whole or len(tokens) - self._committed >= MAX_WINDOW:
             self._commit(text, len(tokens))
         return None
 
