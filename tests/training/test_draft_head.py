@@ -24,7 +24,8 @@ VOCABULARY = 32
 
 def make_settings(draft_head=None, **train):
     own = {"share": 1.0, "lr": 5e-3, "tokens_per_update": 64} | (draft_head or {})
-    return settings({"tokens_per_micro_batch": 64} | train, draft_head=own)
+    rollout = {"speculation": "head"}
+    return settings({"tokens_per_micro_batch": 64} | train, draft_head=own, rollout=rollout)
 
 
 def make_training(policy, settings=None, tokens=3):

@@ -367,7 +367,8 @@ def _encode_messages(
         begun = last["content"]
     text = _render(tokenizer, replace(chat, messages=messages, tools=tools), where, open_turn=True)
     # The last word may be several tags: <|Assistant|><think> of DeepSeek.
-    opening = [*text.split()[-1:], *_TAG.findall("".join(text.split()[-1:]))[-1:]]
+    end = "".join(text.split()[-1:])
+    opening = [end, *(tag for tag in _TAG.findall(end)[-1:] if end.endswith(tag))]
     if twice := [word for word in opening if begun.lstrip().startswith(word)]:
         raise UserError(
             f"{where}: its last message, the assistant's, begins with {twice[0]!r}, with which "

@@ -522,7 +522,9 @@ class Settings(Section):
         has_critic = self.critic.path is not None
         yield from unread("critic.path (ppo has a critic)", has_critic, "critic.lr", "critic.clip")
         keys = [f"draft_head.{key}" for key in DraftHeadSettings.model_fields]
-        yield from unread("rollout.speculation=head or auto", self.rollout.asks_head, *keys)
+        # A run may lose its head again: then `rollout.speculation = off` is set on purpose.
+        drafts = self.rollout.asks_head or "speculation" in self.rollout.model_fields_set
+        yield from unread("rollout.speculation=head or auto", drafts, *keys)
         tracked = bool(self.trackers.names)
         yield from unread("trackers.names", tracked, "trackers.project", "trackers.group")
         corrects = self.algorithm.correction != "none"
