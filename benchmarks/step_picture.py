@@ -4,7 +4,7 @@ The pass for old log-probs is left out: at one update per step no plan needs it.
 how many tokens have another log-prob in the trainer than in the sampler.
 
     cd benchmarks/results/h200
-    python ../../step_picture.py step_2048_plans.json step_8192.json --out ../../../docs/images/step.png
+    python ../../step_picture.py step_2048_plans.json step_8192.json --out step.png
 
 The files are those of `jetrl bench step`; each of their rows is a bar.
 """
