@@ -1,9 +1,10 @@
-"""QK norm, rotary embedding, and the write of quantized keys and values on Hopper.
+"""QK norm, rotary embedding, key smoothing, and the write of quantized keys and values on Hopper.
 
 A program takes 8 or 16 heads of a token. It reads their row of qkv once and writes the rotated
 queries and, at the token's slot, keys and values as the cache stores them: FP8 or INT8 codes with
 one scale per head, or BF16. Slots are places in the pages when sampling, and 0..T-1 of a dense
-array when training. The bits are those of the references (`rms_norm`, `rotary`, `quantize_kv`).
+array when training. The bits are those of the references (`rms_norm`, `rotary`, `smooth`,
+`quantize_kv`).
 
 The kernels are bound by memory if a value costs few instructions, so the layout is explicit
 (Gluon): a head lies as two halves, the pairs that the rotation mixes, in four lanes of a warp, or
