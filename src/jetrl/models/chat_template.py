@@ -58,7 +58,7 @@ def render_messages(
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> str:
-    """Return the template of a conversation: a tokenizer may have one of its own for tools."""
+    """Return the chat template that renders a conversation, which may depend on its tools."""
     return tokenizer.get_chat_template(tools=[dict(tool) for tool in conversation.tools] or None)
 
 

@@ -137,13 +137,10 @@ class RunDirectory:
         if resume:
             run._check_plan(plan)
         RunLock.check(run.path)
-        above = next(
-            folder for folder in (run.path, *run.path.absolute().parents) if folder.exists()
-        )
-        try:
-            os.rmdir(
-                tempfile.mkdtemp(prefix=".jetrl-", dir=above)
-            )  # root passes os.access anywhere
+        folders = (run.path, *run.path.absolute().parents)
+        above = next(folder for folder in folders if folder.exists())
+        try:  # os.access would say yes to root everywhere
+            os.rmdir(tempfile.mkdtemp(prefix=".jetrl-", dir=above))
         except OSError as error:
             why = f"cannot write into {above}: {error.strerror or error}; set run.dir"
             raise UserError(f"run directory {run.path}: {why}") from None

@@ -46,11 +46,11 @@ class PromptDigest:
     def load_state(self, state: str | None) -> str | None:
         if state in (None, self._digest):
             return None
-        text = "the training prompts or their answers are not those of the checkpoint (data, "
-        text += (
-            "options, system prompt, tokenizer or version of jetrl changed); training continues "
+        text = (
+            "the training prompts or their answers are not those of the checkpoint (data, options, "
+            "system prompt, tokenizer or version of jetrl changed); training continues on the new "
+            "ones"
         )
-        text += "on the new ones"
         logger.warning(text)
         return f"warning: {text}"
 

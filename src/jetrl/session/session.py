@@ -287,11 +287,13 @@ class Session:
         # As in TRL a completion that all functions leave out has no advantage; a step needs others.
         left_out = [sample for sample in samples if sample.score.reward is None]
         if left_out:
-            words = (
+            logger.warning(
                 "%d of %d completions left out: every reward function gave None for them, as for "
+                "prompt %r",
+                len(left_out),
+                len(samples),
+                left_out[0].prompt.id,
             )
-            words += "prompt %r"
-            logger.warning(words, len(left_out), len(samples), left_out[0].prompt.id)
         if len(left_out) == len(samples) and step.round == 1:
             raise RunStopped(
                 f"every reward function gave None for all {len(samples)} completions of the step, "

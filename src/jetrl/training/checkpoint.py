@@ -277,11 +277,11 @@ class Checkpoints:
                     f"checkpoint {path} is damaged: it has made {updates} updates, and has no "
                     "optimizer state; use another one"
                 )
+            where = str(path / files.STATE_FILE)
+            policy.restore_key_exponents(state.get("key_exponents"), where)
             # Rows of this rank only; optimizer first, since it checks and may refuse.
             own = {} if moments is None else moments.own(optimizer.shard_of)
             optimizer.load_state(own, updates)
-            where = str(path / files.STATE_FILE)
-            policy.restore_key_exponents(state.get("key_exponents"), where)
             tensors.copy_to(policy)
             return stored
 

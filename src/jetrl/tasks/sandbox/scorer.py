@@ -60,7 +60,7 @@ class ScoredText:
 
 @dataclass(frozen=True)
 class BegunCall:
-    """A call of reward functions: the scorer's ticket, and the numbers of its completions."""
+    """A reward call under way: the ticket of the scorer, and the indices of the completions."""
 
     call: RewardCall
     ticket: int
