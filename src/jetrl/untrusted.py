@@ -153,13 +153,16 @@ def _reply(function: Callable[[Any], Any], line: bytes) -> bytes:
 
 @contextlib.contextmanager
 def exits_raised() -> Iterator[None]:
-    """Make an error of `os._exit` in a score of this process: a run must not end with its code."""
-    leave, own = os._exit, os.getpid()
+    """Make an error of `os._exit` in a score of this process: a run must not end with its code.
+
+    Other threads still end the process: the watchdog does so if the score hangs.
+    """
+    leave, own = os._exit, (os.getpid(), threading.get_ident())
 
     def refused(code: int) -> None:
-        if os.getpid() != own:
-            leave(code)  # a fork may end
-        raise SystemExit(f"os._exit({code}) with task.workers = 0 would end the run")
+        if (os.getpid(), threading.get_ident()) == own:
+            raise SystemExit(f"os._exit({code}) with task.workers = 0 would end the run")
+        leave(code)  # a fork, or another thread
 
     os._exit = refused  # type: ignore[assignment]
     try:

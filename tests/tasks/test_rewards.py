@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from jetrl.tasks.base import Answer, TrainerState
 from jetrl.tasks.dataset import Dataset, get_checker
 from jetrl.tasks.live import live, name_of
 from jetrl.types import Prompt, Score, Turn
+from jetrl.untrusted import exits_raised
 
 ROW = {"prompt": "1+1=", "answer": "2", "data_source": "sums", "extra_info": {"split": "train"}}
 PLAIN = Prompt(id="a", messages=({"role": "user", "content": "1+1="},), answer="2", metadata=ROW)
@@ -325,6 +327,19 @@ def test_os_exit_without_workers_is_a_failure_of_the_score(named: Any, tmp_path:
     assert [result.score.reward for result in results] == [1.0, 0.0]
     assert "SystemExit: os._exit(0) with task.workers = 0 would end the run" in results[1].failure
     assert os._exit is leave
+
+
+def test_another_thread_may_end_the_process_during_a_score(monkeypatch: Any) -> None:
+    """The watchdog and the peers end a run whose score hangs."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with exits_raised():
+        thread = threading.Thread(target=lambda: os._exit(5))
+        thread.start()
+        thread.join()
+        with pytest.raises(SystemExit, match="would end the run"):
+            os._exit(6)
+    assert codes == [5]
 
 
 def test_workers_are_bounded_and_started_as_they_are_needed(named: Any, tmp_path: Path) -> None:
