@@ -23,7 +23,7 @@ from jetrl.types import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14]]
 # Nearly greedy: the tiny model then repeats itself, and its samples each other.
-PARAMS = SamplingParams(n=3, max_tokens=40, temperature=0.3, stop_token_ids=(33, 34, 35), seed=7)
+PARAMS = SamplingParams(n=3, max_tokens=40, temperature=0.3, stop_token_ids=(33, 34, 35), seed=9)
 
 
 def trained_head(policy, tokens=3, seed=0):
