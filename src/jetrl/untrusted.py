@@ -153,16 +153,13 @@ def _reply(function: Callable[[Any], Any], line: bytes) -> bytes:
 
 @contextlib.contextmanager
 def exits_raised() -> Iterator[None]:
-    """Make an error of `os._exit` in a score of this process: a run must not end with its code.
-
-    Other threads still end the process: the watchdog does so if the score hangs.
-    """
+    """Make an error of `os._exit` in a score of this process: a run must not end with its code."""
     leave, own = os._exit, (os.getpid(), threading.get_ident())
 
     def refused(code: int) -> None:
         if (os.getpid(), threading.get_ident()) == own:
             raise SystemExit(f"os._exit({code}) with task.workers = 0 would end the run")
-        leave(code)  # a fork, or another thread
+        leave(code)  # a fork, or another thread: the watchdog ends a run whose score hangs
 
     os._exit = refused  # type: ignore[assignment]
     try:
