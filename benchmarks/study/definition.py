@@ -294,6 +294,9 @@ class EvalSection(Section):
     top_p: Mass = Field(1.0, description="keep the most probable tokens up to this mass; 1: all")
     seed: NonNegative = Field(0, description="fixes every draw of the evaluation")
     own: bool = Field(True, description="evaluate each run in its own precision as well")
+    exported: bool = Field(
+        False, description="evaluate each run's exported BF16 files as well, in `preset`"
+    )
 
     @model_validator(mode="after")
     def draws_differ(self) -> Self:

@@ -175,6 +175,7 @@ def _accuracies(runs: Sequence[RunResult], kind: str) -> Row:
     if kind == "own":  # the same weights in the study's one precision
         finals = [_final(run, "common") for run in runs]
         means["end_common"] = [100 * final.mean for final in finals if final]
+    means["end_exported"] = [100 * run.exported.mean for run in runs if run.exported]
     return {name: fmean(values) for name, values in means.items() if values}
 
 

@@ -7,6 +7,7 @@ its outcome is written next to the request.
 from __future__ import annotations
 
 import hashlib
+import tempfile
 import time
 from pathlib import Path
 
@@ -80,10 +81,25 @@ def evaluated(request: Request) -> Outcome:
         policy = open_policy(run, request.preset, device, bf16_rounding=rounding)
         common = _evaluation(policy, settings, request)
         name = _device_name(policy)
-    sha256, seconds = sha256_of_weights(run), time.perf_counter() - began
+    exported = _exported(run, settings, request) if request.exported else None
     return Outcome(
-        request=request, weights_sha256=sha256, device=name, common=common, own=own, seconds=seconds
+        request=request,
+        weights_sha256=sha256_of_weights(run),
+        device=name,
+        common=common,
+        own=own,
+        exported=exported,
+        seconds=time.perf_counter() - began,
     )
+
+
+def _exported(run: Path, settings: Settings, request: Request) -> FinalEvaluation:
+    """Return the evaluation of the files that `jetrl export` writes of a run."""
+    device, rounding = settings.run.device, request.bf16_rounding
+    with tempfile.TemporaryDirectory() as folder:
+        open_policy(run, None, device).save_pretrained(folder, overwrite=True)
+        policy = open_policy(folder, request.preset, device, bf16_rounding=rounding)
+    return _evaluation(policy, settings, request)
 
 
 def _evaluation(policy: Policy, settings: Settings, request: Request) -> FinalEvaluation:

@@ -85,6 +85,7 @@ class RunResult(Stored):
         different_tokens: The compared tokens whose log-probs differ in any bit.
         common: The evaluation in the study's precision; None without weights.
         own: The evaluation in the run's own precision; None without one.
+        exported: The evaluation of its exported BF16 files in the study's precision; None without.
         curves: The metrics of its steps, each a mean over the steps around.
         held_out: The held-out evaluations of the run itself: mean, response_length.
     """
@@ -107,6 +108,7 @@ class RunResult(Stored):
     different_tokens: Count = 0
     common: FinalEvaluation | None = None
     own: FinalEvaluation | None = None
+    exported: FinalEvaluation | None = None
     curves: Curves = Curves()
     held_out: Curves = Curves()
 
@@ -211,6 +213,7 @@ class Request(Stored):
         preset: The precision preset that all runs of the study are evaluated in.
         bf16_rounding: The rounding of their weights; files of before it was kept do not name it.
         own: Whether the run is evaluated in its own precision too.
+        exported: Whether its exported BF16 files are evaluated too.
         prompts: The number of held-out prompts; 0: all.
         top_p: The mass of the most probable tokens that are drawn from.
         ended: The time at which the run's training ended: its weights are those of that moment.
@@ -223,6 +226,7 @@ class Request(Stored):
     preset: str
     bf16_rounding: BF16Rounding = "nearest"
     own: bool
+    exported: bool = False
     prompts: Count
     samples: Annotated[int, Field(ge=1)]
     temperature: Finite
@@ -244,6 +248,7 @@ class Outcome(Stored):
         device: The device that evaluated; "" where nothing was evaluated.
         common: The evaluation in the study's precision; None where the run left no weights.
         own: The evaluation in the run's own precision; None where it was not asked for.
+        exported: The evaluation of its exported files; None where it was not asked for.
         seconds: The seconds that all of it took, the models opened included.
     """
 
@@ -252,11 +257,13 @@ class Outcome(Stored):
     device: str = ""
     common: FinalEvaluation | None = None
     own: FinalEvaluation | None = None
+    exported: FinalEvaluation | None = None
     seconds: Finite = 0.0
 
 
 REQUEST, OUTCOME = TypeAdapter(Request), TypeAdapter(Outcome)
-_ASKED = ("preset", "bf16_rounding", "own", "prompts", "samples", "temperature", "top_p", "seed")
+_EVALUATIONS = ("preset", "bf16_rounding", "own", "exported")
+_ASKED = (*_EVALUATIONS, "prompts", "samples", "temperature", "top_p", "seed")
 
 
 def request_file(definition: Definition, name: str) -> Path:
@@ -283,6 +290,7 @@ def request_of(
         preset=section.preset,
         bf16_rounding=section.bf16_rounding or PRESETS[section.preset].bf16_rounding,
         own=section.own,
+        exported=section.exported,
         prompts=section.prompts,
         samples=section.samples,
         temperature=section.temperature,
@@ -373,6 +381,7 @@ def result_of(definition: Definition, run: PlannedRun, outcome: Outcome) -> RunR
         different_tokens=history.num_different or 0,
         common=outcome.common,
         own=outcome.own,
+        exported=outcome.exported,
         curves=_thinned(steps, list(names), window),
         held_out=_held_out(records),
     )

@@ -59,6 +59,7 @@ twin = true
 [eval]
 prompts = 4
 samples = 2
+exported = true
 
 [collapse]
 share = 0.0  # no run of three steps collapses

@@ -46,7 +46,9 @@ def test_arms_begin_from_the_same_weights_and_twins_end_with_the_same(tiny_study
         assert run.compared_tokens > 0
         assert run.common is not None
         assert run.own is not None
-        assert (run.common.preset, run.own.preset) == ("bf16", "unified")
+        assert run.exported is not None
+        presets = (run.common.preset, run.own.preset, run.exported.preset)
+        assert presets == ("bf16", "unified", "bf16")
         assert (run.common.prompts, run.common.samples) == (4, 2)
         assert run.curves.steps == [2, 3]  # at most two points of three steps
         assert {"reward/mean", "mismatch/k3_kl"} <= set(run.curves.values)
