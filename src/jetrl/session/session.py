@@ -138,7 +138,8 @@ class Session:
             self.last_step = Step(step)
             self.run.display.show_steps(num_steps, step)
             if step >= num_steps:
-                notes.append(f"all steps of loop.steps={num_steps} are done: raise it to go on")
+                done = f"Nothing to do: all {num_steps} steps are done."
+                notes.append(f"{done} To train longer, raise loop.steps.")
             if any(key.startswith("sft.") for key in self.run.directory.changed_settings):
                 notes.append("the supervised updates are over: changes of [sft] have no effect")
         # No step is saved yet: the warm-up continues, or the run begins anew.
