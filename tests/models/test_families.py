@@ -230,7 +230,9 @@ def test_refused(changes: dict[str, object], message: str) -> None:
             | {"sliding_window": 4096, "use_sliding_window": False, "partial_rotary_factor": 1.0},
             "is not supported; supported: ",
         ),
-        ({"model_type": "olmo2"}, "is not supported; .*to add a family: CONTRIBUTING"),
+        ({"model_type": "olmo"}, "is not supported; .*to add a family: CONTRIBUTING"),
+        ({"model_type": "olmo2"}, "has norms after attention .* MLP, norms over all heads"),
+        ({"model_type": "glm4"}, "in a part of each head, .* interleaved pairs, norms after att"),
     ],
 )
 def test_an_unsupported_family_is_told_what_stands_in_the_way(config, words):

@@ -249,7 +249,7 @@ def _family(named: Named, config: Mapping[str, Any]) -> tuple[str, Head]:
     return family, "score" if scores else "lm"
 
 
-_OBSTACLES = {
+_OBSTACLES = {  # keys of config.json, and model types
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
     "images or audio": ("vision_config", "audio_config"),
     "recurrent layers": ("linear_num_key_heads", "mamba_d_state", "ssm_cfg", "state_size"),
@@ -259,7 +259,13 @@ _OBSTACLES = {
     "an activation other than SiLU": ("hidden_act", "hidden_activation"),
     "scaled embeddings or logits": ("embedding_multiplier", "logits_scaling", "logit_scale"),
     "capped logits": ("final_logit_softcapping",),
-    "rotary positions in a part of each head": ("partial_rotary_factor",),
+    "rotary positions in a part of each head": ("partial_rotary_factor", "glm", "glm4"),
+    "rotary positions in interleaved pairs": ("glm", "glm4"),
+    "norms after attention and after the MLP": (
+        *("glm4", "olmo2", "olmo3", "exaone4"),
+        *("gemma2", "gemma3", "gemma3_text"),
+    ),
+    "norms over all heads of queries or keys together": ("olmo2", "olmo3"),
 }
 
 
@@ -270,7 +276,7 @@ def _in_the_way(config: Mapping[str, Any]) -> str:
     found = [
         what
         for what, keys in _OBSTACLES.items()
-        if any(_asks(part, key) for part in parts for key in keys)
+        if any(_asks(part, key) or part.get("model_type") == key for part in parts for key in keys)
     ]
     return f", and it has {', '.join(found)}, which this decoder does not compute" if found else ""
 
