@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import constants, errors
 
 from jetrl import Policy
+from jetrl.cli.main import main
 from jetrl.cli.opening import open_policy
 from jetrl.errors import UserError
 from jetrl.models import hf_files
@@ -110,7 +111,10 @@ def http_error(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
         (http_error(errors.GatedRepoError), "GatedRepoError: refused; set HF_TOKEN"),
         (http_error(errors.RevisionNotFoundError), "RevisionNotFoundError"),
         (ConnectionError("name not known"), "ConnectionError: name not known"),
-        (errors.LocalEntryNotFoundError("no\nnetwork"), r"no; .*hf download some/model"),
+        (
+            errors.LocalEntryNotFoundError("no\nnetwork"),
+            r"no; .*hf download some/model.*a dry run needs",
+        ),
     ],
     ids=["gated", "revision", "connection", "network"],
 )
@@ -120,6 +124,18 @@ def test_what_cannot_be_downloaded_says_why(
     downloads(monkeypatch, error)
     with pytest.raises(UserError, match=f"some/model@v2: no such directory here, .*{message}"):
         Policy.from_pretrained("some/model@v2", FP32)
+
+
+def test_a_dry_run_is_content_with_the_files_that_the_error_names(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    downloads(monkeypatch, errors.LocalEntryNotFoundError("no network"))
+    (cache / "blobs" / "model.safetensors").unlink()
+    words = ["train", "demo", "--dry-run", "precision.preset=bf16", "task.workers=0"]
+    assert main([*words, "model.path=some/model"]) == 2
+    named = capsys.readouterr().err.partition(", and set ")[2]
+    assert main([*words, *named.replace("DIR", str(cache / "blobs")).split()]) == 0
+    assert "# memory plan" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

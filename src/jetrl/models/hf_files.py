@@ -57,6 +57,12 @@ def is_hub_name(path: str | Path) -> bool:
     return not Path(name.partition("/")[0]).is_dir()
 
 
+_SMALL_IS_ENOUGH = (
+    "; a dry run needs only config.json and the tokenizer's files: put them in a folder DIR, "
+    "and set model.path=none model.config=DIR/config.json model.tokenizer=DIR"
+)
+
+
 @functools.cache
 def snapshot(name: str, part: Part) -> Path:
     """Return the folder of the hub's cache that holds a model, downloading what it lacks."""
@@ -82,12 +88,13 @@ def snapshot(name: str, part: Part) -> Path:
         # A model without a tokenizer is whole for what needs none, such as a reward model.
         if cached is not None and part == "small" and (cached / "config.json").is_file():
             return cached
+        hint = _SMALL_IS_ENOUGH if part == "small" else ""
         offline = ", and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
         raise UserError(
             f"{name}: no such directory here, and the hub's cache ({constants.HF_HUB_CACHE}) does "
             f"not hold it{offline}: {type(error).__name__}: {first_line(error)[:200]}; set "
             "HF_TOKEN for a private or gated model, or run `hf download "
-            f"{repository}` where there is network and copy the cache"
+            f"{repository}` where there is network and copy the cache{hint}"
         ) from error
     return Path(folder)
 
