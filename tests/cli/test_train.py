@@ -23,6 +23,7 @@ class FakeLoop:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        self.chats = False
         self.calls: list[tuple[str, Settings, dict[str, Any]]] = []
 
     def run(self, name: str, settings: Settings, **options: Any) -> types.SimpleNamespace:
@@ -32,7 +33,7 @@ class FakeLoop:
         run = Path("runs") / str(settings.run.name)
         names = {"report": "report.html", "checkpoint": "checkpoints/step_000060", "model": "model"}
         paths = {f"{name}_path": run / place for name, place in names.items()}
-        return types.SimpleNamespace(run_path=run, steps=60, stopped="", **paths)
+        return types.SimpleNamespace(run_path=run, steps=60, stopped="", chats=self.chats, **paths)
 
 
 @pytest.fixture
@@ -60,7 +61,9 @@ def test_train_of_the_demo_says_what_next(
         f"sample from it: jetrl sample {run / 'model'} '12+07='",
     ]
     # Options may stand between the recipe and its overrides.
-    assert jetrl("train", "demo", "--resume", "loop.steps=3").code == 0
+    loop.chats = True
+    done = jetrl("train", "demo", "--resume", "loop.steps=3")
+    assert (done.code, done.out.splitlines()[-1][-16:]) == (0, " --chat '12+07='")
     (_, settings, options) = loop.calls[1]
     assert (settings.loop.steps, options) == (3, {"resume": True})
     loop.error = RunStopped("3 of 900 tokens differ")

@@ -99,6 +99,7 @@ def test_template_arguments_are_those_of_the_run_and_of_its_model(tmp_path: Path
     done = run(tmp_path, "args", *words)
     (asked,) = {tuple(r["prompt_token_ids"]) for r in RunDirectory.open(done.run_path).rollouts(1)}
     assert tokenizer.decode(asked) == "1+1=!"
+    assert done.chats
     prompt = Prompt("0", messages=({"role": "user", "content": "1+1"},))
     for path in (done.run_path, done.model_path):
         assert encode_prompt(open_policy(path, None, "cpu").tokenizer, prompt) == [*asked]

@@ -53,7 +53,7 @@ def is_as_uncut(result: RunResult, uncut: RunResult) -> bool:
 
 
 def test_a_run_leaves_what_it_promises(uncut: RunResult) -> None:
-    assert uncut.steps == 4
+    assert (uncut.steps, uncut.chats) == (4, False)
     run = uncut.run_path
     rl = RunDirectory.open(run).metrics("rl")
     assert [r["step"] for r in rl] == [0, 1, 2, 3, 4]

@@ -257,7 +257,7 @@ def say_result(result: RunResult, settings: Settings) -> int:
     print(table([(label, str(path)) for label, path in paths.items() if path is not None]))
     if model is not None:
         prompt = "12+07=" if settings.task.name == "arithmetic" else "PROMPT"
-        chat = " --chat" if (model / "chat_template.jinja").is_file() else ""
+        chat = " --chat" if result.chats else ""
         print(f"sample from it: jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'")
         if reading := RunDirectory(result.run_path).reading():
             print(f"in this task {reading}")

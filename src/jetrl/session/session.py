@@ -62,7 +62,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run, and why it `stopped` early; paths are None if nothing was written there."""
+    """The end of a run, and why it `stopped` early; paths are None if nothing was written there.
+
+    `chats`: it trained on chat prompts, not on plain text.
+    """
 
     run_path: Path
     report_path: Path | None
@@ -70,6 +73,7 @@ class RunResult:
     model_path: Path | None
     steps: int
     stopped: str = ""
+    chats: bool = False
 
 
 class Session:
@@ -414,7 +418,8 @@ class Session:
         run_path = run.directory.path
         report = run_path / "report.html" if self.settings.report.enabled else None
         paths = run_path, report, run.checkpoints.last_path, model_path
-        return RunResult(*paths, steps=self.last_step.number, stopped=stopped)
+        chats = any(encoded.prompt.messages is not None for encoded in self.context.prompts)
+        return RunResult(*paths, self.last_step.number, stopped, chats)
 
     # Parts of the verbs
 
