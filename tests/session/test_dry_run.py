@@ -145,7 +145,8 @@ def test_a_dry_run_refuses_what_a_start_refuses(
     assert message in start[2]
     assert start[::2] == dry[::2]
     assert start[0] == 2
-    assert ("#   held" in dry[1]) == (message in ("is in use", "Not a directory")), "the plan"
+    plan = message in ("is in use", "Not a directory")
+    assert ("# memory plan" in dry[1], "#   held" in dry[1]) == (plan, plan)
     assert sorted(folder.rglob("*")) == before
 
 

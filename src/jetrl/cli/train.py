@@ -344,11 +344,11 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
         if resume:
             stack.enter_context(trust_only())
         machine = planned_machine(args, settings)
-        yield f"# memory plan{_of_gpus(args, machine)}"
         if getattr(args, "task", None) == "reward":
             checked: TrainingContext = check_pairs(settings, resume or None, machine)
         else:
             checked = check_run(settings, stack, resume or None, machine)
+    yield f"# memory plan{_of_gpus(args, machine)}"
     yield shown(checked.memory.plan, indent="#   ")
     yield from (f"# {note}" for note in checked.notes)
     unread = [*_unread(settings, resume), *["proofs on the GPU"] * (machine.device != "cpu")]
