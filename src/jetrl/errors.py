@@ -24,11 +24,15 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def named(key: str) -> Iterator[None]:
-    """Put the setting that names a file in front of the UserErrors about that file."""
+    """Put the setting that names a file in front of errors about that file, or a too long path."""
     try:
         yield
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise UserError(f"{key} = {error.filename!s:.60}...: {error.strerror}") from None
 
 
 class RunStopped(RuntimeError):  # noqa: N818  (an outcome of a run, not only an error)

@@ -31,6 +31,8 @@ BAD: list[tuple[str, ...]] = [  # what the message has, and the words
     ("no weights", "model.path={dir}/no-weights"),
     ("model.safetensors: truncated or not a safetensors file", "model.path={dir}/cut"),
     ("no vocabulary: none of merges.txt", "model.path={dir}/no-words", "model.tokenizer=none"),
+    ("error: model.path = aaaaaaaa", "run.name=long", f"model.path={'a' * 5000}"),
+    ("error: adapter.path = aaaaaaa", LORA, f"adapter.path={'a' * 5000}"),
     ("head_dim", "model.config.head_dim=33"),
     ("the model has 2 layers", "precision.last_layers_bf16=3"),
     ("has layer 7", "sampler_deviation.bf16_layers=[7]"),

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
-from jetrl.errors import UserError
+from jetrl.errors import UserError, named
 from jetrl.files import Stored, checked, printable, shown_value
 from jetrl.models.adapter import Adapter, LoRA, adapted_parts, adapter_names
 from jetrl.models.families import FP8_BLOCK, ModelConfig, parameter_shapes, stored_tensors
@@ -115,7 +115,8 @@ def lora_of(settings: AdapterSettings, config: ModelConfig) -> LoRA | None:
         lora = LoRA(**{"rank": 32, "alpha": 32.0} | given | whole)
         adapted_parts(config, lora.targets)  # its errors are of the setting
         return lora
-    lora = read_lora(settings.path, config)
+    with named("adapter.path"):
+        lora = read_lora(settings.path, config)
     for key, value in given.items():
         if key == "targets" or value != getattr(lora, key):
             has = "its own targets" if key == "targets" else getattr(lora, key)
