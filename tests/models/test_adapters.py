@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,24 @@ def test_an_adapter_is_the_one_that_peft_reads_also_when_it_is_saved_again_and_m
     assert (whole - theirs).norm() <= 1e-5 * theirs.norm()
 
 
+@pytest.mark.parametrize("exclude", [["0.mlp.up_proj", "v_proj", "lm_head"], r"model.*\.1\.mlp.*"])
+def test_excluded_modules_have_no_adapter(exclude: Any, base: Path, tmp_path: Path) -> None:
+    path, again = tmp_path / "adapter", tmp_path / "again"
+    trained(base, "fp32").save_pretrained(path)
+    whole = load_file(path / "adapter_model.safetensors")
+    out = r"0\.mlp\.up_proj|v_proj" if isinstance(exclude, list) else r"\.1\.mlp"
+    kept = {name: tensor for name, tensor in whole.items() if not re.search(out, name)}
+    save_file(kept, path / "adapter_model.safetensors")
+    edited(exclude_modules=exclude)(path)
+    adapter = read_adapter(path, model_config(base))
+    Policy.from_pretrained(base, PrecisionPlan.preset("fp32"), adapter=adapter).save_pretrained(
+        again
+    )
+    assert load_file(again / "adapter_model.safetensors").keys() == kept.keys() < whole.keys()
+    assert torch.equal(as_peft_reads(base, again), as_peft_reads(base, path))
+    assert read_adapter(again, model_config(base)).shapes == adapter.shapes
+
+
 NAME = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "dora": (edited(use_dora=True), "use_dora = True is not supported"),
@@ -243,15 +262,14 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "pissa": (edited(init_lora_weights="pissa"), "init_lora_weights = 'pissa'"),
     "targets": (edited(target_modules=["wq"]), r"config\.json: target_modules: 'wq' matches no"),
     "more targets": (edited(target_modules=["q_proj"]), "have no place for tensor .* more"),
+    "excluded": (edited(exclude_modules=["up_proj"]), "have no place for tensor .* more"),
+    "all excluded": (edited(exclude_modules=".*"), "exclude_modules excludes every layer"),
     "missing": (retensored(lambda t: t.pop(NAME)), f"tensor {NAME} is missing"),
     "integers": (retensored(lambda t: t.update({NAME: t[NAME].int()})), "a floating dtype"),
     "nan": (retensored(lambda t: t[NAME].fill_(float("nan"))), f"{NAME} has a NaN"),
     "no file": (lambda path: (path / "adapter_model.safetensors").unlink(), "no such file"),
     "whole": (edited(modules_to_save=["lm_head"]), f"names lm_head, and .* no tensor {HEAD}"),
-    "nowhere": (
-        edited(modules_to_save=["nowhere"]),
-        "names nowhere, which the model does not have",
-    ),
+    "nowhere": (edited(modules_to_save=["nowhere"]), "nowhere, which the model does not have"),
     "task": (edited(task_type="SEQ_CLS"), "task_type = SEQ_CLS is of a classifier"),
     "no task": (edited(task_type={}), "task_type = "),
     "pair": (
@@ -279,9 +297,10 @@ def test_what_is_wrong_with_an_adapter_is_named(
     for file in written.glob("adapter_*"):
         (path / file.name).write_bytes(file.read_bytes())
     edit(path)
-    config = model_config(base)
+    if case in ("nowhere", "task", "no task", "all excluded"):  # before any tensor is read
+        (path / "adapter_model.safetensors").unlink()
     with pytest.raises(UserError, match=said):
-        read_adapter(path, config)
+        read_adapter(path, model_config(base))
 
 
 def test_an_adapter_of_another_base_is_refused(base: Path, written: Path, tmp_path: Path) -> None:

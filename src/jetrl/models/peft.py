@@ -32,6 +32,7 @@ from jetrl.models.families import FP8_BLOCK, ModelConfig, parameter_shapes, stor
 from jetrl.models.hf_files import is_hub_name, load_tensors, read_object
 from jetrl.models.hf_save import new_directory, save_file, write_json
 from jetrl.models.nvfp4_files import CodedWeights
+from jetrl.models.patterns import matching
 from jetrl.precision.quantize import dequantize, quantize
 from jetrl.settings.model_sections import MOST_RANK, AdapterSettings
 
@@ -59,6 +60,7 @@ class _Peft(Stored):
     r: Annotated[int, Field(ge=1, le=MOST_RANK)]
     lora_alpha: Annotated[float, Field(gt=0, lt=1e30)]
     target_modules: list[str] | str
+    exclude_modules: list[str] | str | None = None
     use_rslora: bool | None = None
     modules_to_save: list[str] | None = None
     lora_dropout: float | None = None
@@ -152,12 +154,35 @@ def adapted_config(settings: AdapterSettings, config: ModelConfig) -> ModelConfi
 def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
     """Return the kind of a directory's adapter without reading its tensors."""
     read, file = _read(path), Path(path) / CONFIG
+    if read.task_type == "SEQ_CLS" and config.head == "lm":
+        instead = "an adapter of a language model has CAUSAL_LM"
+        raise UserError(f"{file}: task_type = SEQ_CLS is of a classifier; {instead}")
+    tensors = [part.name for parts in stored_tensors(_untied(config)).values() for part in parts]
+    for module in read.modules_to_save or ():
+        # PEFT names both for any classifier.
+        of_head = config.head == "score" and module in ("classifier", "score")
+        if not of_head and not any(_is_saved(name, [module]) for name in tensors):
+            what = f"modules_to_save names {printable(module)}, which the model does not have"
+            raise UserError(f"{file}: {what}")
     if read.lora_dropout:
         logger.warning("%s: lora_dropout is not applied here", file)
     named = read.target_modules
     targets = named if isinstance(named, str) else tuple(named)
-    adapted_parts(config, targets, key=f"{file}: target_modules")
+    targeted = adapted_parts(config, targets, key=f"{file}: target_modules")
+    if read.exclude_modules:
+        names = [part.module for parts in targeted.values() for part in parts]
+        excluded = _excluded(names, read.exclude_modules, f"{file}: exclude_modules")
+        targets = tuple(name for name in names if name not in excluded)
+        if not targets:
+            raise UserError(f"{file}: exclude_modules excludes every layer of target_modules")
     return LoRA(read.r, read.lora_alpha, bool(read.use_rslora), targets)
+
+
+def _excluded(names: list[str], excluded: list[str] | str, key: str) -> set[str]:
+    """Return the names that `exclude_modules` matches; unlike targets, it may match none."""
+    if isinstance(excluded, str):
+        return matching([excluded], names, key)
+    return {name for name in names for last in excluded if f".{name}".endswith(f".{last}")}
 
 
 def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = None) -> Adapter:
@@ -172,17 +197,7 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
     # Earlier versions of jetrl left the head of a tied pair out.
     said: dict[str, Any] = {_TIED: True} | read_object(own) if own.is_file() else {_TIED: False}
     stored, read = load_tensors(file), _read(directory)
-    if read.task_type == "SEQ_CLS" and config.head == "lm":
-        instead = "an adapter of a language model has CAUSAL_LM"
-        raise UserError(f"{directory / CONFIG}: task_type = SEQ_CLS is of a classifier; {instead}")
     saved = read.modules_to_save or []
-    names = [part.name for parts in stored_tensors(_untied(config)).values() for part in parts]
-    for module in saved:
-        # PEFT names both for any classifier.
-        of_head = config.head == "score" and module in ("classifier", "score")
-        if not of_head and not any(_is_saved(name, [module]) for name in names):
-            what = f"modules_to_save names {printable(module)}, which the model does not have"
-            raise UserError(f"{directory / CONFIG}: {what}")
     replaced = _take_whole(stored, file, config, saved)
     tied = bool(said[_TIED] or read.ensure_weight_tying)
     unties = config.tie_word_embeddings and _unties(replaced, file, saved, tied)
