@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import time
@@ -15,7 +16,7 @@ from jetrl.models import hf
 from jetrl.models.chat import encode_text
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import character_tokenizer, make_tiny
-from jetrl.models.tokenizer import encode
+from jetrl.models.tokenizer import check_tokenizer_files, encode
 from jetrl.precision import PrecisionPlan
 
 PLAN = PrecisionPlan.preset("bf16")
@@ -55,10 +56,7 @@ SIZES = [
     ({"eos_token_id": 2**70}, "eos_token_id = 1180"),
     ({"rope_scaling": {"factor": []}}, r"rope_scaling.factor = \[\]"),
     ({"quantization_config": [1]}, r"quantization_config .*\[1\]"),
-    (
-        {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
-        "quantization_config .*weight_block_size = 128",
-    ),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, "size = 128"),
 ]
 
 
@@ -96,6 +94,11 @@ def between(content):
     return {"type": "Replace", "pattern": {"Regex": ""}, "content": content}
 
 
+def charsmap(length):
+    contents = base64.b64encode(bytes(4) + b"a" * length + b"\0")  # an empty trie, then a text
+    return {"type": "Precompiled", "precompiled_charsmap": contents.decode()}
+
+
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 SPACES = {"type": "Metaspace", "replacement": "x", "prepend_scheme": "always", "split": True}
 TWICE = {
@@ -111,7 +114,9 @@ LONGER = [
     ({"normalizer": sequence("normalizers", {"type": "NFC"}, 10**5)}, "4096"),
     ({"pre_tokenizer": sequence("pretokenizers", SPACES, 20)}, "4096"),
     ({"post_processor": sequence("processors", TWICE, 40)}, "4096"),
-    ({"decoder": sequence("decoders", between("ab"), 9)}, "4096"),
+    ({"decoder": sequence("decoders", between("ab"), 4)}, "64 times as long"),
+    ({"normalizer": charsmap(5000)}, "4096"),
+    ({"normalizer": sequence("normalizers", charsmap(18), 4)}, "4096"),
     ({"normalizer": {"type": "Replace"}}, "not a tokenizer's"),
 ]
 
@@ -157,12 +162,18 @@ def test_normalizers_of_real_tokenizers_are_taken(copy):
         {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
         *({"type": kind} for kind in ("NFKD", "StripAccents", "Lowercase")),
     ]
-    pre = sequence("pretokenizers", BYTES, 4)
-    post = {"type": "Sequence", "processors": [BYTES, TWICE | {"special_tokens": {}}]}
-    change(
-        copy / "tokenizer.json",
-        normalizer={"type": "Sequence", "normalizers": stages},
-        pre_tokenizer=pre,
-        post_processor=post,
-    )
+    post = {"type": "Sequence", "processors": [BYTES, TWICE]}
+    normalizer = {"type": "Sequence", "normalizers": stages}
+    parts = {"normalizer": normalizer, "pre_tokenizer": BYTES, "post_processor": post}
+    change(copy / "tokenizer.json", **parts)
     hf.load_tokenizer(copy)
+    assert check_tokenizer_files(copy)[0] < 64, "their long texts are taken"
+
+
+def test_a_long_text_that_a_stage_multiplies_is_refused(copy):
+    change(copy / "tokenizer.json", normalizer=between("a" * 99) | {"pattern": {"Regex": "z"}})
+    tokenizer = hf.load_tokenizer(copy)
+    assert len(encode(tokenizer, "1" * 10_000)) == 10_000
+    said = r"tokenizer\.json: normalizer could .* 20,000 characters 100 times as long; shorten the"
+    with pytest.raises(UserError, match=said):
+        encode(tokenizer, "1" * 20_000)

@@ -100,7 +100,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"{directory}: no tokenizer ({', '.join(hf_files.TOKENIZER_FILES)}); copy the model's "
             "there, or set model.tokenizer to a directory that has them"
         )
-    check_tokenizer_files(directory)
+    longer = check_tokenizer_files(directory)
     settings_file = directory / "tokenizer_config.json"
     settings = hf_files.read_object(settings_file) if settings_file.exists() else {}
     declared = str(settings.get("tokenizer_class")).removesuffix("Fast")
@@ -119,7 +119,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizer libraries raise bare Exception for damaged files
         reason = hf_files.first_line(error)
         raise UserError(f"{directory}: the tokenizer does not load: {reason}") from error
-    check_vocabulary(tokenizer, directory)
+    check_vocabulary(tokenizer, directory, longer)
     files = tokenizer.vocab_files_names.values()
     if files and not any((directory / file).is_file() for file in files):
         # from only the settings, transformers makes one that encodes every text to nothing

@@ -2,7 +2,8 @@
 
 Another library rewrites a text stage by stage, in this process. A stage at most doubles a text,
 unless the file brings a text or a list that it writes; so the file bounds the product before the
-library reads it. `encode`, which makes all tokens, bounds the result again.
+library reads it. `encode`, which makes all tokens, refuses a long text that the file's own texts
+could make much longer, and bounds the result again.
 
 A tokenizer makes a control token of a special token's name anywhere in a text, so a tool's reply
 could end the environment's turn and speak as the user or the model. Such text is encoded with
@@ -12,6 +13,7 @@ message's content is a placeholder while the template is rendered.
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -28,6 +30,11 @@ MOST_TEMPLATE = 2**20
 """The maximum length of a chat template in characters; real models' have up to 30,000."""
 MOST_GROWTH = 4096
 """The maximum factor by which a tokenizer's stages may lengthen a text, by their bound."""
+_MUCH = 64  # times as long by the files' own texts; tokenizers in use have up to about 25
+_MOST_LENGTHENED = 2**20  # characters of a text that becomes so much longer
+_WRITE = ("ByteLevel", "Metaspace", "Precompiled", "Prepend", "Replace", "TemplateProcessing")
+_NFKC = 18.0  # characters that one becomes (U+FDFA), also by the charsmap of SentencePiece
+_LONGER = "jetrl_longer"  # the attribute of a tokenizer that has what the check returned
 _MOST_TOKENS = 64  # per character; one character of Unicode (U+FDFA) becomes 33 bytes under NFKC
 _MOST_TOKEN = 2**14  # characters of one token
 _MOST_VOCABULARY = 2**28  # bytes of a file; tokenizer.json of the largest vocabularies has 40 MiB
@@ -39,8 +46,11 @@ AnyValue = TypeVar("AnyValue")
 _READ = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
-def check_tokenizer_files(directory: Path) -> None:
-    """Check the files of a tokenizer's directory before a library reads them."""
+def check_tokenizer_files(directory: Path) -> tuple[float, str]:
+    """Check the files of a tokenizer's directory before a library reads them.
+
+    Returns how many times as long their own texts may make a text, and the key that says so.
+    """
     for entry in sorted((*directory.iterdir(), *directory.glob("additional_chat_templates/*"))):
         if entry.exists() and not entry.is_file() and not entry.is_dir():
             raise UserError(f"{entry}: not a regular file (a pipe or a device)")
@@ -50,24 +60,34 @@ def check_tokenizer_files(directory: Path) -> None:
             raise UserError(f"{entry}: larger than {most / 2**20:g} MiB, the most that is read")
     file = directory / "tokenizer.json"
     if not file.exists():
-        return
+        return 1.0, ""
+    longer, where = 1.0, ""
     try:
         contents = read_json(file, _MOST_VOCABULARY)
     except UserError as error:
         raise UserError(f"{directory}: the tokenizer does not load: {error}") from None
     if not isinstance(contents, dict):
         raise UserError(f"{file}: a JSON object is expected")
-    for keys in (("normalizer", "pre_tokenizer", "post_processor"), ("decoder",)):
+    encoding = ("normalizer", "pre_tokenizer", "post_processor")
+    for keys, most in ((encoding, MOST_GROWTH), (("decoder",), _MUCH)):
         growth = 1.0
         for key in keys:
             try:
-                growth *= math.prod(map(_growth, _stages(contents.get(key))))
-            except (TypeError, KeyError, AttributeError):
+                stages = [(stage["type"], _growth(stage)) for stage in _stages(contents.get(key))]
+            except (TypeError, KeyError, AttributeError, ValueError):
                 value = shown_value(contents.get(key))
                 raise UserError(f"{file}: {key} = {value}: not a tokenizer's") from None
-            if growth > MOST_GROWTH:
-                longer = f"more than {MOST_GROWTH} times as long"
-                raise UserError(f"{file}: {key}: it could make a text {longer}")
+            # Charsmaps in use make NFKC, which a second one leaves as it is.
+            again = [kind for kind, _ in stages].count("Precompiled") - 1
+            stages += [("Precompiled", _NFKC)] * again
+            growth *= math.prod(factor for _, factor in stages)
+            if growth > most:
+                longest = f"more than {most} times as long"
+                raise UserError(f"{file}: {key}: it could make a text {longest}")
+            if key in encoding:
+                longer *= math.prod(factor for kind, factor in stages if kind in _WRITE)
+                where = where or f"{file}: {key}" * (longer > _MUCH)
+    return longer, where
 
 
 def _growth(stage: dict[str, Any]) -> float:
@@ -80,6 +100,11 @@ def _growth(stage: dict[str, Any]) -> float:
     if stage["type"] == "TemplateProcessing":  # the text and special tokens, as often as it says
         ids = [len(token["ids"]) for token in stage.get("special_tokens", {}).values()]
         return len(stage["single"]) * max([1.0, *ids])
+    if stage["type"] == "Precompiled":  # a trie after its size, then texts that end with NUL
+        charsmap = base64.b64decode(stage["precompiled_charsmap"] or "", validate=True)
+        texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+        longest = max(len(text.decode(errors="replace")) for text in texts)
+        return 2.0 if longest <= _NFKC else longest
     return max(2.0, 1.0 + len(stage.get("prepend", "")))
 
 
@@ -96,8 +121,11 @@ def _stages(part: Any) -> Iterator[dict[str, Any]]:
             yield stage
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Raise a UserError if a token of a tokenizer is too long."""
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, directory: Path, longer: tuple[float, str]
+) -> None:
+    """Raise a UserError if a token is too long; keep what `check_tokenizer_files` returned."""
+    setattr(tokenizer, _LONGER, longer)
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     if longest > _MOST_TOKEN:
         raise UserError(f"{directory}: the tokenizer has a token of {longest:,} characters")
@@ -113,6 +141,12 @@ def encode(
     """
     if len(text) > MOST_TEXT:
         raise UserError(f"a text of {len(text):,} characters, and at most {MOST_TEXT:,} are read")
+    longer, where = getattr(tokenizer, _LONGER, (1.0, ""))
+    if longer > _MUCH and longer * len(text) > _MOST_LENGTHENED:
+        raise UserError(
+            f"{where} could make a text of {len(text):,} characters {longer:,.0f} times as long; "
+            "shorten the text, or remove the stage that lengthens it from that file"
+        )
     split = {"split_special_tokens": True} if as_text else {}
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=special, **split)
     if len(token_ids) > _MOST_TOKENS * (1 + len(text)):
