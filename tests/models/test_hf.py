@@ -33,6 +33,7 @@ from jetrl.models.families import FAMILIES, parameter_shapes
 from jetrl.models.hf import eos_token_ids, load_tokenizer, read_generation_config, save_model
 from jetrl.models.tiny import RandomWeights, character_tokenizer
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.plan import SamplerDeviation
 
 
 def their_model(family: str, tied: bool = False) -> PreTrainedModel:
@@ -268,6 +269,7 @@ def test_code_beside_a_tokenizer_is_never_run(tmp_path: Path) -> None:
         ("bf16", "dithered", ["embed.weight", "layers.0.gate_up.weight"]),
         ("int8", "nearest", ["layers.0.gate_up.weight"]),
         ("mixed", "nearest", ["layers.0.gate_up.weight"]),
+        ("mixed through BF16", "nearest", []),
     ],
 )
 def test_a_bf16_directory_keeps_the_small_updates_that_the_policy_reads(
@@ -275,7 +277,9 @@ def test_a_bf16_directory_keeps_the_small_updates_that_the_policy_reads(
 ) -> None:
     """The weights of a file lie on BF16's grid, and an update is far smaller than its steps."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128, "model_type": "llama"}
-    plan = PrecisionPlan.preset(preset).replace(bf16_rounding=rounding)
+    plan = PrecisionPlan.preset(preset.split()[0]).replace(bf16_rounding=rounding)
+    if preset == "mixed through BF16":  # both sides read BF16 weights, the sampler through FP8
+        plan = plan.replace(sampler_deviation=SamplerDeviation(weights_through_bf16=True))
     policy = Policy.from_config(sizes | {"rms_norm_eps": 1e-6, "vocab_size": 640}, plan)
     masters, start = policy.master_weights(), {}
     for name, master in masters.items():

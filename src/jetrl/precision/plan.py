@@ -225,11 +225,13 @@ class PrecisionPlan:
 
     @property
     def dithered_in_files(self) -> Literal["none", "linears", "matrices"]:
-        """The weights to be dithered in BF16 files: those that a side does not read in BF16."""
+        """The weights to dither in BF16 files: those that a side does not read as BF16 values."""
         if self.bf16_rounding == "dithered" or self.rest == "fp32":
             return "matrices"
-        read = {self.train_linear, self.on("rollout").rollout_linear}
-        return "none" if read == {"bf16"} else "linears"
+        if self.train_linear != "bf16":
+            return "linears"
+        in_bf16 = self.on("rollout").rollout_linear == "bf16"
+        return "none" if in_bf16 or self.sampler_deviation.weights_through_bf16 else "linears"
 
     @property
     def smooths_keys(self) -> bool:
