@@ -8,7 +8,7 @@
 #   make soak       1000 steps with faults at random, runs killed at 60 moments, ranks that fail,
 #                   and 10,000 damaged files of each kind (minutes)
 #   make same-bits  whether a change left every bit as it was   BASE=COMMIT (minutes)
-#   make check      format, lint, docstrings, budget of lines and types
+#   make check      format, lint, docstrings, budget of size and types
 #   make house      measures of the sources next to their budget, and the calls to backward()
 #   make format     what ruff can fix
 #   make docs       the tables of docs/settings.md

@@ -1,6 +1,10 @@
 #!/usr/bin/env python3
 """Measure the sources, and hold them to the budget of tools/budget.toml.
 
+The size of the program is its number of AST nodes: unlike lines, it does not fall when code gets
+dense. Nodes, tests, benchmarks, files, public names and the places of rare features may exceed
+their budget by 3%; lines are printed and have no limit.
+
     python tools/house.py            print each measure beside its budget
     python tools/house.py --check    fail if a measure is over its budget (part of make check)
     python tools/house.py --lower    lower the budget to the current measures, never raise it
@@ -16,6 +20,7 @@ import ast
 import importlib
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -23,7 +28,7 @@ import sys
 import tempfile
 import tokenize
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from docstrings import violations
@@ -31,6 +36,15 @@ from docstrings import violations
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = Path(__file__).with_name("budget.toml")
 AT_LEAST = {"comments in training, rollout, session (%)"}  # the other measures may only fall
+NO_LIMIT = {"source lines", "code lines", "test lines", "benchmark lines"}
+MOST_PARAMETERS, MOST_METHODS = 8, 15
+FORMATS = {"fp32", "bf16", "fp8", "int8", "nvfp4"}
+# Calls that take any number of arguments of one kind: spreading a sequence there hides nothing.
+VARIADIC = {
+    *("add_row", "assemble", "chain", "debug", "divmod", "error", "format", "gather", "getattr"),
+    *("info", "intersection", "join", "note", "print", "randn", "save_for_backward", "set_"),
+    *("slice", "solve", "Union", "union", "view", "warning", "zip", "zip_longest"),
+}
 
 # Words of a rare feature, and the files that are its own. Every other place is counted.
 RARE = {
@@ -43,6 +57,8 @@ RARE = {
     "NVFP4": (r"nvfp4", r"nvfp4"),
     "draft head": (r"draft_?head", r"draft_?head|head_drafts"),
 }
+SLACK = {f"{feature} outside its files" for feature in RARE}
+SLACK |= {"AST nodes", "files", "public names", "AST nodes of tests", "AST nodes of benchmarks"}
 FILES_WITH = {
     "files with gate_up|swiglu|intermediate": r"gate_up|swiglu|intermediate",
     "files with is_cuda": r"is_cuda",
@@ -72,6 +88,59 @@ def kinds(text: str, tree: ast.Module) -> dict[str, set[int]]:
             code |= span
     code -= docstring
     return {"code": code, "docstring": docstring, "comment": comment - code - docstring}
+
+
+def program(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the nodes of a module except docstrings."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                continue
+        yield node
+        pending += ast.iter_child_nodes(node)
+
+
+def spreads_a_tuple(node: ast.AST) -> bool:
+    """Return if a call spreads a tuple over positional parameters of different meanings."""
+    if not isinstance(node, ast.Call) or not any(isinstance(a, ast.Starred) for a in node.args):
+        return False
+    called = node.func
+    while isinstance(called, ast.Subscript):  # kernel[grid](...)
+        called = called.value
+    return getattr(called, "attr", getattr(called, "id", "")) not in VARIADIC
+
+
+def has_many_parameters(node: ast.AST) -> bool:
+    """Return if a function, other than a GPU kernel, has more than 8 parameters."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return False
+    args = node.args
+    return len([*args.posonlyargs, *args.args, *args.kwonlyargs]) > MOST_PARAMETERS
+
+
+def has_many_methods(node: ast.AST) -> bool:
+    kinds_of_method = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return (
+        isinstance(node, ast.ClassDef)
+        and sum(isinstance(part, kinds_of_method) for part in node.body) > MOST_METHODS
+    )
+
+
+def quotes_a_format(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value in FORMATS
+
+
+def num_nodes(folder: Path) -> int:
+    """Return the AST nodes of the Python files of a folder, docstrings left out."""
+    return sum(len(list(program(ast.parse(text)))) for text in python_files(folder).values())
+
+
+def num_lines(folder: Path) -> int:
+    return sum(len(text.splitlines()) for text in python_files(folder).values())
 
 
 def python_files(folder: Path) -> dict[str, str]:
@@ -123,7 +192,17 @@ def measures(root: Path = ROOT) -> dict[str, float]:
     ]
     readme = (root / "README.md").read_text(encoding="utf-8").splitlines()
     heading = [i for i, line in enumerate(readme) if re.match(r"#.*document", line, re.IGNORECASE)]
+    nodes = [list(program(tree)) for tree in trees.values()]
+    flat = [node for of_file in nodes for node in of_file]
+    statements = sum(isinstance(node, ast.stmt) for node in flat)
     found: dict[str, float] = {
+        "AST nodes": len(flat),
+        "nodes per code line": round(len(flat) / max(code, 1), 2),
+        "nodes per statement": round(len(flat) / max(statements, 1), 2),
+        "calls that spread a tuple": sum(map(spreads_a_tuple, flat)),
+        "functions with more than 8 parameters": sum(map(has_many_parameters, flat)),
+        "classes with more than 15 methods": sum(map(has_many_methods, flat)),
+        "files that quote a number format": sum(any(map(quotes_a_format, n)) for n in nodes),
         "source lines": sum(len(text.splitlines()) for text in files.values()),
         "code lines": code,
         "docstring lines per code line": round(docstring / max(code, 1), 3),
@@ -134,7 +213,10 @@ def measures(root: Path = ROOT) -> dict[str, float]:
         "files": len(files),
         "public names": sum(len(public_names(tree)) for tree in trees.values()),
         "entries at the top": len(entries),
-        "test lines": sum(len(text.splitlines()) for text in python_files(root / "tests").values()),
+        "AST nodes of tests": num_nodes(root / "tests"),
+        "AST nodes of benchmarks": num_nodes(root / "benchmarks"),
+        "test lines": num_lines(root / "tests"),
+        "benchmark lines": num_lines(root / "benchmarks"),
         "README lines before its list": heading[0] if heading else len(readme),
     }
     for name, words in FILES_WITH.items():
@@ -206,18 +288,28 @@ def over(found: dict[str, float], budget: dict[str, float]) -> list[str]:
     """Return a line for each measure that breaks its budget or has none."""
     lines = []
     for name, value in found.items():
-        if name not in budget:
-            lines.append(f"{name}: {value:g}, without a budget in tools/budget.toml")
-        elif value < budget[name] if name in AT_LEAST else value > budget[name]:
-            lines.append(f"{name}: {value:g}, and the budget is {budget[name]:g}")
+        limit = limit_of(name, budget)
+        if limit is None:
+            if name not in NO_LIMIT:
+                lines.append(f"{name}: {value:g}, without a budget in tools/budget.toml")
+        elif value < limit if name in AT_LEAST else value > limit:
+            lines.append(f"{name}: {value:g}, and the limit is {limit:g}")
     return lines
+
+
+def limit_of(name: str, budget: dict[str, float]) -> float | None:
+    """Return what a measure may be at most, or at least; None if it has no budget."""
+    if name not in budget:
+        return None
+    return math.ceil(budget[name] * 1.03) if name in SLACK else budget[name]
 
 
 def table(found: dict[str, float], budget: dict[str, float]) -> Iterable[str]:
     width = max(map(len, found))
-    yield f"{'measure':{width}}  {'now':>10}  {'budget':>10}"
+    yield f"{'measure':{width}}  {'now':>10}  {'limit':>10}"
     for name, value in found.items():
-        limit = f"{budget[name]:,}" if name in budget else "none"
+        bound = limit_of(name, budget)
+        limit = "none" if bound is None else f"{bound:,}"
         yield f"{name:{width}}  {value:>10,}  {limit:>10}"
 
 
@@ -230,7 +322,8 @@ def main() -> int:
     args = parser.parse_args()
     found, budget = measures(), read_budget()
     if args.lower:
-        best = {n: (max if n in AT_LEAST else min)(v, budget.get(n, v)) for n, v in found.items()}
+        kept = {n: v for n, v in found.items() if n not in NO_LIMIT}
+        best = {n: (max if n in AT_LEAST else min)(v, budget.get(n, v)) for n, v in kept.items()}
         write_budget(best)
         budget = best
     broken = over(found, budget)
