@@ -14,7 +14,7 @@ from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.adapter import AdapterShape, AdapterWeight
+from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
 from jetrl.precision.quantize import QTensor
 
 # (N, K) and the parts of the linears of Qwen3-8B, and of a layer with a part without an adapter

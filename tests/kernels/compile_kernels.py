@@ -429,7 +429,7 @@ def nvfp4() -> None:
 
 
 def adapter_of(rank: int, n: int, k: int) -> Any:
-    from jetrl.precision.adapter import AdapterShape, AdapterWeight
+    from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
 
     shape = AdapterShape(rank, 1.0, n, k, ((0, n // 2), (n // 2, n // 2)))
     sizes = (shape.a_shape, shape.b_shape)

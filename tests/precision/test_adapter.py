@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.adapter import AdapterShape, AdapterWeight, add_adapter
+from jetrl.precision.adapter import add_adapter
+from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.quantized_weight import QuantizedWeight

@@ -20,7 +20,7 @@ from jetrl.session.session import Session
 from jetrl.settings.loading import load_config
 from jetrl.settings.presets import PRESETS
 from jetrl.tasks import get_task, read_prompts
-from jetrl.tasks.splits import trained_on
+from jetrl.tasks.registry import trained_on
 from jetrl.types import Prompt
 
 WORDS = """sft.steps=0 sft.until=none eval.every=0 loop.steps=1 report.enabled=false

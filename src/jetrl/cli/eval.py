@@ -119,7 +119,7 @@ def _say_which_prompts(
     """Say on stderr if only a part of a file is evaluated, or what the run was trained on."""
     from jetrl.settings.loading import load_config
     from jetrl.tasks import build_task, read_prompts
-    from jetrl.tasks.splits import trained_on
+    from jetrl.tasks.registry import trained_on
 
     split = own.task.eval_split
     about = task.about_split(split) if args.task and not args.split else ""

@@ -29,7 +29,7 @@ from jetrl.files import shown_value
 from jetrl.models.families import ModelConfig, StoredTensor, linear_layers, parameter_shapes
 from jetrl.models.nvfp4_files import CodedWeights, codes_of
 from jetrl.models.patterns import matching
-from jetrl.precision.adapter import AdapterShape
+from jetrl.precision.adapter_weight import AdapterShape
 from jetrl.randomness import derive_seed
 
 ALL_LINEAR = "all-linear"

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from jetrl.kernels.backend import Kernels, device_kernels
 from jetrl.models.layer import RMSNorm, Trace, tell
-from jetrl.precision.adapter import AdapterWeight, adapter_gradients
+from jetrl.precision.adapter import adapter_gradients
+from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import (
     GEMMInput,

@@ -33,7 +33,8 @@ from jetrl.errors import UserError
 from jetrl.models.adapter import Adapter, adapter_names
 from jetrl.models.layer import RMSNorm
 from jetrl.models.nvfp4_files import codes_of
-from jetrl.precision.adapter import AdapterWeight
+from jetrl.precision.adapter_weight import AdapterWeight
+from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.gradients import Gradients, OrderedGradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan, Side
@@ -154,7 +155,11 @@ class Weights:
             tensor = self._adapter.tensors[name].to(self.device, torch.float32, copy=True)
             self.masters[name] = nn.Parameter(tensor)
         a, b = (self.masters[name] for name in adapter_names(layer))
-        weight = AdapterWeight(layer, a, b, self._adapter.shapes[layer], self.dtype)
+        shape = self._adapter.shapes[layer]
+        # The GPU's kernel has 64 rows of y to a tile, which all belong to one part.
+        whole_tiles = all(first % 64 == 0 for first, _ in shape.parts)
+        assert whole_tiles or arithmetic_of(a) is None, f"{layer}: parts begin at {shape.parts}"
+        weight = AdapterWeight(layer, a, b, shape, self.dtype)
         self._quantized[f"{layer}.lora"] = weight
         return weight
 

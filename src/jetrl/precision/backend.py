@@ -24,7 +24,7 @@ from jetrl.errors import UserError
 from jetrl.precision.quantize import FP8Format, QTensor
 
 if TYPE_CHECKING:
-    from jetrl.precision.adapter import AdapterWeight
+    from jetrl.precision.adapter_weight import AdapterWeight
     from jetrl.precision.nvfp4 import NVFP4Tensor, OrderedNVFP4
 
 # fmt: off

@@ -16,13 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetrl.precision.adapter import (
-    AdapterWeight,
-    adapter_gradients,
-    add_adapter,
-    project_down,
-    project_up,
-)
+from jetrl.precision.adapter import adapter_gradients, add_adapter, project_down, project_up
+from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.gemm import bf16_matmul, coded_matmul, fp8_matmul, free_matmul
 from jetrl.precision.gradients import Gradients

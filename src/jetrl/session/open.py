@@ -49,7 +49,7 @@ from jetrl.session.sampling import EncodedPrompt, encode_prompts, turns_of
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
-from jetrl.tasks.splits import trained_on
+from jetrl.tasks.registry import trained_on
 from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.objectives import Objective
 from jetrl.training.sft import Pair

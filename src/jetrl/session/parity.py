@@ -26,7 +26,8 @@ from jetrl.models.decoder import BLOCKS
 from jetrl.models.families import FAMILIES
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, quantize
-from jetrl.precision.adapter import AdapterShape, AdapterWeight, add_adapter
+from jetrl.precision.adapter import add_adapter
+from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.int8 import int8_matmul, int8_rows
 from jetrl.precision.linear import Linear

@@ -76,6 +76,26 @@ def read_prompts(task: Task, split: str) -> list[Prompt]:
     return prompts
 
 
+def trained_on(task: Task, trained: Iterable[Prompt], held_out: Sequence[Prompt]) -> str:
+    """Return what is wrong if prompts of an evaluation are also trained on, else "".
+
+    Prompts of mixed tasks of weight 0 are not trained on.
+    """
+    ids: dict[bytes, str] = {}
+    for prompt in trained:
+        if task.weights.get(prompt.task, 1.0) > 0:
+            ids.setdefault(task.content_key(prompt), prompt.id)
+    both = [(p.id, ids[key]) for p in held_out if (key := task.content_key(p)) in ids]
+    if not both:
+        return ""
+    evaluated, known = both[0]
+    return (
+        f"{len(both):,} of {len(held_out):,} evaluation prompts are also trained on, such as "
+        f"{evaluated} (in training: {known}): the evaluation overstates what the model can do; "
+        "remove them from one of the splits"
+    )
+
+
 class _MixedTask(Section):
     """A table of `task.options.tasks`."""
 

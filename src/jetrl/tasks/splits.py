@@ -1,4 +1,4 @@
-"""Split prompts into training and held-out prompts by content, and count those in both.
+"""Split prompts into training and held-out prompts by content.
 
 Prompts are told apart by their content, the text or messages that the model is asked, never by id
 or row: a question that occurs twice in a file must not be in both splits. Differences in white
@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from jetrl.tasks.base import Task
-    from jetrl.types import Prompt
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def content_key(asked: Any) -> bytes:
@@ -42,23 +38,3 @@ def held_out_keys(keys: Sequence[bytes], share: float, seed: int) -> set[bytes]:
     order = list(range(len(different)))
     random.Random(seed).shuffle(order)
     return {different[i] for i in order[: num_held_out(len(different), share)]}
-
-
-def trained_on(task: Task, trained: Iterable[Prompt], held_out: Sequence[Prompt]) -> str:
-    """Return what is wrong if prompts of an evaluation are also trained on, else "".
-
-    Prompts of mixed tasks of weight 0 are not trained on.
-    """
-    ids: dict[bytes, str] = {}
-    for prompt in trained:
-        if task.weights.get(prompt.task, 1.0) > 0:
-            ids.setdefault(task.content_key(prompt), prompt.id)
-    both = [(p.id, ids[key]) for p in held_out if (key := task.content_key(p)) in ids]
-    if not both:
-        return ""
-    evaluated, known = both[0]
-    return (
-        f"{len(both):,} of {len(held_out):,} evaluation prompts are also trained on, such as "
-        f"{evaluated} (in training: {known}): the evaluation overstates what the model can do; "
-        "remove them from one of the splits"
-    )

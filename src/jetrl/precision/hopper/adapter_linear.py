@@ -30,7 +30,7 @@ from jetrl.precision.nvfp4 import OrderedNVFP4
 from jetrl.precision.quantize import QTensor
 
 if TYPE_CHECKING:
-    from jetrl.precision.adapter import AdapterWeight
+    from jetrl.precision.adapter_weight import AdapterWeight
 
 Form = Literal["fused", "passes"]
 NVFP4_FUSED_ROWS = 128  # of X: up to so many, an NVFP4 product adds the adapter's itself
