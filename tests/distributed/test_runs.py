@@ -23,6 +23,7 @@ from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.sequence import NonFiniteLogits
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import session as verbs
+from jetrl.session import source
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import compare_weights
 from jetrl.training.mismatch import Difference, StepMismatchError
@@ -135,7 +136,7 @@ def test_rare_parts_of_a_run_have_the_same_results_on_two_ranks(tmp_path: Path) 
 def _terminated(folder: str, on_ranks: tuple[int, ...], name: str) -> str:
     """Return how a run ends with SIGTERM on some ranks in the sampling of step 3, and go on."""
     if world().rank in on_ranks:
-        before_call(verbs, "sample_prompts", 3, lambda: signal.raise_signal(signal.SIGTERM))
+        before_call(source, "sample_prompts", 3, lambda: signal.raise_signal(signal.SIGTERM))
     try:
         run_small(folder, name, *THREE)
     except Terminated as end:

@@ -20,6 +20,7 @@ from jetrl.cli.main import main as jetrl
 from jetrl.errors import Terminated, TimeLimitReached
 from jetrl.runs.directory import RunDirectory
 from jetrl.session import session as verbs
+from jetrl.session import source
 from jetrl.session import stop_signals as module
 from jetrl.session.sampling import Scoring
 from jetrl.session.stop_signals import StopSignals
@@ -64,10 +65,10 @@ def saved(run: Path) -> list[int]:
 @pytest.mark.parametrize(
     "number, owner, name, done",
     [
-        (signal.SIGTERM, verbs, "sample_prompts", 2),
+        (signal.SIGTERM, source, "sample_prompts", 2),
         (signal.SIGTERM, Scoring, "own_samples", 2),
         (signal.SIGTERM, Trainer, "step", 3),
-        (signal.SIGINT, verbs, "sample_prompts", 3),
+        (signal.SIGINT, source, "sample_prompts", 3),
         (signal.SIGINT, Trainer, "step", 3),
     ],
     ids=["term-sample", "term-score", "term-update", "int-sample", "int-update"],

@@ -30,7 +30,7 @@ from jetrl.session.parity import located
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.ranks import compare_prompts, compare_samples, compare_weights
-from jetrl.session.sampling import Scoring, sample_prompts
+from jetrl.session.source import ContinuedPrompts, Source, WholePrompts
 from jetrl.session.step import (
     Step,
     StepNotes,
@@ -116,6 +116,8 @@ class Session:
             settings, context.policy, context.prompts, turns, dynamic
         )
         checkpoints.register("partial rollouts", self._partial_rollouts)
+        self._whole = WholePrompts(context.engine, context.scorer, turns)
+        self._continued = ContinuedPrompts(context.engine, context.scorer, self._partial_rollouts)
         # The size of micro-batches stays: 128 tokens share a scale in WGrad, so bits depend on it.
         self._micro_batch_size = MicroBatchSize.of(settings.train, context.memory.tokens)
         checkpoints.register("micro_batches", self._micro_batch_size)
@@ -236,38 +238,28 @@ class Session:
 
         With partial rollouts they are the complete ones, of this step and of earlier ones.
         """
-        context, partial_rollouts, number = self.context, self._partial_rollouts, step.number
-        prompts, params = step.prompts, rollout_params(self.settings, number, step.round)
-        engine, show = context.engine, self._show_progress
-        metrics: dict[str, float] = {}
-        # Both ways sample this rank's share of the prompts.
-        if partial_rollouts.on:
-            # Scored later: which completions are complete is known once sampling ends.
-            with self._rollout(number):
-                groups = partial_rollouts.sample(engine, prompts, params, number, show)
-            prompts, completions = partial_rollouts.choose(groups, number)
-            scoring = Scoring(context.scorer, prompts, params.n)
-            num_tokens = engine.stats.tokens_drawn
-            metrics["partial_rollout/unfinished"] = float(partial_rollouts.num_unfinished)
-        else:
-            with self._rollout(number), self.run.stops.giving_up():
-                scoring = Scoring(context.scorer, prompts, params.n, continues_step=step.round > 1)
-                completions = sample_prompts(engine, scoring, params, context.max_turns, show)
-            num_tokens = sum(completion.num_sampled for completion in completions)
+        source, params = self._source, rollout_params(self.settings, step.number, step.round)
+        own_part = self._rollout(step.number, can_give_up=source.can_give_up)
+        drawn = source.draw(step, params, own_part, self._show_progress)
         return replace(
             step,
-            prompts=prompts,
-            completions=completions,
-            scoring=scoring,
-            rollout_tokens=sum(world().gather("drawn tokens", num_tokens)),
-            metrics={**step.metrics, **metrics},
+            prompts=drawn.prompts,
+            completions=drawn.completions,
+            scoring=drawn.scoring,
+            rollout_tokens=sum(world().gather("drawn tokens", drawn.num_tokens)),
+            metrics={**step.metrics, **drawn.metrics},
         )
+
+    @property
+    def _source(self) -> Source:
+        """The source of this step's completions; unfinished ones may wait from a run before."""
+        return self._continued if self._partial_rollouts.on else self._whole
 
     def score(self, step: Step) -> Step:
         """Give every completion of the step its reward; RunStopped if none could be scored."""
         assert step.scoring is not None, "nothing was sampled"
         reward, stops = self.context.reward, self.run.stops
-        possible = not self._partial_rollouts.on
+        possible = self._source.can_give_up
         with self.run.phases.phase("reward"):
             scores = f"the scores of step {step.number}"
             with ending_together(scores, StepGivenUp), stops.giving_up(possible):
@@ -424,12 +416,13 @@ class Session:
     # Parts of the verbs
 
     @contextlib.contextmanager
-    def _rollout(self, step: int) -> Iterator[None]:
+    def _rollout(self, step: int, can_give_up: bool) -> Iterator[None]:
         """Draw this rank's completions of a step in the body of the `with`."""
         with (
             self.run.phases.phase("rollout"),
             self._nonfinite.sampling(step),
             ending_together(f"the rollout of step {step}", StepGivenUp),
+            self.run.stops.giving_up(can_give_up),
         ):
             yield
 

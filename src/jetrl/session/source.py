@@ -1,0 +1,117 @@
+"""Sources of a step's completions, one of which `Session.sample` asks.
+
+Today both are the rollout engine: whole prompts, and partial rollouts. Recorded rollouts or an
+endpoint are another `Source`: nothing else in the loop knows where completions come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jetrl.rollout.engine import ProgressCallback, RolloutEngine
+from jetrl.session.partial_rollouts import PartialRollouts
+from jetrl.session.sampling import EncodedPrompt, Scoring, sample_prompts
+from jetrl.session.step import Step
+from jetrl.tasks import Scorer
+from jetrl.types import Completion, SamplingParams
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The completions of a step that this rank has drawn.
+
+    Attributes:
+        prompts: The step's prompts, of all ranks.
+        completions: Of this rank's share, `SamplingParams.n` per prompt, in order.
+        scoring: Their scores, some of which may have begun.
+        num_tokens: The tokens that this rank has drawn.
+        metrics: Metrics of the source itself.
+    """
+
+    prompts: Sequence[EncodedPrompt]
+    completions: Sequence[Completion]
+    scoring: Scoring
+    num_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Source(Protocol):
+    """Draws the completions of a step."""
+
+    can_give_up: bool
+    """Whether a step that is cut while it draws has changed nothing that outlives it."""
+
+    def draw(
+        self,
+        step: Step,
+        params: SamplingParams,
+        own_part: AbstractContextManager[None],
+        progress: ProgressCallback,
+    ) -> Drawn:
+        """Return the step's completions, each with its log-probs.
+
+        In `own_part` ranks work alone and may fail alone; they exchange nothing there.
+        """
+
+
+class WholePrompts:
+    """Samples each prompt of a step to its end, and begins scores while others are drawn."""
+
+    can_give_up = True
+
+    def __init__(self, engine: RolloutEngine, scorer: Scorer, max_turns: int) -> None:
+        self._engine, self._scorer, self._max_turns = engine, scorer, max_turns
+
+    def draw(
+        self,
+        step: Step,
+        params: SamplingParams,
+        own_part: AbstractContextManager[None],
+        progress: ProgressCallback,
+    ) -> Drawn:
+        with own_part:
+            later = step.round > 1
+            scoring = Scoring(self._scorer, step.prompts, params.n, continues_step=later)
+            completions = sample_prompts(self._engine, scoring, params, self._max_turns, progress)
+        num_tokens = sum(completion.num_sampled for completion in completions)
+        return Drawn(step.prompts, completions, scoring, num_tokens)
+
+
+class ContinuedPrompts:
+    """Samples until enough prompts are complete, of this step or earlier ones; the rest wait."""
+
+    can_give_up = False
+
+    def __init__(
+        self, engine: RolloutEngine, scorer: Scorer, partial_rollouts: PartialRollouts
+    ) -> None:
+        self._engine, self._scorer, self._partial_rollouts = engine, scorer, partial_rollouts
+
+    def draw(
+        self,
+        step: Step,
+        params: SamplingParams,
+        own_part: AbstractContextManager[None],
+        progress: ProgressCallback,
+    ) -> Drawn:
+        partial_rollouts = self._partial_rollouts
+        with own_part:
+            groups = partial_rollouts.sample(
+                engine=self._engine,
+                prompts=step.prompts,
+                params=params,
+                version=step.number,
+                progress=progress,
+            )
+        prompts, completions = partial_rollouts.choose(groups, step.number)
+        return Drawn(
+            prompts=prompts,
+            completions=completions,
+            # Scored only now: which completions are complete is known once sampling ends.
+            scoring=Scoring(self._scorer, prompts, params.n),
+            num_tokens=self._engine.stats.tokens_drawn,
+            metrics={"partial_rollout/unfinished": float(partial_rollouts.num_unfinished)},
+        )
