@@ -35,6 +35,14 @@ def test_a_group_of_one_has_advantage_0_and_groups_are_normalized_unless_told():
     assert ESTIMATORS["leave_one_out"](alone).advantages[0].tolist() == [0.0, 0.0]
 
 
+def test_leave_one_out_compares_with_the_mean_of_the_others():
+    rewards = np.array([1.0, 0.0, 0.5, 4.0])
+    step = StepRewards(rewards, np.zeros(4, dtype=int), [np.zeros(1)] * 4)
+    others = [np.delete(rewards, i).mean() for i in range(4)]
+    found = np.concatenate(ESTIMATORS["leave_one_out"](step).advantages)
+    assert found == pytest.approx(rewards - others, rel=1e-6)
+
+
 def test_the_largest_reward_is_taken():
     largest = float(np.finfo(np.float32).max)
     assert check_rewards([largest, -largest], [0, 0])[0].tolist() == [largest, -largest]

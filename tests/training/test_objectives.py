@@ -161,6 +161,7 @@ def test_the_kl_is_added_to_the_loss(name, estimator):
             [2**0.5, 2**0.5, 0],
             [0, 0, 1],
         ),
+        ({"correction": "mis", "correction_high": 5.0}, [4, 0.5, 1.5], [0, 0, 0]),  # no lower bound
         ({"correction": "icepop", "correction_low": 0.6}, [4, 0, 1.5], [0, 1, 0]),
         ({"correction": "sequence_mask"}, [0, 0, 0], [1, 1, 1]),
     ],
@@ -173,6 +174,19 @@ def test_corrections_by_hand(settings, weights, touched):
     found, changed, _ = correction(tokens, torch.zeros(3))
     assert found.tolist() == pytest.approx(weights, rel=1e-6)
     assert changed.tolist() == [bool(t) for t in touched]
+
+
+def test_the_overlong_buffer_is_a_fifth_of_the_limit_unless_set():
+    settings = AlgorithmSettings(name="dapo")
+    assert Objective.from_settings(settings, max_tokens=100).overlong_buffer == 20
+    settings = AlgorithmSettings(name="dapo", overlong_buffer=7)
+    assert Objective.from_settings(settings, max_tokens=100).overlong_buffer == 7
+
+
+def test_no_kl_is_subtracted_from_rewards_if_its_weight_is_zero():
+    for weight in (0.0, 0.1):
+        settings = AlgorithmSettings(name="ppo", kl=weight)
+        assert Objective.from_settings(settings, 8).kl_in_reward == (weight > 0)
 
 
 class TestUsers:
@@ -265,7 +279,9 @@ class TestUsers:
         "code, message",
         [
             ("    return step.rewards", r"array for each of the 2 samples.*step\.at_tokens"),
-            ("    return [np.ones(2), np.full(3, np.nan)]", "sample 1 .* not finite"),
+            ("    return [np.ones(2), np.array([1, np.nan, 1])]", "sample 1 .* not finite"),
+            ("    return [np.ones(2), np.ones((3, 1))]", "array for each of the 2 samples"),
+            ("    return [np.ones(2), np.ones(2)]", "sample 1 are 2 numbers for its 3 tokens"),
             ("    return step.reward", r"raised AttributeError: .* \(.*mine\.py, line 4\)"),
         ],
     )
