@@ -66,13 +66,16 @@ MODEL = """
 """
 
 # A sum of two digits below 5, worked answers that are right half of the time: rewards vary at once.
-SUMS = f"""
+SUPERVISED_SUMS = f"""
     {COMMON} {MODEL} task.options.max_operand=4 task.options.digits=1 task.options.mistakes=0.5
     model.config.num_hidden_layers=1 model.config.max_position_embeddings=64
-    sft.steps=60 sft.until=none sft.examples_per_step=16 sft.lr=3e-3
-    rollout.prompts_per_step=6 rollout.samples_per_prompt=6 rollout.max_tokens=6
-    eval.every=0 eval.prompts=8 train.lr=1e-3 train.warmup_steps=0 train.schedule=constant
-    train.updates_per_step=1 train.tokens_per_micro_batch=48 checkpoint.every=0 loop.steps=3
+    sft.until=none sft.examples_per_step=16 sft.lr=3e-3 rollout.max_tokens=6 eval.prompts=8
+    train.tokens_per_micro_batch=48
+"""
+SUMS = f"""
+    {SUPERVISED_SUMS} sft.steps=60 rollout.prompts_per_step=6 rollout.samples_per_prompt=6
+    eval.every=0 train.lr=1e-3 train.warmup_steps=0 train.schedule=constant
+    train.updates_per_step=1 checkpoint.every=0 loop.steps=3
 """
 
 # The task of `TASK_OF_A_USER`, whose rewards vary without any warm-up.
@@ -98,13 +101,13 @@ PARTIAL = f"""
 """
 
 SFT = f"""
-    sft recipes/demo.toml {SUMS} run.name=warm sft.steps=40 sft.schedule=cosine sft.warmup_steps=5
-    sft.until=2.0 sft.check_every=10 checkpoint.every=10 --out models/warm
+    sft recipes/demo.toml {SUPERVISED_SUMS} run.name=warm sft.steps=40 sft.schedule=cosine
+    sft.warmup_steps=5 sft.until=2.0 sft.check_every=10 checkpoint.every=10 --out models/warm
 """
 
 REWARD_MODEL = f"""
-    sft recipes/demo.toml {SUMS} run.name=judge sft.steps=40 sft.check_every=20 sft.until=1.1
-    checkpoint.every=10 --task reward --out models/judge
+    sft recipes/demo.toml {SUPERVISED_SUMS} run.name=judge sft.steps=40 sft.check_every=20
+    sft.until=1.1 checkpoint.every=10 --task reward --out models/judge
 """
 
 TURNS = f"""
