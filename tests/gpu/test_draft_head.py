@@ -57,7 +57,7 @@ def train(with_head: bool, steps: int = 3) -> tuple[Any, ...]:
     training = None if head is None else DraftHeadTraining(head, settings)
     mode = "off" if head is None else "head"
     engine = RolloutEngine(policy, speculation=mode, draft_head=head)
-    trainer = Trainer(policy, settings, draft_head=training)
+    trainer = Trainer(policy, settings, extras=[] if training is None else [training])
     prompts = random_prompts(policy, 8, 20, seed=5)
     accuracies, accepted = [], []
     for step in range(steps):

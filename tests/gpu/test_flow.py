@@ -168,7 +168,7 @@ def test_the_fused_flow_has_the_bits_of_its_parts(
     gradients = gradients_of(p)
     with torch.no_grad():
         again, _ = p.train_logprobs(*batch)
-    checkpointed, _ = p.train_logprobs(*batch, checkpoint_layers=True)
+    checkpointed, _ = p.train_logprobs(*batch, activation_checkpointing=True)
     checkpointed.mean().backward()
     for key, gradient in gradients_of(p).items():
         assert torch.equal(gradient, gradients[key]), f"checkpointing changes {key}"

@@ -50,7 +50,7 @@ def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
     targets = targets.cuda()
     for _ in range(2):  # the first time compiles, and leaves gradients
         before = requested()
-        logprobs, _ = policy.train_logprobs(ids, ends, targets, checkpoint_layers=recomputed)
+        logprobs, _ = policy.train_logprobs(ids, ends, targets, activation_checkpointing=recomputed)
         kept = requested() - before
         torch.cuda.reset_peak_memory_stats()
         logprobs.sum().backward()

@@ -12,16 +12,8 @@ TREES = {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path i
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """The modules that a module imports, in functions too, but not only for type checkers."""
-    skipped = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
-        for statement in block.body
-        for node in ast.walk(statement)
-    }
-    nodes = [node for node in ast.walk(tree) if id(node) not in skipped]
-    statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    """The modules that a module imports, also in functions and for type checkers."""
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {name for statement in statements for _, name in imports_of(statement)}
     return {name if name in TREES else name.rpartition(".")[0] for name in names} & TREES.keys()
 

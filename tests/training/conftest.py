@@ -98,11 +98,13 @@ class Bigram:
         cu_seqlens: torch.Tensor,
         targets: torch.Tensor,
         temperature: float = 1.0,
-        checkpoint_layers: bool = False,
+        activation_checkpointing: bool = False,
         stems: None = None,
         seen: None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls.append(("grad" if torch.is_grad_enabled() else "no_grad", checkpoint_layers))
+        self.calls.append(
+            ("grad" if torch.is_grad_enabled() else "no_grad", activation_checkpointing)
+        )
         assert not set(targets.tolist()) & set(cu_seqlens.tolist())
         logits = self.masters["table.weight"][token_ids[targets - 1]] + self.masters["table.bias"]
         logprobs = torch.log_softmax(logits / temperature, dim=-1)

@@ -12,8 +12,10 @@ from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import load_config
 from jetrl.training.extras.calibration import ClipBounds, ClipCalibration, calibrated
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
+from jetrl.training.objectives import Objective
 from jetrl.training.packing import pack, with_advantages
-from jetrl.training.trainer import Accumulated, Trainer
+from jetrl.training.trainer import Trainer
+from jetrl.training.update import Accumulated
 
 REFERENCE = ClipBounds(0.8, 1.2)
 
@@ -66,24 +68,30 @@ def settings_of(every: int):
     return load_config("demo", words)
 
 
+def calibrated_trainer(policy: Policy, every: int) -> tuple[Trainer, ClipCalibration]:
+    settings = settings_of(every)
+    objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
+    calibration = ClipCalibration.from_settings(policy, objective, settings)
+    assert calibration is not None
+    return Trainer(policy, settings, extras=[calibration]), calibration
+
+
 def test_in_the_trainer(sample) -> None:
-    policy, settings = make_policy(), settings_of(2)
-    trainer = Trainer(policy, settings)
+    policy = make_policy()
+    trainer, calibration = calibrated_trainer(policy, 2)
     lines = [trainer.step(draw(policy, sample, 16)).metrics for _ in range(2)]
     assert "policy/over_clipped" not in lines[0]
     assert (lines[0]["policy/clip_low"], lines[0]["policy/clip_high"]) == (0.95, 1.05)
     assert 0 <= lines[1]["policy/over_clipped"] <= 1
     assert lines[1]["policy/clip_low"] != 0.95
-    assert trainer.calibration is not None
-    resumed = Trainer(policy, settings)
-    assert resumed.calibration is not None
-    resumed.calibration.load_state(trainer.calibration.state())
-    assert resumed.calibration.bounds == trainer.calibration.bounds
+    _, resumed = calibrated_trainer(policy, 2)
+    resumed.load_state(calibration.state())
+    assert resumed.bounds == calibration.bounds
 
 
 def test_its_forwards_are_divided_where_memory_runs_out(sample, monkeypatch) -> None:
     policy = make_policy()
-    trainer, samples = Trainer(policy, settings_of(1)), draw(policy, sample, 8)
+    (trainer, _), samples = calibrated_trainer(policy, 1), draw(policy, sample, 8)
     forward, sizes = Policy.train_logprobs, []
 
     def train_logprobs(policy, token_ids, *args, **kwargs):

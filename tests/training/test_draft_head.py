@@ -39,7 +39,7 @@ def micro_batches(samples, budget=64):
 def run(sample, with_head, preset="unified", **train):
     policy, settings = make_policy(preset), make_settings(**train)
     training = make_training(policy, settings) if with_head else None
-    trainer = Trainer(policy, settings, draft_head=training)
+    trainer = Trainer(policy, settings, extras=[] if training is None else [training])
     metrics = [
         trainer.step(draw(policy, sample, step, longest=14), step).metrics for step in range(3)
     ]
@@ -160,7 +160,7 @@ def test_a_head_on_a_sure_task_is_right_where_chance_is_not(sample):
         supervised.step([Example(counting(s, 2), counting(s + 6, 10)) for s in starts])
     head = DraftHead(policy, 3, 1)
     training = DraftHeadTraining(head, settings)
-    trainer = Trainer(policy, make_settings(lr=1e-6), draft_head=training)
+    trainer = Trainer(policy, make_settings(lr=1e-6), extras=[training])
     engine = RolloutEngine(policy, page_size=16, speculation="head", draft_head=head)
     plain = RolloutEngine(policy, page_size=16)
     params = SamplingParams(n=4, max_tokens=12, seed=3, ignore_eos=True, temperature=0.5)

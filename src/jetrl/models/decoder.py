@@ -192,12 +192,12 @@ class Decoder(nn.Module):
         positions: Tensor,
         kv: KeyValues,
         side: Side,
-        checkpoint_layers: bool = False,
+        activation_checkpointing: bool = False,
     ) -> Tensor:
         """Return the final norm's output [T, D], or that of `kv.rows`, for token_ids int64 [T].
 
-        `positions` is int64 [T], within each sequence. `checkpoint_layers` saves only the inputs of
-        layers and computes layers again in backward.
+        `positions` is int64 [T], within each sequence. `activation_checkpointing` saves only the
+        inputs of layers and computes layers again in backward.
         """
         x = embed(token_ids, self.embedding, self.weights.gradients)
         tell(self.trace, "embed", x)
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
             arguments = (x, delta, positions, table, exponents, kv, side, self.trace, last)
             x, delta = (
                 checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
-                if checkpoint_layers
+                if activation_checkpointing
                 else layer(*arguments)
             )
         assert delta is not None, "a decoder has a layer"

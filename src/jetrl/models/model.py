@@ -214,7 +214,7 @@ class Model:
         token_ids: Tensor,
         cu_seqlens: Tensor,
         rows: Tensor,
-        checkpoint_layers: bool = False,
+        activation_checkpointing: bool = False,
         stems: Stems | None = None,
     ) -> Tensor:
         """Return the training side's decoder output [R, D] at `rows` of a packed batch.
@@ -229,7 +229,7 @@ class Model:
         if stems is not None:
             token_ids = token_ids[upload(stems.rows, self.device)]
             rows = upload(stems.row_of, self.device)[rows]
-        hidden: Tensor = self.decoder(token_ids, positions, kv, "train", checkpoint_layers)
+        hidden: Tensor = self.decoder(token_ids, positions, kv, "train", activation_checkpointing)
         return hidden[rows]
 
     @contextlib.contextmanager

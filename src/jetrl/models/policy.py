@@ -70,7 +70,7 @@ class Policy(Model):
         cu_seqlens: Tensor,
         targets: Tensor,
         temperature: float = 1.0,
-        checkpoint_layers: bool = False,
+        activation_checkpointing: bool = False,
         stems: Stems | None = None,
         seen: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class Policy(Model):
             token_ids: int64 [T], sequences end to end.
             cu_seqlens: int64 [S + 1], the start of each sequence, and T.
             targets: int64 [R], indices into token_ids, never a sequence's first.
-            checkpoint_layers: Compute layers again in backward.
+            activation_checkpointing: Compute layers and logits again in backward.
             stems: The rows to compute if sequences share their first tokens; None: all.
             seen: Called with the hidden states [R, D] that the log-probs are computed from.
 
@@ -93,13 +93,21 @@ class Policy(Model):
             nats, and the variance of a draw's -log p around it.
         """
         token_ids, targets = upload(token_ids, self.device), upload(targets, self.device)
-        before = self.packed_hidden(token_ids, cu_seqlens, targets - 1, checkpoint_layers, stems)
+        before = self.packed_hidden(
+            token_ids,
+            cu_seqlens,
+            rows=targets - 1,
+            activation_checkpointing=activation_checkpointing,
+            stems=stems,
+        )
         if seen is not None:
             seen(before.detach())
-        return self._head_logprobs(before, token_ids[targets], temperature, checkpoint_layers)
+        return self._head_logprobs(
+            before, token_ids[targets], temperature, activation_checkpointing
+        )
 
     def _head_logprobs(
-        self, hidden: Tensor, chosen: Tensor, temperature: float, recompute: bool
+        self, hidden: Tensor, chosen: Tensor, temperature: float, activation_checkpointing: bool
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens int64 [R] and moments, from hidden [R, D]."""
         head = self.decoder.lm_head
@@ -109,7 +117,7 @@ class Policy(Model):
             assert isinstance(weight, Tensor), "a BF16 head has a BF16 weight"
             return kernels.lm_head_logprobs(
                 hidden, head.weight, weight, chosen, temperature,
-                recompute=recompute, gradients=head.gradients,
+                recompute=activation_checkpointing, gradients=head.gradients,
             )  # fmt: skip
 
         def chunk_logprobs(hidden: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,7 @@ class ScalarModel(Model):
         token_ids: Tensor,
         cu_seqlens: Tensor,
         rows: Tensor,
-        checkpoint_layers: bool = False,
+        activation_checkpointing: bool = False,
         stems: Stems | None = None,
     ) -> Tensor:
         """Return the model's numbers, float32 [R], at rows of a packed batch, differentiable.
@@ -99,7 +99,13 @@ class ScalarModel(Model):
         CPU, and `stems` is as in `Policy.train_logprobs`.
         """
         token_ids, rows = upload(token_ids, self.device), upload(rows, self.device)
-        hidden = self.packed_hidden(token_ids, cu_seqlens, rows, checkpoint_layers, stems)
+        hidden = self.packed_hidden(
+            token_ids,
+            cu_seqlens,
+            rows=rows,
+            activation_checkpointing=activation_checkpointing,
+            stems=stems,
+        )
         return self.decoder.scores(hidden)
 
     @torch.no_grad()

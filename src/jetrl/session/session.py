@@ -49,6 +49,8 @@ from jetrl.session.training_run import TrainingRun, settings_of_attempt
 from jetrl.session.watchdog import hang_state
 from jetrl.settings.loading import Settings
 from jetrl.tasks.base import TrainerState
+from jetrl.training.extras import Extra
+from jetrl.training.extras.calibration import ClipCalibration
 from jetrl.training.extras.critic import Critic
 from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.micro_batches import MicroBatchSize
@@ -165,18 +167,27 @@ class Session:
         checkpoints = self.run.checkpoints
         # Frozen now: a KL term measures against the policy at the start of RL.
         reference = build_reference(settings, policy, self.run.directory.path, begun)
+        # What an extra carries from step to step is saved next to the policy.
+        calibration = ClipCalibration.from_settings(policy, self.context.objective, settings)
+        if calibration is not None:
+            checkpoints.register("clip", calibration)
         critic = draft_head = None
-        # Parts with tensors of their own are saved and loaded next to the policy.
         if (model := value_model(settings, policy)) is not None:
             critic = Critic(model, settings, reports.critic_guard)
             checkpoints.register_tensors("critic", critic)
         if self.context.draft_head is not None:
             draft_head = DraftHeadTraining(self.context.draft_head, settings)
             checkpoints.register_tensors("draft_head", draft_head)
-        size, guard = self._micro_batch_size, reports.guard
-        self._trainer = Trainer(policy, settings, reference, critic, size, guard, draft_head)
-        if self._trainer.calibration is not None:
-            checkpoints.register("clip", self._trainer.calibration)
+        # A step calls them in this order.
+        parts: tuple[Extra | None, ...] = (calibration, draft_head, critic)
+        self._trainer = Trainer(
+            policy,
+            settings,
+            reference,
+            extras=[extra for extra in parts if extra is not None],
+            micro_batch_size=self._micro_batch_size,
+            guard=reports.guard,
+        )
 
     def warm_up(self) -> None:
         """Train on the task's worked answers if sft.steps asks for it, and make the RL trainer."""

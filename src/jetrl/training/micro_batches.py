@@ -200,7 +200,7 @@ def batch_logprobs(
     policy: Policy,
     batch: Batch,
     temperature: float = 1.0,
-    checkpoint_layers: bool = False,
+    activation_checkpointing: bool = False,
     seen: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs, float32 [N], and moments, float32 [2, N], of the N trained tokens.
@@ -215,7 +215,7 @@ def batch_logprobs(
         torch.from_numpy(batch.cu_seqlens),
         torch.from_numpy(targets(batch)),
         temperature,
-        checkpoint_layers=checkpoint_layers,
+        activation_checkpointing=activation_checkpointing,
         stems=Stems.of(batch),
         seen=seen,
     )

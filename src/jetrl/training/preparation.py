@@ -7,10 +7,9 @@ them and the rewards the advantages.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,22 +33,22 @@ from jetrl.training.micro_batches import (
 from jetrl.training.objectives import Objective
 from jetrl.types import Batch, Sample
 
-if TYPE_CHECKING:
-    from jetrl.training.extras.critic import Critic
-
-
 Prepared = tuple[list[Minibatch], dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """Prepares the samples of training steps for the updates of a policy."""
+    """Prepares the samples of training steps for the updates of a policy.
+
+    `values` are a critic's: the expected return before each of a batch's N trained tokens, float32
+    [N], without gradient.
+    """
 
     policy: Policy
     settings: Settings
     objective: Objective
     reference: Policy | None
-    critic: Critic | None
+    values: Callable[[Batch], Tensor] | None
     size: MicroBatchSize
     temperature: float
 
@@ -114,13 +113,13 @@ class Preparation:
         return packed
 
     def _forward(self, batch: Batch, first: bool) -> MicroBatch:
-        reference, critic = self.reference, self.critic
+        reference = self.reference
         return MicroBatch(
             batch,
             # The first minibatch's training forward gives these log-probs; later ones need one now.
             before=None if first else self._logprobs(self.policy, batch),
             ref_logprobs=None if reference is None else self._logprobs(reference, batch),
-            values=None if critic is None else critic.values(batch),
+            values=None if self.values is None else self.values(batch),
         )
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ from jetrl.training.micro_batches import (
 )
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import pack_examples
-from jetrl.training.trainer import Update, UpdateStats
+from jetrl.training.update import Update, UpdateStats
 from jetrl.types import Example
 
 
@@ -62,7 +62,7 @@ class SftTrainer(_Supervised):
         super().__init__(policy, settings, micro_batch_size, guard)
         # Not a method: without a reference back, the moments are gone as soon as the trainer is.
         loss = partial(_loss, policy, settings.train.activation_checkpointing)
-        self._update = Update(policy, self.optimizer, self.guard, loss, "sft")
+        self._update = Update(policy, self.optimizer, self.guard, loss=loss, prefix="sft")
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """Make one optimizer update on worked answers; empty prompts or completions are refused.
@@ -81,9 +81,11 @@ class SftTrainer(_Supervised):
 
 
 def _loss(
-    policy: Policy, checkpoint_layers: bool, micro: MicroBatch, minibatch: Minibatch
+    policy: Policy, activation_checkpointing: bool, micro: MicroBatch, minibatch: Minibatch
 ) -> MicroBatchLoss:
-    logprobs, _ = batch_logprobs(policy, micro.batch, checkpoint_layers=checkpoint_layers)
+    logprobs, _ = batch_logprobs(
+        policy, micro.batch, activation_checkpointing=activation_checkpointing
+    )
     return MicroBatchLoss(-logprobs.sum() / minibatch.num_tokens)
 
 
@@ -125,9 +127,9 @@ class RewardTrainer(_Supervised):
         self, model: ScalarModel, settings: Settings, size: MicroBatchSize | None = None
     ) -> None:
         self.model = model
-        self._checkpoint_layers = settings.train.activation_checkpointing
+        self._activation_checkpointing = settings.train.activation_checkpointing
         super().__init__(model, settings, size, None)
-        self._update = Update(model, self.optimizer, self.guard, self._loss, "sft")
+        self._update = Update(model, self.optimizer, self.guard, loss=self._loss, prefix="sft")
 
     def step(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Make one optimizer update on pairs of sequences.
@@ -156,7 +158,12 @@ class RewardTrainer(_Supervised):
         token_ids = torch.tensor([t for s in sequences for t in s], device=device)
         cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         last = cu_seqlens[1:] - 1
-        scores = self.model.values(token_ids, cu_seqlens, last, self._checkpoint_layers)
+        scores = self.model.values(
+            token_ids,
+            cu_seqlens,
+            rows=last,
+            activation_checkpointing=self._activation_checkpointing,
+        )
         better, worse = scores[0::2], scores[1::2]
         loss = preference_loss(better, worse, len(minibatch.pairs))
         return MicroBatchLoss(loss, outputs=(better - worse).detach())

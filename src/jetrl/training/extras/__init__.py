@@ -16,12 +16,19 @@ if TYPE_CHECKING:
     from jetrl.models.model import Model
     from jetrl.training.micro_batches import Minibatch
     from jetrl.training.objectives import Objective
-    from jetrl.training.trainer import Accumulated
+    from jetrl.training.update import Accumulated
     from jetrl.types import Batch
 
 
 class Extra:
-    """A part of training: `Trainer.step` calls these methods, in order; the defaults do nothing."""
+    """A part of training: `Trainer.step` calls these methods, in order; the defaults do nothing.
+
+    Attributes:
+        values: A critic's method that returns the expected return before each of a batch's N
+            trained tokens, float32 [N], without gradient; None for every other extra.
+    """
+
+    values: Callable[[Batch], Tensor] | None = None
 
     def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
         """Begin the step of a policy's version, before its first forward."""

@@ -34,8 +34,9 @@ from jetrl.training.packing import targets
 
 if TYPE_CHECKING:
     from jetrl.models.policy import Policy
+    from jetrl.settings.loading import Settings
     from jetrl.training.objectives import Objective
-    from jetrl.training.trainer import Accumulated
+    from jetrl.training.update import Accumulated
 
 GRID_LOW = np.round(np.arange(0.5, 0.9 + 1e-9, 0.02), 2)
 GRID_HIGH = np.round(np.arange(1.2, 2.0 + 1e-9, 0.02), 2)
@@ -64,6 +65,17 @@ class ClipCalibration(Extra):
         self.bounds = reference
         self._steps = 0
         self._logprobs_before: list[np.ndarray] | None = None  # if a calibration is due
+
+    @classmethod
+    def from_settings(
+        cls, policy: Policy, objective: Objective, settings: Settings
+    ) -> ClipCalibration | None:
+        """Return the calibration of an objective's clips, or None if the settings ask for none."""
+        every = settings.algorithm.calibrate_clip_every
+        if not every:
+            return None
+        bounds = ClipBounds(1 - objective.clips[0], 1 + objective.clips[1])
+        return cls(policy, bounds, every, temperature=settings.rollout.temperature or 1.0)
 
     def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
         """Forward a step's last minibatch in BF16, if a calibration is due.

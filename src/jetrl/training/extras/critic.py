@@ -20,7 +20,7 @@ from jetrl.training.guard import Guard
 from jetrl.training.micro_batches import MicroBatch, MicroBatchLoss, Minibatch
 from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import targets
-from jetrl.training.trainer import Update, mean_of_each
+from jetrl.training.update import Update, mean_of_each
 from jetrl.types import Batch
 
 LR = "critic.lr"
@@ -35,12 +35,16 @@ class Critic(Learner):
         self.model, self.masters = model, model.master_weights()
         self.guard = guard or Guard(settings.train.on_nonfinite, LR)
         self._clip = settings.critic.clip
-        self._checkpoint_layers = settings.train.activation_checkpointing
+        self._activation_checkpointing = settings.train.activation_checkpointing
         train = settings.train.model_copy(update={"lr": settings.critic.lr})
         total = settings.loop.steps * settings.train.updates_per_step
         self.optimizer = Optimizer(self.masters, train, total, model.weights.shards)
         self._update = Update(
-            *(model, self.optimizer, self.guard, self._loss, "critic"),
+            model,
+            self.optimizer,
+            self.guard,
+            loss=self._loss,
+            prefix="critic",
             optimizer_name="the critic's optimizer",
         )
         self._of_step: list[dict[str, float]] = []
@@ -84,10 +88,10 @@ class Critic(Learner):
         # Values of before the step, so that several updates clip against the same ones.
         loss, clip_fraction = value_loss(
             self._forward(micro.batch),
-            micro.values.to(device),
-            micro.returns.to(device),
-            minibatch.num_tokens,
-            self._clip,
+            old_values=micro.values.to(device),
+            returns=micro.returns.to(device),
+            num_update_tokens=minibatch.num_tokens,
+            clip=self._clip,
         )
         return MicroBatchLoss(loss, {"critic/clip_fraction": clip_fraction})
 
@@ -101,8 +105,8 @@ class Critic(Learner):
             torch.from_numpy(batch.token_ids),
             torch.from_numpy(batch.cu_seqlens),
             torch.from_numpy(targets(batch) - 1),
-            self._checkpoint_layers,
-            Stems.of(batch),
+            activation_checkpointing=self._activation_checkpointing,
+            stems=Stems.of(batch),
         )
 
 
