@@ -34,8 +34,7 @@ from jetrl.models.adapter import LoRA
 from jetrl.models.peft import MergedWeights
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import RandomWeights
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import dequantize, quantize
+from jetrl.precision.quantize import FP8_BLOCK, dequantize, quantize
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.types import SamplingParams
 

@@ -86,7 +86,7 @@ def test_cuts_change_no_bit(m: int) -> None:
 def test_the_fused_norm_has_the_bits_of_its_parts(rows: int, width: int) -> None:
     x, delta = normal(rows, width), normal(rows, width, seed=1)
     weight = 1 + 0.1 * normal(1, width, seed=2)[0]
-    total, _, codes, values = rms_norm_quantize(x, weight, 1e-6, delta, True, "int8", True)
+    total, _, codes, values = rms_norm_quantize(x, weight, 1e-6, delta, True, None, True)
     y = rms_norm(x + delta, weight, 1e-6)
     assert torch.equal(total, x + delta)
     assert values is not None
@@ -98,7 +98,7 @@ def test_the_fused_norm_has_the_bits_of_its_parts(rows: int, width: int) -> None
 def test_the_fused_swiglu_has_the_bits_of_its_parts(rows: int, inner: int) -> None:
     gate_up = normal(rows, 2 * inner)
     y = swiglu_forward(gate_up)
-    codes, values = swiglu_quantize_with_values(gate_up, "int8")
+    codes, values = swiglu_quantize_with_values(gate_up, None)
     assert torch.equal(values, y)
     assert_same(codes, int8.int8_rows(y))
-    assert_same(swiglu_quantize(gate_up, "int8"), codes)
+    assert_same(swiglu_quantize(gate_up, None), codes)

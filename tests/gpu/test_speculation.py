@@ -16,6 +16,7 @@ from jetrl.kernels.attention.layout import KeyValueCodes, SequenceQueries
 from jetrl.kernels.attention.reference import quantize_kv
 from jetrl.kernels.decode_state import HEAD
 from jetrl.models.draft_head import DraftHead
+from jetrl.precision.formats import number_format
 from jetrl.rollout.draft_widths import DraftWidths, choices
 from jetrl.session.parity import random_prompts
 
@@ -49,7 +50,8 @@ def test_each_query_has_the_bits_that_it_has_alone(
     for _ in "kv":
         x = torch.randn(shape, device="cuda", generator=generator).bfloat16()
         pages += [
-            s if s is None else s.view(num_pages, 64, *s.shape[1:]) for s in quantize_kv(x, kv)
+            s if s is None else s.view(num_pages, 64, *s.shape[1:])
+            for s in quantize_kv(x, number_format(kv))
         ]
     counts = [min(1 + i % width, end) for i, end in enumerate(ends)]
     tables = torch.stack(

@@ -221,10 +221,11 @@ def decode(shape: str, plan: Any, rank: int = 0, sizes: Any = DECODES) -> None:
 def speculation() -> None:
     """Drafts, their verification, and attention of several queries a sequence."""
     from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
-    from jetrl.kernels.attention.layout import KeyValueCodes, SequenceQueries, stored_dtype
+    from jetrl.kernels.attention.layout import KeyValueCodes, SequenceQueries
     from jetrl.kernels.decode import take_verified, verify_inputs
     from jetrl.kernels.decode_state import DecodeState, DraftText, Verified
     from jetrl.kernels.draft import propose
+    from jetrl.precision.formats import number_format
 
     def ints(*shape: int) -> torch.Tensor:
         return empty(*shape, dtype=torch.int32)
@@ -242,7 +243,7 @@ def speculation() -> None:
         out = Verified(ints(16, 2048), logprobs, ints(16, 512), ints(1))
         take_verified(state, text, drafts, inputs, rows, *draws, out, width)
         for kv, heads, head_dim in (("fp8", 32, 128), ("bf16", 40, 128), ("int8", 16, 64)):
-            codes = empty(100, 64, 8, head_dim, dtype=stored_dtype(kv))
+            codes = empty(100, 64, 8, head_dim, dtype=number_format(kv).dtype)
             scales = None if kv == "bf16" else empty(100, 64, 8, dtype=torch.float32)
             pages = KeyValueCodes(codes, scales, codes, scales)
             q = empty(size, heads, head_dim)
@@ -393,8 +394,8 @@ def integers() -> None:
     from jetrl.precision.hopper import int8
     from jetrl.precision.quantize import empty_int8_rows
 
-    rms_norm_quantize(empty(5, 576), empty(576), 1e-6, scales="int8")
-    swiglu_quantize(empty(300, 2 * 12288), "int8")
+    rms_norm_quantize(empty(5, 576), empty(576), 1e-6, scales=None)
+    swiglu_quantize(empty(300, 2 * 12288), None)
     for rows, k in ((5, 576), (300, 4096), (300, 24576)):
         int8.int8_rows(empty(rows, k))
     for tokens in (300, 20_000):  # in one pass, in two

@@ -27,6 +27,7 @@ from jetrl.models.families import FAMILIES, Family, ModelConfig, linear_layers
 from jetrl.models.policy import Policy
 from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.formats import number_format
 from jetrl.session.parity import measure
 
 EXACT = PrecisionPlan.preset("unified")
@@ -67,7 +68,9 @@ class AllExperts(nn.Module):
     def __init__(self, name: str, config: ModelConfig, weights: Any, formats: Any) -> None:
         super().__init__()
         self.norm = weights.norm(f"{name}.post_norm", config.rms_norm_eps)
-        self.router = weights.linear(f"{name}.router", dict.fromkeys(formats, weights.plan.rest))
+        self.router = weights.linear(
+            f"{name}.router", dict.fromkeys(formats, number_format(weights.plan.rest))
+        )
         self.gate_up = weights.linear(f"{name}.gate_up", formats)
         self.down = weights.linear(f"{name}.down", formats)
 

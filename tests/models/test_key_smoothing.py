@@ -18,6 +18,7 @@ from jetrl.kernels.rotary import smooth
 from jetrl.models.key_smoothing import head_exponents, pair_exponents
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.formats import INT8
 from jetrl.precision.quantize import hadamard
 from jetrl.session.building import build_reference
 from jetrl.settings.loading import Settings
@@ -110,7 +111,7 @@ def test_smoothing_leaves_scores_and_saves_small_channels(head_dim: int) -> None
     true = scores(q, k)
     assert (scores(smooth_q, smooth_k) - true).norm() < 1e-6 * true.norm()
     errors = [
-        (scores(one, stored_values(*quantize_kv(other, "int8"))) - true).norm()
+        (scores(one, stored_values(*quantize_kv(other, INT8))) - true).norm()
         for one, other in ((q, k), (smooth_q, smooth_k))
     ]
     assert errors[1] < errors[0] / 4

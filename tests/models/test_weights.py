@@ -17,8 +17,8 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan, quantize
+from jetrl.precision.formats import BF16, FP8, Rounding
 from jetrl.precision.gradients import Gradients
-from jetrl.precision.plan import Rounding
 from jetrl.precision.quantized_weight import QuantizedWeight
 
 CONFIG = our_config(
@@ -99,7 +99,7 @@ def test_a_base_is_read_one_tensor_at_a_time() -> None:
 def embed_of(token_ids: torch.Tensor, master: nn.Parameter) -> torch.Tensor:
     """Return BF16 rows of a master weight."""
     plan = PrecisionPlan.preset("bf16").replace(bf16_rounding="nearest")
-    weight = QuantizedWeight("embed", master, {"rollout": "bf16", "train": "bf16"}, plan)
+    weight = QuantizedWeight("embed", master, {"rollout": BF16, "train": BF16}, plan)
     return embed(token_ids, weight, Gradients())
 
 
@@ -139,7 +139,7 @@ def test_a_layer_that_moves_its_weight_is_an_error() -> None:
     p = policy()
     weight = p.decoder.layers[1].o.quantized
     weight.requantize = lambda: weight._stored.update(
-        {Rounding("fp8"): quantize(weight.master.detach(), (128, 128))}
+        {Rounding(FP8): quantize(weight.master.detach(), (128, 128))}
     )
     with pytest.raises(AssertionError, match=r"quantized weight of layers\.1\.o has moved"):
         p.requantize()

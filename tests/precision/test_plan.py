@@ -11,8 +11,8 @@ from tests.training.shared import config
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.formats import BF16, FP8, NVFP4, key_and_value_formats
 from jetrl.settings.precision_section import PrecisionSettings
-from jetrl.settings.presets import key_and_value_formats
 
 TABLE = {  # docs/precision.md: rollout linears, training linears, keys and values, rest, lm_head
     "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),
@@ -50,7 +50,7 @@ def test_unknown_preset_and_option_are_named() -> None:
 def test_layers_kept_in_bf16_are_so_on_both_sides() -> None:
     plan = PrecisionPlan.preset("unified").replace(first_layers_bf16=1, last_layers_bf16=2)
     formats = [[plan.linear_format(side, i, 5) for i in range(5)] for side in ("rollout", "train")]
-    assert formats == [["bf16", "fp8", "fp8", "bf16", "bf16"]] * 2
+    assert formats == [[BF16, FP8, FP8, BF16, BF16]] * 2
 
 
 def test_pinned_sums_make_bf16_exact_and_free_ones_make_nothing_exact() -> None:
@@ -78,7 +78,7 @@ def test_keys_and_values_have_the_formats_that_are_named(kv: str) -> None:
     assert plan.exact
     assert PrecisionPlan.from_dict(plan.to_dict()) == plan
     keys, values = key_and_value_formats(kv)
-    assert kv == (keys if keys == values else f"{keys}+{values}")
+    assert kv == (keys.name if keys == values else f"{keys.name}+{values.name}")
 
 
 WRONG = [*(("kv", kv) for kv in ("int4", "fp8+fp8", "int8+")), ("lm_head", "fp16")]
@@ -102,7 +102,7 @@ def test_a_model_takes_a_preset_by_its_name() -> None:
 def test_a_base_in_nvfp4_stands_for_fp8_on_both_sides() -> None:
     plan = PrecisionPlan.from_settings(PrecisionSettings(base="nvfp4", first_layers_bf16=1))
     formats = [[plan.linear_format(side, i, 3) for i in range(3)] for side in ("rollout", "train")]
-    assert formats == [["bf16", "nvfp4", "nvfp4"]] * 2
+    assert formats == [[BF16, NVFP4, NVFP4]] * 2
     assert plan.exact
     assert PrecisionPlan.from_dict(plan.to_dict()) == plan
     described = dict(plan.describe())

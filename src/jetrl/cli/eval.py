@@ -151,7 +151,7 @@ def _opened(args: argparse.Namespace, location: ModelLocation) -> Policy:
     given = arguments.key_values(args.template_arg, "--template-arg")
     set_template_args(policy.tokenizer, given, "--template-arg")
     rounded = location.run is not None and Checkpoints.masters(location.path) is None
-    if rounded and policy.plan.rest != "fp32":
+    if rounded and not policy.plan.reads_masters:
         print(
             f"{location.path} is rounded to BF16, and the run has no checkpoint of its last step: "
             "results may differ slightly from the run's own evaluations, which used FP32 weights",

@@ -14,6 +14,7 @@ from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.models.peft import base_of, is_adapter, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.formats import NVFP4
 from jetrl.runs.directory import RunDirectory
 from jetrl.session.building import build_policy, choose_device, limit_threads, policy_of_masters
 from jetrl.session.compiling import compiled_ahead
@@ -71,7 +72,7 @@ def _policy_at(
     else:
         plan = _plan_over(location.path, plan, preset)
         with compiled_ahead(hf.model_config(location.path), plan, chosen):
-            trains = (lambda _: False) if plan.base == "nvfp4" else None
+            trains = (lambda _: False) if plan.frozen_base else None
             policy = Policy.from_pretrained(location.path, plan, chosen, trains=trains)
     limit_threads(policy.config)
     return policy
@@ -96,11 +97,11 @@ def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:
 
 
 def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None) -> PrecisionPlan:
-    if base is None or plan.base == "nvfp4" or not is_nvfp4(hf.model_config(base)):
+    if base is None or plan.frozen_base or not is_nvfp4(hf.model_config(base)):
         return plan
     if preset is None:
-        return PrecisionPlan.from_settings(PrecisionSettings(base="nvfp4"))
-    return plan.replace(base="nvfp4")
+        return PrecisionPlan.from_settings(PrecisionSettings.model_validate({"base": NVFP4.name}))
+    return plan.replace(base=NVFP4.name)
 
 
 def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> Policy:

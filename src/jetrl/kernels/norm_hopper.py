@@ -41,8 +41,8 @@ from jetrl.precision.hopper.quantize import (
     scale_and_multiplier,
     tile_rule,
 )
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
+from jetrl.settings.presets import DEFAULT_SCALES
 
 _MAX_WIDTH = 16384
 _FEW_ROWS = 256  # up to a decode step's: a program is launched for its latency
@@ -264,7 +264,7 @@ def _backward_kernel(
 
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, for_training: bool = False,
-    scales: str = "fp32", with_values: bool = False,
+    scales: str | None = DEFAULT_SCALES, with_values: bool = False,
 ) -> tuple[Tensor, Tensor | None, QTensor, Tensor | None]:  # fmt: skip
     """Return quantize(rms_norm(x + delta)), whose BF16 result is written only if asked for.
 
@@ -273,7 +273,7 @@ def rms_norm_quantize(
         weight: bfloat16 [D].
         delta: bfloat16 [T, D], added to x; the sum is rounded to bfloat16.
         for_training: whether the inverse rms is kept for backward.
-        scales: "fp32" or "pow2", the quantizer's scales, or "int8" for rows of `precision.int8`.
+        scales: "fp32" or "pow2", the quantizer's scales, or None for rows of `precision.int8`.
         with_values: whether the BF16 result is written as well, for an adapter.
 
     Returns:
@@ -282,7 +282,7 @@ def rms_norm_quantize(
     """
     _check(x, weight, delta)
     num_rows, width = x.shape
-    if scales == "int8":
+    if scales is None:
         rows = empty_operand(num_rows, width, x.device)
     else:
         rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], x.device)
@@ -290,12 +290,13 @@ def rms_norm_quantize(
     if for_training:
         inverse = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     values = torch.empty_like(x) if with_values else None
-    _launch_rows(x, weight, eps, delta, total, values, inverse, rows, rule("e4m3", scales))
+    options = rule("e4m3", scales or DEFAULT_SCALES)
+    _launch_rows(x, weight, eps, delta, total, values, inverse, rows, options)
     return total, inverse, rows, values
 
 
 def rms_norm_squares(
-    total: Tensor, weight: Tensor, inverse_rms: Tensor, scales: str = "fp32"
+    total: Tensor, weight: Tensor, inverse_rms: Tensor, scales: str = DEFAULT_SCALES
 ) -> QTensor:
     """Return the norm of `rms_norm_quantize` again, from its total and inverse_rms, for WGrad.
 
@@ -322,7 +323,7 @@ def rms_norm_forward(
     _check(x, weight, delta)
     y, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
     inverse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    _launch_rows(x, weight, eps, delta, total, y, inverse, None, rule("e4m3", "fp32"))
+    _launch_rows(x, weight, eps, delta, total, y, inverse, None, rule("e4m3", DEFAULT_SCALES))
     return y, inverse, total
 
 

@@ -31,16 +31,17 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.kernels.attention.layout import CODES, KeyValueCodes
+from jetrl.kernels.attention.layout import KeyValueCodes
 from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_previous, overlapped
 from jetrl.precision.hopper.layout import cdiv
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS
+from jetrl.settings.presets import DEFAULT_SCALES
 
 _HEADS = 8  # heads of a program; no bit depends on it
 _FEW_TOKENS = 256  # up to a decode step's: a program is launched for its latency
 # The largest code of a cache's dtype; of bfloat16, which has no codes, a number that is not used.
-_MAXIMA = {torch.bfloat16: 1.0} | {FORMATS[x][0]: FORMATS[x][1] for x in CODES.values()}
+_MAXIMA = {torch.bfloat16: 1.0, **dict(FORMATS.values())}
 
 
 @gluon.constexpr_function
@@ -372,8 +373,8 @@ def _forward_kernel(
 
 def qk_norm_rotary_cache(
     qkv: Tensor, positions: Tensor, table: Tensor, norm_weights: tuple[Tensor, Tensor] | None,
-    eps: float, num_heads: int, cache: KeyValueCodes, slots: Tensor | None, scales: str = "fp32",
-    exponents: Tensor | None = None,
+    eps: float, num_heads: int, cache: KeyValueCodes, slots: Tensor | None,
+    scales: str = DEFAULT_SCALES, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return normed and rotated queries, bfloat16 [T, H, D], and write keys and values to a cache.
 

@@ -59,8 +59,8 @@ from jetrl.precision.hopper.quantize import (
     store_row_groups,
     tile_rule,
 )
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, FP8Format, QTensor
+from jetrl.settings.presets import DEFAULT_SCALES
 
 _ROWS = 32  # rows of a tile of the plain backward; each row's bits are its own
 
@@ -158,24 +158,26 @@ def _int8_kernel(
     store_row(parts, row, codes_ptr, scales_ptr, K, FLOOR)
 
 
-def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
+def swiglu_quantize(gate_up: Tensor, scales: str | None = DEFAULT_SCALES) -> QTensor:
     """Return quantize(swiglu(gate_up)), 1 x 128 groups of [T, F]; the BF16 result is never written.
 
     Args:
         gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 64.
-        scales: "fp32" or "pow2", the quantizer's scales, or "int8" for rows of `precision.int8`.
+        scales: "fp32" or "pow2", the quantizer's scales, or None for rows of `precision.int8`.
     """
-    if scales == "int8":
+    if scales is None:
         return _int8_rows(gate_up, None)
     rows = empty_row_groups(*_check(gate_up), FORMATS["e4m3"][0], gate_up.device)
     _launch_rows(gate_up, None, rows, scales)
     return rows
 
 
-def swiglu_quantize_with_values(gate_up: Tensor, scales: str = "fp32") -> tuple[QTensor, Tensor]:
+def swiglu_quantize_with_values(
+    gate_up: Tensor, scales: str | None = DEFAULT_SCALES
+) -> tuple[QTensor, Tensor]:
     """Return the result of `swiglu_quantize`, and the BF16 result [T, F], from one pass."""
     y = gate_up.new_empty(_check(gate_up))
-    if scales == "int8":
+    if scales is None:
         return _int8_rows(gate_up, y), y
     rows = empty_row_groups(y.shape[0], y.shape[1], FORMATS["e4m3"][0], gate_up.device)
     _launch_rows(gate_up, y, rows, scales)
@@ -196,7 +198,7 @@ def _int8_rows(gate_up: Tensor, y: Tensor | None) -> QTensor:
 def swiglu_forward(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up in bfloat16, [T, F]."""
     y = gate_up.new_empty(_check(gate_up))
-    _launch_rows(gate_up, y, None, "fp32")
+    _launch_rows(gate_up, y, None, DEFAULT_SCALES)
     return y
 
 
@@ -302,7 +304,7 @@ def swiglu_backward_values_kernel(
 
 
 def swiglu_backward_values_(
-    dy: Tensor, gate_up: Tensor, scales: str = "fp32"
+    dy: Tensor, gate_up: Tensor, scales: str = DEFAULT_SCALES
 ) -> tuple[QTensor, Tensor]:
     """Return the gradient of gate_up as codes and as values, and leave swiglu(gate_up) in dy.
 
@@ -603,7 +605,7 @@ def _backward_tiles_kernel(
 
 
 def swiglu_backward_quantize(
-    dy: Tensor, gate_up: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
+    dy: Tensor, gate_up: Tensor, format: FP8Format = "e4m3", scales: str = DEFAULT_SCALES
 ) -> tuple[QTensor, QTensor, QTensor]:
     """Return the quantized gradient of gate_up, and y again, for the GEMMs around the backward.
 

@@ -24,8 +24,10 @@ from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.precision.backend import rows_at_once
+from jetrl.precision.formats import number_format
 from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
-from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
+from jetrl.precision.plan import PrecisionPlan
+from jetrl.precision.quantize import FP8_BLOCK
 
 # As of precision.gradients: bytes that travel at one time, and how many times together,
 # the one that has just begun among them.
@@ -69,7 +71,7 @@ def product_bytes(
         whole = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
         rows = rows if lora.train_embeddings else 0
         return head, 2 * head, (cards + 1) * whole + rows + 2 * head
-    in_bf16 = plan.train_linear in ("fp8", "int8") and plan.grad_output != "bf16"
+    in_bf16 = number_format(plan.train_linear).coded and plan.gradient.coded
     parameters = parameter_shapes(config)
     *block, qkv, o = (
         (2 if in_bf16 else 4) * math.prod(parameters[f"layers.0.{linear}.weight"])
@@ -107,7 +109,7 @@ def kept_bytes(
     layers = []
     for layer in range(config.num_layers):
         format = plan.linear_format("train", layer, config.num_layers)
-        inputs = format not in ("fp8", "int8") and lora is None  # others are quantized again
+        inputs = not format.coded and lora is None  # others are quantized again
         # Of each norm the residual stream, the inverse rms, and the normalized values.
         entered = wide * hidden * (2 if inputs else 1) + 4
         layers.append(2 * entered + attention + wide * config.block.kept_values(hidden, inputs))
@@ -148,9 +150,7 @@ def logits_bytes(config: ModelConfig, tokens: int) -> int:
 def layer_backward_bytes(
     config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, adapted: bool = False
 ) -> int:
-    tokens, hidden, format = batch.tokens, config.hidden_size, plan.train_linear
-    if format == "int8" and plan.grad_output == "e4m3":
-        format = "fp8"  # of the products of backward, which SwiGLU's codes are for
+    tokens, hidden, format = batch.tokens, config.hidden_size, plan.backward_format
     if adapted:
         wide = _nvfp4_product_bytes(config, plan, tokens, backward=True)
         mlp = config.block.adapted_backward_bytes(hidden, tokens, format, wide)
@@ -177,7 +177,7 @@ def last_bytes(
     """
     if lora is not None and not lora.train_embeddings:
         return 4 * batch.tokens * config.hidden_size
-    tied = config.tie_word_embeddings and plan.lm_head == "fp8"
+    tied = config.tie_word_embeddings and number_format(plan.lm_head).coded
     head = 4 * config.vocab_size * config.hidden_size if tied else 0
     return 14 * batch.tokens * config.hidden_size + head
 
@@ -201,7 +201,7 @@ def forward_bytes(
 
 
 def _wide(plan: PrecisionPlan) -> int:
-    return 4 if plan.rest == "fp32" else 2
+    return number_format(plan.rest).dtype.itemsize
 
 
 def _nvfp4_product_bytes(
@@ -211,7 +211,7 @@ def _nvfp4_product_bytes(
 
     FProp of few tokens reads the codes directly.
     """
-    if plan.base != "nvfp4" or (tokens <= FEW_ROWS and not backward):
+    if not plan.frozen_base or (tokens <= FEW_ROWS and not backward):
         return 0
     shapes, coded = parameter_shapes(config), is_nvfp4(config)
     most, rows = 0, min(tokens, ROWS_AT_ONCE)

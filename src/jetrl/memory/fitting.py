@@ -13,6 +13,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.plan import GIB, MOMENTS, MemoryPlan, OtherModels, Row, Workload
 from jetrl.models.families import ModelConfig
+from jetrl.precision.formats import NVFP4
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings, as_override
 
@@ -176,7 +177,7 @@ def check_fits(
 def _ways(run: _Run, free: int) -> list[Way]:
     """Return the smallest changes with which a run fits: of all parameters, LoRA's, more GPUs."""
     remedies, shorter = list(_remedies(run)), list(_shorter_answers(run))
-    base: Changes = {"precision.base": "nvfp4"}
+    base: Changes = {"precision.base": NVFP4.name}
     if run.settings.adapter.kind is None:
         whole = _smallest(run, [*remedies, *shorter], {}, free)
         lora = _smallest(run, [*remedies, base, *shorter], {"adapter.kind": "lora"}, free)
@@ -184,7 +185,7 @@ def _ways(run: _Run, free: int) -> list[Way]:
     else:
         ways = whole = _smallest(run, [*remedies, base, *shorter], {}, free)
     # More GPUs hold less each, unless forwards read the master weights.
-    divided = PrecisionPlan.from_settings(run.settings.precision).rest != "fp32"
+    divided = not PrecisionPlan.from_settings(run.settings.precision).reads_masters
     counts = [n for n in _MORE_GPUS if divided and n > run.cards]
     pinned = run.settings.distributed.same_bits_down_to
     saving = [] if whole else [dict(pair for remedy in remedies for pair in remedy.items())]
@@ -224,7 +225,7 @@ def _remedies(run: _Run) -> Iterator[Changes]:
         yield {"reference.offload": True}
     if settings.reward.model_path is not None and not settings.reward.offload:
         yield {"reward.offload": True}
-    if train.optimizer_states == "fp32":
+    if train.optimizer_states != "compact":
         yield {"train.optimizer_states": "compact"}
     if run.load.of_a_rank(settings, run.cards).sequences > _FEW_SEQUENCES:
         yield {"rollout.max_batch_size": _FEW_SEQUENCES}

@@ -33,8 +33,8 @@ from jetrl.models.draft_head import KNOWN_TOKENS, draft_head_shapes
 from jetrl.models.families import ModelConfig, num_parameters, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import left_in_16_bits
 from jetrl.models.peft import adapted_config, lora_of
-from jetrl.precision.nvfp4 import NVFP4_GROUP
-from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
+from jetrl.precision.formats import number_format
+from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.settings.loading import Settings
 from jetrl.settings.sections import verified_drafts
 
@@ -239,7 +239,7 @@ class MemoryPlan:
     def _add_weights(self) -> None:
         config, plan, lora = self._config, self._plan, self._lora
         base = quantized_bytes(config, plan)
-        if lora is not None and plan.rest == "fp32":  # forwards read the frozen base in FP32
+        if lora is not None and plan.reads_masters:  # forwards read the frozen base in FP32
             base += 4 * num_parameters(config)
         masters = "master weights, FP32" if lora is None else "master weights of the adapter, FP32"
         self._add(masters, 4 * trained_parameters(config, self._cards, lora))
@@ -274,7 +274,7 @@ class MemoryPlan:
         return sum(state_bytes(shape, states) for shape in shapes.values())
 
     def _draft_head_bytes(self) -> int:
-        width, size = 4 if self._plan.rest == "fp32" else 2, self._config.hidden_size
+        width, size = number_format(self._plan.rest).dtype.itemsize, self._config.hidden_size
         shapes = draft_head_shapes(size)
         weights = sum(map(math.prod, shapes.values())) * (4 + width) + self._optimizer_bytes(shapes)
         rows = min(KNOWN_TOKENS, self._config.vocab_size) + self._settings.draft_head.most_tokens
@@ -387,7 +387,7 @@ def trained_parameters(config: ModelConfig, cards: int, lora: LoRA | None = None
 
 def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -> int:
     """Return the bytes of an adapter as forwards read it; the fp32 plan reads its masters."""
-    if lora is None or plan.rest == "fp32":
+    if lora is None or plan.reads_masters:
         return 0
     shapes = lora.shapes(config).values()
     rows = sum(len(s.parts) * s.padded_rank * s.num_columns for s in shapes)
@@ -401,34 +401,26 @@ def quantized_bytes(
 
     NVFP4 files may leave linear layers in 16 bits. A tied head of the same format is one tensor.
     """
-
-    def weight_bytes(format: str, rows: int, columns: int) -> int:
-        elements = rows * columns
-        fp8 = -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK) * (FP8_BLOCK**2 + 4)
-        nvfp4 = elements // 2 + elements // NVFP4_GROUP
-        sizes = {"fp8": fp8, "int8": elements + 4 * rows, "nvfp4": nvfp4, "fp32": 0}
-        return sizes.get(format, 2 * elements)
-
+    rest = number_format(plan.rest)
     tables = 2 if config.layers_without_rope else 1  # rotary positions, and angles of zero
     total = tables * 4 * config.max_position_embeddings * config.head_dim
     vocabulary = (config.vocab_size, config.hidden_size)
-    total += weight_bytes(plan.rest, *vocabulary)
-    heads = {plan.rounding(side, plan.on(side).lm_head) for side in sides}
-    shared = config.tie_word_embeddings and heads == {plan.rounding("train", plan.rest)}
+    total += rest.weight_bytes(vocabulary)
+    heads = {plan.rounding(side, number_format(plan.on(side).lm_head)) for side in sides}
+    shared = config.tie_word_embeddings and heads == {plan.rounding("train", rest)}
     if config.head == "lm" and not shared:
-        total += sum(weight_bytes(rounding.format, *vocabulary) for rounding in heads)
-    wide = 4 if plan.rest == "fp32" else 2
-    left = left_in_16_bits(config) if plan.base == "nvfp4" else set()
+        total += sum(rounding.format.weight_bytes(vocabulary) for rounding in heads)
+    left = left_in_16_bits(config) if plan.frozen_base else set()
     stored = stored_tensors(config)
     for name, shape in parameter_shapes(config).items():
         part = stored[name][0]
         matrix = len(shape) == 2 and part.layer is not None
         if name in left or (matrix and not part.linear_weight):
-            total += weight_bytes(plan.rest, *shape)
+            total += rest.weight_bytes(shape)
         elif part.linear_weight and part.layer is not None:
             formats = plan.linear_formats(part.layer, config.num_layers)
             roundings = {plan.rounding(side, formats[side]) for side in sides}
-            total += sum(weight_bytes(rounding.format, *shape) for rounding in roundings)
+            total += sum(rounding.format.weight_bytes(shape) for rounding in roundings)
         elif name.endswith("norm.weight"):
-            total += wide * shape[0]
+            total += rest.dtype.itemsize * shape[0]
     return total

@@ -14,22 +14,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.layout import CODES, QueryTiles, stored_dtype
+from jetrl.kernels.attention.layout import QueryTiles
 from jetrl.kernels.attention.reference import attend_packed, quantize_keys_and_values, stored_values
 from jetrl.models.attention_fused import attend_packed_fused
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import Rotary, tell
 from jetrl.models.packed import Stems
 from jetrl.precision.backend import REFERENCE, backend_for
+from jetrl.precision.formats import key_and_value_formats
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
-from jetrl.settings.presets import key_and_value_formats
 
 
 def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
     """Return the bytes of keys and values of one token in all layers, scales included."""
-    formats = key_and_value_formats(plan.kv)
-    sizes = [stored_dtype(x).itemsize * config.head_dim + 4 * (x in CODES) for x in formats]
+    sizes = [format.head_bytes(config.head_dim) for format in key_and_value_formats(plan.kv)]
     return config.num_layers * config.num_kv_heads * sum(sizes)
 
 
@@ -38,7 +37,7 @@ def staged_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
 
     Attention over prompts reads 16-bit keys and values, and the factors of keys with scales.
     """
-    factors = 4 * 4 if key_and_value_formats(plan.kv)[0] in CODES else 0
+    factors = 4 * 4 if key_and_value_formats(plan.kv)[0].code else 0
     return config.num_kv_heads * (2 * 2 * config.head_dim + factors)
 
 
@@ -77,7 +76,7 @@ class PackedKeyValues:
         stems: Stems | None = None,
     ) -> None:
         device = cu_seqlens.device if device is None else device
-        on_gpu = backend_for(device) is not REFERENCE and plan.kv != "fp32"
+        on_gpu = backend_for(device) is not REFERENCE and not plan.keys_in_fp32
         self._plan = plan
         self._cu_seqlens = cu_seqlens if on_gpu else cu_seqlens.to(device)
         self._tiles: QueryTiles | None = None

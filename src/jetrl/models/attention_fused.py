@@ -18,6 +18,7 @@ from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.attention.reference import stored_values
 from jetrl.kernels.backend import device_kernels
 from jetrl.models.layer import Rotary, tell
+from jetrl.precision.formats import BF16
 from jetrl.precision.plan import PrecisionPlan
 
 
@@ -32,7 +33,7 @@ def attend_packed_fused(
     sequences.
     """
     masters = (None, None) if rope.norms is None else (rope.norms[0].weight, rope.norms[1].weight)
-    library = plan.kv == "bf16" and not plan.pinned
+    library = plan.kv == BF16.name and not plan.pinned
     length = length if library else None
     out: Tensor = _PackedAttention.apply(qkv, *masters, rope, tiles, plan, length)
     return out

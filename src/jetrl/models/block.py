@@ -24,6 +24,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from jetrl.files import Stored
+from jetrl.precision.formats import Format
 
 
 class Block(Stored, ABC, extra="ignore"):
@@ -61,14 +62,16 @@ class Block(Stored, ABC, extra="ignore"):
         """Return the maximum number of values per token held by a forward without gradients."""
 
     @abstractmethod
-    def backward_bytes(self, hidden: int, tokens: int, format: str, first: bool, group: int) -> int:
+    def backward_bytes(
+        self, hidden: int, tokens: int, format: Format, first: bool, group: int
+    ) -> int:
         """Return the maximum bytes that backward holds on top of the saved activations.
 
         `first`: it allocates gradients; later ones add in place. `group`: tokens per dY scale.
         """
 
     @abstractmethod
-    def adapted_backward_bytes(self, hidden: int, tokens: int, format: str, weight: int) -> int:
+    def adapted_backward_bytes(self, hidden: int, tokens: int, format: Format, weight: int) -> int:
         """Return `backward_bytes` of a frozen block with adapters.
 
         `weight` is the bytes of a weight in 16 bits, which NVFP4 needs; 0 for other formats.
@@ -108,14 +111,16 @@ class DenseShape(Block):
     def forward_values(self, hidden: int, adapted: bool) -> int:
         return 7 * hidden + (7 if adapted else 6) * self.intermediate_size // 2
 
-    def backward_bytes(self, hidden: int, tokens: int, format: str, first: bool, group: int) -> int:
+    def backward_bytes(
+        self, hidden: int, tokens: int, format: Format, first: bool, group: int
+    ) -> int:
         inner = self.intermediate_size
         gradient = 4 * 2 * inner * hidden if first else 0
-        if format == "int8" or (format == "fp8" and inner % group):
+        if format.coded and (not format.grouped or inner % group):
             # Nothing is fused: dY of SwiGLU and of gate_up in BF16, and all codes.
             wgrad = (4 * inner + 5 * hidden) * tokens + 2 * 2 * inner * hidden + gradient
             return 2 * hidden * tokens + max(11 * inner * tokens, wgrad)
-        if format != "fp8":
+        if not format.coded:
             return (6 * hidden + 6 * inner) * tokens + gradient
         # While dY of gate_up is made: dY of down as codes, dY of SwiGLU, the codes of its output.
         gated = (2 * hidden + 3 * inner) * tokens
@@ -125,10 +130,10 @@ class DenseShape(Block):
         codes = 2 * inner * groups * (group + 4)
         return 2 * hidden * tokens + 2 * codes + max(gated, wgrad)
 
-    def adapted_backward_bytes(self, hidden: int, tokens: int, format: str, weight: int) -> int:
+    def adapted_backward_bytes(self, hidden: int, tokens: int, format: Format, weight: int) -> int:
         inner = self.intermediate_size
-        weight = weight or (2 * inner * hidden if format in ("fp8", "int8") else 0)
+        weight = weight or (2 * inner * hidden if format.coded else 0)
         held = (6 * hidden + 6 * inner) * tokens + weight
-        if format == "fp8":  # SwiGLU's dY, then Y in its place, and dX twice
+        if format.grouped:  # SwiGLU's dY, then Y in its place, and dX twice
             held = max(held, (4 * hidden + 8 * inner) * tokens)
         return held

@@ -12,8 +12,8 @@ from jetrl.models.dense_fused import norm_mlp_fused
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import Trace, fuses, tell
 from jetrl.models.weights import Weights
+from jetrl.precision.formats import Format
 from jetrl.precision.plan import Side
-from jetrl.settings.presets import LinearFormat
 
 
 class DenseBlock(nn.Module):
@@ -23,7 +23,7 @@ class DenseBlock(nn.Module):
     """Operations [T, 2F] -> [T, F] whose rows must not depend on the batch, for `jetrl parity`."""
 
     def __init__(
-        self, name: str, config: ModelConfig, weights: Weights, formats: Mapping[Side, LinearFormat]
+        self, name: str, config: ModelConfig, weights: Weights, formats: Mapping[Side, Format]
     ) -> None:
         super().__init__()
         self.norm = weights.norm(f"{name}.post_norm", config.rms_norm_eps)

@@ -20,8 +20,8 @@ from torch import Tensor
 from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.models.layer_fused import NONE, Fixed, enter, entered_again
 from jetrl.precision.adapter import adapter_gradients, rank_gradient
+from jetrl.precision.formats import GEMMInput
 from jetrl.precision.linear import (
-    GEMMInput,
     Linear,
     dgrad,
     fprop,
@@ -30,7 +30,8 @@ from jetrl.precision.linear import (
     quantize_output_gradient,
     wgrad,
 )
-from jetrl.precision.plan import FP8_BLOCK, Side
+from jetrl.precision.plan import Side
+from jetrl.precision.quantize import FP8_BLOCK
 
 
 def norm_mlp_fused(

@@ -36,6 +36,7 @@ from jetrl.errors import NonFiniteError, StorageError, UserError, is_of_disk
 from jetrl.models.families import FP8_BLOCK, SCALE_SUFFIX, ModelConfig, StoredTensor, stored_tensors
 from jetrl.models.hf_files import sync
 from jetrl.precision.quantize import dithered_bf16, quantize
+from jetrl.settings.presets import DEFAULT_SCALES, ScaleRule
 
 SaveDtype = Literal["bfloat16", "float32", "fp8"]
 
@@ -50,7 +51,7 @@ def save_model(
     max_shard_bytes: int = 5 << 30,
     *,
     bf16_layers: Collection[int] = (),
-    scales: Literal["fp32", "pow2"] = "fp32",
+    scales: ScaleRule = DEFAULT_SCALES,
     dithered: Literal["none", "linears", "matrices"] = "none",
     overwrite: bool = False,
 ) -> None:
@@ -129,7 +130,7 @@ class _Encoding:
 
     dtype: SaveDtype
     bf16_layers: frozenset[int]
-    scales: Literal["fp32", "pow2"]
+    scales: ScaleRule
     dithered: Literal["none", "linears", "matrices"]
 
     @property

@@ -26,11 +26,10 @@ from jetrl.kernels.backend import Kernels, device_kernels
 from jetrl.models.layer import RMSNorm, Trace, tell
 from jetrl.precision.adapter import adapter_gradients
 from jetrl.precision.adapter_weight import AdapterWeight
+from jetrl.precision.formats import GEMMInput, Operand, format_of
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import (
-    GEMMInput,
     Linear,
-    Operand,
     adapted_fprop,
     dgrad,
     fprop,
@@ -40,7 +39,6 @@ from jetrl.precision.linear import (
     wgrad,
 )
 from jetrl.precision.plan import PrecisionPlan, Side
-from jetrl.precision.quantize import QTensor
 
 NONE = torch.empty(0)  # instead of a tensor that a layer without an adapter does not have
 
@@ -112,13 +110,12 @@ class Fixed:
     @property
     def coded(self) -> bool:
         """True if the linear layers multiply codes."""
-        return isinstance(self.linears[0].weight, QTensor)
+        return format_of(self.linears[0].weight).coded
 
     @property
-    def scales(self) -> str:
-        """The rule of the codes that FProp reads: "int8", or the plan's of FP8 scales."""
-        weight = self.linears[0].weight
-        return "int8" if isinstance(weight, QTensor) and weight.rotated else self.plan.scales
+    def scales(self) -> str | None:
+        """The rule of the scales of codes that FProp reads; None: those of INT8 rows have none."""
+        return self.plan.scales if format_of(self.linears[0].weight).has_rule else None
 
     def normed(self, total: Tensor) -> Tensor:
         """Return the norm of the residual stream in BF16, computed again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from jetrl.models.adapter import Adapter, base_digest
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
+from jetrl.models.hf_save import SaveDtype
 from jetrl.models.nvfp4_files import CodedWeights, check_base
 from jetrl.models.packed import Stems, as_token_ids, token_positions, upload
 from jetrl.models.peft import save_adapter
@@ -154,10 +155,7 @@ class Model:
         return cls(model, plan, weights, device, tokenizer, adapter=adapter)
 
     def save_pretrained(
-        self,
-        path: str | Path,
-        dtype: Literal["bfloat16", "float32", "fp8"] = "bfloat16",
-        overwrite: bool = False,
+        self, path: str | Path, dtype: SaveDtype = "bfloat16", overwrite: bool = False
     ) -> None:
         """Write a Hugging Face directory; rank 0 writes, and every rank calls this method.
 
@@ -269,5 +267,5 @@ def check_device(
     if device.type in ("cpu", "meta"):
         return
     backend = BACKENDS[0] if elsewhere else backend_for(device)
-    if plan.kv != "fp32":
+    if not plan.keys_in_fp32:
         backend.check_attention(config.head_dim, config.num_heads // config.num_kv_heads)

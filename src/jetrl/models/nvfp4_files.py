@@ -185,13 +185,13 @@ def check_base(config: ModelConfig, plan: PrecisionPlan, path: str | Path) -> No
     if layout is None:
         return
     begin = f"{path}: its linear layers are in NVFP4 ({layout.tool})"
-    if plan.base != "nvfp4":
+    if not plan.frozen_base:
         raise UserError(
             f"{begin}, which is only read as a frozen base: set precision.base=nvfp4 and "
             "adapter.kind=lora; for a critic or a reward model take the model in 16 bits"
         )
     for layer in range(config.num_layers):
-        if set(plan.linear_formats(layer, config.num_layers).values()) != {"nvfp4"}:
+        if not all(f.frozen for f in plan.linear_formats(layer, config.num_layers).values()):
             raise UserError(
                 f"{begin}, and the precision plan has layer {layer} in BF16: leave "
                 "precision.first_layers_bf16, last_layers_bf16 and sampler_deviation.bf16_layers "

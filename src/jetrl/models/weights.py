@@ -35,11 +35,11 @@ from jetrl.models.layer import RMSNorm
 from jetrl.models.nvfp4_files import codes_of
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.formats import BF16, Format, number_format
 from jetrl.precision.gradients import Gradients, OrderedGradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.precision.quantized_weight import QuantizedWeight
-from jetrl.settings.presets import LinearFormat
 
 
 class Weights:
@@ -69,7 +69,7 @@ class Weights:
     ) -> None:
         assert not (frozen and trains), "a frozen model trains nothing"
         self.plan, self.device, self.frozen = plan, device, frozen
-        self.dtype = torch.float32 if plan.rest == "fp32" else torch.bfloat16
+        self.dtype = number_format(plan.rest).dtype
         self.sides: tuple[Side, ...] = ("train",) if frozen else ("rollout", "train")
         self._tensors: Mapping[str, Tensor] = tensors
         self.masters: dict[str, nn.Parameter] = {}
@@ -85,7 +85,7 @@ class Weights:
 
     def _keep_masters(self, names: Sequence[str]) -> None:
         """Put master weights on the device one by one; of a divided matrix, this rank's rows."""
-        if names and world().size > 1 and self.plan.rest == "fp32":
+        if names and world().size > 1 and self.plan.reads_masters:
             raise UserError(
                 "precision.preset=fp32 needs whole master weights, which are divided among several "
                 "processes: use one process, or another preset"
@@ -114,15 +114,14 @@ class Weights:
             return self.masters[name]
         return nn.Parameter(self._tensors[name].to(self.device, torch.float32), requires_grad=False)
 
-    def quantized(
-        self, layer: str, name: str, formats: Mapping[Side, LinearFormat]
-    ) -> QuantizedWeight:
+    def quantized(self, layer: str, name: str, formats: Mapping[Side, Format]) -> QuantizedWeight:
         """Return a master weight as a layer reads it, rounded again by each `requantize`."""
         assert layer not in self._quantized, f"two layers are called {layer}"
-        read = codes_of(self._tensors) if "nvfp4" in formats.values() else None
+        frozen = any(format.frozen for format in formats.values())
+        read = codes_of(self._tensors) if frozen else None
         codes = None if read is None else read(name)
         if read is not None and codes is None:  # which the files leave in 16 bits
-            formats = {"rollout": "bf16", "train": "bf16"}
+            formats = {"rollout": BF16, "train": BF16}
         if codes is None:
             master = self.master(name)
         else:  # which are not rounded: of the master weight there is only the shape
@@ -136,13 +135,12 @@ class Weights:
         self._quantized[layer] = weight
         return weight
 
-    def linear(self, name: str, formats: Mapping[Side, LinearFormat], bias: bool = False) -> Linear:
+    def linear(self, name: str, formats: Mapping[Side, Format], bias: bool = False) -> Linear:
         """Return the linear layer of the parameters `name`.weight and, with a bias, `name`.bias."""
         weight = self.quantized(name, f"{name}.weight", formats)
         bias_master = self.master(f"{name}.bias") if bias else None
         widened = self.device.type == "cuda" and self.plan.widens_wgrad
-        coded = formats["train"] in ("fp8", "int8") and not widened
-        in_bf16 = coded and self.plan.grad_output != "bf16"
+        in_bf16 = formats["train"].coded and self.plan.gradient.coded and not widened
         self._expect(weight, torch.bfloat16 if in_bf16 else torch.float32)
         beside = self._beside(name)
         return Linear(weight, bias_master, self.plan, self.dtype, self.gradients, beside)
@@ -165,7 +163,8 @@ class Weights:
 
     def _on_both_sides(self, layer: str, name: str) -> QuantizedWeight:
         """Return a weight in the activations' dtype."""
-        return self.quantized(layer, name, {"rollout": self.plan.rest, "train": self.plan.rest})
+        rest = number_format(self.plan.rest)
+        return self.quantized(layer, name, {"rollout": rest, "train": rest})
 
     def embedding(self) -> QuantizedWeight:
         """Return the embedding [V, D] in the activations' dtype."""
@@ -181,7 +180,7 @@ class Weights:
     def head(self, embedding: QuantizedWeight, tied: bool) -> Linear:
         """Return the output head, whose logits are float32."""
         sides: tuple[Side, Side] = ("rollout", "train")
-        formats: dict[Side, LinearFormat] = {side: self.plan.on(side).lm_head for side in sides}
+        formats = {side: number_format(self.plan.on(side).lm_head) for side in sides}
         weight = embedding
         if not tied or formats != embedding.formats:
             name = "embed.weight" if tied else "lm_head.weight"

@@ -19,8 +19,7 @@ from torch import Tensor
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.exact import exact_matmul
 from jetrl.precision.int8 import int8_matmul
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import QTensor, codes_as_float64
+from jetrl.precision.quantize import FP8_BLOCK, QTensor, codes_as_float64
 
 
 def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:

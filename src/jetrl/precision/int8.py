@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from jetrl.errors import UserError
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.quantize import (
+    INT8_CODES,
     ROTATION,
     QTensor,
     codes_as_float64,
@@ -41,7 +42,7 @@ def int8_rows(x: Tensor, out: QTensor | None = None) -> QTensor:
     """
     if (arithmetic := arithmetic_of(x)) is not None:
         return arithmetic.int8_rows(x, out)
-    made = quantize(rotate(x), (1, x.shape[-1]), "int8")
+    made = quantize(rotate(x), (1, x.shape[-1]), INT8_CODES)
     if out is None:
         return replace(made, rotated=True)
     out.codes.copy_(made.codes)

@@ -19,31 +19,19 @@ from torch import Tensor, nn
 from jetrl.precision.adapter import adapter_gradients, add_adapter, project_down, project_up
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of
-from jetrl.precision.gemm import bf16_matmul, coded_matmul, fp8_matmul, free_matmul
+from jetrl.precision.formats import GEMMInput, Operand, format_of
+from jetrl.precision.gemm import coded_matmul, free_matmul
 from jetrl.precision.gradients import Gradients
-from jetrl.precision.int8 import (
-    int8_matmul,
-    int8_rows,
-    int8_squares_turned,
-    int8_tokens,
-    int8_turned,
-)
-from jetrl.precision.nvfp4 import NVFP4Weight, OrderedNVFP4
-from jetrl.precision.nvfp4_products import nvfp4_dgrad, nvfp4_matmul
-from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
-from jetrl.precision.quantize import QTensor, dequantize, quantize
-from jetrl.precision.quantized_weight import Operand, QuantizedWeight, WeightOfCodedInputs
-
-GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes grouped 1 x 128, or BF16 values
+from jetrl.precision.int8 import int8_tokens
+from jetrl.precision.nvfp4 import OrderedNVFP4
+from jetrl.precision.plan import PrecisionPlan, Side
+from jetrl.precision.quantize import FP8_BLOCK, QTensor, quantize
+from jetrl.precision.quantized_weight import QuantizedWeight
 
 
-def quantize_input(x: Tensor, weight: Operand, plan: PrecisionPlan) -> QTensor:
-    """Return X [T, K] as FProp reads it: groups of 1 x 128, or rows next to an INT8 weight."""
-    if isinstance(weight, QTensor) and weight.rotated:
-        return int8_rows(x)
-    if (arithmetic := arithmetic_of(x)) is not None:
-        return arithmetic.quantize_rows(x, "e4m3", plan.scales)
-    return quantize(x, (1, FP8_BLOCK), "e4m3", plan.scales)
+def quantize_input(x: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMMInput:
+    """Return X [T, K] as FProp reads it: codes next to a weight in codes, else its values."""
+    return format_of(weight).input(x, plan.scales)
 
 
 def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
@@ -63,15 +51,7 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
 
 def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMMInput:
     """Return dY, bfloat16 [T, N], as DGrad reads it, for a weight that gets no gradient."""
-    format = plan.grad_output
-    if not isinstance(weight, QTensor) or format == "bf16":
-        return dy
-    if format == "int8":
-        return int8_rows(dy)
-    if (arithmetic := arithmetic_of(dy)) is None:
-        return quantize(dy, (1, FP8_BLOCK), format, plan.scales)
-    rows = arithmetic.quantize_rows(dy, format, plan.scales)
-    return _widened(rows, len(dy)) if format == "e5m2" else rows
+    return plan.gradient.rows(dy, plan.scales) if format_of(weight).coded else dy
 
 
 def quantize_output_gradient(
@@ -85,24 +65,9 @@ def quantize_output_gradient(
     the BF16 values that they stand for, rounded once more (to 8 significant bits, while a code has
     3 or 4), and a BF16 product follows: for comparisons, whose speed does not matter.
     """
-    format = plan.grad_output
-    if not isinstance(weight, QTensor) or format == "bf16":
+    if not format_of(weight).coded:
         return dy, dy
-    if format == "int8":
-        return int8_rows(dy), int8_tokens(dy)
-    if (arithmetic := arithmetic_of(dy)) is None:
-        rows = quantize(dy, (1, FP8_BLOCK), format, plan.scales)
-        return rows, quantize(dy, (FP8_BLOCK, 1), format, plan.scales)
-    rows, tokens = arithmetic.quantize_rows_and_tokens(dy, format, plan.scales)
-    return (
-        _widened(rows, len(dy)) if format == "e5m2" else rows,
-        _widened(tokens, len(dy)) if plan.widens_wgrad else tokens,
-    )
-
-
-def _widened(codes: QTensor, num_tokens: int) -> Tensor:
-    """Return the values of codes as bfloat16 [T, N], without tokens that fill up a group."""
-    return dequantize(codes)[:num_tokens].bfloat16()
+    return plan.gradient.rows_and_tokens(dy, plan.scales, plan.widens_wgrad)
 
 
 class Linear(nn.Module):
@@ -136,7 +101,7 @@ class Linear(nn.Module):
             assert not torch.is_grad_enabled(), f"{self.name}: codes of X leave nothing for WGrad"
             assert self.adapter is None, f"{self.name}: an adapter reads the values behind codes"
             return self.with_bias(fprop(x, weight, plan, self.out_dtype))
-        if self.quantized.formats[side] == "fp32":
+        if self.quantized.formats[side].reads_masters:
             whole = nn.functional.linear(x, self.weight, self.bias)
             return whole if self.adapter is None else add_adapter(whole, x, self.adapter)
         if self.adapter is not None:
@@ -161,16 +126,8 @@ def fprop(
     X [T, K] is as the weight needs it: codes next to FP8, BF16 values next to BF16. `plan` is that
     of the side that calls, which may pin the order of a BF16 product's sums.
     """
-    if isinstance(weight, WeightOfCodedInputs):
-        assert isinstance(x, Tensor), "X is coded here"
-        x, weight = dequantize(quantize_input(x, weight, plan)).bfloat16(), weight.values
-    if isinstance(weight, QTensor):
-        assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
-        return coded_matmul(x, weight, out_dtype)
-    assert isinstance(x, Tensor), "an NVFP4 or BF16 weight multiplies BF16 values"
-    if isinstance(weight, NVFP4Weight):
-        return nvfp4_matmul(x, weight, out_dtype)
-    return bf16_matmul(x, weight, out_dtype, plan.pinned)
+    format = format_of(weight)
+    return format.fprop(x, weight, out_dtype, pinned=plan.pinned, scales=plan.scales)
 
 
 def adapted_fprop(
@@ -186,8 +143,9 @@ def adapted_fprop(
     x is X [T, K] as of `fprop`, `values` is X before it was quantized, bfloat16 [T, K].
     """
     arithmetic = arithmetic_of(values) if bias is None else None
-    if arithmetic is not None and isinstance(weight, QTensor) and not weight.rotated:
+    if arithmetic is not None and format_of(weight).grouped:
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
+        assert isinstance(weight, QTensor), "an FP8 weight is codes"
         return arithmetic.adapted_matmul(x, values, weight, adapter)
     if arithmetic is not None and isinstance(weight, OrderedNVFP4):
         return arithmetic.nvfp4_adapted_matmul(values, weight, adapter)
@@ -203,21 +161,7 @@ def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
 
     A product of BF16 values has float32 sums in any order: gradients need no agreement of bits.
     """
-    if isinstance(rows, QTensor):
-        assert isinstance(weight, QTensor), "codes of dY multiply codes"
-        if rows.rotated:
-            return int8_matmul(rows, int8_turned(weight))
-        if weight.rotated:  # an FP8 backward behind an INT8 forward
-            return fp8_matmul(rows, int8_squares_turned(weight))
-        arithmetic = arithmetic_of(weight.codes)
-        # A GPU's GEMM wants the bytes in that order. They are turned for one product and dropped:
-        # kept, they would take as much memory as the weights.
-        turned = weight.mT if arithmetic is None else arithmetic.turned_weight(weight)
-        return fp8_matmul(rows, turned)
-    assert not isinstance(weight, WeightOfCodedInputs), "only the sampler has such a weight"
-    if isinstance(weight, NVFP4Weight):
-        return nvfp4_dgrad(rows, weight)
-    return free_matmul(rows, dequantize(weight) if isinstance(weight, QTensor) else weight)
+    return format_of(weight).dgrad(rows, weight)
 
 
 def wgrad(tokens: GEMMInput, x: GEMMInput, master: Tensor, gradients: Gradients) -> Tensor | None:
@@ -249,7 +193,7 @@ class _LinearFunction(torch.autograd.Function):
             ctx.save_for_backward(x)
         ctx.dtype, ctx.master, ctx.gradients = x.dtype, master, gradients
         ctx.weight, ctx.plan = weight, plan
-        entered = quantize_input(x, weight, plan) if isinstance(weight, QTensor) else x
+        entered = quantize_input(x, weight, plan)
         return fprop(entered, weight, plan, out_dtype)
 
     @staticmethod
@@ -265,7 +209,7 @@ class _LinearFunction(torch.autograd.Function):
         rows, tokens = quantize_output_gradient(dy, weight, plan)
         dx = dgrad(rows, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         # X is quantized here rather than kept: forward's groups of 1 x 128 are only FProp's.
-        entered = quantize_for_wgrad(x, plan) if isinstance(weight, QTensor) else x
+        entered = quantize_for_wgrad(x, plan) if format_of(weight).coded else x
         dw = wgrad(tokens, entered, ctx.master, ctx.gradients)
         return dx, dw, None, None, None, None
 
@@ -285,10 +229,11 @@ class _AdaptedFunction(torch.autograd.Function):
         adapter: AdapterWeight,
     ) -> Tensor:
         arithmetic = arithmetic_of(x) if bias is None else None
-        if arithmetic is not None and isinstance(weight, QTensor) and not weight.rotated:
+        if arithmetic is not None and format_of(weight).grouped:
+            assert isinstance(weight, QTensor), "an FP8 weight is codes"
             y, u = arithmetic.quantized_adapted_matmul(x, weight, adapter, plan.scales)
         else:
-            entered = quantize_input(x, weight, plan) if isinstance(weight, QTensor) else x
+            entered = quantize_input(x, weight, plan)
             y, u = adapted_fprop(entered, x, weight, plan, bias, adapter)
         ctx.save_for_backward(x, u)
         ctx.weight, ctx.plan, ctx.adapter = weight, plan, adapter

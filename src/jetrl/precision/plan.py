@@ -12,12 +12,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from jetrl.errors import UserError, named
 from jetrl.files import checked, problem_of, shown_value
+from jetrl.precision.formats import (
+    BF16,
+    FP8,
+    FP32,
+    GRADIENTS,
+    INT8,
+    Format,
+    Gradient,
+    Rounding,
+    key_and_value_formats,
+    number_format,
+)
 from jetrl.settings import presets
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.section import NonNegative
@@ -71,7 +83,6 @@ NO_DEVIATION = SamplerDeviation()
 Side = Literal["rollout", "train"]
 WGradInput = Literal["128x128", "1x128"]
 
-FP8_BLOCK = 128
 _SETTINGS = TypeAdapter(PrecisionSettings)
 _DEVIATION_SETTINGS = TypeAdapter(SamplerDeviationSettings)
 # A plan is stored without these fields if they have their defaults, as before there were any.
@@ -83,22 +94,6 @@ _STORED_IF_SET = (
     "bf16_rounding",
     "key_smoothing",
 )
-
-
-class Rounding(NamedTuple):
-    """The rounding of a weight for one side: sides with the same one read the same tensor.
-
-    Attributes:
-        format: "fp8_weights" are the values of FP8 codes, as BF16.
-        scales: The rule of the scales of codes; "fp32" if there are none.
-        through_bf16: Whether codes are built from the master weight rounded to BF16.
-        dithered: Whether BF16 values are rounded by fixed draws, not to nearest.
-    """
-
-    format: Literal["fp32", "bf16", "fp8", "int8", "fp8_weights", "nvfp4"]
-    scales: presets.ScaleRule = "fp32"
-    through_bf16: bool = False
-    dithered: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,7 @@ class PrecisionPlan:
     rest: presets.Format
     lm_head: presets.Format
     grad_output: presets.GradFormat = "e4m3"
-    scales: presets.ScaleRule = "fp32"
+    scales: presets.ScaleRule = presets.DEFAULT_SCALES
     first_layers_bf16: NonNegative = 0
     last_layers_bf16: NonNegative = 0
     wgrad_input: WGradInput = "128x128"
@@ -150,18 +145,18 @@ class PrecisionPlan:
             except ValidationError as error:
                 raise UserError(problem_of(error, f"precision.{name}")) from None
         own = self.sampler_deviation
-        alike = self.rollout_linear == self.train_linear == "fp8" and own.linears is None
-        if self.base == "nvfp4" and (own.weights_through_bf16 or not alike):
+        alike = self.rollout_linear == self.train_linear == FP8.name and own.linears is None
+        if self.frozen_base and (own.weights_through_bf16 or not alike):
             raise UserError(
                 "precision.base = nvfp4 needs FP8 weights that both sides read alike: use "
                 "precision.preset = unified or jet, and leave sampler_deviation's linears and "
                 "weights_through_bf16 out"
             )
 
-        if self.train_linear == "int8":
+        if self._trains_int8:
             given = {
                 "grad_output": self.grad_output != "e5m2",
-                "scales": self.scales == self.on("rollout").scales == "fp32",
+                "scales": self.scales == self.on("rollout").scales == presets.DEFAULT_SCALES,
                 "wgrad_input": self.wgrad_input == "128x128",
             }
             if wrong := [key for key, fits in given.items() if not fits]:
@@ -169,7 +164,7 @@ class PrecisionPlan:
                     f"precision.{wrong[0]} = {getattr(self, wrong[0])} is for FP8: leave it out, "
                     "or use precision.preset = unified or jet"
                 )
-        elif self.grad_output == "int8":
+        elif self.grad_output == INT8.name:
             raise UserError("precision.grad_output = int8 needs precision.preset = int8")
 
     @staticmethod
@@ -191,7 +186,7 @@ class PrecisionPlan:
         options = settings.model_dump(exclude={"preset"}, exclude_none=True)
         plan = PrecisionPlan.preset(settings.preset)
         kv = settings.kv or plan.kv
-        if settings.key_smoothing and presets.key_and_value_formats(kv)[0] != "int8":
+        if settings.key_smoothing and key_and_value_formats(kv)[0] is not INT8:
             raise UserError(
                 f"precision.key_smoothing = true is for INT8 keys, and keys are {kv} here: leave "
                 "it out, or set precision.kv=int8"
@@ -207,7 +202,7 @@ class PrecisionPlan:
             raise UserError(f"precision plan has no option {key!r}: {', '.join(sorted(known))}")
         plan = dataclasses.replace(self, **options)
         changed = {k: v for k, v in options.items() if v != getattr(self, k)}
-        if self.rest == "fp32" and changed.keys() - {"name"}:
+        if self.reads_masters and changed.keys() - {"name"}:
             raise UserError(f"the fp32 preset takes no options, but {changed} were given")
         return plan
 
@@ -226,27 +221,27 @@ class PrecisionPlan:
     @property
     def dithered_in_files(self) -> Literal["none", "linears", "matrices"]:
         """The weights to dither in BF16 files: those that a side does not read as BF16 values."""
-        if self.bf16_rounding == "dithered" or self.rest == "fp32":
+        if self.bf16_rounding == "dithered" or self.reads_masters:
             return "matrices"
-        if self.train_linear != "bf16":
+        if self.train_linear != BF16.name:
             return "linears"
-        in_bf16 = self.on("rollout").rollout_linear == "bf16"
+        in_bf16 = self.on("rollout").rollout_linear == BF16.name
         return "none" if in_bf16 or self.sampler_deviation.weights_through_bf16 else "linears"
 
     @property
     def smooths_keys(self) -> bool:
         """True if keys are smoothed: those of both sides, in INT8."""
-        return self.key_smoothing and presets.key_and_value_formats(self.kv)[0] == "int8"
+        return self.key_smoothing and key_and_value_formats(self.kv)[0] is INT8
 
     @property
     def integer_wgrad(self) -> bool:
         """True if WGrad reads X as INT8: of an `int8` plan whose backward is not in FP8."""
-        return self.train_linear == "int8" and self.grad_output != "e4m3"
+        return self._trains_int8 and self.grad_output != "e4m3"
 
     @property
     def exact(self) -> bool:
         """True if sampler and trainer promise equal bits."""
-        alike = self.rollout_linear == self.train_linear != "fp32"
+        alike = self.rollout_linear == self.train_linear != FP32.name
         return alike and self.pinned and not self._deviates
 
     @property
@@ -282,22 +277,52 @@ class PrecisionPlan:
         changes = {k: v for k, v in changes.items() if v not in (None, getattr(self, k))}
         return dataclasses.replace(self, **changes) if changes else self
 
-    def linear_format(self, side: Side, layer: int, num_layers: int) -> presets.LinearFormat:
+    @property
+    def reads_masters(self) -> bool:
+        """True if forwards read the master weights: of the fp32 plan."""
+        return number_format(self.rest).reads_masters
+
+    @property
+    def keys_in_fp32(self) -> bool:
+        """True if keys and values are in FP32, which no attention kernel reads."""
+        return key_and_value_formats(self.kv)[0] is FP32
+
+    @property
+    def frozen_base(self) -> bool:
+        """True if the base has a format for weights that are not trained."""
+        return number_format(self.base).frozen
+
+    @property
+    def gradient(self) -> Gradient:
+        """The format of dY next to a weight in codes."""
+        return GRADIENTS[self.grad_output]
+
+    @property
+    def backward_format(self) -> Format:
+        """The format of the products of backward, which SwiGLU's codes are for."""
+        fp8 = self._trains_int8 and self.grad_output == "e4m3"
+        return FP8 if fp8 else number_format(self.train_linear)
+
+    @property
+    def _trains_int8(self) -> bool:
+        return self.train_linear == INT8.name
+
+    def linear_format(self, side: Side, layer: int, num_layers: int) -> Format:
         """Return the format of a decoder layer's linears on one side."""
         chosen = self.train_linear if side == "train" else self.on(side).rollout_linear
         kept = self.keeps_bf16(layer, num_layers) or (
             side == "rollout" and layer in self.sampler_deviation.bf16_layers
         )
-        if kept and chosen != "fp32":
-            return "bf16"
-        return self.base if chosen == "fp8" else chosen
+        if kept and not number_format(chosen).reads_masters:
+            return BF16
+        return number_format(self.base if chosen == FP8.name else chosen)
 
     @property
     def without_base(self) -> PrecisionPlan:
         """The plan of a critic and of a reward model, which have no base."""
-        return dataclasses.replace(self, base="fp8")
+        return dataclasses.replace(self, base=PrecisionPlan.base)
 
-    def linear_formats(self, layer: int, num_layers: int) -> dict[Side, presets.LinearFormat]:
+    def linear_formats(self, layer: int, num_layers: int) -> dict[Side, Format]:
         return {side: self.linear_format(side, layer, num_layers) for side in get_args(Side)}
 
     def check_layers(self, num_layers: int) -> None:
@@ -309,14 +334,15 @@ class PrecisionPlan:
                     f"to {num_layers - 1}: leave it out"
                 )
 
-    def rounding(self, side: Side, format: presets.LinearFormat) -> Rounding:
+    def rounding(self, side: Side, format: Format) -> Rounding:
         """Return how a weight is rounded for a layer that one side reads in a format."""
-        if format == "bf16" or format == "fp8_activations":
-            return Rounding("bf16", dithered=self.bf16_rounding == "dithered")
-        if format not in ("fp8", "fp8_weights"):
-            return Rounding(format)
+        stored = format.stored
+        if stored is BF16:
+            return Rounding(BF16, dithered=self.bf16_rounding == "dithered")
+        if not stored.has_rule:
+            return Rounding(stored)
         through_bf16 = side == "rollout" and self.sampler_deviation.weights_through_bf16
-        return Rounding(format, self.on(side).scales, through_bf16)
+        return Rounding(stored, self.on(side).scales, through_bf16)
 
     def keeps_bf16(self, layer: int, num_layers: int) -> bool:
         """Return whether a decoder layer is one of those whose linears are never FP8."""
@@ -353,27 +379,24 @@ class PrecisionPlan:
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of (role, format) for people: what is printed before a run."""
-        names = {"bf16": "BF16", "fp32": "FP32"}
-        names |= {"fp8": f"FP8 e4m3, {self.scales} scales", "int8": f"INT8, {self.scales} scales"}
-        keys, values = (names[format] for format in presets.key_and_value_formats(self.kv))
+        scales = self.scales
+        keys, values = (f.described(scales) for f in key_and_value_formats(self.kv))
         keys = f"{keys}, smoothed" if self.smooths_keys else keys
-        rotated = "INT8, rotated, one scale per row"
-        e4m3_or_e5m2 = f"FP8 {self.grad_output}"
-        gradient = {"bf16": "BF16", "int8": rotated}.get(self.grad_output, e4m3_or_e5m2)
-        linears = names | {"int8": rotated}
-        rollout, training = linears[self.rollout_linear], linears[self.train_linear]
-        if self.base == "nvfp4":
-            rollout = training = "NVFP4 weights, frozen; BF16 activations"
-        elif self.train_linear == "int8" and self.grad_output == "e4m3":
-            training += " (FProp); FP8 e4m3 (DGrad, WGrad)"
-        elif self.train_linear in ("fp8", "int8"):
-            training += f" (FProp, DGrad, WGrad; output gradients {gradient})"
+        trained = number_format(self.train_linear)
+        rollout = number_format(self.rollout_linear).described_linear(scales)
+        training = trained.described_linear(scales)
+        if self.frozen_base:
+            rollout = training = number_format(self.base).described_linear(scales)
+        elif self.backward_format is not trained:
+            training += f" (FProp); {self.gradient.words} (DGrad, WGrad)"
+        elif trained.coded:
+            training += f" (FProp, DGrad, WGrad; output gradients {self.gradient.words})"
         rows = [
             ("rollout linears", rollout),
             ("training linears", training),
             ("keys and values, both sides", keys if keys == values else f"{keys}; {values}"),
-            ("embeddings, norms, residual", names[self.rest]),
-            ("lm_head, both sides", names[self.lm_head]),
+            ("embeddings, norms, residual", number_format(self.rest).described(scales)),
+            ("lm_head, both sides", number_format(self.lm_head).described(scales)),
             ("master weights", "FP32"),
         ]
         if self.first_layers_bf16 or self.last_layers_bf16:
@@ -384,7 +407,7 @@ class PrecisionPlan:
         if self.pinned_sums is not None:
             order = "one order, whatever the batch" if self.pinned_sums else "the library's order"
             rows.append(("sums", order))
-        if self.train_linear == "bf16" or self.bf16_rounding == "dithered":
+        if self.train_linear == BF16.name or self.bf16_rounding == "dithered":
             how = "by fixed draws" if self.bf16_rounding == "dithered" else "to nearest"
             rows.append(("BF16 weights", f"rounded {how}"))
         if self.deviation:

@@ -32,20 +32,24 @@ from __future__ import annotations
 import functools
 import zlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
+from jetrl.settings.presets import DEFAULT_SCALES, ScaleRule
+
 FP8Format = Literal["e4m3", "e5m2"]
 CodeFormat = FP8Format | Literal["int8"]
+INT8_CODES: Final = "int8"
 
 FORMATS: dict[str, tuple[torch.dtype, float]] = {
     "e4m3": (torch.float8_e4m3fn, 448.0),
     "e5m2": (torch.float8_e5m2, 57344.0),
-    "int8": (torch.int8, 127.0),
+    INT8_CODES: (torch.int8, 127.0),
 }
 AMAX_FLOOR = 2.0**-100
+FP8_BLOCK = 128  # values of a group of FP8 codes
 ROTATION = 64  # values that are rotated together
 
 
@@ -82,7 +86,7 @@ def quantize(
     x: Tensor,
     block: tuple[int, int] = (1, 128),
     format: CodeFormat = "e4m3",
-    scales: Literal["fp32", "pow2"] = "fp32",
+    scales: ScaleRule = DEFAULT_SCALES,
 ) -> QTensor:
     """Return x as codes and scales, in groups over its last two dimensions.
 

@@ -11,40 +11,29 @@ receives the rest of the quantized weight, which is whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.shards import Shard
-from jetrl.errors import UserError
+from jetrl.errors import UserError, named
 from jetrl.precision.backend import arithmetic_of
-from jetrl.precision.int8 import int8_rows
-from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight, quantize_nvfp4
-from jetrl.precision.nvfp4_products import in_device_order
-from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Rounding, Side
-from jetrl.precision.quantize import (
-    FORMATS,
-    QTensor,
-    dequantize,
-    dithered_bf16,
-    empty_int8_rows,
-    quantize,
+from jetrl.precision.formats import (
+    FP8,
+    FP32,
+    NVFP4,
+    Format,
+    Operand,
+    Rounding,
+    StoredWeight,
+    WeightOfCodedInputs,
 )
-from jetrl.settings.presets import LinearFormat, ScaleRule
-
-
-@dataclass(frozen=True)
-class WeightOfCodedInputs:
-    """A bfloat16 weight [N, K] that multiplies X as FP8 codes would say X: for comparisons."""
-
-    values: Tensor
-
-
-StoredWeight = QTensor | NVFP4Weight | Tensor  # FP8 in 128 x 128 groups, INT8 rows, NVFP4, or BF16
-_HALF_GROUP = 64  # values of an FP8 group, at least; INT8 rotates so many
-Operand = StoredWeight | WeightOfCodedInputs
+from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight
+from jetrl.precision.nvfp4_products import in_device_order
+from jetrl.precision.plan import PrecisionPlan, Side
+from jetrl.precision.quantize import QTensor, dithered_bf16
 
 
 def operand_tensors(weight: Operand) -> list[Tensor]:
@@ -76,7 +65,7 @@ class QuantizedWeight:
         self,
         name: str,
         master: nn.Parameter,
-        formats: Mapping[Side, LinearFormat],
+        formats: Mapping[Side, Format],
         plan: PrecisionPlan,
         shard: Shard | None = None,
         sides: Collection[Side] = ("rollout", "train"),
@@ -90,17 +79,15 @@ class QuantizedWeight:
         num_rows = len(master) if shard is None else shard.num_rows
         self.shape = torch.Size((num_rows, *master.shape[1:]))
         kept = {self._roundings[side] for side in sides}
-        read = set(formats.values()) - {"fp32", "bf16"}
-        coded = next((name for name in ("nvfp4", "int8") if name in read), "fp8").upper()
-        multiple = FP8_BLOCK if coded == "NVFP4" else _HALF_GROUP
-        if read and any(n % multiple for n in self.shape):
-            odd = any(n % _HALF_GROUP for n in self.shape)
+        strictest = max(formats.values(), key=lambda format: (format.multiple, format.words))
+        if any(n % strictest.multiple for n in self.shape):
+            odd = any(n % FP8.multiple for n in self.shape)
             remedy = "precision.preset=bf16" if odd else "precision.base=fp8"
             raise UserError(
-                f"layer {name}: {coded} needs dimensions that are multiples of {multiple}, not "
-                f"{list(self.shape)}; use {remedy}"
+                f"layer {name}: {strictest.words} needs dimensions that are multiples of "
+                f"{strictest.multiple}, not {list(self.shape)}; use {remedy}"
             )
-        if coded == "NVFP4" and not fixed:
+        if strictest.frozen and not fixed:
             raise UserError(
                 f"layer {name}: precision.base=nvfp4 is for weights that are not trained; "
                 "train an adapter (adapter.kind=lora), or leave precision.base unset"
@@ -108,23 +95,20 @@ class QuantizedWeight:
         self._stored: dict[Rounding, StoredWeight]
         if codes is not None:
             assert fixed, "a weight with codes has no master weight"
-            assert kept == {Rounding("nvfp4")}, "codes are read as they are"
+            assert kept == {Rounding(NVFP4)}, "codes are read as they are"
             self._stored = dict.fromkeys(kept, in_device_order(codes))
         else:
             make = self._rounded if shard is None else self._empty
-            self._stored = {rounding: make(rounding) for rounding in sorted(kept)}
+            self._stored = {rounding: make(rounding) for rounding in sorted(kept, key=_by_name)}
         if shard is not None and codes is None:
             self.requantize()
-        if fixed and Rounding("fp32") not in kept:
+        if fixed and Rounding(FP32) not in kept:
             empty = torch.empty((), device=master.device).expand(master.shape)
             self.master = nn.Parameter(empty, requires_grad=False)
 
     def operand(self, side: Side) -> Operand:
         weight = self._stored[self._roundings[side]]
-        if self.formats[side] == "fp8_activations":
-            assert isinstance(weight, Tensor), "only X is coded"
-            return WeightOfCodedInputs(weight)
-        return weight
+        return self.formats[side].operand(weight)
 
     def requantize(self) -> None:
         """Round the master weight again in place; of a divided one every rank rounds its rows."""
@@ -159,66 +143,34 @@ class QuantizedWeight:
 
     def _empty(self, rounding: Rounding) -> StoredWeight:
         """Return the whole weight in a rounding, not filled yet."""
-        assert rounding.format != "fp32", "a weight that is read as it is cannot be divided"
-        if rounding.format == "int8":
-            return empty_int8_rows(self.shape[0], self.shape[1], self.master.device)
-        if rounding.format != "fp8":
-            return torch.empty(self.shape, dtype=torch.bfloat16, device=self.master.device)
-        (rows, columns), device, dtype = self.shape, self.master.device, FORMATS["e4m3"][0]
-        if (arithmetic := arithmetic_of(self.master)) is not None:
-            return arithmetic.empty_weight(rows, columns, dtype, device)
-        blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
-        scales = torch.empty(blocks, dtype=torch.float32, device=device)
-        codes = torch.empty(rows, columns, dtype=dtype, device=device)
-        return QTensor(codes, scales, (FP8_BLOCK, FP8_BLOCK))
+        return rounding.format.empty(self.shape, self.master)
 
     def _rounded(self, rounding: Rounding, into: StoredWeight | None = None) -> StoredWeight:
         """Return the master weight in a rounding, written over `into` if that is given."""
+        if rounding.format.reads_masters:
+            assert self.noise is None, "a master weight that is read has no room for noise"
+            return self.master
         weight = self.master.detach()
         if self.noise is not None:
-            assert rounding.format != "fp32", "a master weight that is read has no room for noise"
             weight = weight + self.noise
         if not weight.numel():  # a rank that owns no row
             assert into is not None, "a whole weight has rows"
             return into
-        if rounding.format == "fp32":
-            return self.master
         if weight.is_meta:  # of a model that is checked before its weights are read
             return self._empty(rounding)
-        if rounding.format == "nvfp4":
-            quantized = quantize_nvfp4(weight)
-            if not quantized.scale.isfinite():
-                raise UserError(
-                    f"layer {self.name}: the weight has values that are NaN or Inf, which NVFP4 "
-                    "cannot keep; fix the model's files, or leave precision.base unset"
-                )
-            return in_device_order(quantized)
         if rounding.through_bf16:
             weight = weight.bfloat16().float()
-        if rounding.format == "int8":
-            return int8_rows(weight, into if isinstance(into, QTensor) else None)
-        if rounding.format == "fp8_weights":
-            weight = dequantize(_fp8(weight, rounding.scales))
         if rounding.dithered and weight.dim() > 1:
             arithmetic = arithmetic_of(weight)
             dither = dithered_bf16 if arithmetic is None else arithmetic.dithered_bf16
             weight = dither(weight, self.name, self.shard.first_row if self.shard else 0)
-        if rounding.format != "fp8":
-            return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
-        return _fp8(weight, rounding.scales, into)
+        with named(f"layer {self.name}"):
+            return rounding.format.round(weight, rounding.scales, into)
 
 
-def _fp8(weight: Tensor, scales: ScaleRule, into: StoredWeight | None = None) -> QTensor:
-    """Return float32 [N, K] in FP8, written over `into` if that is given."""
-    earlier = into if isinstance(into, QTensor) else None
-    if (arithmetic := arithmetic_of(weight)) is not None:
-        return arithmetic.quantize_weight(weight, "e4m3", scales, earlier)
-    quantized = quantize(weight, (FP8_BLOCK, FP8_BLOCK), scales=scales)
-    if earlier is None:
-        return quantized
-    earlier.codes.copy_(quantized.codes)
-    earlier.scales.copy_(quantized.scales)
-    return earlier
+def _by_name(rounding: Rounding) -> tuple[str, str, bool, bool]:
+    """Return the place of a rounding among those of a weight."""
+    return rounding.format.name, rounding.scales, rounding.through_bf16, rounding.dithered
 
 
 def _own(whole: StoredWeight, shard: Shard) -> StoredWeight:

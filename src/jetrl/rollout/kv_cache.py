@@ -26,23 +26,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.layout import (
-    CODES,
-    KeyValueCodes,
-    QueryTiles,
-    SequenceQueries,
-    stored_dtype,
-)
+from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, SequenceQueries
 from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values, stored_values
 from jetrl.kernels.backend import device_kernels
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.models.layer import Rotary
 from jetrl.precision.backend import REFERENCE, backend_for
+from jetrl.precision.formats import key_and_value_formats
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
 from jetrl.rollout.launched_step import to_device
-from jetrl.settings.presets import key_and_value_formats
 
 if TYPE_CHECKING:
     from jetrl.rollout.mapped_memory import MappedMemory
@@ -94,8 +88,8 @@ class KVStore:
 def stores(memory: Tensor, shape: tuple[int, ...], plan: PrecisionPlan) -> tuple[KVStore, KVStore]:
     """Return stores with codes of `shape` in uint8 memory of their size: scales, then codes."""
     formats = key_and_value_formats(plan.kv)
-    keys, values = (stored_dtype(format) for format in formats)
-    if formats[0] not in CODES:
+    keys, values = (format.dtype for format in formats)
+    if formats[0].code is None:
         codes = memory.view(keys).view(2, *shape)
         return KVStore(codes[0], None), KVStore(codes[1], None)
     scales_size = 2 * 4 * math.prod(shape[:-1])
@@ -250,7 +244,7 @@ class DeviceKeyValues(_OverPages):
         q, work = self._queries(q, last)
         format = self.plan.linear_format("rollout", layer, len(self.keys.codes))
         watched = rope.trace is not None or rope.as_values
-        as_codes, scales = format == "fp8" and not watched, self.plan.scales
+        as_codes, scales = format.grouped and not watched, self.plan.scales
         split = self.plan.sampler_deviation.attention_split or kernels.SPLIT_KEYS
         if isinstance(work, DecodeWork):
             batch = work.tables, work.lengths, work.longest
@@ -347,7 +341,7 @@ class PagedCache:
     ) -> None:
         plan = plan.on("rollout")
         # No kernel reads pages of FP32.
-        self.reads_pages_in_place = backend_for(device) is not REFERENCE and plan.kv != "fp32"
+        self.reads_pages_in_place = backend_for(device) is not REFERENCE and not plan.keys_in_fp32
         assert not self.reads_pages_in_place or page_size == GPU_PAGE_SIZE, f"pages of {page_size}"
         self.num_pages, self.page_size = num_pages, page_size
         self._plan = plan

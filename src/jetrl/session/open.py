@@ -23,6 +23,7 @@ from jetrl.models.norm_noise import NormNoise
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.formats import number_format
 from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import RolloutEngine, check_gpu_sizes
 from jetrl.rollout.kv_cache import PagedCache
@@ -189,7 +190,7 @@ def check_run(
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
     load = Workload.of(settings, config, longest, max_turns)
     memory = check_fits(settings, config, others, load, device, free, cards)
-    coded = device != "cpu" and plan.train_linear in ("fp8", "int8")
+    coded = device != "cpu" and number_format(plan.train_linear).coded
     if coded and num_parameters(config) <= _SLOWER_TO:
         notes.append(
             "precision.preset=bf16 updates a model this small faster: with 135M, on one H100, "

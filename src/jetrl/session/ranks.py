@@ -43,6 +43,7 @@ from jetrl.errors import (
     ending,
 )
 from jetrl.models.model import Model
+from jetrl.precision.plan import PrecisionPlan
 from jetrl.runs.attempts import read_attempts, versions
 from jetrl.runs.format import visible
 from jetrl.session.building import choose_device
@@ -89,7 +90,7 @@ def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
 
 def problem_of(settings: Settings, count: int) -> str:
     """Return why a run cannot be so many processes; "" if it can."""
-    if settings.precision.preset != "fp32" or count == 1:
+    if count == 1 or not PrecisionPlan.preset(settings.precision.preset).reads_masters:
         return ""
     return (
         f"precision.preset = fp32 and {count} processes: layers read whole master weights, of "

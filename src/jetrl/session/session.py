@@ -416,7 +416,7 @@ class Session:
             run.stops.raise_signal()
             run.attempt.end("stopped", stopped)
         # Under fp32 the weights are used as they are, so a rounded model would be another one.
-        is_fp32 = self.context.policy.plan.rest == "fp32"
+        is_fp32 = self.context.policy.plan.reads_masters
         model_path = run.export("float32" if is_fp32 else "bfloat16", out)
         run_path = run.directory.path
         report = run_path / "report.html" if self.settings.report.enabled else None

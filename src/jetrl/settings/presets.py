@@ -6,7 +6,7 @@ A new preset is a new line of `PRESETS`. No pydantic and no torch, so that a com
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 Format = Literal["fp32", "bf16", "fp8", "int8"]
 # Of a linear layer: FP8 weights next to BF16 activations, and the other way round, are for studies.
@@ -18,6 +18,7 @@ StoredFormat = Literal["fp32", "bf16", "fp8", "int8"]
 KVFormat = Literal[StoredFormat, "int8+fp8", "fp8+int8"]
 KVSetting = Literal["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"]  # what a user may ask for
 ScaleRule = Literal["fp32", "pow2"]
+DEFAULT_SCALES: Final = "fp32"
 BF16Rounding = Literal["nearest", "dithered"]
 
 
@@ -44,6 +45,7 @@ PRESETS = {
     "int8": PresetFormats("int8", "int8", "int8", "bf16", "bf16", key_smoothing=True),
 }
 DEFAULT_PRESET = "int8"
+BF16_PRESET = "bf16"
 
 # Differences of a preset's sampler from the trainer, as keys of `[sampler_deviation]`.
 PRESET_DEVIATIONS: Mapping[str, Mapping[str, Any]] = {
@@ -54,12 +56,6 @@ if TYPE_CHECKING:
     Preset = str
 else:
     Preset = Literal[tuple(PRESETS)]
-
-
-def key_and_value_formats(kv: str) -> tuple[str, str]:
-    """Return the formats of keys and of values that a plan's `kv` names, such as "int8+fp8"."""
-    keys, _, values = kv.partition("+")
-    return keys, values or keys
 
 
 def codes_alike(rollout_linear: str | None, train_linear: str | None) -> bool:

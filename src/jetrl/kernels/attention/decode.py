@@ -41,8 +41,8 @@ from jetrl.precision.hopper import gluon_names, tile
 from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_previous, overlapped
 from jetrl.precision.hopper.layout import empty_row_groups
 from jetrl.precision.hopper.quantize import quantize_rows
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
+from jetrl.settings.presets import DEFAULT_SCALES
 
 
 @gluon.jit(do_not_specialize=["scale_stride", "max_splits"])
@@ -297,13 +297,14 @@ def attend_decode(
     """
     o = torch.empty_like(q)
     batch_pages = (block_tables, lengths, max_length)
-    _launch(q, pages, *batch_pages, o, None, "fp32", split_keys, queries)
+    _launch(q, pages, *batch_pages, o, None, DEFAULT_SCALES, split_keys, queries)
     return o
 
 
 def attend_decode_quantized(
     q: Tensor, pages: KeyValueCodes, block_tables: Tensor, lengths: Tensor, max_length: int,
-    scales: str = "fp32", split_keys: int = SPLIT_KEYS, queries: SequenceQueries | None = None,
+    scales: str = DEFAULT_SCALES, split_keys: int = SPLIT_KEYS,
+    queries: SequenceQueries | None = None,
 ) -> QTensor:  # fmt: skip
     """Return `quantize_rows(attend_decode(...).flatten(1))`, with the same bits.
 

@@ -60,8 +60,8 @@ from jetrl.precision.hopper import tile as tile_rules
 from jetrl.precision.hopper.launch import multiprocessors
 from jetrl.precision.hopper.layout import empty_row_groups
 from jetrl.precision.hopper.quantize import quantize_rows
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, QTensor
+from jetrl.settings.presets import DEFAULT_SCALES
 
 
 @gluon.jit(do_not_specialize=["num_blocks"])
@@ -427,7 +427,7 @@ def attend_tiles(
         split_keys: keys of a split, a multiple of 64; the bits depend on it.
     """
     o = torch.empty_like(q)
-    return o, _launch(q, staged, tiles, o, None, "fp32", split_keys)
+    return o, _launch(q, staged, tiles, o, None, DEFAULT_SCALES, split_keys)
 
 
 def attend_prefill(
@@ -445,7 +445,7 @@ def attend_prefill_quantized(
     q: Tensor,
     pages: KeyValueCodes,
     tiles: QueryTiles,
-    scales: str = "fp32",
+    scales: str = DEFAULT_SCALES,
     split_keys: int = SPLIT_KEYS,
 ) -> QTensor:
     """Return `quantize_rows(attend_prefill(...).flatten(1))`, with the same bits.

@@ -14,20 +14,10 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, Run, backward_lists
-from jetrl.precision.quantize import FORMATS, CodeFormat
-from jetrl.settings.presets import key_and_value_formats
+from jetrl.precision.formats import BF16, FP8, INT8, key_and_value_formats
 
-# The codes of the stored formats that have scales.
-CODES: dict[str, CodeFormat] = {"fp8": "e4m3", "int8": "int8"}
 BLOCK_KEYS = 64  # keys of one block, and tokens of one page: the kernels read a page as a block
 TILE_ROWS = 192  # queries of a forward tile: three warpgroups of 64
-
-
-def stored_dtype(format: str) -> torch.dtype:
-    """Return the dtype of keys or values stored as "fp8", "int8", "bf16" or "fp32"."""
-    if format in CODES:
-        return FORMATS[CODES[format]][0]
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[format]
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class KeyValueCodes:
 
     def __post_init__(self) -> None:
         scaled = self.k_scales is not None
-        dtypes = [stored_dtype(format) for format in (CODES if scaled else ("bf16",))]
+        dtypes = [format.dtype for format in ((FP8, INT8) if scaled else (BF16,))]
         for codes, scales in ((self.k, self.k_scales), (self.v, self.v_scales)):
             assert codes.dtype in dtypes, f"{codes.dtype}, scales: {scaled}"
             assert (codes.shape, codes.is_contiguous()) == (self.k.shape, True)
@@ -64,10 +54,9 @@ class KeyValueCodes:
     ) -> KeyValueCodes:
         """Return an unset cache, one slot per token, for training: codes [T, G, D]."""
         tensors: list[Any] = []
-        for stored in key_and_value_formats(kv_format):
-            codes = torch.empty(tokens, groups, head_dim, dtype=stored_dtype(stored), device=device)
-            has_scales = stored in CODES
-            scales = codes.new_empty(codes.shape[:2], dtype=torch.float32) if has_scales else None
+        for format in key_and_value_formats(kv_format):
+            codes = torch.empty(tokens, groups, head_dim, dtype=format.dtype, device=device)
+            scales = codes.new_empty(codes.shape[:2], dtype=torch.float32) if format.code else None
             tensors += [codes, scales]
         return KeyValueCodes(*tensors)
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.layout import CODES
 from jetrl.precision.exact import align, exp_nonpositive
+from jetrl.precision.formats import Format, key_and_value_formats
 from jetrl.precision.quantize import QTensor, codes_as_float64, dequantize, quantize
-from jetrl.settings.presets import key_and_value_formats
+from jetrl.settings.presets import DEFAULT_SCALES, ScaleRule
 
 # Bits on the grids: query 24 + code 18 + 8 (D up to 256), and weight 18 + code 18 + 17 (2**17
 # keys), both at most 53: float64 sums are exact. An E4M3 code is an integer below 2**18 over 2**9,
@@ -36,21 +36,21 @@ _MAX_SCORES = 2**23  # scores held at once; longer work is cut into pieces, with
 Stored = tuple[Tensor, Tensor | None]
 
 
-def quantize_kv(x: Tensor, stored_format: str, scales: str = "fp32") -> Stored:
+def quantize_kv(x: Tensor, format: Format, scales: ScaleRule = DEFAULT_SCALES) -> Stored:
     """Return keys or values [T, G, D] as stored: codes and float32 scales [T, G], or x and None.
 
     Args:
-        stored_format: "fp8", "int8", or another format, whose values are stored unchanged.
+        format: Without a code, values are stored unchanged.
         scales: "fp32", or "pow2" for scales that are powers of two.
     """
-    if stored_format not in CODES:
+    if format.code is None:
         return x, None
-    q = quantize(x, (1, x.shape[-1]), CODES[stored_format], scales)  # type: ignore[arg-type]
+    q = quantize(x, (1, x.shape[-1]), format.code, scales)
     return q.codes, q.scales.squeeze(-1)
 
 
 def quantize_keys_and_values(
-    k: Tensor, v: Tensor, kv_format: str, scales: str = "fp32"
+    k: Tensor, v: Tensor, kv_format: str, scales: ScaleRule = DEFAULT_SCALES
 ) -> tuple[Stored, Stored]:
     """Return rotated keys and values [T, G, D] as stored in the formats of `PrecisionPlan.kv`."""
     key_format, value_format = key_and_value_formats(kv_format)
@@ -187,7 +187,7 @@ def attend_packed(
     v: Tensor,
     cu_seqlens: Tensor,
     kv_format: str,
-    scales: str = "fp32",
+    scales: ScaleRule = DEFAULT_SCALES,
     row_of: Tensor | None = None,
 ) -> Tensor:
     """Return the causal attention of sequences packed end to end, differentiable, for training.
@@ -214,7 +214,7 @@ class _PackedAttention(torch.autograd.Function):
         v: Tensor,
         cu_seqlens: Tensor,
         kv_format: str,
-        scales: str,
+        scales: ScaleRule,
         row_of: Tensor | None,
     ) -> Tensor:
         stored = quantize_keys_and_values(k, v, kv_format, scales)

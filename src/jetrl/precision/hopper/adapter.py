@@ -40,6 +40,7 @@ from jetrl.precision.hopper.launch import (
 )
 from jetrl.precision.hopper.layout import cdiv, empty_row_groups, is_ragged
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+from jetrl.settings.presets import DEFAULT_SCALES
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 MOST_RANKS = 64  # of a part: what fits next to the GEMM's stages
@@ -325,7 +326,7 @@ def project_down_rows(
     arrived: Tensor,
     signal: bool = False,
     codes: QTensor | None = None,
-    scales: str = "fp32",
+    scales: str = DEFAULT_SCALES,
 ) -> Tensor:
     """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`, of few rows.
 
@@ -365,7 +366,7 @@ def project_down_rows(
 
 
 def project_down_quantize(
-    x: Tensor, down: Tensor, arrived: Tensor, scales: str = "fp32"
+    x: Tensor, down: Tensor, arrived: Tensor, scales: str = DEFAULT_SCALES
 ) -> tuple[Tensor, QTensor]:
     """Return what `project_down_rows` returns, and x in 1 x 128 groups, from one pass."""
     codes = empty_row_groups(x.shape[0], x.shape[1], FORMATS["e4m3"][0], x.device)

@@ -38,8 +38,7 @@ from jetrl.precision.hopper.layout import (
     round_up,
     whole_groups,
 )
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import QTensor
+from jetrl.precision.quantize import FP8_BLOCK, QTensor
 
 Backend = Literal["cublas", "deep_gemm", "triton"]
 _FEW_ROWS = 64  # one tile of wgmma: whatever the weight, `gemm_rows` is the fastest

@@ -52,8 +52,7 @@ from jetrl.precision.hopper.launch import (
     room_beside,
 )
 from jetrl.precision.hopper.layout import cdiv
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import QTensor
+from jetrl.precision.quantize import FP8_BLOCK, QTensor
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,17 @@ from jetrl.precision.hopper.launch import (
     overlapped,
 )
 from jetrl.precision.hopper.layout import cdiv, empty_weight, is_ragged
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, ROTATION, QTensor, empty_int8_rows
+from jetrl.precision.quantize import (
+    AMAX_FLOOR,
+    FORMATS,
+    FP8_BLOCK,
+    INT8_CODES,
+    ROTATION,
+    QTensor,
+    empty_int8_rows,
+)
 
-_TOP = gl.constexpr(FORMATS["int8"][1])
+_TOP = gl.constexpr(FORMATS[INT8_CODES][1])
 _PANEL, _PROGRAMS = 128, 4  # columns of a tile of 64 tokens, and programs per SM
 _OPTIONS = {"enable_fp_fusion": False}
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import QTensor
+from jetrl.precision.quantize import FP8_BLOCK, QTensor
 
 # cuBLAS cuts K into parts (another order of sums) for some shapes of fewer rows; 64 cost nothing,
 # since the tensor core's tile has 64 rows anyway.

@@ -34,8 +34,8 @@ from jetrl.precision.hopper.layout import (
     is_ragged,
     whole_groups,
 )
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8_BLOCK, FP8Format, QTensor
+from jetrl.settings.presets import DEFAULT_SCALES
 
 FLOOR_BITS = struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0]
 # Two programs of a tile share an SM with at most 128 registers per thread.
@@ -242,7 +242,7 @@ def rows_of_program(num_rows: int) -> int:
     return 8 if num_rows <= _FEW_ROWS else 32
 
 
-def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -> QTensor:
+def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = DEFAULT_SCALES) -> QTensor:
     """Return 1 x 128 groups of x, as `precision.quantize(x)`.
 
     Args:
@@ -263,7 +263,7 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -
 
 
 def quantize_rows_and_tokens(
-    x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
+    x: Tensor, format: FP8Format = "e4m3", scales: str = DEFAULT_SCALES
 ) -> tuple[QTensor, QTensor]:
     """Return `quantize_rows(x)`, and 128 x 1 groups for WGrad, tokens contiguous, zeros to 128s."""
     assert x.stride(1) == 1, f"strides {list(x.stride())}"
@@ -281,7 +281,7 @@ def quantize_rows_and_tokens(
     return rows, tokens
 
 
-def quantize_squares(x: Tensor, scales: str = "fp32") -> QTensor:
+def quantize_squares(x: Tensor, scales: str = DEFAULT_SCALES) -> QTensor:
     """Return 128 x 128 groups of x for WGrad, tokens contiguous and filled up with zeros to 128s.
 
     Args:
@@ -300,7 +300,7 @@ def quantize_squares(x: Tensor, scales: str = "fp32") -> QTensor:
 
 
 def quantize_weight(
-    w: Tensor, format: FP8Format = "e4m3", scales: str = "fp32", out: QTensor | None = None
+    w: Tensor, format: FP8Format = "e4m3", scales: str = DEFAULT_SCALES, out: QTensor | None = None
 ) -> QTensor:
     """Return 128 x 128 groups of a weight, as `precision.quantize(w, (128, 128))`.
 

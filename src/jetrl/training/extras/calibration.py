@@ -28,6 +28,7 @@ import torch
 from jetrl.distributed.world import world
 from jetrl.memory.out_of_memory import explained, within_memory
 from jetrl.precision.plan import PrecisionPlan
+from jetrl.settings.presets import BF16_PRESET
 from jetrl.training.extras import Extra
 from jetrl.training.micro_batches import MicroBatch, Minibatch, batch_logprobs
 from jetrl.training.packing import targets
@@ -125,7 +126,8 @@ class ClipCalibration(Extra):
 
     def _forward(self, minibatch: Minibatch) -> list[np.ndarray]:
         """Return a minibatch's log-probs by BF16 weights, float32 [N] per micro-batch."""
-        policy, plan = self._policy, PrecisionPlan.preset("bf16").replace(bf16_rounding="nearest")
+        policy = self._policy
+        plan = PrecisionPlan.preset(BF16_PRESET).replace(bf16_rounding="nearest")
         with explained("calibrated clipping", _ADVICE):
             # A frozen BF16 policy of the current masters, for this forward only.
             masters = policy.whole_masters()

@@ -1,0 +1,436 @@
+"""The number formats: one record per format, so that no other code compares a format's name.
+
+A `Format` has the facts of a format (bytes, the multiple that widths must meet, words for messages)
+and what a linear layer does with a weight in it: round the weight, quantize X and multiply, each
+through the backend of the tensor's device. A `Gradient` quantizes dY next to a weight in codes.
+
+`number_format` returns the record of a name in a plan or in settings, `format_of` the record of a
+weight, so a layer needs no name. A new format is a new record, and its name in `settings.presets`.
+
+Legend: T tokens, K input features, N output features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jetrl.errors import UserError
+from jetrl.precision.backend import arithmetic_of
+from jetrl.precision.gemm import bf16_matmul, coded_matmul, fp8_matmul, free_matmul
+from jetrl.precision.int8 import (
+    int8_matmul,
+    int8_rows,
+    int8_squares_turned,
+    int8_tokens,
+    int8_turned,
+)
+from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Weight, quantize_nvfp4
+from jetrl.precision.nvfp4_products import in_device_order, nvfp4_dgrad, nvfp4_matmul
+from jetrl.precision.quantize import (
+    FORMATS,
+    FP8_BLOCK,
+    INT8_CODES,
+    CodeFormat,
+    FP8Format,
+    QTensor,
+    dequantize,
+    empty_int8_rows,
+    quantize,
+)
+from jetrl.settings.presets import DEFAULT_SCALES, GradFormat, LinearFormat, ScaleRule
+
+
+@dataclass(frozen=True)
+class WeightOfCodedInputs:
+    """A bfloat16 weight [N, K] that multiplies X as FP8 codes would say X: for comparisons."""
+
+    values: Tensor
+
+
+StoredWeight = QTensor | NVFP4Weight | Tensor  # FP8 in 128 x 128 groups, INT8 rows, NVFP4, or BF16
+Operand = StoredWeight | WeightOfCodedInputs
+GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes, or BF16 values
+
+
+class Rounding(NamedTuple):
+    """The rounding of a weight for one side: sides with the same one read the same tensor.
+
+    Attributes:
+        scales: The rule of the scales of codes; "fp32" if there are none.
+        through_bf16: Whether codes are built from the master weight rounded to BF16.
+        dithered: Whether BF16 values are rounded by fixed draws, not to nearest.
+    """
+
+    format: Format
+    scales: ScaleRule = DEFAULT_SCALES
+    through_bf16: bool = False
+    dithered: bool = False
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format; this class is BF16, whose values multiply as they are.
+
+    Attributes:
+        words: Written in messages, such as FP8.
+        dtype: The dtype of one stored value.
+        code: The name of the quantizer's rule; None if values are stored as they are.
+        multiple: Divides both dimensions of a weight.
+        coded: Whether a product multiplies codes of X.
+        grouped: Whether these codes are in groups of 1 x 128, as attention and adapters write them.
+        has_rule: Whether the scales follow the plan's rule.
+        reads_masters: Whether forwards read the master weights.
+        frozen: Whether only weights that are not trained can have the format.
+    """
+
+    name: LinearFormat
+    words: str
+    dtype: torch.dtype
+    code: CodeFormat | None = None
+    multiple: int = 1
+
+    coded: ClassVar[bool] = False
+    grouped: ClassVar[bool] = False
+    has_rule: ClassVar[bool] = False
+    reads_masters: ClassVar[bool] = False
+    frozen: ClassVar[bool] = False
+
+    @property
+    def stored(self) -> Format:
+        """The format of the tensor that the weight is stored in."""
+        return self
+
+    def operand(self, stored: StoredWeight) -> Operand:
+        """Return a stored weight as a product takes it."""
+        return stored
+
+    def described(self, scales: ScaleRule) -> str:
+        """Return the format of keys and values in words, with the rule of scales."""
+        return self.words
+
+    def described_linear(self, scales: ScaleRule) -> str:
+        """Return the format of a linear layer in words, with the rule of scales."""
+        return self.described(scales)
+
+    def head_bytes(self, head_dim: int) -> int:
+        """Return the bytes of a key or value of one head, its scale included."""
+        return self.dtype.itemsize * head_dim + (4 if self.code else 0)
+
+    def weight_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of a quantized weight; 0 if the master weight is read."""
+        return 2 * math.prod(shape)
+
+    def empty(self, shape: Sequence[int], master: Tensor) -> StoredWeight:
+        """Return a weight that is not filled yet, on the device of its master weight."""
+        return torch.empty(tuple(shape), dtype=torch.bfloat16, device=master.device)
+
+    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> StoredWeight:
+        """Return float32 [N, K] or [D] in this format, written over `into` if that is given."""
+        return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
+
+    def input(self, x: Tensor, scales: ScaleRule) -> GEMMInput:
+        """Return X [T, K] as FProp reads it."""
+        return x
+
+    def fprop(
+        self, x: GEMMInput, weight: Operand, out_dtype: torch.dtype, pinned: bool, scales: ScaleRule
+    ) -> Tensor:
+        """Return X @ weight^T, [T, N]; `pinned` fixes the order of a BF16 product's sums."""
+        return bf16_matmul(_values(x), _values(weight), out_dtype, pinned)
+
+    def dgrad(self, rows: GEMMInput, weight: Operand) -> Tensor:
+        """Return dY @ weight, bfloat16 [T, K]."""
+        return free_matmul(_values(rows), _values(weight))
+
+
+class _FP32(Format):
+    """Values that are read as they are."""
+
+    reads_masters = True
+
+    def weight_bytes(self, shape: tuple[int, ...]) -> int:
+        return 0
+
+    def empty(self, shape: Sequence[int], master: Tensor) -> StoredWeight:
+        raise AssertionError("a weight that is read as it is cannot be divided")
+
+
+class _Codes(Format):
+    """Codes that multiply codes of X."""
+
+    coded = True
+
+    def described(self, scales: ScaleRule) -> str:
+        return f"{self.words}, {scales} scales"
+
+    def fprop(
+        self, x: GEMMInput, weight: Operand, out_dtype: torch.dtype, pinned: bool, scales: ScaleRule
+    ) -> Tensor:
+        return coded_matmul(_codes(x), _codes(weight), out_dtype)
+
+    def dgrad(self, rows: GEMMInput, weight: Operand) -> Tensor:
+        if isinstance(rows, Tensor):
+            return free_matmul(rows, dequantize(_codes(weight)))
+        return self._coded_dgrad(rows, _codes(weight))
+
+    def _coded_dgrad(self, rows: QTensor, weight: QTensor) -> Tensor:
+        raise NotImplementedError
+
+
+class _FP8(_Codes):
+    """E4M3, the weight in groups of 128 x 128."""
+
+    grouped = has_rule = True
+
+    def described(self, scales: ScaleRule) -> str:
+        return f"{self.words} {self.code}, {scales} scales"
+
+    def weight_bytes(self, shape: tuple[int, ...]) -> int:
+        rows, columns = shape
+        return -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK) * (FP8_BLOCK**2 + 4)
+
+    def empty(self, shape: Sequence[int], master: Tensor) -> QTensor:
+        (rows, columns), device = shape, master.device
+        if (arithmetic := arithmetic_of(master)) is not None:
+            return arithmetic.empty_weight(rows, columns, self.dtype, device)
+        blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
+        scales = torch.empty(blocks, dtype=torch.float32, device=device)
+        codes = torch.empty(rows, columns, dtype=self.dtype, device=device)
+        return QTensor(codes, scales, (FP8_BLOCK, FP8_BLOCK))
+
+    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> QTensor:
+        earlier = into if isinstance(into, QTensor) else None
+        if (arithmetic := arithmetic_of(weight)) is not None:
+            return arithmetic.quantize_weight(weight, "e4m3", scales, earlier)
+        quantized = quantize(weight, (FP8_BLOCK, FP8_BLOCK), scales=scales)
+        if earlier is None:
+            return quantized
+        earlier.codes.copy_(quantized.codes)
+        earlier.scales.copy_(quantized.scales)
+        return earlier
+
+    def input(self, x: Tensor, scales: ScaleRule) -> QTensor:
+        if (arithmetic := arithmetic_of(x)) is not None:
+            return arithmetic.quantize_rows(x, "e4m3", scales)
+        return quantize(x, (1, FP8_BLOCK), "e4m3", scales)
+
+    def _coded_dgrad(self, rows: QTensor, weight: QTensor) -> Tensor:
+        arithmetic = arithmetic_of(weight.codes)
+        # A GPU's GEMM wants the bytes in that order. They are turned for one product and dropped:
+        # kept, they would take as much memory as the weights.
+        turned = weight.mT if arithmetic is None else arithmetic.turned_weight(weight)
+        return fp8_matmul(rows, turned)
+
+
+class _INT8(_Codes):
+    """Rotated rows with one scale each (`precision.int8`); keys and values are not rotated."""
+
+    def described_linear(self, scales: ScaleRule) -> str:
+        return f"{self.words}, rotated, one scale per row"
+
+    def weight_bytes(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) + 4 * shape[0]
+
+    def empty(self, shape: Sequence[int], master: Tensor) -> QTensor:
+        return empty_int8_rows(shape[0], shape[1], master.device)
+
+    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> QTensor:
+        return int8_rows(weight, into if isinstance(into, QTensor) else None)
+
+    def input(self, x: Tensor, scales: ScaleRule) -> QTensor:
+        return int8_rows(x)
+
+    def _coded_dgrad(self, rows: QTensor, weight: QTensor) -> Tensor:
+        if rows.codes.dtype == self.dtype:
+            return int8_matmul(rows, int8_turned(weight))
+        return fp8_matmul(rows, int8_squares_turned(weight))  # an FP8 backward
+
+
+class _NVFP4(Format):
+    """4-bit weights that are not trained, next to BF16 values."""
+
+    frozen = True
+
+    def described_linear(self, scales: ScaleRule) -> str:
+        return f"{self.words} weights, frozen; BF16 activations"
+
+    def weight_bytes(self, shape: tuple[int, ...]) -> int:
+        elements = math.prod(shape)
+        return elements // 2 + elements // NVFP4_GROUP
+
+    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> NVFP4Weight:
+        quantized = quantize_nvfp4(weight)
+        if not quantized.scale.isfinite():
+            raise UserError(
+                "the weight has values that are NaN or Inf, which NVFP4 cannot keep; fix the "
+                "model's files, or leave precision.base unset"
+            )
+        return in_device_order(quantized)
+
+    def fprop(
+        self, x: GEMMInput, weight: Operand, out_dtype: torch.dtype, pinned: bool, scales: ScaleRule
+    ) -> Tensor:
+        assert isinstance(weight, NVFP4Weight), "this is the format of NVFP4 weights"
+        return nvfp4_matmul(_values(x), weight, out_dtype)
+
+    def dgrad(self, rows: GEMMInput, weight: Operand) -> Tensor:
+        assert isinstance(weight, NVFP4Weight), "this is the format of NVFP4 weights"
+        return nvfp4_dgrad(_values(rows), weight)
+
+
+class _FP8Weights(Format):
+    """The values of FP8 codes of a weight, as BF16, next to BF16 values: for comparisons."""
+
+    has_rule = True
+
+    def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> StoredWeight:
+        return super().round(dequantize(FP8.round(weight, scales, None)), scales, into)
+
+
+class _FP8Activations(Format):
+    """BF16 weights that multiply the values of FP8 codes of X: for comparisons."""
+
+    @property
+    def stored(self) -> Format:
+        return BF16
+
+    def operand(self, stored: StoredWeight) -> WeightOfCodedInputs:
+        assert isinstance(stored, Tensor), "only X is coded"
+        return WeightOfCodedInputs(stored)
+
+    def fprop(
+        self, x: GEMMInput, weight: Operand, out_dtype: torch.dtype, pinned: bool, scales: ScaleRule
+    ) -> Tensor:
+        assert isinstance(weight, WeightOfCodedInputs), "only X is coded"
+        values = dequantize(FP8.input(_values(x), scales)).bfloat16()
+        return bf16_matmul(values, weight.values, out_dtype, pinned)
+
+    def dgrad(self, rows: GEMMInput, weight: Operand) -> Tensor:
+        raise AssertionError("only the sampler has such a weight")
+
+
+_HALF_GROUP = 64  # values of an FP8 group, at least; INT8 rotates so many
+_E4M3, _INT8_DTYPE = FORMATS["e4m3"][0], FORMATS[INT8_CODES][0]
+
+FP32 = _FP32("fp32", "FP32", torch.float32)
+BF16 = Format("bf16", "BF16", torch.bfloat16)
+FP8 = _FP8("fp8", "FP8", _E4M3, "e4m3", _HALF_GROUP)
+INT8 = _INT8("int8", "INT8", _INT8_DTYPE, INT8_CODES, _HALF_GROUP)
+NVFP4 = _NVFP4("nvfp4", "NVFP4", torch.uint8, multiple=FP8_BLOCK)
+FP8_WEIGHTS = _FP8Weights("fp8_weights", "FP8", torch.bfloat16, multiple=_HALF_GROUP)
+FP8_ACTIVATIONS = _FP8Activations("fp8_activations", "FP8", torch.bfloat16, multiple=_HALF_GROUP)
+_ALL = (FP32, BF16, FP8, INT8, NVFP4, FP8_WEIGHTS, FP8_ACTIVATIONS)
+_BY_NAME: dict[str, Format] = {format.name: format for format in _ALL}
+
+
+def number_format(name: str) -> Format:
+    """Return the record of a format that settings or a plan name."""
+    return _BY_NAME[name]
+
+
+def key_and_value_formats(kv: str) -> tuple[Format, Format]:
+    """Return the formats of keys and of values that a plan's `kv` names, such as "int8+fp8"."""
+    keys, _, values = kv.partition("+")
+    return number_format(keys), number_format(values or keys)
+
+
+def format_of(weight: Operand) -> Format:
+    """Return the record of a weight's format; BF16 stands for all that are values."""
+    if isinstance(weight, QTensor):
+        return INT8 if weight.codes.dtype == INT8.dtype else FP8
+    if isinstance(weight, WeightOfCodedInputs):
+        return FP8_ACTIVATIONS
+    return NVFP4 if isinstance(weight, NVFP4Weight) else BF16
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The format of dY next to a weight in codes; this class leaves it in BF16.
+
+    Attributes:
+        coded: Whether WGrad multiplies codes.
+    """
+
+    words: str
+
+    coded: ClassVar[bool] = False
+
+    def rows(self, dy: Tensor, scales: ScaleRule) -> GEMMInput:
+        """Return dY, bfloat16 [T, N], as DGrad reads it."""
+        return dy
+
+    def rows_and_tokens(
+        self, dy: Tensor, scales: ScaleRule, widened: bool
+    ) -> tuple[GEMMInput, GEMMInput]:
+        """Return dY as DGrad and as WGrad read it; `widened`: WGrad reads values on a GPU."""
+        return dy, dy
+
+
+class _INT8Gradient(Gradient):
+    coded = True
+
+    def rows(self, dy: Tensor, scales: ScaleRule) -> QTensor:
+        return int8_rows(dy)
+
+    def rows_and_tokens(
+        self, dy: Tensor, scales: ScaleRule, widened: bool
+    ) -> tuple[QTensor, QTensor]:
+        return int8_rows(dy), int8_tokens(dy)
+
+
+@dataclass(frozen=True)
+class _FP8Gradient(Gradient):
+    """E4M3, or E5M2, whose codes no GPU's FP8 GEMM takes: their values multiply in BF16 there."""
+
+    code: FP8Format
+
+    coded = True
+
+    def rows(self, dy: Tensor, scales: ScaleRule) -> GEMMInput:
+        if (arithmetic := arithmetic_of(dy)) is None:
+            return quantize(dy, (1, FP8_BLOCK), self.code, scales)
+        return self._for_gpu(arithmetic.quantize_rows(dy, self.code, scales), len(dy))
+
+    def rows_and_tokens(
+        self, dy: Tensor, scales: ScaleRule, widened: bool
+    ) -> tuple[GEMMInput, GEMMInput]:
+        if (arithmetic := arithmetic_of(dy)) is None:
+            rows = quantize(dy, (1, FP8_BLOCK), self.code, scales)
+            return rows, quantize(dy, (FP8_BLOCK, 1), self.code, scales)
+        rows, tokens = arithmetic.quantize_rows_and_tokens(dy, self.code, scales)
+        by_token = _widened(tokens, len(dy)) if widened else tokens
+        return self._for_gpu(rows, len(dy)), by_token
+
+    def _for_gpu(self, rows: QTensor, num_tokens: int) -> GEMMInput:
+        return _widened(rows, num_tokens) if self.code == "e5m2" else rows
+
+
+def _codes(operand: Operand) -> QTensor:
+    """Return an operand of a product of codes."""
+    assert isinstance(operand, QTensor), f"codes multiply codes, not {type(operand)}"
+    return operand
+
+
+def _values(operand: Operand) -> Tensor:
+    """Return an operand of a product of values."""
+    assert isinstance(operand, Tensor), f"values multiply values, not {type(operand)}"
+    return operand
+
+
+def _widened(codes: QTensor, num_tokens: int) -> Tensor:
+    """Return the values of codes as bfloat16 [T, N], without tokens that fill up a group."""
+    return dequantize(codes)[:num_tokens].bfloat16()
+
+
+GRADIENTS: dict[GradFormat, Gradient] = {
+    "e4m3": _FP8Gradient("FP8 e4m3", "e4m3"),
+    "e5m2": _FP8Gradient("FP8 e5m2", "e5m2"),
+    "int8": _INT8Gradient(INT8.described_linear(DEFAULT_SCALES)),
+    "bf16": Gradient(BF16.words),
+}
