@@ -93,12 +93,12 @@ def test_too_little_memory_makes_micro_batches_of_pairs_smaller(monkeypatch):
     values = ScalarModel.values
     sizes = []
 
-    def limited(model, token_ids, *args):
+    def limited(model, token_ids, *args, **options):
         if model is small.model:
             if len(token_ids) > 40:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             sizes.append(len(token_ids))
-        return values(model, token_ids, *args)
+        return values(model, token_ids, *args, **options)
 
     monkeypatch.setattr(ScalarModel, "values", limited)
     expected, found = whole.step(pairs()), small.step(pairs())
