@@ -6,9 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from jetrl.kernels.sampling import NOISE_COUNTER, _philox_words, normal_noise, random_bits, sample
+from jetrl.kernels.sampling import (
+    NOISE_COUNTER,
+    _keep_most_probable,
+    _philox_words,
+    normal_noise,
+    random_bits,
+    sample,
+)
 
 
 def draw(logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -63,6 +72,46 @@ def test_draws_follow_what_the_filters_leave(temperature: float, top_p: float, t
     freedom = int(seen.sum()) - 1
     assert abs(chi - freedom) <= 6 * (2 * freedom) ** 0.5
     assert torch.allclose(logprobs.double(), full.log()[tokens], atol=2.0**-20), "of all tokens"
+
+
+LOGITS = st.one_of(
+    st.sampled_from([0.0, 1.0, 2.0, -3.0]),  # ties
+    st.sampled_from([-math.inf, -1e30, 1e30, 88.0]),
+    st.floats(-8, 8, width=32),
+)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@given(
+    logits=st.lists(LOGITS, min_size=1, max_size=12).filter(lambda row: max(row) > -math.inf),
+    top_p=st.sampled_from([0.0, 1e-30, 0.25, 0.5, 0.75, 1.0]) | st.floats(0, 1, width=32),
+    top_k=st.integers(0, 14),
+)
+def test_filters_keep_what_a_naive_filter_keeps(
+    logits: list[float], top_p: float, top_k: int
+) -> None:
+    """A naive walk in NumPy over the tokens by falling weight, lower ids first among equals."""
+    row = torch.tensor([logits])
+    mass = np.exp((row - row.max()).double().numpy()[0])
+    weights = np.rint(mass * 2.0**40).astype(np.int64)
+    order = sorted(range(len(logits)), key=lambda i: (-weights[i], i))
+    order = order[: top_k or len(logits)]
+    needed = float(np.float32(top_p)) * float(weights[order].sum()) if top_p < 1 else math.inf
+    kept, before = np.zeros_like(weights), 0
+    for rank, i in enumerate(order):
+        if rank == 0 or before < needed:
+            kept[i] = weights[i]
+        before += int(weights[i])
+    options = torch.tensor([top_p], dtype=torch.float32), torch.tensor([top_k])
+    (filtered,) = _keep_most_probable(torch.from_numpy(weights)[None], *options)
+    assert filtered.tolist() == kept.tolist()
+    # Neither the smallest nor the largest bits draw a token that the filters exclude.
+    for bits in (0, 2**53 - 1):
+        tokens, _, lse = sample(
+            row.clone(), torch.tensor([bits]), torch.ones(1), *options, filtered=True
+        )
+        assert kept[tokens[0]] > 0
+        assert lse.isfinite().all()
 
 
 def test_temperature_zero_is_greedy_with_plain_logprobs() -> None:
