@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections import Counter
 
 import numpy as np
 import pytest
-from tests.training.shared import settings, snapshot
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tests.training.conftest import make_sample
+from tests.training.shared import settings as trainer_settings
+from tests.training.shared import snapshot
 
 from jetrl.errors import UserError
 from jetrl.training.packing import (
     WORTH_SHARING,
     Pair,
+    by_batch,
+    by_sample,
     choose_minibatches,
     contrast_pairs,
     pack,
@@ -26,7 +31,7 @@ from jetrl.training.packing import (
     with_advantages,
 )
 from jetrl.training.trainer import Trainer
-from jetrl.types import Example
+from jetrl.types import Example, Sample
 
 
 def test_literal_batch(sample):
@@ -48,35 +53,69 @@ def test_literal_batch(sample):
     assert targets(batch).tolist() == [2, 4, 5]
 
 
-def test_each_sequence_goes_whole_into_the_first_batch_that_has_room(sample):
-    """First fit, by decreasing length: the tree that finds the batch gives what a search gives."""
-    draws = random.Random(0)
-    for _ in range(40):
-        budget = draws.randint(1, 50)
-        lengths = [draws.randint(2, 60) for _ in range(draws.randint(0, 30))]
-        room: list[int] = []
-        expected: list[list[int]] = []
-        for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-            k = next((k for k, left in enumerate(room) if lengths[i] <= left), len(room))
-            if k == len(room):
-                room.append(budget)
-                expected.append([])
-            room[k] -= lengths[i]
-            expected[k].append(i)
-        samples = []
-        for i, length in enumerate(lengths):
-            start, tokens = draws.randint(1, length - 1), draws.choices(range(9), k=length)
-            samples.append(sample(i, tokens[:start], tokens[start:]))
-        batches = pack(samples, budget)
-        assert [batch.sample_ids.tolist() for batch in batches] == [sorted(ids) for ids in expected]
-        for batch in batches:
-            for i, start, end in zip(
-                batch.sample_ids, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False
-            ):
-                prompt, completion = samples[i].prompt_token_ids, samples[i].completion.token_ids
-                assert tuple(batch.token_ids[start:end]) == (*prompt, *completion)
-                masked = [False] * len(prompt) + [True] * len(completion)
-                assert batch.loss_mask[start:end].tolist() == masked
+@st.composite
+def random_samples(draw: st.DrawFn) -> list[Sample]:
+    """Samples with environment spans; some completions are empty."""
+    tokens, samples = st.integers(0, 8), []
+    for i in range(draw(st.integers(0, 12))):
+        prompt = draw(st.lists(tokens, min_size=1, max_size=30))
+        completion = draw(st.lists(tokens, max_size=30))
+        logprobs = [-(1.0 + position) for position in range(len(completion))]
+        start, end = sorted(draw(st.tuples(*[st.integers(0, len(completion))] * 2)))
+        plain = make_sample(i, prompt, completion, logprobs=logprobs)
+        done = dataclasses.replace(plain.completion, environment=((start, end),))
+        samples.append(dataclasses.replace(plain, completion=done))
+    return samples
+
+
+@settings(max_examples=100, derandomize=True, deadline=None, database=None)
+@given(samples=random_samples(), budget=st.integers(1, 50))
+def test_every_token_lands_once_in_the_first_batch_with_room(samples, budget):
+    """First fit by decreasing length, with masks and log-probs next to their tokens."""
+    room: list[int] = []
+    expected: list[list[int]] = []
+    kept = [i for i, s in enumerate(samples) if s.completion.token_ids]
+    lengths = [len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples]
+    for i in sorted(kept, key=lambda i: (-lengths[i], i)):
+        k = next((k for k, left in enumerate(room) if lengths[i] <= left), len(room))
+        if k == len(room):
+            room.append(budget)
+            expected.append([])
+        room[k] -= lengths[i]
+        expected[k].append(i)
+    batches = pack(samples, budget)
+    assert [batch.sample_ids.tolist() for batch in batches] == [sorted(ids) for ids in expected]
+    for batch in batches:
+        assert batch.num_tokens <= budget or len(batch.sample_ids) == 1
+        starts, ends = batch.cu_seqlens, batch.cu_seqlens[1:]
+        assert (starts[0], ends[-1]) == (0, batch.num_tokens)
+        for i, start, end in zip(batch.sample_ids, starts, ends, strict=False):
+            prompt, done = samples[i].prompt_token_ids, samples[i].completion
+            assert tuple(batch.token_ids[start:end]) == (*prompt, *done.token_ids)
+            ((first, last),) = done.environment
+            mask = [not first <= position < last for position in range(len(done.token_ids))]
+            assert batch.loss_mask[start:end].tolist() == [False] * len(prompt) + mask
+            trained = batch.loss_mask[start:end]
+            logprobs = np.float32([0.0] * len(prompt) + [*done.logprobs])
+            assert (batch.rollout_logprobs[start:end][trained] == logprobs[trained]).all()
+    # Values per sample return to their samples.
+    values = [np.arange(trained_lengths(b).sum()) + 1000 * k for k, b in enumerate(batches)]
+    back = by_sample(batches, values, len(samples))
+    for batch, value in zip(batches, values, strict=True):
+        assert by_batch(batch, back).tolist() == value.tolist()
+
+
+@settings(max_examples=100, derandomize=True, deadline=None, database=None)
+@given(groups=st.lists(st.integers(0, 5), min_size=1, max_size=30), count=st.integers(1, 8))
+def test_minibatches_take_every_sample_once_and_keep_groups_whole(groups, count):
+    assume(count <= len(groups))
+    parts = split_minibatches(groups, count)
+    assert len(parts) == count
+    assert all(part == sorted(part) and part for part in parts)
+    assert sorted(i for part in parts for i in part) == list(range(len(groups)))
+    if count <= len(set(groups)):
+        homes = {(groups[i], k) for k, part in enumerate(parts) for i in part}
+        assert len(homes) == len(set(groups)), "a group is cut"
 
 
 def test_examples():
@@ -97,14 +136,14 @@ def test_an_update_may_have_a_single_sample():
     assert split_minibatches([0, 0], 2) == [[0], [1]]
 
 
-def test_what_has_no_tokens_is_named(sample):
+def test_a_prompt_or_completion_without_tokens_is_named(sample):
     with pytest.raises(UserError, match=r"'p3' has no tokens"):
         pack([sample(3, [], [1])], 100)
     with pytest.raises(UserError, match=r"example 1: its completion"):
         pack_examples([Example([1], [2]), Example([1], [])], 3)
 
 
-def test_what_an_environment_said_is_no_target(sample):
+def test_environment_tokens_are_not_trained_on(sample):
     plain = sample(0, [1, 2], [3, 4, 5, 6, 7], logprobs=[-1.0, -2.0, 0.0, 0.0, -3.0])
     completion = dataclasses.replace(plain.completion, environment=((2, 4),))
     (batch,) = pack([dataclasses.replace(plain, completion=completion)], 100)
@@ -179,7 +218,9 @@ def test_pairs_that_tell_nothing_are_drawn_only_when_there_are_no_others():
 def test_a_step_trains_on_the_drawn_pairs_and_stays_exact(bigram):
     policy = bigram()
     samples = policy.draw((1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 1.0, 1.0))
-    trainer = Trainer(policy, settings({"updates_per_step": 2}, data={"batch": "shuffle_r1"}))
+    trainer = Trainer(
+        policy, trainer_settings({"updates_per_step": 2}, data={"batch": "shuffle_r1"})
+    )
     chosen = choose_minibatches(samples, trainer.settings, 0)
     assert [len(batch) for batch in chosen] == [2, 2], "one pair of four samples' two, twice"
     tokens = sum(len(samples[i].completion.token_ids) for batch in chosen for i in batch)
