@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
-import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jetrl.rollout.pages import PageAllocator
 
@@ -18,43 +19,72 @@ def check_counts(allocator: PageAllocator, tables: list[list[int]]) -> None:
     assert sorted(allocator._free) == [p for p in range(allocator.num_pages) if not counts[p]]
 
 
-@pytest.mark.parametrize("page_size", [1, 3])
-@pytest.mark.parametrize("seed", range(2))
-def test_random_operations_keep_counts_and_contents(page_size, seed):
-    """Each page table reads what it wrote and what it inherited at its fork, after any operations.
+class PageTables(RuleBasedStateMachine):
+    """Page tables that write a new value at each position and must read all that they hold.
 
-    Each writes its own name at each position; the copies that the allocator asked for are made.
+    The copies that the allocator asks for are made in `memory`.
     """
-    rng = random.Random(seed)
-    allocator = PageAllocator(num_pages=12, page_size=page_size)
-    memory: dict[tuple[int, int], str] = {}
-    tables: list[tuple[list[int], list[str]]] = []
-    for number in range(400):
-        action = rng.choice(["new", "write", "write", "write", "fork", "release"])
-        if action == "new" and len(tables) < 6:
-            tables.append(([], []))
-        elif tables and action == "write":
-            pages, wanted = rng.choice(tables)
-            position = len(wanted)
-            if allocator.write_cost(pages, position) > allocator.num_free:
-                continue
-            copy = allocator.make_writable(pages, position)
-            if copy is not None:
-                for offset in range(page_size):
-                    memory[copy[1], offset] = memory.get((copy[0], offset), "")
-            wanted.append(f"write {number}")
-            memory[pages[position // page_size], position % page_size] = wanted[-1]
-        elif tables and action == "fork" and len(tables) < 6:
-            pages, wanted = rng.choice(tables)
-            length = rng.randint(0, len(wanted))
-            tables.append((allocator.fork(pages, length), wanted[:length]))
-        elif tables and action == "release":
-            pages, _ = tables.pop(rng.randrange(len(tables)))
-            allocator.release(pages)
-        check_counts(allocator, [pages for pages, _ in tables])
-        for pages, wanted in tables:
-            read = [memory[pages[p // page_size], p % page_size] for p in range(len(wanted))]
+
+    @initialize(page_size=st.sampled_from([1, 2, 3]))
+    def start(self, page_size: int) -> None:
+        self.allocator = PageAllocator(num_pages=12, page_size=page_size)
+        self.memory: dict[tuple[int, int], int] = {}
+        self.tables: list[tuple[list[int], list[int]]] = [([], [])]
+        self.written = 0
+
+    @precondition(lambda self: len(self.tables) < 6)
+    @rule()
+    def new(self) -> None:
+        self.tables.append(([], []))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), count=st.integers(1, 7))
+    def write(self, data: st.DataObject, count: int) -> None:
+        pages, wanted = data.draw(st.sampled_from(self.tables))
+        size, position = self.allocator.page_size, len(wanted)
+        cost = self.allocator.write_cost(pages, position, count)
+        free = self.allocator.num_free
+        if cost > free:
+            return
+        copy = self.allocator.make_writable(pages, position, count)
+        assert self.allocator.num_free == free - cost
+        if copy is not None:
+            for offset in range(size):
+                self.memory[copy[1], offset] = self.memory.get((copy[0], offset), -1)
+        for at in range(position, position + count):
+            self.written += 1
+            wanted.append(self.written)
+            self.memory[pages[at // size], at % size] = self.written
+
+    @precondition(lambda self: 0 < len(self.tables) < 6)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        pages, wanted = data.draw(st.sampled_from(self.tables))
+        length = data.draw(st.integers(0, len(wanted)))
+        self.tables.append((self.allocator.fork(pages, length), wanted[:length]))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        pages, _ = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.allocator.release(pages)
+        assert pages == []
+
+    @invariant()
+    def tables_read_what_they_wrote(self) -> None:
+        check_counts(self.allocator, [pages for pages, _ in self.tables])
+        size = self.allocator.page_size
+        for pages, wanted in self.tables:
+            read = [self.memory[pages[p // size], p % size] for p in range(len(wanted))]
             assert read == wanted
-    for pages, _ in tables:
-        allocator.release(pages)
-    assert allocator.num_used == 0
+
+    def teardown(self) -> None:
+        for pages, _ in getattr(self, "tables", []):
+            self.allocator.release(pages)
+        assert not hasattr(self, "tables") or self.allocator.num_used == 0
+
+
+TestPageTables = PageTables.TestCase
+TestPageTables.settings = settings(
+    max_examples=60, stateful_step_count=50, derandomize=True, deadline=None, database=None
+)

@@ -6,7 +6,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.rollout.test_pages import check_counts
 
 from jetrl.rollout.pages import PageAllocator
@@ -233,40 +234,39 @@ def test_preempted_sequences_share_the_prompt_again():
     assert 40 <= prompt_work < 40 * (1 + preemptions)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_loads_finish_and_draw_the_same(seed):
-    """Any batch, chunk and page size gives the same tokens and has all pages back.
-
-    The pages may be as few as one sequence needs.
-    """
-    rng = random.Random(seed)
-    lengths = [rng.randint(1, 20) for _ in range(rng.randint(1, 7))]
-    n, max_tokens, page_size = rng.randint(1, 5), rng.randint(1, 15), rng.choice([1, 2, 4, 16])
-    chance, turns = rng.choice([0.0, 0.05, 0.3]), rng.choice([1, 2, 9])
-    ample = simulate(
-        lengths, n, max_tokens, page_size=page_size, batch=99, turns=turns, stop_chance=chance
-    )
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7),
+    n=st.integers(1, 5),
+    max_tokens=st.integers(1, 15),
+    page_size=st.sampled_from([1, 2, 4, 16]),
+    spare_pages=st.sampled_from([0, 0, 1, 2, 5]),
+    stop_chance=st.sampled_from([0.0, 0.05, 0.3]),
+    turns=st.sampled_from([1, 2, 9]),
+    limits=st.fixed_dictionaries(
+        {
+            "batch": st.sampled_from([1, 2, 3, 8]),
+            "prefill": st.sampled_from([1, 2, 7, 64]),
+            "repeats": st.sampled_from([1, 2, 5]),
+            "ahead": st.sampled_from([0, 1, 2]),
+            "late": st.sampled_from([0, 1, 5]),
+            "width": st.sampled_from([1, 1, 2, 8]),
+        }
+    ),
+)
+def test_any_load_ends_with_the_same_tokens_and_frees_all_pages(
+    lengths, n, max_tokens, page_size, spare_pages, stop_chance, turns, limits
+):
+    """Batch, chunk and page limits change no token, down to the pages that one sequence needs."""
+    common = {"page_size": page_size, "turns": turns, "stop_chance": stop_chance}
+    ample = simulate(lengths, n, max_tokens, batch=99, **common)
     wanted = ample.run()
     assert ample.scheduler.num_preemptions == 0
-
     least = -(-(max(lengths) + max_tokens - 1) // page_size)
-    tight = simulate(
-        lengths,
-        n,
-        max_tokens,
-        pages=least + rng.choice([0, 0, 1, 2, 5]),
-        page_size=page_size,
-        batch=rng.choice([1, 2, 3, 8]),
-        prefill=rng.choice([1, 2, 7, 64]),
-        stop_chance=chance,
-        repeats=rng.choice([1, 2, 5]),
-        ahead=rng.choice([0, 1, 2]),
-        late=rng.choice([0, 1, 5]),
-        turns=turns,
-        width=rng.choice([1, 1, 2, 8]),
-    )
+    tight = simulate(lengths, n, max_tokens, pages=least + spare_pages, **limits, **common)
     assert tight.run() == wanted
     assert tight.scheduler.allocator.num_used == 0
+    assert tight.scheduler.num_finished == len(wanted)
 
 
 def test_a_load_on_the_fewest_pages_preempts_and_close_frees_them():
