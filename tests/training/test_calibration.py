@@ -138,3 +138,8 @@ def test_an_update_that_is_not_finite_moves_no_bound(sample) -> None:
 def test_where_it_means_nothing_it_is_refused(words, message) -> None:
     with pytest.raises(UserError, match=message):
         load_config("demo", ["algorithm.calibrate_clip_every=20", *words])
+
+
+def test_a_trainer_without_the_calibration_that_its_settings_ask_for_is_refused() -> None:
+    with pytest.raises(UserError, match="calibrate_clip_every = 2 needs a ClipCalibration"):
+        Trainer(make_policy(), settings_of(every=2))

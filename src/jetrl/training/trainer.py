@@ -81,6 +81,11 @@ class Trainer:
             raise UserError(f"algorithm.kl = {settings.algorithm.kl} needs a reference policy")
         if self.objective.algorithm.needs_critic and values is None:
             raise UserError(f"algorithm.name = {settings.algorithm.name} needs a critic")
+        if settings.algorithm.calibrate_clip_every and not any(e.calibrates for e in extras):
+            raise UserError(
+                f"algorithm.calibrate_clip_every = {settings.algorithm.calibrate_clip_every} needs "
+                "a ClipCalibration among the extras (training/extras/calibration.py)"
+            )
         self.optimizer = Optimizer(
             policy.master_weights(),
             settings.train,

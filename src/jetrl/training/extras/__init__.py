@@ -26,9 +26,11 @@ class Extra:
     Attributes:
         values: A critic's method that returns the expected return before each of a batch's N
             trained tokens, float32 [N], without gradient; None for every other extra.
+        calibrates: Whether it sets the clips of the loss.
     """
 
     values: Callable[[Batch], Tensor] | None = None
+    calibrates = False
 
     def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
         """Begin the step of a policy's version, before its first forward."""

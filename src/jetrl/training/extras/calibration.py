@@ -58,6 +58,8 @@ class ClipBounds(NamedTuple):
 class ClipCalibration(Extra):
     """A run's ratio bounds, moved every so many steps; `reference` is meant for BF16 ratios."""
 
+    calibrates = True
+
     def __init__(
         self, policy: Policy, reference: ClipBounds, every: int, temperature: float
     ) -> None:
