@@ -19,12 +19,14 @@ Legend: T tokens, D hidden size, F inner size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from jetrl.files import Stored
-from jetrl.precision.formats import Format
+
+if TYPE_CHECKING:  # torch comes with it, which `jetrl init --help` does not need
+    from jetrl.precision.formats import Format
 
 
 class Block(Stored, ABC, extra="ignore"):
