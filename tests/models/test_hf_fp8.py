@@ -103,6 +103,24 @@ def test_the_layers_that_a_plan_keeps_in_bf16_are_so_in_an_fp8_directory(
         assert stored[part.name].dtype == wanted, part.name
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "dithered"])
+def test_an_fp8_directory_has_the_codes_of_the_values_that_the_policy_reads(
+    rounding: Any, tmp_path: Path
+) -> None:
+    """Rounded to nearest, a policy has not seen what its master weights gathered."""
+    plan = PrecisionPlan.preset("bf16").replace(bf16_rounding=rounding)
+    config = our_config("qwen3", **FP8_SIZES)
+    policy = Policy(config, plan, dict(RandomWeights(config, seed=0)))
+    name = "layers.0.o.weight"
+    master = policy.master_weights()[name].data
+    policy.save_pretrained(tmp_path / "m", dtype="fp8")
+    read = master.bfloat16().float() if rounding == "nearest" else master
+    stored = load_file(tmp_path / "m" / "model.safetensors")[O_PROJ]
+    assert torch.equal(stored, quantize(read, (128, 128)).codes)
+    rounded = quantize(master.bfloat16().float(), (128, 128)).codes
+    assert not torch.equal(quantize(master, (128, 128)).codes, rounded), "else nothing is shown"
+
+
 O_PROJ, DOWN = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
 

@@ -162,7 +162,7 @@ class Model:
         With an adapter it is PEFT's directory: only the adapter, in float32. fp8 is block-scaled,
         as vLLM and transformers read it, with BF16 for the layers that the plan keeps in BF16.
         bfloat16 rounds weights that both sides read in BF16 as they do, and others by fixed draws,
-        so that small updates of many weights survive.
+        so that small updates of many weights survive. float32 has the master weights.
         """
         assert not self.weights.frozen, "a frozen model has no master weights to save"
         files: dict[str, Any] = {"tokenizer": self.tokenizer, "overwrite": overwrite}
@@ -175,7 +175,11 @@ class Model:
         bf16_layers = [i for i in range(num_layers) if self.plan.keeps_bf16(i, num_layers)]
         files |= {"bf16_layers": bf16_layers, "scales": self.plan.scales}
         files["dithered"] = self.plan.dithered_in_files
-        hf.save_model(path, self.config, self.whole_masters(), dtype, **files)
+        weights = self.whole_masters()
+        if dtype == "fp8" and self.plan.dithered_in_files == "none":
+            # Both sides read BF16 values only, and master weights that nobody reads run ahead.
+            weights = CodedWeights(weights, lambda name: self.weights.whole(name).bfloat16())
+        hf.save_model(path, self.config, weights, dtype, **files)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         """Return the whole master weights, and base parameters that are only replaced."""
