@@ -161,7 +161,6 @@ def test_the_kl_is_added_to_the_loss(name, estimator):
             [2**0.5, 2**0.5, 0],
             [0, 0, 1],
         ),
-        ({"correction": "mis", "correction_high": 5.0}, [4, 0.5, 1.5], [0, 0, 0]),  # no lower bound
         ({"correction": "icepop", "correction_low": 0.6}, [4, 0, 1.5], [0, 1, 0]),
         ({"correction": "sequence_mask"}, [0, 0, 0], [1, 1, 1]),
     ],
@@ -268,6 +267,7 @@ class TestUsers:
                 "def f(tokens):\n    return -tokens.advantages\n",
                 r"mine.py:f: its loss has no gradient; make it of tokens.trainer_logprobs",
             ),
+            ("def f(tokens):\n    return 1.0\n", "one loss for each of the 1 tokens, not float"),
         ],
     )
     def test_a_function_that_is_no_loss_is_named(self, tmp_path, text, message):
@@ -295,6 +295,32 @@ class TestUsers:
         step = StepRewards(np.array([1.0, 0.0]), np.array([0, 0]), [np.zeros(2), np.zeros(3)])
         with pytest.raises(UserError, match=f"mine.py:mine: its advantages.*{message}"):
             chosen.advantages(step)
+
+    @pytest.mark.parametrize(
+        "returns, message",
+        [
+            ("", "have no returns, which the critic learns"),
+            (", [np.ones(2), np.ones(2)]", "have returns that do not fit: they of sample 1"),
+        ],
+    )
+    def test_returns_that_a_critic_cannot_learn_are_named(self, tmp_path, returns, message):
+        text = (
+            "import numpy as np\nfrom jetrl.settings.algorithms import Algorithm\n"
+            "from jetrl.training.advantages import Advantages\ndef found(step):\n"
+            f"    return Advantages([np.ones(2), np.ones(3)]{returns})\n"
+            "mine = Algorithm('mine', '', found, 'ratio', 'token_mean')\n"
+        )
+        chosen = objective(name=f"{self.write(tmp_path, text)}:mine")
+        penalties = [np.zeros(2), np.zeros(3)]
+        rewards, groups = np.array([1.0, 0.0]), np.array([0, 0])
+        step = StepRewards(rewards, groups, penalties, values=penalties)
+        with pytest.raises(UserError, match=message):
+            chosen.advantages(step)
+
+    def test_an_option_that_the_loss_does_not_have_is_named(self, tmp_path):
+        file = self.write(tmp_path, "def f(tokens, tau):\n    return tokens.advantages * tau\n")
+        with pytest.raises(UserError, match=r"options\.tua: .* no such argument; it has tau"):
+            objective(name=f"{file}:f", options={"tua": 0.5})
 
     def test_memory_that_ran_out_in_it_is_no_mistake_of_it(self, tmp_path):
         file = self.write(tmp_path, "def f(tokens):\n    raise MemoryError\n")

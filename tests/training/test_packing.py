@@ -103,6 +103,8 @@ def test_every_token_lands_once_in_the_first_batch_with_room(samples, budget):
     back = by_sample(batches, values, len(samples))
     for batch, value in zip(batches, values, strict=True):
         assert by_batch(batch, back).tolist() == value.tolist()
+    if batches:  # a sample in none of them has no values
+        assert by_sample(batches, values, len(samples) + 1)[-1].tolist() == []
 
 
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
