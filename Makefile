@@ -9,7 +9,7 @@
 #                   and 10,000 damaged files of each kind (minutes)
 #   make same-bits  whether a change left every bit as it was   BASE=COMMIT (minutes)
 #   make check      format, lint, docstrings, budget of size and types
-#   make house      measures of the sources next to their budget, and the calls to backward()
+#   make house      measures of the sources next to their budget, calls to backward(), stops of opening a model
 #   make format     what ruff can fix
 #   make docs       the tables of docs/settings.md
 #   make test-gpu   the tests that need a Hopper GPU   (GPU_PYTHON=... for another Python)
@@ -94,6 +94,7 @@ check: $(DEV_STAMP)
 
 house: $(RUN_STAMP)
 	$(BIN)/python tools/house.py --hops
+	$(BIN)/python tools/walk.py
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
