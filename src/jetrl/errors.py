@@ -24,7 +24,7 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def named(key: str) -> Iterator[None]:
-    """Put the setting that names a file in front of errors about that file, or a too long path."""
+    """Name the setting of a file in errors about the file, also if its path is too long."""
     try:
         yield
     except UserError as error:

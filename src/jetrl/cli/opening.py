@@ -14,7 +14,6 @@ from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.models.peft import base_of, is_adapter, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.formats import NVFP4
 from jetrl.runs.directory import RunDirectory
 from jetrl.session.building import build_policy, choose_device, limit_threads, policy_of_masters
 from jetrl.session.compiling import compiled_ahead
@@ -100,8 +99,8 @@ def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None)
     if base is None or plan.frozen_base or not is_nvfp4(hf.model_config(base)):
         return plan
     if preset is None:
-        return PrecisionPlan.from_settings(PrecisionSettings.model_validate({"base": NVFP4.name}))
-    return plan.replace(base=NVFP4.name)
+        return PrecisionPlan.from_settings(PrecisionSettings(base="nvfp4"))
+    return plan.replace(base="nvfp4")
 
 
 def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> Policy:

@@ -166,8 +166,8 @@ def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
             raise UserError(f"{file}: {what}")
     if read.lora_dropout:
         logger.warning("%s: lora_dropout is not applied here", file)
-    named = read.target_modules
-    targets = named if isinstance(named, str) else tuple(named)
+    given = read.target_modules
+    targets = given if isinstance(given, str) else tuple(given)
     targeted = adapted_parts(config, targets, key=f"{file}: target_modules")
     if read.exclude_modules:
         names = [part.module for parts in targeted.values() for part in parts]

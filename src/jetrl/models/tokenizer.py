@@ -86,7 +86,8 @@ def check_tokenizer_files(directory: Path) -> tuple[float, str]:
                 raise UserError(f"{file}: {key}: it could make a text {longest}")
             if key in encoding:
                 longer *= math.prod(factor for kind, factor in stages if kind in _WRITE)
-                where = where or f"{file}: {key}" * (longer > _MUCH)
+                if longer > _MUCH and not where:
+                    where = f"{file}: {key}"
     return longer, where
 
 

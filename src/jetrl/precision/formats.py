@@ -127,7 +127,7 @@ class Format:
         return 2 * math.prod(shape)
 
     def empty(self, shape: Sequence[int], master: Tensor) -> StoredWeight:
-        """Return a weight that is not filled yet, on the device of its master weight."""
+        """Return an uninitialized weight on the device of its master weight."""
         return torch.empty(tuple(shape), dtype=torch.bfloat16, device=master.device)
 
     def round(self, weight: Tensor, scales: ScaleRule, into: StoredWeight | None) -> StoredWeight:
