@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from jetrl.models.families import ModelConfig, parameter_shapes
@@ -58,7 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
     """Return (N, K) of each linear layer of a model of `SHAPES`, as our layers stack them."""
     config = ModelConfig.from_hf(SHAPES[model])
-    shapes = parameter_shapes(dataclasses.replace(config, num_layers=1))
+    shapes = parameter_shapes(config.first_layers(1))
     found = {}
     for name in ("qkv", "o", *config.block.linears):
         rows, columns = shapes[f"layers.0.{name}.weight"]

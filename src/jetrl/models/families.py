@@ -111,6 +111,10 @@ class ModelConfig:
         block = self.block.model_dump().items()
         return dict(chain.from_iterable(block if k == "block" else [(k, v)] for k, v in fields))
 
+    def first_layers(self, count: int) -> ModelConfig:
+        """Return the config of the same decoder with only its first layers."""
+        return dataclasses.replace(self, num_layers=count)
+
     def with_scalar_head(self) -> ModelConfig:
         """Return the config of the same decoder with a scalar head."""
         return dataclasses.replace(self, head="score", tie_word_embeddings=False)

@@ -9,7 +9,6 @@ Legend: T tokens, S sequences, R needed rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -35,7 +34,7 @@ class Policy(Model):
     def first_layers(self, count: int) -> Policy:
         """Return this policy cut to its first layers, sharing all weights, for self-checks."""
         part = copy.copy(self)
-        part.config = dataclasses.replace(self.config, num_layers=count)
+        part.config = self.config.first_layers(count)
         part.decoder = self.decoder.first_layers(count)
         return part
 

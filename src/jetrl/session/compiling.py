@@ -223,7 +223,8 @@ def _small(work: Work) -> Work:
     kinds = [tuple(plan.linear_formats(layer, count).items()) for layer in range(count)]
     needed = min(count, 2 + sum(a != b for a, b in itertools.pairwise(kinds)))
     vocabulary = min(config.vocab_size, _VOCABULARY + config.vocab_size % 128)
-    return replace(work, config=replace(config, num_layers=needed, vocab_size=vocabulary))
+    small = replace(config.first_layers(needed), vocab_size=vocabulary)
+    return replace(work, config=small)
 
 
 def small_policy(work: Work, device: str) -> Policy:
