@@ -224,7 +224,7 @@ def saved_bytes_of_others(bench: LayerBench) -> int:
     heads, fp8 = c.num_heads * c.head_dim, bench.attention.kv != "bf16"
     keys_and_values = 2 * c.num_kv_heads * (c.head_dim + 4 if fp8 else 2 * c.head_dim)
     wide = 2 * c.hidden_size + 3 * heads + 2 * c.num_kv_heads * c.head_dim
-    wide += c.block.kept_values(c.hidden_size, inputs=False)
+    wide += c.layers[0].block.kept_values(c.hidden_size, inputs=False)
     return bench.tokens * (2 * wide + keys_and_values + 4 * c.num_heads + 2 * 4)
 
 

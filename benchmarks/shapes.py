@@ -59,7 +59,7 @@ def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
     config = ModelConfig.from_hf(SHAPES[model])
     shapes = parameter_shapes(config.first_layers(1))
     found = {}
-    for name in ("qkv", "o", *config.block.linears):
+    for name in (*config.layers[0].mixer.linears, *config.layers[0].block.linears):
         rows, columns = shapes[f"layers.0.{name}.weight"]
         found[name] = (rows, columns)
     return found

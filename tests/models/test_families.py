@@ -89,6 +89,31 @@ def test_an_absent_key_has_the_value_that_transformers_gives_it(
     assert config.layers_without_rope == tuple(i for i in range(7) if not rotated[i])
 
 
+def test_the_flat_form_has_the_fields_of_checkpoints() -> None:
+    found = ModelConfig.from_hf(config_json("smollm3", num_hidden_layers=4)).flat()
+    assert found.pop("raw")["model_type"] == "smollm3"
+    assert found == {
+        "family": "smollm3",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 384,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": True,
+        "qkv_bias": False,
+        "qk_norm": False,
+        "max_position_embeddings": 512,
+        "eos_token_ids": (7, 9),
+        "head": "lm",
+        "layers_without_rope": (3,),
+    }
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["llama3", "yarn", "longrope"])
 @pytest.mark.parametrize("key", ["rope_type", "type"])

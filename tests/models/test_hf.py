@@ -78,10 +78,10 @@ def test_round_trip_with_transformers(family: str, tied: bool, shard: str, tmp_p
     heads, halves = parts.get("qkv", ["q", "k", "v"]), parts.get("mlp", ["gate", "up"])
     stacked = torch.cat([theirs[f"{attention}.{part}_proj.weight"] for part in heads])
     assert torch.equal(weights["layers.1.qkv.weight"], stacked)
-    if isinstance(config.block, DenseShape):
+    if isinstance(config.layers[1].block, DenseShape):
         gate_up = torch.cat([theirs[f"{mlp}.{part}_proj.weight"] for part in halves])
         assert torch.equal(weights["layers.1.gate_up.weight"], gate_up)
-    if config.qkv_bias:
+    if config.attention.qkv_bias:
         biases = torch.cat([theirs[f"{attention}.{part}_proj.bias"] for part in "qkv"])
         assert torch.equal(weights["layers.1.qkv.bias"], biases)
     assert ("lm_head.weight" in weights) is not tied

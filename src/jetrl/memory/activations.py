@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jetrl.kernels.attention import backward_lists
 from jetrl.models.adapter import LoRA
-from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
+from jetrl.models.attention import staged_bytes_per_token
+from jetrl.models.block import LayerHalf
 from jetrl.models.families import ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.precision.backend import rows_at_once
-from jetrl.precision.formats import number_format
+from jetrl.precision.formats import key_and_value_formats, number_format
 from jetrl.precision.nvfp4 import FEW_ROWS, ROWS_AT_ONCE, SCALED_ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import FP8_BLOCK
@@ -72,18 +72,21 @@ def product_bytes(
         rows = rows if lora.train_embeddings else 0
         return head, 2 * head, (cards + 1) * whole + rows + 2 * head
     in_bf16 = number_format(plan.train_linear).coded and plan.gradient.coded
-    parameters = parameter_shapes(config)
-    *block, qkv, o = (
-        (2 if in_bf16 else 4) * math.prod(parameters[f"layers.0.{linear}.weight"])
-        for linear in (*config.block.linears, "qkv", "o")
-    )
+    width = 2 if in_bf16 else 4
+
+    def products(half: LayerHalf) -> list[int]:
+        shapes = half.parameter_shapes(config.hidden_size)
+        return [width * math.prod(shapes[f"{linear}.weight"]) for linear in half.linears]
+
+    *earlier, last = products(config.layers[-1].block)
     # While the MLP makes its products: all slices of lm_head's, then the latest with the MLP's.
-    mlp = 2 * block[-1] + (1 if in_bf16 else 2) * sum(block[:-1])
+    mlp = 2 * last + (1 if in_bf16 else 2) * sum(earlier)
     slice_bytes = min(head, _AT_ONCE)
     received = max(_TOGETHER * slice_bytes, (_TOGETHER - 2) * slice_bytes + mlp)
     if tied:  # It is received whole, and waits for the embedding's rows.
         received = max(head, mlp)
-    at_end = rows + (head if tied else 0) + 2 * (sum(block[:-1]) + o + qkv)
+    first = sum(products(config.layers[0].block)[:-1]) + sum(products(config.layers[0].mixer))
+    at_end = rows + (head if tied else 0) + 2 * first
     return head, head + min(received, head + mlp), at_end
 
 
@@ -99,20 +102,15 @@ def kept_bytes(
     With `recomputed` layers save only their two inputs, and backward holds all activations of one
     layer. Each linear of a trained adapter saves its product with A.
     """
-    wide, hidden = _wide(plan), config.hidden_size
-    heads, groups = config.num_heads, config.num_kv_heads
-    # Per token of a layer: Q, K and V, the stored keys and values, and queries, attention's output
-    # and the log-sum-exp.
-    attention = wide * (heads + 2 * groups) * config.head_dim
-    attention += kv_bytes_per_token(config, plan) // config.num_layers
-    attention += 2 * wide * heads * config.head_dim + 4 * heads
+    wide, hidden, kv = _wide(plan), config.hidden_size, key_and_value_formats(plan.kv)
     layers = []
-    for layer in range(config.num_layers):
-        format = plan.linear_format("train", layer, config.num_layers)
+    for number, layer in enumerate(config.layers):
+        format = plan.linear_format("train", number, config.num_layers)
         inputs = not format.coded and lora is None  # others are quantized again
         # Of each norm the residual stream, the inverse rms, and the normalized values.
         entered = wide * hidden * (2 if inputs else 1) + 4
-        layers.append(2 * entered + attention + wide * config.block.kept_values(hidden, inputs))
+        block = wide * layer.block.kept_values(hidden, inputs)
+        layers.append(2 * entered + layer.mixer.kept_bytes(wide, kv) + block)
     if lora is not None:
         for name, shape in lora.shapes(config).items():
             layers[int(name.split(".")[1])] += wide * len(shape.parts) * shape.padded_rank
@@ -151,21 +149,16 @@ def layer_backward_bytes(
     config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, adapted: bool = False
 ) -> int:
     tokens, hidden, format = batch.tokens, config.hidden_size, plan.backward_format
-    if adapted:
-        wide = _nvfp4_product_bytes(config, plan, tokens, backward=True)
-        mlp = config.block.adapted_backward_bytes(hidden, tokens, format, wide)
-    else:
-        mlp = config.block.backward_bytes(hidden, tokens, format, not batch.several, FP8_BLOCK)
-    heads = 2 * (3 * config.num_heads + 4 * config.num_kv_heads) * config.head_dim * tokens
-    sequences = -(-tokens // batch.longest)
-    across = -(-batch.longest // backward_lists.BACKWARD_QUERIES)
-    across *= -(-batch.longest // backward_lists.BACKWARD_KEYS)
-    # The queries of a branch see all keys of their stem, whose sums may be of several parts.
-    met = across if batch.shared else across // 2 + 1
-    ds = config.num_heads * sequences * met * backward_lists.DS_TILE_BYTES
-    if batch.shared:
-        ds += config.num_kv_heads * 2 * 4 * config.head_dim * (tokens + batch.longest)
-    return max(mlp, heads + min(ds, backward_lists.STORED_DS_BYTES))
+    widened = _nvfp4_product_bytes(config, plan, tokens, backward=True) if adapted else 0
+    most = 0
+    for layer in set(config.layers):
+        if adapted:
+            block = layer.block.adapted_backward_bytes(hidden, tokens, format, widened)
+        else:
+            block = layer.block.backward_bytes(hidden, tokens, format, not batch.several, FP8_BLOCK)
+        mixer = layer.mixer.backward_bytes(tokens, batch.longest, batch.shared)
+        most = max(most, block, mixer)
+    return most
 
 
 def last_bytes(
@@ -185,19 +178,18 @@ def last_bytes(
 def forward_bytes(
     config: ModelConfig, plan: PrecisionPlan, tokens: int, contexts: int = 0, adapted: bool = False
 ) -> int:
-    """Return the maximum bytes of a forward without gradients or logits: of MLP or attention.
+    """Return the maximum bytes of a forward without gradients or logits: of a block or a mixer.
 
     Attention stages keys and values of `contexts` tokens in 16 bits (0: only the forward's own) and
     keeps the state of finished splits. Adapters read BF16 values in addition to codes.
     """
     wide, hidden = _wide(plan), config.hidden_size
-    heads, groups = config.num_heads, config.num_kv_heads
-    mlp = wide * config.block.forward_values(hidden, adapted)
-    attention = wide * (3 * hidden + (3 * heads + 6 * groups) * config.head_dim)
-    attention += 4 * heads * config.head_dim
+    layers = set(config.layers)
+    block = max(wide * layer.block.forward_values(hidden, adapted) for layer in layers)
+    mixer = max(layer.mixer.forward_bytes(hidden, wide) for layer in layers)
     earlier = max(0, contexts - tokens) * staged_bytes_per_token(config, plan)
     product = _nvfp4_product_bytes(config, plan, tokens)
-    return max(tokens * mlp, tokens * attention + earlier) + product
+    return max(tokens * block, tokens * mixer + earlier) + product
 
 
 def _wide(plan: PrecisionPlan) -> int:
@@ -216,7 +208,7 @@ def _nvfp4_product_bytes(
     shapes, coded = parameter_shapes(config), is_nvfp4(config)
     most, rows = 0, min(tokens, ROWS_AT_ONCE)
     for name, parts in stored_tensors(config).items():
-        if not parts[0].linear_weight or not name.startswith("layers.0."):
+        if not parts[0].linear_weight:
             continue
         num_rows, num_columns = shapes[name]
         own_scales = coded and len(parts) > 1

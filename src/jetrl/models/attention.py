@@ -28,17 +28,14 @@ from jetrl.precision.quantize import QTensor
 
 def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
     """Return the bytes of keys and values of one token in all layers, scales included."""
-    sizes = [format.head_bytes(config.head_dim) for format in key_and_value_formats(plan.kv)]
-    return config.num_layers * config.num_kv_heads * sum(sizes)
+    kv = key_and_value_formats(plan.kv)
+    return sum(layer.mixer.cached_bytes(kv) for layer in config.layers)
 
 
 def staged_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
-    """Return the bytes of one token's key and value in one layer as a GPU's attention stages them.
-
-    Attention over prompts reads 16-bit keys and values, and the factors of keys with scales.
-    """
-    factors = 4 * 4 if key_and_value_formats(plan.kv)[0].code else 0
-    return config.num_kv_heads * (2 * 2 * config.head_dim + factors)
+    """Return the maximum bytes per token that a layer stages on a GPU to read the cache."""
+    kv = key_and_value_formats(plan.kv)
+    return max(layer.mixer.staged_bytes(kv) for layer in config.layers)
 
 
 class KeyValues(Protocol):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # torch comes with it, which `jetrl init --help` does not nee
     from jetrl.precision.formats import Format
 
 
-class Block(Stored, ABC, extra="ignore"):
-    """The base class of records.
+class LayerHalf(Stored, ABC, extra="ignore"):
+    """The base class of the records of blocks and of mixers (`models.mixer`).
 
     A field without a default is required in config.json; its example is the value of a tiny model.
     A field with a default has transformers' default for the family if the key is absent.
@@ -46,11 +46,20 @@ class Block(Stored, ABC, extra="ignore"):
 
     @abstractmethod
     def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter by its name in a layer, `post_norm.weight` first."""
+        """Return the shape of each parameter by its name in a layer, its norm's first."""
 
     @abstractmethod
     def stored_names(self, fused: bool) -> dict[str, tuple[str, ...]]:
-        """Return the modules that each weight stacks, in equal rows; Phi-3 stores them `fused`."""
+        """Return the modules that each weight stacks; Phi-3 stores them `fused`."""
+
+    @property
+    def stored_rows(self) -> dict[str, tuple[int, ...]]:
+        """The rows of the modules that a weight stacks, by its name; if absent, they are equal."""
+        return {}
+
+
+class Block(LayerHalf):
+    """The base class of records of blocks."""
 
     @abstractmethod
     def kept_values(self, hidden: int, inputs: bool) -> int:

@@ -23,7 +23,7 @@ Positions = Annotated[int, Field(ge=1, le=2**40)]
 Positive = Annotated[float, Field(gt=0, le=1e30)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Theta = Annotated[float, Field(gt=1, le=1e30)]
-LayerTypes = Annotated[list[Literal["full_attention"]], Field(max_length=MOST_LAYERS)]
+LayerTypes = Annotated[list[Name], Field(max_length=MOST_LAYERS)]
 Off = Literal[False, None]  # a switch whose other state this decoder does not compute
 
 
@@ -54,7 +54,7 @@ class Named(Stored):
 
 
 class HfConfig(Named):
-    """The contents of config.json without its block's, with a family's defaults filled in.
+    """The contents of config.json that all families share, with a family's defaults filled in.
 
     `rope_scaling` is the rotary rule of transformers 4, `rope_parameters` that of 5;
     `original_max_position_embeddings` is llama3's original context. SmolLM3 has `no_rope_layers`, 0

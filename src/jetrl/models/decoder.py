@@ -56,12 +56,13 @@ class DecoderLayer(nn.Module):
         self.index, self.config = index, config
         name, eps = f"layers.{index}", config.rms_norm_eps
         formats = weights.plan.linear_formats(index, config.num_layers)
+        attention, block = config.attention, config.layers[index].block
         self.input_norm = weights.norm(f"{name}.input_norm", eps)
-        self.q_norm = weights.norm(f"{name}.q_norm", eps) if config.qk_norm else None
-        self.k_norm = weights.norm(f"{name}.k_norm", eps) if config.qk_norm else None
-        self.qkv = weights.linear(f"{name}.qkv", formats, config.qkv_bias)
+        self.q_norm = weights.norm(f"{name}.q_norm", eps) if attention.qk_norm else None
+        self.k_norm = weights.norm(f"{name}.k_norm", eps) if attention.qk_norm else None
+        self.qkv = weights.linear(f"{name}.qkv", formats, attention.qkv_bias)
         self.o = weights.linear(f"{name}.o", formats)
-        self.block = BLOCKS[type(config.block)](name, config, weights, formats)
+        self.block = BLOCKS[type(block)](name, config, weights, formats)
 
     def forward(
         self,
@@ -201,11 +202,10 @@ class Decoder(nn.Module):
         """
         x = embed(token_ids, self.embedding, self.weights.gradients)
         tell(self.trace, "embed", x)
-        delta = None
+        delta, still = None, self.config.layers_without_rope
         for index, layer in enumerate(self.layers):
             last = layer is self.layers[-1]
-            rotated = layer.index not in self.config.layers_without_rope
-            table = self.rotary_table if rotated else self.still_table
+            table = self.still_table if layer.index in still else self.rotary_table
             exponents = None if self.exponents is None else self.exponents[index]
             arguments = (x, delta, positions, table, exponents, kv, side, self.trace, last)
             x, delta = (

@@ -1,7 +1,8 @@
 """The model families as data: the differences between Qwen3, Llama 3, Mistral, ...
 
-All are the same pre-norm decoder with grouped-query attention, rotary positions and a block
-(block.py). `FAMILIES` has the differences; the rest is read from a Hugging Face config.json.
+All are the same pre-norm decoder; each of its layers is a mixer (mixer.py: grouped-query attention
+with rotary positions) and a block (block.py). `FAMILIES` has the differences; the rest is read from
+a Hugging Face config.json.
 
 Rotary frequencies may be stretched by the llama3 or YaRN rule (rope.py). A config.json that asks
 for something this decoder does not compute (another architecture, a sliding window, an attention
@@ -22,7 +23,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -32,6 +33,7 @@ from jetrl.errors import UserError
 from jetrl.files import checked, printable, shown_value
 from jetrl.models.block import Block, DenseShape
 from jetrl.models.config_schema import HF_CONFIG, NAMED, HfConfig, Named
+from jetrl.models.mixer import AttentionShape, Mixer
 from jetrl.models.rope import TYPES, Scaling, read_rope
 
 
@@ -39,6 +41,7 @@ from jetrl.models.rope import TYPES, Scaling, read_rope
 class Family:
     """The switches and defaults that a family's models share.
 
+    `mixers` has the records of mixers by their names in `layer_types`, in addition to attention.
     A `fused` checkpoint keeps Q, K and V in one tensor, and gate and up in another.
     `window_in_use`: a `sliding_window` applies without `use_sliding_window`. `rope_types` are the
     rules that transformers computes as named: phi3's `yarn` and `su` are old names of longrope.
@@ -46,6 +49,7 @@ class Family:
 
     architecture: str
     block: type[Block] = DenseShape
+    mixers: Mapping[str, type[Mixer]] = field(default_factory=dict)
     qkv_bias: bool = False
     qk_norm: bool = False
     fused: bool = False
@@ -66,15 +70,32 @@ Head = Literal["lm", "score"]
 (ForSequenceClassification with one label)."""
 
 _LM, _SCORE = "ForCausalLM", "ForSequenceClassification"  # endings of an architecture's name
+_ATTENTION = "full_attention"  # in `layer_types`
 _SMALL_TABLE = 2**29  # bytes of a table of rotary positions that any model may have
 _MOST_TOKENS = 2**31  # of a vocabulary
 _DEFAULTED = {"rms_norm_eps", "rope_theta", "hidden_act"}
+_FLAT = (  # the order of `ModelConfig.flat`; at "layers" are the keys of blocks and other mixers
+    *("family", "vocab_size", "hidden_size", "layers", "num_layers", "num_heads", "num_kv_heads"),
+    *("head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "tie_word_embeddings"),
+    *("qkv_bias", "qk_norm", "max_position_embeddings", "eos_token_ids", "raw", "head"),
+    "layers_without_rope",
+)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer of the decoder; `rotates`: its attention rotates heads by their positions."""
+
+    mixer: Mixer
+    block: Block
+    rotates: bool = True
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The sizes and switches of a decoder.
 
+    Layers with attention all have the same heads: the keys and values of all share their pages.
     `family` is a key of `FAMILIES`. `eos_token_ids` are those of config.json;
     generation_config.json may add to them (`hf.eos_token_ids`).
     """
@@ -82,22 +103,15 @@ class ModelConfig:
     family: str
     vocab_size: int
     hidden_size: int
-    block: Block
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerShape, ...]
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Scaling | None
     tie_word_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     raw: Mapping[str, Any] = field(repr=False, compare=False)
     head: Head = "lm"
-    layers_without_rope: tuple[int, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -105,15 +119,44 @@ class ModelConfig:
         causal = FAMILIES[self.family].architecture
         return causal if self.head == "lm" else causal.removesuffix(_LM) + _SCORE
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> AttentionShape:
+        """The mixer of the first layer with attention."""
+        return next(x.mixer for x in self.layers if isinstance(x.mixer, AttentionShape))
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def layers_without_rope(self) -> tuple[int, ...]:
+        return tuple(i for i, layer in enumerate(self.layers) if not layer.rotates)
+
     def flat(self) -> dict[str, Any]:
-        """Return the fields as checkpoints store them, the block's by its config.json keys."""
-        fields = dataclasses.asdict(self).items()
-        block = self.block.model_dump().items()
-        return dict(chain.from_iterable(block if k == "block" else [(k, v)] for k, v in fields))
+        """Return the fields as checkpoints store them, with those of blocks and mixers."""
+        names = ("num_layers", "layers_without_rope")
+        values = dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
+        del values["layers"]
+        for layer in self.layers:
+            values |= layer.block.model_dump() | layer.mixer.model_dump()
+        place = {name: index for index, name in enumerate(_FLAT)}
+        return {n: values[n] for n in sorted(values, key=lambda n: place.get(n, place["layers"]))}
 
     def first_layers(self, count: int) -> ModelConfig:
         """Return the config of the same decoder with only its first layers."""
-        return dataclasses.replace(self, num_layers=count)
+        return dataclasses.replace(self, layers=self.layers[:count])
 
     def with_scalar_head(self) -> ModelConfig:
         """Return the config of the same decoder with a scalar head."""
@@ -132,34 +175,21 @@ class ModelConfig:
                 f"{hf.max_position_embeddings}; set it to null (absent, it is transformers' "
                 "default) if full attention is meant"
             )
-        num_heads = hf.num_attention_heads
-        num_kv_heads = hf.num_key_value_heads or num_heads
-        if num_heads % num_kv_heads:
-            raise UserError(
-                f"config.json: num_attention_heads = {num_heads} is not a multiple of "
-                f"num_key_value_heads = {num_kv_heads}"
-            )
+        layers = _layers(hf, values, family)
         rope_theta, rope_scaling = read_rope(hf, shared.rope_types)
         model = cls(
             family=family,
             vocab_size=hf.vocab_size,
             hidden_size=hf.hidden_size,
-            block=checked(TypeAdapter(shared.block), values, "config.json"),
-            num_layers=hf.num_hidden_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(hf),
+            layers=layers,
             rms_norm_eps=hf.rms_norm_eps,
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             tie_word_embeddings=head == "lm" and bool(hf.tie_word_embeddings),
-            qkv_bias=shared.qkv_bias,
-            qk_norm=shared.qk_norm,
             max_position_embeddings=hf.max_position_embeddings,
             eos_token_ids=token_ids(config.get("eos_token_id"), "config.json: eos_token_id"),
             raw=dict(config),
             head=head,
-            layers_without_rope=_layers_without_rope(hf, family),
         )
         _check_positions(model)
         return model
@@ -177,7 +207,9 @@ def defaults(family: str) -> Mapping[str, Any]:
         parameters = inspect.signature(base.__init__).parameters.items()  # type: ignore[misc]
         known |= {name: p.default for name, p in parameters if p.default is not p.empty}
     known["rope_theta"] = kind().rope_parameters["rope_theta"]
-    fields = {**HfConfig.model_fields, **FAMILIES[family].block.model_fields}
+    fields = dict(HfConfig.model_fields)
+    for half in (FAMILIES[family].block, *FAMILIES[family].mixers.values()):
+        fields |= half.model_fields
     # Sizes have to be there, though transformers has defaults: a file without is damaged.
     sizes = {key for key, field in fields.items() if field.is_required()} - _DEFAULTED
     return {key: known[key] for key in known.keys() & fields.keys() - sizes}
@@ -185,21 +217,12 @@ def defaults(family: str) -> Mapping[str, Any]:
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return each parameter's shape by our name, in forward order; linear weights are [out, in]."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    heads = config.num_heads + 2 * config.num_kv_heads
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"layers.{layer}"
-        shapes[f"{prefix}.input_norm.weight"] = (hidden,)
-        shapes[f"{prefix}.qkv.weight"] = (heads * head_dim, hidden)
-        if config.qkv_bias:
-            shapes[f"{prefix}.qkv.bias"] = (heads * head_dim,)
-        if config.qk_norm:
-            shapes[f"{prefix}.q_norm.weight"] = (head_dim,)
-            shapes[f"{prefix}.k_norm.weight"] = (head_dim,)
-        shapes[f"{prefix}.o.weight"] = (hidden, config.num_heads * head_dim)
-        block = config.block.parameter_shapes(hidden)
-        shapes |= {f"{prefix}.{name}": shape for name, shape in block.items()}
+    for number, layer in enumerate(config.layers):
+        for half in (layer.mixer, layer.block):
+            own = half.parameter_shapes(hidden).items()
+            shapes |= {f"layers.{number}.{name}": shape for name, shape in own}
     shapes["norm.weight"] = (hidden,)
     if config.head == "score":
         shapes["score.weight"] = (1, hidden)
@@ -294,18 +317,49 @@ def _asks(part: Mapping[str, Any], key: str) -> bool:
     return bool(value) and not as_here
 
 
-def _head_dim(config: HfConfig) -> int:
-    """Return the head size of a config.json; by default hidden_size / num_attention_heads."""
-    hidden_size, num_heads = config.hidden_size, config.num_attention_heads
-    if config.head_dim is None and hidden_size % num_heads:
+def _layers(hf: HfConfig, values: Mapping[str, Any], family: str) -> tuple[LayerShape, ...]:
+    """Return the layers of a config.json, whose `values` include a family's defaults."""
+    shared, count = FAMILIES[family], hf.num_hidden_layers
+    block = checked(TypeAdapter(shared.block), values, "config.json")
+    mixers: dict[str, Mixer] = {_ATTENTION: _attention(hf, shared)}
+    for kind, record in shared.mixers.items():
+        mixers[kind] = checked(TypeAdapter(record), values, "config.json")
+    kinds, without_rope = hf.layer_types or [], _layers_without_rope(hf, family)
+    for number, kind in enumerate(kinds):
+        if kind not in mixers:
+            what = f"config.json: layer_types.{number} = {shown_value(kind)}"
+            raise UserError(f"{what}: should be {' or '.join(map(repr, mixers))}")
+    every = [*kinds, *[_ATTENTION] * count][:count]
+    return tuple(
+        LayerShape(mixers[kind], block, number not in without_rope)
+        for number, kind in enumerate(every)
+    )
+
+
+def _attention(hf: HfConfig, shared: Family) -> AttentionShape:
+    """Return the attention of a config.json; by default heads of hidden_size / their number."""
+    hidden_size, num_heads = hf.hidden_size, hf.num_attention_heads
+    num_kv_heads = hf.num_key_value_heads or num_heads
+    if num_heads % num_kv_heads:
+        raise UserError(
+            f"config.json: num_attention_heads = {num_heads} is not a multiple of "
+            f"num_key_value_heads = {num_kv_heads}"
+        )
+    if hf.head_dim is None and hidden_size % num_heads:
         raise UserError(
             f"config.json: hidden_size = {hidden_size} is not a multiple of "
             f"num_attention_heads = {num_heads}, and head_dim is not given"
         )
-    head_dim = config.head_dim or hidden_size // num_heads
+    head_dim = hf.head_dim or hidden_size // num_heads
     if head_dim % 2:
         raise UserError(f"config.json: head_dim = {head_dim} is odd; rotary positions need pairs")
-    return head_dim
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        qkv_bias=shared.qkv_bias,
+        qk_norm=shared.qk_norm,
+    )
 
 
 def _layers_without_rope(config: HfConfig, family: str) -> tuple[int, ...]:
@@ -339,13 +393,6 @@ _WHOLE = {
     "norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
     "score.weight": "score.weight",
-}
-_IN_LAYER = {
-    "input_norm": ("input_layernorm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-    "o": ("self_attn.o_proj",),
 }
 
 
@@ -384,14 +431,12 @@ def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Stor
     if name in _WHOLE:
         return (StoredTensor(_WHOLE[name], shape, None, False),)
     _, number, module, kind = name.split(".")
-    fused = FAMILIES[config.family].fused
-    names = {**_IN_LAYER, **config.block.stored_names(fused)}[module]
-    rows = [shape[0] // len(names)] * len(names)
-    if module == "qkv":
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        names = ("self_attn.qkv_proj",) if fused else names  # of Phi-3 and Phi-4
-        rows = [shape[0]] if fused else [query, key, key]
-    linear = kind == "weight" and module in ("qkv", "o", *config.block.linears)
+    layer, fused = config.layers[int(number)], FAMILIES[config.family].fused
+    half = next(x for x in (layer.mixer, layer.block) if module in x.stored_names(fused))
+    names = half.stored_names(fused)[module]
+    rows = half.stored_rows.get(module) if len(names) > 1 else None
+    rows = rows or (shape[0] // len(names),) * len(names)
+    linear = kind == "weight" and module in half.linears
     prefix = f"model.layers.{number}"
     starts = accumulate(rows, initial=0)
     return tuple(

@@ -36,14 +36,15 @@ def key_exponents(
 
     A model on device "meta" has no weights: its exponents are zeros.
     """
+    attention = config.attention
     if device.type == "meta":
         shape = config.num_layers, config.num_kv_heads, config.head_dim // 2
         return torch.zeros(shape, dtype=torch.int8)
     layers = [
         pair_exponents(
             weight=_key_rows(weights[f"layers.{i}.qkv.weight"], config),
-            bias=_key_rows(weights[f"layers.{i}.qkv.bias"], config) if config.qkv_bias else None,
-            norm=_float64(weights[f"layers.{i}.k_norm.weight"]) if config.qk_norm else None,
+            bias=_key_rows(weights[f"layers.{i}.qkv.bias"], config) if attention.qkv_bias else None,
+            norm=_float64(weights[f"layers.{i}.k_norm.weight"]) if attention.qk_norm else None,
             num_heads=config.num_kv_heads,
         )
         for i in range(config.num_layers)

@@ -43,7 +43,8 @@ class RandomWeights(CodedWeights):
             raise UserError(f"seed {shown_value(seed)}: a seed has 64 bits")
         self._std = float(config.raw.get("initializer_range") or _DEFAULT_STD)
         self._num_layers = config.num_layers
-        self._residual = (".o.weight", f".{config.block.linears[-1]}.weight")
+        halves = [half for x in config.layers for half in (x.mixer, x.block)]
+        self._residual = tuple({f".{half.linears[-1]}.weight" for half in halves})
         self._shapes, self._device = parameter_shapes(config), device
         super().__init__(self._shapes, self._drawn)
         outline = torch.device(device).type == "meta"  # shapes without values

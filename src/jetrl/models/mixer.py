@@ -1,0 +1,128 @@
+"""The mixer of a decoder layer, the half in which a token reads earlier ones: weights and costs.
+
+A kind of mixer is a record here and a module, paired by `models.decoder.MIXERS`, as a kind of block
+is (`models.block`, which has the rules for weights). Attention is one. Its keys of config.json are
+those that all families share, so `families` makes its record; the fields of another record are its
+own keys, and a family names it by its entry in `layer_types` (`Family.mixers`). Nothing else names
+a weight of a mixer. No torch.
+
+Legend: D hidden size, H query heads, G key-value heads.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from jetrl.kernels.attention import backward_lists
+from jetrl.models.block import LayerHalf
+
+if TYPE_CHECKING:  # as in `models.block`
+    from jetrl.precision.formats import Format
+
+    KVFormats = tuple[Format, Format]  # of keys and of values, as a cache stores them
+
+
+class Mixer(LayerHalf):
+    """The base class of records of mixers.
+
+    `wide` is the bytes of an activation.
+    """
+
+    @abstractmethod
+    def cached_bytes(self, kv: KVFormats) -> int:
+        """Return the bytes per token that the layer stores in pages of the cache."""
+
+    @abstractmethod
+    def staged_bytes(self, kv: KVFormats) -> int:
+        """Return the bytes per token that a GPU's forward over prompts stages to read the cache."""
+
+    @abstractmethod
+    def kept_bytes(self, wide: int, kv: KVFormats) -> int:
+        """Return the bytes per token saved for backward, without the norm's output."""
+
+    @abstractmethod
+    def forward_bytes(self, hidden: int, wide: int) -> int:
+        """Return the maximum bytes per token held by a forward without gradients."""
+
+    @abstractmethod
+    def backward_bytes(self, tokens: int, longest: int, shared: bool) -> int:
+        """Return the maximum bytes that backward holds on top of the saved activations.
+
+        `longest`: tokens of the longest sequence. `shared`: sequences may share first tokens.
+        """
+
+
+class AttentionShape(Mixer):
+    """Grouped-query attention: y = o(attention(q, k, v)), q, k, v = qkv(x).
+
+    `qkv` stacks the query heads, the key heads and the values for one GEMM.
+
+    Attributes:
+        qkv_bias: `qkv` has a bias.
+        qk_norm: Query and key heads have a norm each, before the rotation.
+    """
+
+    linears = ("qkv", "o")
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    qk_norm: bool
+
+    @property
+    def stored_rows(self) -> dict[str, tuple[int, ...]]:
+        keys = self.num_kv_heads * self.head_dim
+        return {"qkv": (self.num_heads * self.head_dim, keys, keys)}
+
+    def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        rows = sum(self.stored_rows["qkv"])
+        shapes = {"input_norm.weight": (hidden,), "qkv.weight": (rows, hidden)}
+        if self.qkv_bias:
+            shapes["qkv.bias"] = (rows,)
+        if self.qk_norm:
+            shapes["q_norm.weight"] = shapes["k_norm.weight"] = (self.head_dim,)
+        shapes["o.weight"] = (hidden, self.num_heads * self.head_dim)
+        return shapes
+
+    def stored_names(self, fused: bool) -> dict[str, tuple[str, ...]]:
+        qkv = ("qkv",) if fused else ("q", "k", "v")
+        return {
+            "input_norm": ("input_layernorm",),
+            "qkv": tuple(f"self_attn.{name}_proj" for name in qkv),
+            "q_norm": ("self_attn.q_norm",),
+            "k_norm": ("self_attn.k_norm",),
+            "o": ("self_attn.o_proj",),
+        }
+
+    def cached_bytes(self, kv: KVFormats) -> int:
+        return self.num_kv_heads * sum(format.head_bytes(self.head_dim) for format in kv)
+
+    def staged_bytes(self, kv: KVFormats) -> int:
+        # 16-bit keys and values, and the factors of keys with scales.
+        factors = 4 * 4 if kv[0].code else 0
+        return self.num_kv_heads * (2 * 2 * self.head_dim + factors)
+
+    def kept_bytes(self, wide: int, kv: KVFormats) -> int:
+        # Q, K and V; keys and values as stored; queries, attention's output and the log-sum-exp.
+        queries = self.num_heads * self.head_dim
+        stored = self.cached_bytes(kv)
+        return (
+            wide * sum(self.stored_rows["qkv"]) + stored + 2 * wide * queries + 4 * self.num_heads
+        )
+
+    def forward_bytes(self, hidden: int, wide: int) -> int:
+        queries, keys, _ = self.stored_rows["qkv"]
+        return wide * (3 * hidden + 3 * queries + 6 * keys) + 4 * queries
+
+    def backward_bytes(self, tokens: int, longest: int, shared: bool) -> int:
+        queries, keys, _ = self.stored_rows["qkv"]
+        across = -(-longest // backward_lists.BACKWARD_QUERIES)
+        across *= -(-longest // backward_lists.BACKWARD_KEYS)
+        # The queries of a branch see all keys of their stem, whose sums may be of several parts.
+        met = across if shared else across // 2 + 1
+        ds = self.num_heads * -(-tokens // longest) * met * backward_lists.DS_TILE_BYTES
+        if shared:
+            ds += 2 * 4 * keys * (tokens + longest)
+        return 2 * (3 * queries + 4 * keys) * tokens + min(ds, backward_lists.STORED_DS_BYTES)
