@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jetrl.kernels.sampling import (
-    NOISE_COUNTER,
-    _keep_most_probable,
-    _philox_words,
-    normal_noise,
-    random_bits,
-    sample,
-)
+from jetrl.kernels.allowed_tokens import allowed_tokens, allows_all
+from jetrl.kernels.sampling import NOISE_COUNTER, _philox_words, normal_noise, random_bits, sample
 
 
 def draw(logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -103,8 +97,9 @@ def test_filters_keep_what_a_naive_filter_keeps(
             kept[i] = weights[i]
         before += int(weights[i])
     options = torch.tensor([top_p], dtype=torch.float32), torch.tensor([top_k])
-    (filtered,) = _keep_most_probable(torch.from_numpy(weights)[None], *options)
-    assert filtered.tolist() == kept.tolist()
+    (allowed,) = allowed_tokens(torch.from_numpy(weights)[None], *options)
+    assert np.where(allowed, weights, 0).tolist() == kept.tolist()
+    assert allows_all(top_p, top_k) <= bool(allowed.all())
     # Neither the smallest nor the largest bits draw a token that the filters exclude.
     for bits in (0, 2**53 - 1):
         tokens, _, lse = sample(

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.kernels.allowed_tokens import allowed_tokens
 from jetrl.kernels.backend import kernels_of
 from jetrl.kernels.logprob import log_softmax_parts
 from jetrl.precision.exact import log_positive
@@ -66,7 +67,7 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row of logits, float32 [R, V], without waiting for the device.
 
-    top_k and top_p keep the most probable tokens, lower ids first among equals.
+    `kernels.allowed_tokens` says which tokens top_k and top_p exclude.
 
     Args:
         bits: int64 [R] from `random_bits`; for -1 the draw is an arbitrary token.
@@ -74,7 +75,7 @@ def sample(
             log-probs of temperature 1.
         top_p: float32 [R], 1 for off.
         top_k: int64 [R], 0 for off.
-        filtered: whether any row uses top_p or top_k.
+        filtered: whether any row excludes a token (`allows_all`).
 
     Returns:
         Token ids int64 [R]; their log-probs float32 [R] under the full distribution; the row's
@@ -88,7 +89,7 @@ def sample(
     shifted, mass, lse = log_softmax_parts(logits, scale)
     weights = (mass.double() * _WEIGHT_ONE).round_().long()
     if filtered:
-        weights = _keep_most_probable(weights, top_p, top_k)
+        weights = torch.where(allowed_tokens(weights, top_p, top_k), weights, 0)
     # Inverse CDF: the first token at which the cumulative weight passes the target is drawn.
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
@@ -97,19 +98,6 @@ def sample(
     drawn = (cumulative <= torch.minimum(target, total - 1)).sum(-1)
     tokens = torch.where(greedy, logits.argmax(-1), drawn).clamp(max=logits.shape[-1] - 1)
     return tokens, (shifted.gather(-1, tokens[:, None]) - lse).squeeze(-1), lse.squeeze(-1)
-
-
-def _keep_most_probable(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Return weights [R, V], 0 for tokens that top_k or, among the rest, top_p excludes."""
-    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(weights.shape[-1], device=weights.device)
-    limit = torch.where(top_k > 0, top_k, weights.shape[-1])[:, None]
-    ordered = torch.where(rank < limit, ordered, 0)
-    before = ordered.cumsum(-1) - ordered
-    total = ordered.sum(-1, keepdim=True)
-    needed = torch.where(top_p < 1, top_p.double() * total[:, 0].double(), torch.inf)[:, None]
-    ordered = torch.where((before.double() < needed) | (rank == 0), ordered, 0)
-    return torch.zeros_like(weights).scatter_(-1, order, ordered)
 
 
 _LOW_WORD = 0xFFFFFFFF

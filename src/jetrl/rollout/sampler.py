@@ -1,8 +1,8 @@
 """The draw of tokens from logits, for prompts and for decode.
 
-`kernels.sampling.sample` applies top_p and top_k for every path. The random bits of a draw are a
-function of only (seed, the sequence's key, the position of the drawn token), so a sequence is the
-same in any batch, after a pre-emption, and next to any others.
+`kernels.sampling.sample` applies top_p and top_k for every path (`kernels.allowed_tokens`). The
+random bits of a draw are a function of only (seed, the sequence's key, the position of the drawn
+token), so a sequence is the same in any batch, after a pre-emption, and next to any others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetrl.kernels.allowed_tokens import allows_all
 from jetrl.kernels.sampling import sample, with_noise
 from jetrl.rollout.launched_step import to_device
 from jetrl.types import SamplingParams
@@ -64,7 +65,7 @@ def _columns(params: Sequence[SamplingParams]) -> list[Tensor]:
 
 def filters(params: Iterable[SamplingParams]) -> bool:
     """Return whether any of the parameters forbids a token."""
-    return any(p.top_p < 1 or p.top_k > 0 for p in params)
+    return not all(allows_all(p.top_p, p.top_k) for p in params)
 
 
 def chunks_of_draws(count: int, logits: Tensor) -> Iterator[slice]:

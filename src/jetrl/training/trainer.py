@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.kernels.allowed_tokens import allows_all
 from jetrl.models.model import Model
 from jetrl.models.packed import upload
 from jetrl.models.policy import Policy
@@ -239,7 +240,7 @@ class Trainer:
 def _trains_on_all_draws(settings: Settings, objective: Objective) -> bool:
     """Return whether tokens come from the policy's whole distribution, and all are trained on."""
     rollout = settings.rollout
-    whole = rollout.temperature > 0 and rollout.top_p == 1 and rollout.top_k == 0
+    whole = rollout.temperature > 0 and allows_all(rollout.top_p, rollout.top_k)
     chosen = objective.dynamic_sampling or settings.data.batch != "all" or rollout.oversample > 0
     return whole and not chosen
 
