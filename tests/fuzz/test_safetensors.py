@@ -36,8 +36,7 @@ def file(directory):
 
 
 def load(directory):
-    with hf.open_weights(directory, MODEL) as stored:
-        weights = dict(stored)
+    weights = dict(hf.open_weights(directory, MODEL))
     assert {name: tuple(w.shape) for name, w in weights.items()} == parameter_shapes(MODEL)
     for weight in weights.values():
         weight.double().sum()  # every byte of it can be read

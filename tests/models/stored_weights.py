@@ -33,8 +33,7 @@ def our_config(family: str = "qwen3", tied: bool = False, **sizes: Any) -> Model
 
 def read_model(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     config = model_config(path)
-    with open_weights(path, config) as weights:
-        return config, dict(weights)
+    return config, dict(open_weights(path, config))
 
 
 def change_tensors(

@@ -62,21 +62,21 @@ def test_values_and_codes_are_the_files(
     config = hf.model_config(path)
     packed = "_packed" if layout == "compressed-tensors" else ""
     linears = 0
-    with hf.open_weights(path, config) as weights:
-        for name, parts in stored_tensors(config).items():
-            names = [part.name for part in parts]
-            if not parts[0].linear_weight or names[0] not in widened:
-                assert weights.codes(name) is None
-                assert torch.equal(weights[name], torch.cat([stored[part] for part in names]))
-                continue
-            linears += 1
-            assert torch.equal(weights[name], torch.cat([widened[part] for part in names]))
-            codes = weights.codes(name)
-            assert isinstance(codes, NVFP4Tensor)
-            assert torch.equal(codes.codes, torch.cat([stored[part + packed] for part in names]))
-            scales = torch.cat([stored[f"{part}_scale"].view(torch.uint8) for part in names])
-            assert torch.equal(codes.scales.view(torch.uint8), scales)
-            assert bool(codes.rows) == (apart and len(parts) > 1)
+    weights = hf.open_weights(path, config)
+    for name, parts in stored_tensors(config).items():
+        names = [part.name for part in parts]
+        if not parts[0].linear_weight or names[0] not in widened:
+            assert weights.codes(name) is None
+            assert torch.equal(weights[name], torch.cat([stored[part] for part in names]))
+            continue
+        linears += 1
+        assert torch.equal(weights[name], torch.cat([widened[part] for part in names]))
+        codes = weights.codes(name)
+        assert isinstance(codes, NVFP4Tensor)
+        assert torch.equal(codes.codes, torch.cat([stored[part + packed] for part in names]))
+        scales = torch.cat([stored[f"{part}_scale"].view(torch.uint8) for part in names])
+        assert torch.equal(codes.scales.view(torch.uint8), scales)
+        assert bool(codes.rows) == (apart and len(parts) > 1)
     assert linears == 4 * config.num_layers
 
 

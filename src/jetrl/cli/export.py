@@ -12,7 +12,6 @@ For example:
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,8 +97,8 @@ def _widen(args: argparse.Namespace, path: Path) -> None:
     config = hf.model_config(path)
     tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
     files = (tokenizer, hf.read_generation_config(path))
-    with hf.open_weights(path, config, choose_device(args.device)) as weights:
-        hf.save_model(args.out, config, weights, args.dtype, *files, overwrite=args.overwrite)
+    weights = hf.open_weights(path, config, choose_device(args.device))
+    hf.save_model(args.out, config, weights, args.dtype, *files, overwrite=args.overwrite)
     print(f"wrote {args.out} ({args.dtype}, dequantized from the NVFP4 of {path})")
 
 
@@ -150,22 +149,20 @@ def _merge(args: argparse.Namespace) -> None:
     from jetrl.session.building import choose_device
 
     parts, device = _merged_parts(args), torch.device(choose_device(args.device))
-    opened: contextlib.AbstractContextManager[Mapping[str, Tensor]]
+    base: Mapping[str, Tensor]
     if parts.base is None:
-        opened = contextlib.nullcontext(_random_weights(args, parts.base_config, device))
+        base = _random_weights(args, parts.base_config, device)
     else:
-        opened = hf.open_weights(parts.base, parts.base_config, device)
+        base = hf.open_weights(parts.base, parts.base_config, device)
     generation = None if parts.base is None else hf.read_generation_config(parts.base)
     files = (parts.tokenizer, generation)
-    with opened as base:
-        if parts.adapter is not None:
-            parts.adapter.check_base(stored_base_digest(parts.config, base))
-        merged = MergedWeights(parts.config, parts.lora, base, parts.masters, device)
-        how: dict[str, Any] = {"dithered": "linears", "overwrite": args.overwrite}
-        hf.save_model(args.out, parts.config, merged, args.dtype, *files, **how)
-        loss = merged.fp8_loss()
+    if parts.adapter is not None:
+        parts.adapter.check_base(stored_base_digest(parts.config, base))
+    merged = MergedWeights(parts.config, parts.lora, base, parts.masters, device)
+    how: dict[str, Any] = {"dithered": "linears", "overwrite": args.overwrite}
+    hf.save_model(args.out, parts.config, merged, args.dtype, *files, **how)
     print(f"wrote {args.out} ({args.dtype}, the adapter merged)")
-    print(f"measured: after rounding to FP8, the merged change is off by {loss:.0%}")
+    print(f"measured: after rounding to FP8, the merged change is off by {merged.fp8_loss():.0%}")
     if is_nvfp4(parts.base_config):
         print("the base is in NVFP4: the adapter was added to its dequantized weights")
 

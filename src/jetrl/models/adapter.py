@@ -26,8 +26,8 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.files import shown_value
+from jetrl.models.coded_weights import CodedWeights, codes_of
 from jetrl.models.families import ModelConfig, StoredTensor, linear_layers, parameter_shapes
-from jetrl.models.nvfp4_files import CodedWeights, codes_of
 from jetrl.models.patterns import matching
 from jetrl.precision.adapter_weight import AdapterShape
 from jetrl.randomness import derive_seed

@@ -11,8 +11,7 @@ weights (`nvfp4_files`) are read unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from jetrl.errors import UserError
 from jetrl.models import families, hf_files, nvfp4_files
+from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.hf_save import save_model as save_model
 from jetrl.models.tokenizer import check_tokenizer_files, check_vocabulary
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, dequantize_nvfp4, stacked_nvfp4
@@ -130,11 +130,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@contextmanager
 def open_weights(
     path: str | Path, config: families.ModelConfig, device: str | torch.device = "cpu"
-) -> Iterator[nvfp4_files.CodedWeights]:
-    """Yield the parameters of a model directory by our names (`families.parameter_shapes`), fused.
+) -> CodedWeights:
+    """Return the parameters of a model directory by our names (`families.parameter_shapes`), fused.
 
     Each is read on access, straight to the device, and not kept: a model on its way to a GPU is
     never whole in CPU memory. Values keep their stored dtype (float32, bfloat16, float16, float64).
@@ -146,16 +145,13 @@ def open_weights(
     layout = nvfp4_files.nvfp4_layout(config.raw.get("quantization_config"))
     outline = torch.device(device).type == "meta"
     if outline and hf_files.is_hub_name(path):
-        yield _outline(config, layout)
-        return
+        return _outline(config, layout)
     weights = _StoredWeights(hf_files.model_directory(path, "weights"), device, config, layout)
     weights.check_complete()
-    yield _outline(config, layout) if outline else weights
+    return _outline(config, layout) if outline else weights
 
 
-def _outline(
-    config: families.ModelConfig, layout: nvfp4_files.NVFP4Layout | None
-) -> nvfp4_files.CodedWeights:
+def _outline(config: families.ModelConfig, layout: nvfp4_files.NVFP4Layout | None) -> CodedWeights:
     """Return the parameters that a config.json describes, without memory."""
     shapes, wide = families.parameter_shapes(config), nvfp4_files.left_in_16_bits(config)
     parts, meta = families.stored_tensors(config), partial(torch.empty, device="meta")
@@ -167,12 +163,10 @@ def _outline(
         packed = meta((rows, columns // 2), dtype=torch.uint8)
         return NVFP4Tensor(packed, meta((rows, columns // NVFP4_GROUP)), meta(()))
 
-    return nvfp4_files.CodedWeights(
-        shapes, lambda name: meta(shapes[name]), codes if layout else None
-    )
+    return CodedWeights(shapes, lambda name: meta(shapes[name]), codes if layout else None)
 
 
-class _StoredWeights(nvfp4_files.CodedWeights):
+class _StoredWeights(CodedWeights):
     """The parameters of a checkpoint by our names, each read from its file on access."""
 
     def __init__(

@@ -19,10 +19,11 @@ from jetrl.errors import UserError
 from jetrl.models import hf, key_smoothing
 from jetrl.models.adapter import Adapter, base_digest
 from jetrl.models.attention import PackedKeyValues
+from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.hf_save import SaveDtype
-from jetrl.models.nvfp4_files import CodedWeights, check_base
+from jetrl.models.nvfp4_files import check_base
 from jetrl.models.packed import Stems, as_token_ids, token_positions, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.tiny import RandomWeights
@@ -122,19 +123,18 @@ class Model:
         check_base(config, plan, path)
         tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
         generation_config = hf.read_generation_config(path)
-        with hf.open_weights(path, config, device) as weights:
-            model = cls(
-                config=config,
-                plan=plan,
-                weights=weights,
-                device=device,
-                tokenizer=tokenizer,
-                generation_config=generation_config,
-                frozen=frozen,
-                trains=trains,
-                adapter=adapter,
-                key_exponents=key_exponents,
-            )
+        model = cls(
+            config=config,
+            plan=plan,
+            weights=hf.open_weights(path, config, device),
+            device=device,
+            tokenizer=tokenizer,
+            generation_config=generation_config,
+            frozen=frozen,
+            trains=trains,
+            adapter=adapter,
+            key_exponents=key_exponents,
+        )
         model.base_path = str(path)
         return model
 

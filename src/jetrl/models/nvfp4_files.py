@@ -23,7 +23,7 @@ are not read: their format is the precision plan's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -235,36 +235,3 @@ def read_nvfp4(
             "expected"
         )
     return NVFP4Tensor(codes, scales, own)
-
-
-class CodedWeights(Mapping[str, Tensor]):
-    """The parameters of a model by name, each made or read on access and not kept.
-
-    `value` returns a parameter, in NVFP4 the float32 values of its codes. `codes` returns its codes
-    and scales, or None if it has 16 or 32 bits; `codes` is None for a model without NVFP4.
-    """
-
-    def __init__(
-        self,
-        names: Iterable[str],
-        value: Callable[[str], Tensor],
-        codes: Callable[[str], NVFP4Tensor | None] | None = None,
-    ) -> None:
-        self._names, self._value, self.codes = dict.fromkeys(names), value, codes
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._value(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-
-def codes_of(weights: Mapping[str, Tensor]) -> Callable[[str], NVFP4Tensor | None] | None:
-    """Return the `codes` of a model's parameters, None without NVFP4."""
-    return weights.codes if isinstance(weights, CodedWeights) else None

@@ -28,10 +28,10 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError, named
 from jetrl.files import Stored, checked, printable, shown_value
 from jetrl.models.adapter import Adapter, LoRA, adapted_parts, adapter_names
+from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.families import FP8_BLOCK, ModelConfig, parameter_shapes, stored_tensors
 from jetrl.models.hf_files import is_hub_name, load_tensors, read_object
 from jetrl.models.hf_save import new_directory, save_file, write_json
-from jetrl.models.nvfp4_files import CodedWeights
 from jetrl.models.patterns import matching
 from jetrl.precision.quantize import dequantize, quantize
 from jetrl.settings.model_sections import MOST_RANK, AdapterSettings

@@ -20,9 +20,10 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.adapter import Adapter
+from jetrl.models.coded_weights import CodedWeights, codes_of
 from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model, check_device
-from jetrl.models.nvfp4_files import CodedWeights, check_base, codes_of
+from jetrl.models.nvfp4_files import check_base
 from jetrl.models.packed import Stems, pack, upload
 from jetrl.precision.plan import PrecisionPlan
 
@@ -46,8 +47,8 @@ class ScalarModel(Model):
             return cls.from_pretrained(path, plan, device, adapter=adapter)
         check_base(config, plan, path)
         tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
-        with hf.open_weights(path, config, device) as weights:
-            model = cls.with_new_head(config, weights, plan, device, tokenizer, adapter)
+        weights = hf.open_weights(path, config, device)
+        model = cls.with_new_head(config, weights, plan, device, tokenizer, adapter)
         model.base_path = str(path)
         return model
 

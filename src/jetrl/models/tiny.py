@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2
 
 from jetrl.errors import UserError
 from jetrl.files import shown_value
+from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf_save import SaveDtype, save_model
-from jetrl.models.nvfp4_files import CodedWeights
 
 _DEFAULT_STD = 0.02
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the newline

@@ -31,8 +31,8 @@ from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.adapter import Adapter, adapter_names
+from jetrl.models.coded_weights import codes_of
 from jetrl.models.layer import RMSNorm
-from jetrl.models.nvfp4_files import codes_of
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.formats import BF16, Format, number_format

@@ -1,0 +1,46 @@
+"""The parameters of a model as a mapping that makes or reads each one on access.
+
+Files, random numbers, a base with a merged adapter: whatever a model is made from has this form, so
+that no more than one parameter is in memory next to what the model keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from torch import Tensor
+
+from jetrl.precision.nvfp4 import NVFP4Tensor
+
+
+class CodedWeights(Mapping[str, Tensor]):
+    """The parameters of a model by name, each made or read on access and not kept.
+
+    `value` returns a parameter, in NVFP4 the float32 values of its codes. `codes` returns its codes
+    and scales, or None if it has 16 or 32 bits; `codes` is None for a model without NVFP4.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        value: Callable[[str], Tensor],
+        codes: Callable[[str], NVFP4Tensor | None] | None = None,
+    ) -> None:
+        self._names, self._value, self.codes = dict.fromkeys(names), value, codes
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._value(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+def codes_of(weights: Mapping[str, Tensor]) -> Callable[[str], NVFP4Tensor | None] | None:
+    """Return the `codes` of a model's parameters, None without NVFP4."""
+    return weights.codes if isinstance(weights, CodedWeights) else None
