@@ -33,6 +33,7 @@ from torch import Tensor
 from jetrl.models.adapter import LoRA
 from jetrl.models.peft import MergedWeights
 from jetrl.models.policy import Policy
+from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights
 from jetrl.precision.quantize import FP8_BLOCK, dequantize, quantize
 from jetrl.rollout.engine import RolloutEngine
@@ -112,7 +113,8 @@ def merged_weights(policy: Policy, rank: int) -> MergedWeights:
 
 def frozen(policy: Policy, weights: RandomWeights | MergedWeights) -> Policy:
     """Return a policy of the same plan that holds weights without an adapter and trains none."""
-    return Policy(policy.config, policy.plan, weights, policy.device, trains=lambda name: False)
+    source = ModelSource.from_tensors(policy.config, weights)
+    return Policy(source, policy.plan, policy.device, trains=lambda name: False)
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from benchmarks.parity import make_policy, prompts_of
 
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
+from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.plan import SamplerDeviation
 from jetrl.session.parity import measure
@@ -112,8 +113,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if max(args.load[2] + args.load[1], 400) > config.max_position_embeddings:
         raise UserError(f"--load: the model's context is {config.max_position_embeddings} tokens")
     rows = []
+    source = ModelSource.from_tensors(config, masters)
     for name, plan in plans().items():
-        rows.append(row_of(name, Policy(config, plan, masters, args.device), args.load))
+        rows.append(row_of(name, Policy(source, plan, args.device), args.load))
     print_table([_shown(row) for row in rows])
     if args.out is not None:
         write_results(args.out, "mismatch", command_typed("jetrl bench mismatch", argv), rows)

@@ -35,11 +35,13 @@ from benchmarks.shapes import SHAPES
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
+from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
 from jetrl.session.compiling import compiled_ahead
 from jetrl.session.parity import check_policy, failures, located, measure
 from jetrl.settings.loading import load_config
 from jetrl.settings.presets import DEFAULT_PRESET
+from jetrl.settings.sections import RolloutSettings
 
 TEMPERATURE = 0.6
 ALPHA = 32.0  # of adapters
@@ -110,8 +112,10 @@ def make_policy(
     chosen = plan_of(plan)
     shape_of = ModelConfig.from_hf(config)
     adapter = Adapter.new(shape_of, LoRA(adapter_rank, ALPHA), seed=0) if adapter_rank else None
-    with compiled_ahead(shape_of, chosen, device, adapter, speculation=speculation):
-        policy = Policy.from_config(config, chosen, seed=0, device=device, adapter=adapter)
+    source = ModelSource.from_seed(shape_of, 0, adapter=adapter)
+    rollout = RolloutSettings(speculation="auto" if speculation else "off")
+    with compiled_ahead(source, chosen, device, rollout):
+        policy = Policy(source, chosen, device)
         begins("the weights are made; waiting for kernels that are compiled beside them")
     if adapter is None:
         return policy

@@ -35,8 +35,8 @@ from benchmarks.shapes import SHAPES
 
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import OtherModels, Workload
+from jetrl.models.source import model_config
 from jetrl.models.tiny import character_tokenizer
-from jetrl.session.building import model_config
 from jetrl.settings.loading import load_config
 from jetrl.tasks import get_task, read_prompts
 

@@ -22,11 +22,11 @@ from benchmarks.study.scheduler import Progress, Sitting, Work, entries_of, part
 
 from jetrl.cli.arguments import table, tell
 from jetrl.errors import Terminated, TimeLimitReached, UserError
+from jetrl.models.source import model_config
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.attempts import RunLock, run_state
 from jetrl.runs.directory import settings_that_differ
 from jetrl.runs.format import clip
-from jetrl.session.building import model_config
 from jetrl.tasks import build_task
 
 

@@ -12,6 +12,7 @@ from small_models import config
 from jetrl import Policy
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
+from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.adapter_weight import AdapterShape, AdapterWeight
@@ -67,7 +68,8 @@ def adapted_policy(
     adapter = Adapter.new(shape, LoRA(12, 24.0, **options), 0)
     plan = PrecisionPlan.preset(preset)
     plan = plan if base is None else plan.replace(base=base)
-    policy = Policy(shape, plan, dict(RandomWeights(shape, 0)), device, adapter=adapter)
+    weights = dict(RandomWeights(shape, 0))  # the same on a CPU and a GPU
+    policy = Policy(ModelSource.from_tensors(shape, weights, adapter=adapter), plan, device)
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, master in policy.master_weights().items():

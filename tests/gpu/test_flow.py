@@ -17,6 +17,7 @@ from jetrl.kernels.attention.forward import attend_tiles, stage_keys
 from jetrl.kernels.attention.layout import KeyValueCodes
 from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.models import decoder, dense
+from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
 from jetrl.session.parity import locate, measure, random_prompts, self_check
 from jetrl.settings.loading import load_config
@@ -85,9 +86,10 @@ def test_plan_options_stay_exact(options: dict[str, Any]) -> None:
 def test_gradients_follow_the_reference(preset: str, options: dict[str, str], family: str) -> None:
     on_cpu = policy(PrecisionPlan.preset(preset).replace(**options), family, "cpu")
     weights = {name: m.detach().clone() for name, m in on_cpu.master_weights().items()}
-    on_gpu = Policy(on_cpu.config, on_cpu.plan, weights, "cuda")
+    source = ModelSource.from_tensors(on_cpu.config, weights)
+    on_gpu = Policy(source, on_cpu.plan, "cuda")
     if family == "smollm2" and preset in ("unified", "jet"):
-        exact = Policy(on_cpu.config, PrecisionPlan.preset("fp32"), weights, "cpu")
+        exact = Policy(source, "fp32")
         assert_gradients_are_as_far(on_gpu, on_cpu, exact)
     else:
         assert_gradients_are_near(on_gpu, on_cpu, 0.25)

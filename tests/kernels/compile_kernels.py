@@ -192,6 +192,7 @@ def policy_of(shape: str, plan: Any, rank: int = 0) -> Any:
     from jetrl.models.adapter import Adapter, LoRA
     from jetrl.models.families import ModelConfig, parameter_shapes
     from jetrl.models.policy import Policy
+    from jetrl.models.source import ModelSource
     from jetrl.precision import PrecisionPlan
 
     jetrl.models.model.check_device = lambda *_: None
@@ -200,7 +201,7 @@ def policy_of(shape: str, plan: Any, rank: int = 0) -> Any:
     config = ModelConfig.from_hf({**shapes()[shape], "num_hidden_layers": 2})
     weights = {n: empty(*s, dtype=torch.float32) for n, s in parameter_shapes(config).items()}
     adapter = Adapter.new(config, LoRA(rank, 32.0), 0) if rank else None
-    return Policy(config, plan, weights, META, adapter=adapter)
+    return Policy(ModelSource.from_tensors(config, weights, adapter=adapter), plan, META)
 
 
 def decode(shape: str, plan: Any, rank: int = 0, sizes: Any = DECODES) -> None:

@@ -24,7 +24,8 @@ from jetrl.models.layer import RMSNorm
 from jetrl.models.model import Model
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.tiny import RandomWeights, make_tiny
+from jetrl.models.source import ModelSource
+from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
 from jetrl.rollout.speculation import Speculation
@@ -68,7 +69,7 @@ def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: boo
 def test_a_base_in_nvfp4_is_counted_as_it_is() -> None:
     asked = settings("adapter.kind=lora", "precision.base=nvfp4", "precision.first_layers_bf16=1")
     plan = PrecisionPlan.from_settings(asked.precision)
-    policy = Policy(SMALL, plan, dict(RandomWeights(SMALL, 0)), trains=lambda name: False)
+    policy = Policy(ModelSource.from_seed(SMALL, 0), plan, trains=lambda name: False)
     assert row(MemoryPlan(asked, SMALL), "quantized weights") == held(policy)
 
 
@@ -159,7 +160,7 @@ def test_shorter_answers_are_proposed_if_one_sequence_is_too_long() -> None:
 
 
 def test_the_draft_head_and_texts_of_drafts_count() -> None:
-    policy = Policy(SMALL, PrecisionPlan.preset("unified"), dict(RandomWeights(SMALL, 0)))
+    policy = Policy(ModelSource.from_seed(SMALL, 0), "unified")
     head = DraftHead(policy, 3, 0)
     elements = sum(master.numel() for master in head.masters.values())
     kept = sum(w.nbytes for w in head.weights.values()) + head.rows.nbytes
@@ -256,7 +257,8 @@ def test_adapters_have_room_on_one_card(
 def test_a_base_and_its_adapter_are_those_of_a_policy(preset: str) -> None:
     lora = LoRA(5, 10.0, targets=("q_proj", "v_proj", "down_proj"), train_norms=True)
     plan = PrecisionPlan.preset(preset)
-    policy = Policy(SMALL, plan, RandomWeights(SMALL, 0), adapter=Adapter.new(SMALL, lora, 0))
+    source = ModelSource.from_seed(SMALL, 0, adapter=Adapter.new(SMALL, lora, 0))
+    policy = Policy(source, plan)
     words = [f"precision.preset={preset}", "adapter.kind=lora", "adapter.rank=5"]
     words += ['adapter.targets=["q_proj", "v_proj", "down_proj"]', "adapter.train_norms=true"]
     planned = MemoryPlan(settings(*words), SMALL)

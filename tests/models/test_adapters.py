@@ -21,6 +21,7 @@ from jetrl.models.hf import model_config
 from jetrl.models.peft import adapted_config, adapter_of, lora_of, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
+from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.session.parity import measure
@@ -42,7 +43,7 @@ PRESETS = ["unified", "jet", "int8", "mixed", "bf16", "fp32"]
 def policy(preset: str = "unified", lora: LoRA | None = None, **changes: Any) -> Policy:
     adapter = Adapter.new(CONFIG, lora or LoRA(4, 16.0), seed=0)
     weights = dict(RandomWeights(CONFIG, 0)) | changes
-    return Policy(CONFIG, PrecisionPlan.preset(preset), weights, adapter=adapter)
+    return Policy(ModelSource.from_tensors(CONFIG, weights, adapter=adapter), preset)
 
 
 def moved(model: Any) -> Any:
@@ -57,7 +58,7 @@ def moved(model: Any) -> Any:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_new_adapter_changes_nothing_and_its_base_stays_the_reference(preset: str) -> None:
-    whole = Policy(CONFIG, PrecisionPlan.preset(preset), dict(RandomWeights(CONFIG, 0)))
+    whole = Policy(ModelSource.from_seed(CONFIG, 0), preset)
     with torch.no_grad():
         expected = torch.cat(whole.logprobs(SEQUENCES))
         p = policy(preset)

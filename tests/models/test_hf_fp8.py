@@ -24,6 +24,7 @@ from jetrl.errors import UserError
 from jetrl.models.families import stored_tensors
 from jetrl.models.hf import read_config, save_model
 from jetrl.models.policy import Policy
+from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.quantize import dequantize, quantize
@@ -90,7 +91,7 @@ def test_the_layers_that_a_plan_keeps_in_bf16_are_so_in_an_fp8_directory(
     """Else the layers would be FP8 on both sides, in the rollout alone, or on neither."""
     plan = PrecisionPlan.preset(preset).replace(last_layers_bf16=1)
     config = our_config("qwen3", **FP8_SIZES)
-    policy = Policy(config, plan, dict(RandomWeights(config, seed=0)))
+    policy = Policy(ModelSource.from_seed(config, 0), plan)
     policy.save_pretrained(tmp_path / "m", dtype="fp8")
     said = read_config(tmp_path / "m")["quantization_config"]
     parts = [part for named in stored_tensors(config).values() for part in named]
@@ -110,7 +111,7 @@ def test_an_fp8_directory_has_the_codes_of_the_values_that_the_policy_reads(
     """Rounded to nearest, a policy has not seen what its master weights gathered."""
     plan = PrecisionPlan.preset("bf16").replace(bf16_rounding=rounding)
     config = our_config("qwen3", **FP8_SIZES)
-    policy = Policy(config, plan, dict(RandomWeights(config, seed=0)))
+    policy = Policy(ModelSource.from_seed(config, 0), plan)
     name = "layers.0.o.weight"
     master = policy.master_weights()[name].data
     policy.save_pretrained(tmp_path / "m", dtype="fp8")

@@ -17,6 +17,7 @@ from jetrl.kernels.attention.reference import quantize_kv, stored_values
 from jetrl.kernels.rotary import smooth
 from jetrl.models.key_smoothing import head_exponents, pair_exponents
 from jetrl.models.scalar_model import ScalarModel
+from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.formats import INT8
 from jetrl.precision.quantize import hadamard
@@ -49,7 +50,7 @@ def change_keys(p: Policy) -> None:
 
 def fresh_exponents(p: Policy) -> torch.Tensor:
     masters = {name: value.detach() for name, value in p.master_weights().items()}
-    made = Policy(p.config, p.plan, masters).key_exponents
+    made = Policy(ModelSource.from_tensors(p.config, masters), p.plan).key_exponents
     assert made is not None
     return made
 
@@ -150,7 +151,8 @@ def test_a_run_keeps_its_factors_through_checkpoints_reference_and_critic(tmp_pa
     path = Checkpoints(tmp_path).save(1, p, optimizer(p), {})
     other = Policy.from_config(CONFIG, "int8", seed=3)  # which has factors of its own
     change_keys(other)
-    other = Policy(other.config, other.plan, dict(other.master_weights()))
+    masters = dict(other.master_weights())
+    other = Policy(ModelSource.from_tensors(other.config, masters), other.plan)
     assert not torch.equal(other.key_exponents, start)
     Checkpoints(tmp_path).load(path, other, optimizer(other))
     assert torch.equal(other.key_exponents, start)
@@ -158,14 +160,8 @@ def test_a_run_keeps_its_factors_through_checkpoints_reference_and_critic(tmp_pa
     reference = build_reference(SETTINGS, p, tmp_path)
     assert reference is not None
     assert torch.equal(before, torch.cat(reference.logprobs([list(range(40))])))
-    critic = ScalarModel.with_new_head(
-        config=p.config,
-        weights=p.whole_masters(),
-        plan=p.plan,
-        device="cpu",
-        tokenizer=None,
-        key_exponents=p.key_exponents,
-    )
+    source = ModelSource.from_tensors(p.config, p.whole_masters()).with_scalar_head()
+    critic = ScalarModel(source, p.plan, key_exponents=p.key_exponents)
     assert torch.equal(critic.key_exponents, start)
 
 

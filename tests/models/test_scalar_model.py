@@ -13,7 +13,8 @@ from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
-from jetrl.models.tiny import RandomWeights, character_tokenizer
+from jetrl.models.source import ModelSource
+from jetrl.models.tiny import character_tokenizer
 from jetrl.precision import PrecisionPlan
 
 FAMILIES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
@@ -37,8 +38,7 @@ def config(family="qwen3", score=True, **changes):
 
 def make(cls, preset, seed=0, frozen=False, **changes):
     model = ModelConfig.from_hf(config(score=cls is ScalarModel, **changes))
-    plan = PrecisionPlan.preset(preset)
-    return cls(model, plan, dict(RandomWeights(model, seed)), frozen=frozen)
+    return cls(ModelSource.from_seed(model, seed), preset, frozen=frozen)
 
 
 def sequences(count=7):

@@ -15,6 +15,7 @@ from jetrl.models import hf
 from jetrl.models.decoder import embed
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
+from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.formats import BF16, FP8, Rounding
@@ -28,7 +29,7 @@ PRESETS = ["unified", "jet", "int8", "mixed", "bf16", "fp32"]
 
 
 def policy(preset: str = "unified") -> Policy:
-    return Policy(CONFIG, PrecisionPlan.preset(preset), dict(RandomWeights(CONFIG, 0)))
+    return Policy(ModelSource.from_seed(CONFIG, 0), preset)
 
 
 def quantized(p: Policy) -> list[QuantizedWeight]:
@@ -46,7 +47,7 @@ def test_requantize_overwrites_in_place(preset: str) -> None:
     p.requantize()
     after = [tensor for weight in quantized(p) for tensor in weight.tensors()]
     assert [tensor.data_ptr() for tensor in after] == addresses
-    fresh = Policy(CONFIG, p.plan, p.master_weights())
+    fresh = Policy(ModelSource.from_tensors(CONFIG, p.master_weights()), p.plan)
     expected = [tensor for weight in quantized(fresh) for tensor in weight.tensors()]
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(tensors, expected, strict=True))
 
@@ -54,9 +55,8 @@ def test_requantize_overwrites_in_place(preset: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_base_is_trained_around(preset: str) -> None:
     whole = policy(preset)
-    around = Policy(
-        CONFIG, whole.plan, dict(RandomWeights(CONFIG, 0)), trains=lambda name: "norm" in name
-    )
+    source = ModelSource.from_seed(CONFIG, 0)
+    around = Policy(source, whole.plan, trains=lambda name: "norm" in name)
     assert all("norm" in name for name in around.master_weights())
     sequences = [[1, 2, 3, 4, 5], [6, 7]]
     for one in (whole, around):
@@ -91,7 +91,7 @@ def test_a_base_is_read_one_tensor_at_a_time() -> None:
             return tensor
 
     weights = Counted(dict(RandomWeights(CONFIG, 0)))
-    Policy(CONFIG, PrecisionPlan.preset("unified"), weights, trains=lambda name: False)
+    Policy(ModelSource.from_tensors(CONFIG, weights), "unified", trains=lambda name: False)
     assert most <= 2
     assert len(alive) >= len(weights)
 

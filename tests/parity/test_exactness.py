@@ -10,7 +10,7 @@ from tests.training.shared import config
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.models import dense
-from jetrl.models.tiny import RandomWeights
+from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.session.parity import check_policy, locate, measure, random_prompts, self_check
@@ -89,7 +89,7 @@ def test_every_plan_option_stays_exact(options: dict[str, Any]) -> None:
 def test_a_base_in_nvfp4_is_exact() -> None:
     plan = PrecisionPlan.preset("unified").replace(base="nvfp4", last_layers_bf16=1)
     config = policy("unified").config
-    p = Policy(config, plan, dict(RandomWeights(config, 0)), trains=lambda name: "norm" in name)
+    p = Policy(ModelSource.from_seed(config, 0), plan, trains=lambda name: "norm" in name)
     kinds = [type(layer.qkv.operand("train")) for layer in p.decoder.layers]
     assert kinds == [NVFP4Tensor, torch.Tensor]
     assert measure(p, num_prompts=3, max_tokens=8).different == 0

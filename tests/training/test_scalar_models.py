@@ -12,8 +12,8 @@ from tests.training.shared import equal, scalar_config, snapshot
 from jetrl.errors import NonFiniteError, OutOfMemoryStop
 from jetrl.models.families import ModelConfig
 from jetrl.models.scalar_model import ScalarModel
+from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights
-from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.training.extras.critic import Critic, value_loss
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
@@ -25,7 +25,7 @@ from jetrl.training.sft import RewardTrainer
 def scalar_model(preset="unified"):
     config = ModelConfig.from_hf(scalar_config())
     weights = dict(RandomWeights(config, 0)) | {"score.weight": torch.zeros(1, 128)}
-    return ScalarModel(config, PrecisionPlan.preset(preset), weights)
+    return ScalarModel(ModelSource.from_tensors(config, weights), preset)
 
 
 def critic(action="stop"):

@@ -12,20 +12,14 @@ For example:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import DEVICES, add_trust_argument
 from jetrl.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
-
-    from jetrl.models.adapter import Adapter, LoRA
-    from jetrl.models.families import ModelConfig
     from jetrl.models.policy import Policy
 
 
@@ -70,9 +64,10 @@ def _name_base(args: argparse.Namespace, policy: Policy) -> None:
     """Write the random base of an adapter, so that the adapter's files can name its path."""
     from jetrl.models import hf
 
-    if policy.lora is None or policy.base_path is not None:
+    source = policy.base_source
+    if source is None or source.origin is not None:
         if args.base is not None:
-            known = f"its base is {policy.base_path}" if policy.lora else "it has no adapter"
+            known = f"its base is {source.origin}" if source else "it has no adapter"
             raise UserError(f"--base is for an adapter on a random base; of {args.model}, {known}")
         return
     if args.base is None:
@@ -80,100 +75,80 @@ def _name_base(args: argparse.Namespace, policy: Policy) -> None:
             f"{args.model} has an adapter on a random base, which no directory holds: add --base "
             "DIR to write the base too, or --merge to write a whole model"
         )
-    weights = _random_weights(args, policy.base_config, policy.device)
-    files = (policy.tokenizer, policy.generation_config or None)
     hf.save_model(
-        args.base, policy.base_config, weights, "float32", *files, overwrite=args.overwrite
+        path=args.base,
+        config=source.config,
+        weights=source.weights(policy.device),
+        dtype="float32",
+        tokenizer=policy.tokenizer,
+        generation_config=policy.generation_config,
+        overwrite=args.overwrite,
     )
     print(f"wrote {args.base} (float32, the random base)")
-    policy.base_path = str(Path(args.base).resolve())
+    policy.base_source = replace(source, origin=str(Path(args.base).resolve()))
 
 
 def _widen(args: argparse.Namespace, path: Path) -> None:
     """Write an NVFP4 model with its dequantized weights."""
-    from jetrl.models import hf
-    from jetrl.session.building import choose_device
-
-    config = hf.model_config(path)
-    tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
-    files = (tokenizer, hf.read_generation_config(path))
-    weights = hf.open_weights(path, config, choose_device(args.device))
-    hf.save_model(args.out, config, weights, args.dtype, *files, overwrite=args.overwrite)
-    print(f"wrote {args.out} ({args.dtype}, dequantized from the NVFP4 of {path})")
-
-
-class _Parts(NamedTuple):
-    """The parts of a merged model; base None: random weights; adapter None: of a checkpoint."""
-
-    config: ModelConfig
-    base_config: ModelConfig
-    lora: LoRA
-    masters: Mapping[str, Tensor]
-    base: str | None
-    tokenizer: PreTrainedTokenizerBase | None
-    adapter: Adapter | None = None
-
-
-def _merged_parts(args: argparse.Namespace) -> _Parts:
-    """Return the parts to merge, from an adapter directory or a run's checkpoint."""
-    from jetrl.cli.opening import find_model, open_policy
-    from jetrl.models import hf
-    from jetrl.models.peft import base_of, is_adapter, is_scalar, read_adapter
-    from jetrl.session.building import model_config
-    from jetrl.settings.loading import load_config
-
-    location = find_model(Path(args.model))
-    if not is_adapter(location.path):
-        policy = open_policy(args.model, None, args.device, fallback="fp32")
-        if policy.lora is None:
-            raise UserError(f"--merge: {args.model} has no adapter to merge; leave --merge out")
-        shapes, masters = (policy.config, policy.base_config), policy.adapter_tensors()
-        return _Parts(*shapes, policy.lora, masters, policy.base_path, policy.tokenizer)
-    path, run = location.path, location.run
-    base = base_of(path, optional=run is not None)
-    config = hf.model_config(base) if base else model_config(load_config(f"{run}/config.toml"))
-    shape = config.with_scalar_head() if is_scalar(path) and config.head == "lm" else config
-    adapter = read_adapter(path, shape)
-    tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
-    shapes, trained = (adapter.shape(shape), config), {**adapter.tensors, **adapter.replaced}
-    return _Parts(*shapes, adapter.lora, trained, base, tokenizer, adapter)
-
-
-def _merge(args: argparse.Namespace) -> None:
     import torch
 
     from jetrl.models import hf
-    from jetrl.models.adapter import stored_base_digest
-    from jetrl.models.nvfp4_files import is_nvfp4
-    from jetrl.models.peft import MergedWeights
+    from jetrl.models.source import ModelSource
     from jetrl.session.building import choose_device
 
-    parts, device = _merged_parts(args), torch.device(choose_device(args.device))
-    base: Mapping[str, Tensor]
-    if parts.base is None:
-        base = _random_weights(args, parts.base_config, device)
+    source = ModelSource.from_path(path)
+    hf.save_model(
+        path=args.out,
+        config=source.config,
+        weights=source.weights(torch.device(choose_device(args.device))),
+        dtype=args.dtype,
+        tokenizer=source.tokenizer,
+        generation_config=source.generation_config,
+        overwrite=args.overwrite,
+    )
+    print(f"wrote {args.out} ({args.dtype}, dequantized from the NVFP4 of {path})")
+
+
+def _merge(args: argparse.Namespace) -> None:
+    """Write the base of an adapter directory or of a run's checkpoint with the adapter merged."""
+    import torch
+
+    from jetrl.cli.opening import adapter_source, find_model, open_policy
+    from jetrl.models import hf
+    from jetrl.models.adapter import stored_base_digest
+    from jetrl.models.nvfp4_files import is_nvfp4
+    from jetrl.models.peft import MergedWeights, is_adapter
+    from jetrl.session.building import choose_device
+
+    location, device = find_model(Path(args.model)), choose_device(args.device)
+    if is_adapter(location.path):
+        source = adapter_source(location, device, scalar=True)
+        adapter = source.adapter
+        assert adapter is not None, "an adapter directory has one"
+        base = source.weights(torch.device(device))
+        config, lora = adapter.shape(source.config), adapter.lora
+        adapter.check_base(stored_base_digest(config, base))
+        trained = {**adapter.tensors, **adapter.replaced}
+        tokenizer = source.tokenizer if hf.has_tokenizer(location.path) else None
     else:
-        base = hf.open_weights(parts.base, parts.base_config, device)
-    generation = None if parts.base is None else hf.read_generation_config(parts.base)
-    files = (parts.tokenizer, generation)
-    if parts.adapter is not None:
-        parts.adapter.check_base(stored_base_digest(parts.config, base))
-    merged = MergedWeights(parts.config, parts.lora, base, parts.masters, device)
-    how: dict[str, Any] = {"dithered": "linears", "overwrite": args.overwrite}
-    hf.save_model(args.out, parts.config, merged, args.dtype, *files, **how)
+        policy = open_policy(args.model, None, args.device, fallback="fp32")
+        if policy.lora is None or policy.base_source is None:
+            raise UserError(f"--merge: {args.model} has no adapter to merge; leave --merge out")
+        source, config, lora = policy.base_source, policy.config, policy.lora
+        base = source.weights(torch.device(device))
+        trained, tokenizer = policy.adapter_tensors(), policy.tokenizer
+    merged = MergedWeights(config, lora, base, trained, torch.device(device))
+    hf.save_model(
+        path=args.out,
+        config=config,
+        weights=merged,
+        dtype=args.dtype,
+        tokenizer=tokenizer,
+        generation_config=source.generation_config if source.origin else None,
+        dithered="linears",
+        overwrite=args.overwrite,
+    )
     print(f"wrote {args.out} ({args.dtype}, the adapter merged)")
     print(f"measured: after rounding to FP8, the merged change is off by {merged.fp8_loss():.0%}")
-    if is_nvfp4(parts.base_config):
+    if is_nvfp4(source.config):
         print("the base is in NVFP4: the adapter was added to its dequantized weights")
-
-
-def _random_weights(
-    args: argparse.Namespace, config: ModelConfig, device: torch.device
-) -> Mapping[str, Tensor]:
-    from jetrl.cli.opening import find_model
-    from jetrl.models.tiny import RandomWeights
-    from jetrl.settings.loading import load_config
-
-    run = find_model(Path(args.model)).run
-    assert run is not None, "the seed of a run makes a random base"
-    return RandomWeights(config, load_config(run / "config.toml").run.seed, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,13 +12,15 @@ from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.hf_files import is_hub_name
 from jetrl.models.nvfp4_files import is_nvfp4
-from jetrl.models.peft import base_of, is_adapter, read_adapter
+from jetrl.models.peft import base_of, is_adapter, is_scalar, read_adapter
 from jetrl.models.policy import Policy
+from jetrl.models.source import ModelSource, open_source
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.directory import RunDirectory
-from jetrl.session.building import build_policy, choose_device, limit_threads, policy_of_masters
+from jetrl.session.building import choose_device, limit_threads, policy_of_masters
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import Settings, load_config
+from jetrl.settings.model_sections import AdapterSettings
 from jetrl.settings.precision_section import PrecisionSettings
 from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.training.checkpoint import Checkpoints
@@ -66,15 +69,14 @@ def _policy_at(
         _check_base(location.path, policy, settings.model.path)
         return policy
     if is_adapter(location.path):
-        plan = _plan_over(base_of(location.path), plan, preset)
-        policy = _with_adapter(location, plan, chosen)
+        source = adapter_source(location, chosen)
     else:
-        plan = _plan_over(location.path, plan, preset)
-        with compiled_ahead(hf.model_config(location.path), plan, chosen):
-            trains = (lambda _: False) if plan.frozen_base else None
-            policy = Policy.from_pretrained(location.path, plan, chosen, trains=trains)
-    limit_threads(policy.config)
-    return policy
+        source = ModelSource.from_path(location.path)
+    plan = _plan_over(source.origin, plan, preset)
+    trains = (lambda _: False) if plan.frozen_base and source.adapter is None else None
+    limit_threads(source.config)
+    with compiled_ahead(source, plan, chosen):
+        return Policy(source, plan, chosen, trains=trains)
 
 
 def _settings_on(run: Path | None, device: str) -> Settings:
@@ -103,32 +105,31 @@ def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None)
     return plan.replace(base="nvfp4")
 
 
-def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> Policy:
-    """Return the policy of an adapter directory, over the adapter's base."""
-    path = location.path
-    base = base_of(path, optional=location.run is not None)
-    if base is None:  # a random base, from the run's seed
-        settings = _settings_on(location.run, device)
+def adapter_source(location: ModelLocation, device: str, scalar: bool = False) -> ModelSource:
+    """Return the source of an adapter directory: the adapter, and the base that it names.
+
+    A run's adapter that names no base has random weights under it, from the run's seed. `scalar`
+    also takes the adapter of a model with a scalar head.
+    """
+    path, run = location.path, location.run
+    base = base_of(path, optional=run is not None)
+    if base is not None:
+        source = ModelSource.from_path(base)
+    else:
+        settings = _settings_on(run, device)
         changed = {
-            "adapter": settings.adapter.model_copy(update={"path": str(path), "targets": None}),
+            "adapter": AdapterSettings(),
             # The tokenizer was exported.
             "model": settings.model.model_copy(update={"tokenizer": None, "template_args": {}}),
         }
-        return _with_tokenizer(build_policy(settings.model_copy(update=changed), plan, None), path)
-    config = hf.model_config(base)
-    adapter = read_adapter(path, config)
-    with compiled_ahead(config, plan, device, adapter):
-        policy = Policy.from_pretrained(base, plan, device, adapter=adapter)
-    return _with_tokenizer(policy, path)
-
-
-def _with_tokenizer(policy: Policy, path: Path) -> Policy:
-    if hf.has_tokenizer(path):
-        policy.tokenizer = hf.load_tokenizer(path)
-        end = policy.tokenizer.eos_token_id
-        if not policy.generation_config and end is not None:
-            policy.generation_config = {"eos_token_id": end}
-    return policy
+        source = open_source(settings.model_copy(update=changed), None, device)
+    if scalar and is_scalar(path):
+        source = source.with_scalar_head()
+    source = replace(source, adapter=read_adapter(path, source.config))
+    if not hf.has_tokenizer(path):
+        return source
+    source = replace(source, tokenizer=hf.load_tokenizer(path))
+    return source if base is not None else source.ending_with_tokenizer()
 
 
 def find_model(path: Path) -> ModelLocation:

@@ -97,7 +97,8 @@ def planned_machine(args: argparse.Namespace, settings: Settings) -> Machine:
     import torch
 
     from jetrl.memory.plan import GIB
-    from jetrl.session.building import is_small, model_config
+    from jetrl.models.source import model_config
+    from jetrl.session.building import is_small
     from jetrl.session.open import Machine
 
     here, count = Machine.here(settings), args.gpus or launched_size()

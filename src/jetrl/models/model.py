@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -26,18 +27,18 @@ from jetrl.models.hf_save import SaveDtype
 from jetrl.models.nvfp4_files import check_base
 from jetrl.models.packed import Stems, as_token_ids, token_positions, upload
 from jetrl.models.peft import save_adapter
-from jetrl.models.tiny import RandomWeights
+from jetrl.models.source import ModelSource
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import BACKENDS, backend_for
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.types import PlainText
 
 
 class Model:
     """A decoder with weights; `Policy` and `ScalarModel` define the use of the head.
 
     Args:
-        weights: Every parameter by name, as in `families.parameter_shapes`.
+        source: The parts of the model (`models.source`).
+        plan: A `PrecisionPlan`, or the name of a preset.
         device: The CPU or a Hopper GPU; "meta" makes a model without weights, with all checks.
         frozen: Keep only what the training side's forward reads; such a model is not trained,
             sampled from or saved.
@@ -48,48 +49,43 @@ class Model:
 
     Attributes:
         plain_text: The texts of a task in which special tokens are encoded as text.
+        base_source: The source of the adapter's base; None without an adapter.
         base_digest: The digest of the adapter's base; empty without an adapter.
-        base_path: The directory of the base; None for random weights.
 
     Raises:
-        UserError: A device, or a model on that device, without kernels; an adapter of another base.
+        UserError: Another head; a device, or a model on that device, without kernels; an adapter of
+            another base; a damaged file or tensor of a directory.
     """
 
     head: ClassVar[Head]
 
     def __init__(
         self,
-        config: ModelConfig,
-        plan: PrecisionPlan,
-        weights: Mapping[str, Tensor],
+        source: ModelSource,
+        plan: PrecisionPlan | str,
         device: str | torch.device = "cpu",
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        generation_config: Mapping[str, Any] | None = None,
         frozen: bool = False,
         trains: Callable[[str], bool] | None = None,
-        adapter: Adapter | None = None,
         key_exponents: Tensor | None = None,
     ) -> None:
-        assert config.head == self.head, f"{type(self).__name__} has a head for {self.head}"
-        self.base_config = config
-        config = config if adapter is None else adapter.shape(config)
-        self.config, self.plan, self.device = config, plan, torch.device(device)
-        check_device(config, plan, self.device)
-        if self.head == "lm" and not frozen:  # a model that is sampled from
-            plan.check_layers(config.num_layers)
-        self.tokenizer = tokenizer
-        self.plain_text: PlainText = "replies"
-        self.generation_config = dict(generation_config or {})
+        self.plan = plan = PrecisionPlan.preset(plan)
+        self.device, adapter = torch.device(device), source.adapter
+        self.config = source.config if adapter is None else adapter.shape(source.config)
+        self._check(source, frozen)
+        self.tokenizer, self.plain_text = source.tokenizer, source.plain_text
+        self.generation_config = dict(source.generation_config)
         self._offloaded = False
-        self.lora = None if adapter is None else adapter.lora
+        # All checks have passed: from here on weights are downloaded and read.
+        weights = source.weights(self.device)
         if adapter is not None:
             weights, trains = adapter.over(weights), trains or adapter.lora.trains
         self.weights = Weights(weights, plan, self.device, frozen, trains, adapter)
         self.key_exponents = key_exponents
         if plan.smooths_keys and key_exponents is None:
-            self.key_exponents = key_smoothing.key_exponents(weights, config, self.device)
-        self.decoder = Decoder(config, self.weights, self.key_exponents)
-        self.base_path: str | None = None
+            self.key_exponents = key_smoothing.key_exponents(weights, self.config, self.device)
+        self.decoder = Decoder(self.config, self.weights, self.key_exponents)
+        self.lora = None if adapter is None else adapter.lora
+        self.base_source = None if adapter is None else replace(source, adapter=None)
         self.base_digest = ""
         replaced = {} if adapter is None else adapter.replaced
         self._replaced = {n: t for n, t in replaced.items() if n not in self.weights.masters}
@@ -97,8 +93,23 @@ class Model:
             embedding = self.decoder.embedding.operand("train")
             assert isinstance(embedding, Tensor), "an embedding is never FP8"
             vectors = [value for value in self.decoder.parameters() if value.dim() == 1]
-            self.base_digest = base_digest(config, vectors, embedding)
+            self.base_digest = base_digest(self.config, vectors, embedding)
             adapter.check_base(self.base_digest)
+
+    def _check(self, source: ModelSource, frozen: bool) -> None:
+        """Refuse a model before its weights are read."""
+        if self.config.head != self.head:
+            heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
+            where, has = source.origin or "config.json", heads[self.config.head]
+            raise UserError(
+                f"{where}: {self.config.architecture} has a head for {has}, not for "
+                f"{heads[self.head]}"
+            )
+        if source.origin is not None:
+            check_base(source.config, self.plan, source.origin)
+        check_device(self.config, self.plan, self.device)
+        if self.head == "lm" and not frozen:  # a model that is sampled from
+            self.plan.check_layers(self.config.num_layers)
 
     @classmethod
     def from_pretrained(
@@ -115,28 +126,8 @@ class Model:
 
         `plan` is a plan or a preset's name.
         """
-        plan, config = PrecisionPlan.preset(plan), hf.model_config(path)
-        if config.head != cls.head:
-            heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
-            has, needs = heads[config.head], heads[cls.head]
-            raise UserError(f"{path}: {config.architecture} has a head for {has}, not for {needs}")
-        check_base(config, plan, path)
-        tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
-        generation_config = hf.read_generation_config(path)
-        model = cls(
-            config=config,
-            plan=plan,
-            weights=hf.open_weights(path, config, device),
-            device=device,
-            tokenizer=tokenizer,
-            generation_config=generation_config,
-            frozen=frozen,
-            trains=trains,
-            adapter=adapter,
-            key_exponents=key_exponents,
-        )
-        model.base_path = str(path)
-        return model
+        source = ModelSource.from_path(path, adapter)
+        return cls(source, plan, device, frozen=frozen, trains=trains, key_exponents=key_exponents)
 
     @classmethod
     def from_config(
@@ -149,10 +140,8 @@ class Model:
         adapter: Adapter | None = None,
     ) -> Self:
         """Return a model with random weights; those of a seed differ between a CPU and a GPU."""
-        plan, model = PrecisionPlan.preset(plan), ModelConfig.from_hf(config)
-        check_device(model, plan, torch.device(device))  # the weights are made on it
-        weights = RandomWeights(model, seed, device)
-        return cls(model, plan, weights, device, tokenizer, adapter=adapter)
+        source = ModelSource.from_seed(ModelConfig.from_hf(config), seed, tokenizer, adapter)
+        return cls(source, plan, device)
 
     def save_pretrained(
         self, path: str | Path, dtype: SaveDtype = "bfloat16", overwrite: bool = False
@@ -167,7 +156,8 @@ class Model:
         assert not self.weights.frozen, "a frozen model has no master weights to save"
         files: dict[str, Any] = {"tokenizer": self.tokenizer, "overwrite": overwrite}
         if self.lora is not None:
-            masters, base = self.adapter_tensors(), self.base_path
+            assert self.base_source is not None, "an adapter has a base"
+            masters, base = self.adapter_tensors(), self.base_source.origin
             save_adapter(path, self.config, self.lora, masters, base, self.base_digest, **files)
             return
         num_layers = self.config.num_layers

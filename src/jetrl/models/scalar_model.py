@@ -9,7 +9,7 @@ Legend: T tokens, S sequences, R needed rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,13 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.models import hf
 from jetrl.models.adapter import Adapter
-from jetrl.models.coded_weights import CodedWeights, codes_of
-from jetrl.models.families import ModelConfig
-from jetrl.models.model import Model, check_device
-from jetrl.models.nvfp4_files import check_base
+from jetrl.models.model import Model
 from jetrl.models.packed import Stems, pack, upload
+from jetrl.models.source import ModelSource
 from jetrl.precision.plan import PrecisionPlan
 
 
@@ -42,49 +39,7 @@ class ScalarModel(Model):
         adapter: Adapter | None = None,
     ) -> ScalarModel:
         """Return a directory's decoder with the scalar head there, or a new one of zeros."""
-        config = hf.model_config(path)
-        if config.head == "score":
-            return cls.from_pretrained(path, plan, device, adapter=adapter)
-        check_base(config, plan, path)
-        tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
-        weights = hf.open_weights(path, config, device)
-        model = cls.with_new_head(config, weights, plan, device, tokenizer, adapter)
-        model.base_path = str(path)
-        return model
-
-    @classmethod
-    def with_new_head(
-        cls,
-        config: ModelConfig,
-        weights: Mapping[str, Tensor],
-        plan: PrecisionPlan,
-        device: str | torch.device,
-        tokenizer: PreTrainedTokenizerBase | None,
-        adapter: Adapter | None = None,
-        key_exponents: Tensor | None = None,
-    ) -> ScalarModel:
-        """Return a language model's decoder with a new head of zeros: all scores start at 0.
-
-        `key_exponents` are those of the language model; None: made from the weights.
-        """
-        check_device(config, plan, torch.device(device))
-        names = [name for name in weights if name != "lm_head.weight"]
-
-        def value(name: str) -> Tensor:
-            if name == "score.weight":
-                return torch.zeros(1, config.hidden_size, device=device)
-            return weights[name].detach().to(device, torch.float32, copy=True)
-
-        body = CodedWeights([*names, "score.weight"], value, codes_of(weights))
-        return cls(
-            config=config.with_scalar_head(),
-            plan=plan,
-            weights=body,
-            device=device,
-            tokenizer=tokenizer,
-            adapter=adapter,
-            key_exponents=key_exponents,
-        )
+        return cls(ModelSource.from_path(path, adapter).with_scalar_head(), plan, device)
 
     def values(
         self,

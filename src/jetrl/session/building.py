@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,33 +10,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
-from jetrl.errors import UserError, named
-from jetrl.files import read_json
-from jetrl.models import hf
-from jetrl.models.chat_template import set_template_args
+from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.model import Model
-from jetrl.models.nvfp4_files import check_base
-from jetrl.models.peft import adapter_of
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
-from jetrl.models.tiny import RandomWeights, character_tokenizer
+from jetrl.models.source import CHARACTERS, ModelSource, open_source
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.backend import accelerator
 from jetrl.session.compiling import compiled_ahead
 from jetrl.settings.loading import Settings
-from jetrl.settings.model_sections import AdapterSettings, RewardSettings
-from jetrl.settings.sections import ModelSettings, verified_drafts
+from jetrl.settings.model_sections import RewardSettings
 from jetrl.tasks import build_task
 from jetrl.training.checkpoint_files import StoredTensors
 from jetrl.types import Sample, Score
 
-logger = logging.getLogger(__name__)
-
-CHARACTERS = "characters"  # model.tokenizer: one token a character of the task's alphabet
 _SMALL_MODEL = 20_000_000  # parameters
 
 
@@ -49,30 +38,11 @@ def build_policy(
     `alphabet` is the task's, for a tokenizer of characters; None: printable ASCII. The device is
     that of run.device by default; "meta" checks all and reads no weights.
     """
-    device, seed = device or choose_device(settings.run.device), settings.run.seed
-    config, path, rollout = model_config(settings), settings.model.path, settings.rollout
-    adapter = adapter_of(settings.adapter, config, seed, device)
-    # What decode's kernels depend on: the batch, and whether drafts are verified.
-    drafts = verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample)
-    with compiled_ahead(config, plan, device, adapter, rollout.max_batch_size, drafts != "off"):
-        if path is not None:
-            policy = Policy.from_pretrained(path, plan, device, adapter=adapter)
-            _replace_tokenizer(policy, settings.model, alphabet)
-        else:
-            tokenizer = _tokenizer(settings.model.tokenizer, alphabet)
-            policy = Policy.from_config(config.raw, plan, seed, device, tokenizer, adapter)
-            if tokenizer is not None and tokenizer.eos_token_id is not None:
-                policy.generation_config = {"eos_token_id": tokenizer.eos_token_id}
-    set_template_args(policy.tokenizer, settings.model.template_args)
-    # Special tokens that a prompt spells out are text, unless the task says otherwise.
-    policy.plain_text = settings.task.special_tokens_as_text
-    limit_threads(policy.config)
-    if policy.tokenizer is not None and len(policy.tokenizer) > policy.config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {len(policy.tokenizer)} tokens, but the model's vocab_size is "
-            f"{policy.config.vocab_size}"
-        )
-    return policy
+    device = device or choose_device(settings.run.device)
+    source = open_source(settings, alphabet, device)
+    limit_threads(source.config)
+    with compiled_ahead(source, plan, device, settings.rollout):
+        return Policy(source, plan, device)
 
 
 def policy_of_masters(
@@ -102,28 +72,11 @@ def build_scalar_model(
     settings: Settings, plan: PrecisionPlan, alphabet: str | None, device: str | None = None
 ) -> ScalarModel:
     """Return the reward model to be trained: the decoder of [model] with a new or its own head."""
-    path, config = settings.model.path, model_config(settings)
     device = device or choose_device(settings.run.device)
-    adapter = adapter_of(settings.adapter, config.with_scalar_head(), settings.run.seed, device)
-    if path is not None and (config.head == "score" or adapter is not None):
-        model = ScalarModel.from_language_model(path, plan, device, adapter)
-        _replace_tokenizer(model, settings.model, alphabet)
-        set_template_args(model.tokenizer, settings.model.template_args)
-    else:
-        # A new head on a language model: its decoder is read whole, an adapter comes after.
-        whole = settings.model_copy(update={"adapter": AdapterSettings()})
-        policy = build_policy(whole, plan, alphabet, device)
-        model = ScalarModel.with_new_head(
-            config=policy.config,
-            weights=policy.whole_masters(),
-            plan=plan,
-            device=policy.device,
-            tokenizer=policy.tokenizer,
-            adapter=adapter,
-            key_exponents=policy.key_exponents,
-        )
-    model.plain_text = settings.task.special_tokens_as_text
-    return model
+    source = open_source(settings, alphabet, device, head="score")
+    limit_threads(source.config)
+    with compiled_ahead(source, plan, device, settings.rollout):
+        return ScalarModel(source, plan, device)
 
 
 def build_reference(
@@ -249,27 +202,18 @@ def value_model(settings: Settings, policy: Policy) -> ScalarModel | None:
     path, plan, device = settings.critic.path, policy.plan.without_base, policy.device
     if path is None:
         return None
-    if path == "policy" and policy.lora is not None and policy.base_path is not None:
+    base = policy.base_source
+    if path == "policy" and base is not None and base.origin is not None:
         # All parameters of a critic are trained, so its masters are read from the base's directory.
-        path = policy.base_path
+        path = base.origin
     if path != "policy":
         model = ScalarModel.from_language_model(path, plan, device)
         _check_vocabulary(policy, model, f"critic.path = {path}")
         return model
     # A critic that begins as the policy has its decoder and a new head.
-    weights: Mapping[str, Tensor] = (
-        policy.whole_masters()
-        if policy.lora is None
-        else RandomWeights(policy.config, settings.run.seed, device)
-    )
-    return ScalarModel.with_new_head(
-        config=policy.config,
-        weights=weights,
-        plan=plan,
-        device=device,
-        tokenizer=policy.tokenizer,
-        key_exponents=policy.key_exponents,
-    )
+    if base is None:
+        base = ModelSource.from_tensors(policy.config, policy.whole_masters(), policy.tokenizer)
+    return ScalarModel(base.with_scalar_head(), plan, device, key_exponents=policy.key_exponents)
 
 
 def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
@@ -305,68 +249,3 @@ def limit_threads(config: ModelConfig) -> None:
 def is_small(config: ModelConfig) -> bool:
     """Return whether a CPU trains a model in reasonable time."""
     return num_parameters(config) < _SMALL_MODEL
-
-
-def model_config(settings: Settings) -> ModelConfig:
-    """Return the configuration of the run's model, checked against precision; reads no weights."""
-    path, precision = settings.model.path, settings.precision
-    if path is None:
-        config = ModelConfig.from_hf(_model_config_dict(settings))
-    else:
-        with named("model.path"):
-            config = hf.model_config(path)
-    # Checked here, since every command that reads a model comes by.
-    for key in ("first_layers_bf16", "last_layers_bf16"):
-        if (count := getattr(precision, key)) > config.num_layers:
-            raise UserError(f"precision.{key} = {count}: the model has {config.num_layers} layers")
-    if path is not None:
-        plan = PrecisionPlan.from_settings(precision, settings.sampler_deviation)
-        check_base(config, plan, path)
-        if settings.critic.path == "policy":
-            check_base(config, plan.without_base, path)
-    return config
-
-
-def _model_config_dict(settings: Settings) -> dict[str, Any]:
-    """Return model.config as a dict, read from its file if it is a path."""
-    config = settings.model.config
-    if isinstance(config, dict):
-        return config
-    if config is None:
-        raise UserError(
-            "no model: set model.path to a Hugging Face directory or hub name, as in "
-            "model.path=Qwen/Qwen3-1.7B (`jetrl init` makes a small model), or model.config to the "
-            "contents of a config.json"
-        )
-    try:
-        contents = read_json(config)
-        if not isinstance(contents, dict):
-            raise UserError("not a JSON object")
-    except (OSError, UserError) as error:
-        raise UserError(f"model.config {config}: {error}") from None
-    return contents
-
-
-def _replace_tokenizer(model: Model, settings: ModelSettings, alphabet: str | None) -> None:
-    """Replace the tokenizer of a model directory by that of the settings, if they have one."""
-    own, new = model.tokenizer, _tokenizer(settings.tokenizer, alphabet)
-    if new is None:
-        return
-    model.tokenizer = new
-    if own is None or model.device.type == "meta":  # once per run
-        return
-    if differ := len(own.get_vocab().items() ^ new.get_vocab().items()):
-        logger.warning(
-            "model.tokenizer=%s replaces the tokenizer of %s, and %d tokens differ; "
-            "model.tokenizer=none keeps its own",
-            *(settings.tokenizer, settings.path, differ),
-        )
-
-
-def _tokenizer(name: str | None, alphabet: str | None) -> PreTrainedTokenizerBase | None:
-    if name is None:
-        return None
-    if name != CHARACTERS:
-        with named("model.tokenizer"):
-            return hf.load_tokenizer(name)
-    return character_tokenizer() if alphabet is None else character_tokenizer(alphabet)

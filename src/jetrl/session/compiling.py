@@ -37,10 +37,12 @@ from jetrl.memory.plan import adapter_bytes, quantized_bytes, trained_parameters
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.policy import Policy
+from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.session.parity import said_when_slow
+from jetrl.settings.sections import RolloutSettings, verified_drafts
 from jetrl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -71,27 +73,30 @@ class Work:
 
 @contextlib.contextmanager
 def compiled_ahead(
-    config: ModelConfig,
+    source: ModelSource,
     plan: PrecisionPlan,
     device: str | torch.device,
-    adapter: Adapter | None = None,
-    max_batch_size: int = 256,
-    speculation: bool = False,
+    rollout: RolloutSettings | None = None,
 ) -> Iterator[None]:
     """Compile the kernels of a model's run while the block runs, and wait for them at its end.
 
     Does nothing on a CPU, if it was done before, or if the GPU has no memory left for a child.
+    Without the settings of a run's rollout there are no drafts, and batches have the default size.
     """
     device = torch.device(device)
     there = device.type == "cuda" and torch.cuda.is_available()
     if not there or importlib.util.find_spec("triton") is None:
         yield
         return
-    lora = None
-    if adapter is not None:
-        config, lora = adapter.shape(config), adapter.lora
+    config, lora = source.config, None
+    if source.adapter is not None:
+        config, lora = source.adapter.shape(config), source.adapter.lora
+    work = Work(config, plan, lora)
+    if rollout is not None:  # decode's kernels depend on the batch and on drafts
+        exact, asked = plan.exact, rollout.speculation
+        drafts = verified_drafts(asked, exact, device.type, rollout.oversample)
+        work = replace(work, max_batch_size=rollout.max_batch_size, speculation=drafts != "off")
     # Children share the GPU with the weights that are being read.
-    work = Work(config, plan, lora, max_batch_size, speculation)
     index = torch.cuda.current_device() if device.index is None else device.index
     free, _ = torch.cuda.mem_get_info(index)
     with _compiled(work, f"cuda:{index}", affordable(work, free, world().size)):
@@ -223,7 +228,7 @@ def _small(work: Work) -> Work:
     kinds = [tuple(plan.linear_formats(layer, count).items()) for layer in range(count)]
     needed = min(count, 2 + sum(a != b for a, b in itertools.pairwise(kinds)))
     vocabulary = min(config.vocab_size, _VOCABULARY + config.vocab_size % 128)
-    small = replace(config.first_layers(needed), vocab_size=vocabulary)
+    small = replace(config.first_layers(needed), vocab_size=vocabulary, head="lm")
     return replace(work, config=small)
 
 
@@ -233,7 +238,7 @@ def small_policy(work: Work, device: str) -> Policy:
     shapes = parameter_shapes(config)
     weights = {name: 0.02 * torch.randn(shape, device=device) for name, shape in shapes.items()}
     adapter = None if work.lora is None else Adapter.new(config, work.lora, 0)
-    return Policy(config, work.plan, weights, torch.device(device), adapter=adapter)
+    return Policy(ModelSource.from_tensors(config, weights, adapter=adapter), work.plan, device)
 
 
 def launches(policy: Policy, work: Work) -> list[Callable[[], object]]:

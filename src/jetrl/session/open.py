@@ -22,6 +22,7 @@ from jetrl.models.model import Model, check_device
 from jetrl.models.norm_noise import NormNoise
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
+from jetrl.models.source import model_config
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.formats import number_format
 from jetrl.randomness import derive_seed
@@ -37,7 +38,6 @@ from jetrl.session.building import (
     build_scalar_model,
     check_kept,
     choose_device,
-    model_config,
     read_reference,
     value_model,
 )

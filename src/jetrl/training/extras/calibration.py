@@ -27,6 +27,7 @@ import torch
 
 from jetrl.distributed.world import world
 from jetrl.memory.out_of_memory import explained, within_memory
+from jetrl.models.source import ModelSource
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.presets import BF16_PRESET
 from jetrl.training.extras import Extra
@@ -132,8 +133,8 @@ class ClipCalibration(Extra):
         plan = PrecisionPlan.preset(BF16_PRESET).replace(bf16_rounding="nearest")
         with explained("calibrated clipping", _ADVICE):
             # A frozen BF16 policy of the current masters, for this forward only.
-            masters = policy.whole_masters()
-            bf16 = type(policy)(policy.config, plan, masters, policy.device, frozen=True)
+            source = ModelSource.from_tensors(policy.config, policy.whole_masters())
+            bf16 = type(policy)(source, plan, policy.device, frozen=True)
         own = within_memory(
             lambda: [self._logprobs(bf16, m) for m in world().share(minibatch.micro_batches)],
             minibatch.shrink,

@@ -1,0 +1,222 @@
+"""The source of a model: all that a model is made from, before any weight is read.
+
+A source comes from a directory (or hub name), from a configuration and a seed, or from tensors in
+memory; `open_source` makes the one that a run's settings describe. Its weights are a function of
+the device: a model calls it after its last check, so no weight is downloaded in vain.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from jetrl.errors import UserError, named
+from jetrl.files import read_json
+from jetrl.models import hf
+from jetrl.models.adapter import Adapter
+from jetrl.models.chat_template import set_template_args
+from jetrl.models.coded_weights import CodedWeights, codes_of
+from jetrl.models.families import Head, ModelConfig
+from jetrl.models.nvfp4_files import check_base
+from jetrl.models.peft import adapter_of
+from jetrl.models.tiny import RandomWeights, character_tokenizer
+from jetrl.precision.plan import PrecisionPlan
+from jetrl.settings.loading import Settings
+from jetrl.settings.sections import ModelSettings
+from jetrl.types import PlainText
+
+logger = logging.getLogger(__name__)
+
+CHARACTERS = "characters"  # model.tokenizer: one token per character of the task's alphabet
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The parts of a model.
+
+    Attributes:
+        config: The configuration, without the adapter.
+        weights: Returns every parameter for a device by name, as in `families.parameter_shapes`;
+            "meta" gives shapes without values.
+        generation_config: generation_config.json; empty without that file.
+        adapter: The adapter to train on frozen weights.
+        origin: The directory or hub name of the weights; None: another origin.
+        plain_text: The texts of a task in which special tokens are encoded as text.
+    """
+
+    config: ModelConfig
+    weights: Callable[[torch.device], Mapping[str, Tensor]]
+    tokenizer: PreTrainedTokenizerBase | None = None
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Adapter | None = None
+    origin: str | None = None
+    plain_text: PlainText = "replies"
+
+    @staticmethod
+    def from_path(path: str | Path, adapter: Adapter | None = None) -> ModelSource:
+        """Return the source of a Hugging Face directory or hub name; reads only small files."""
+        config = hf.model_config(path)
+        return ModelSource(
+            config=config,
+            weights=lambda device: hf.open_weights(path, config, device),
+            tokenizer=hf.load_tokenizer(path) if hf.has_tokenizer(path) else None,
+            generation_config=hf.read_generation_config(path),
+            adapter=adapter,
+            origin=str(path),
+        )
+
+    @staticmethod
+    def from_seed(
+        config: ModelConfig,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        adapter: Adapter | None = None,
+    ) -> ModelSource:
+        """Return a source of random weights; those of a seed differ between a CPU and a GPU."""
+
+        def weights(device: torch.device) -> Mapping[str, Tensor]:
+            return RandomWeights(config, seed, device)
+
+        return ModelSource(config, weights, tokenizer, adapter=adapter)
+
+    @staticmethod
+    def from_tensors(
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        adapter: Adapter | None = None,
+    ) -> ModelSource:
+        """Return a source of parameters by name, on any device."""
+        return ModelSource(config, lambda device: tensors, tokenizer, adapter=adapter)
+
+    def ending_with_tokenizer(self) -> ModelSource:
+        """Return the source with the end of the tokenizer as the end of generation."""
+        end = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return self if end is None else replace(self, generation_config={"eos_token_id": end})
+
+    def with_scalar_head(self) -> ModelSource:
+        """Return the source with the scalar head that it has, or a new one of zeros.
+
+        All scores of a new head are 0.
+        """
+        if self.config.head == "score":
+            return self
+
+        def weights(device: torch.device) -> Mapping[str, Tensor]:
+            body = self.weights(device)
+
+            def value(name: str) -> Tensor:
+                if name == "score.weight":
+                    return torch.zeros(1, self.config.hidden_size, device=device)
+                return body[name].detach().to(device, torch.float32, copy=True)
+
+            names = [name for name in body if name != "lm_head.weight"]
+            return CodedWeights([*names, "score.weight"], value, codes_of(body))
+
+        config = self.config.with_scalar_head()
+        return replace(self, config=config, weights=weights, generation_config={})
+
+
+def open_source(
+    settings: Settings, alphabet: str | None, device: str, head: Head = "lm"
+) -> ModelSource:
+    """Return the source of the run's model.
+
+    `alphabet` is that of the task, for a tokenizer of characters; None: printable ASCII. For device
+    "meta" no tensor is read or made.
+    """
+    config, path, seed = model_config(settings), settings.model.path, settings.run.seed
+    tokenizer = _tokenizer(settings.model, alphabet)
+    if path is None:
+        source = ModelSource.from_seed(config, seed, tokenizer).ending_with_tokenizer()
+    else:
+        source = ModelSource.from_path(path)
+        if tokenizer is not None:
+            if device != "meta":  # once per run
+                _compare_tokenizers(source.tokenizer, tokenizer, settings.model)
+            source = replace(source, tokenizer=tokenizer)
+    if head == "score":
+        source = source.with_scalar_head()
+    tokenizer = source.tokenizer
+    set_template_args(tokenizer, settings.model.template_args)
+    if tokenizer is not None and len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, but the model's vocab_size is "
+            f"{config.vocab_size}"
+        )
+    adapter = adapter_of(settings.adapter, source.config, seed, device)
+    # Special tokens that a prompt spells out are text, unless the task says otherwise.
+    return replace(source, adapter=adapter, plain_text=settings.task.special_tokens_as_text)
+
+
+def model_config(settings: Settings) -> ModelConfig:
+    """Return the configuration of the run's model, checked against precision; reads no weights."""
+    path, precision = settings.model.path, settings.precision
+    if path is None:
+        config = ModelConfig.from_hf(_config_json(settings.model))
+    else:
+        with named("model.path"):
+            config = hf.model_config(path)
+    # Checked here, since every command that reads a model comes by.
+    for key in ("first_layers_bf16", "last_layers_bf16"):
+        if (count := getattr(precision, key)) > config.num_layers:
+            raise UserError(f"precision.{key} = {count}: the model has {config.num_layers} layers")
+    if path is not None:
+        plan = PrecisionPlan.from_settings(precision, settings.sampler_deviation)
+        check_base(config, plan, path)
+        if settings.critic.path == "policy":
+            check_base(config, plan.without_base, path)
+    return config
+
+
+def _config_json(settings: ModelSettings) -> dict[str, Any]:
+    """Return model.config as a dict, read from its file if it is a path."""
+    config = settings.config
+    if isinstance(config, dict):
+        return config
+    if config is None:
+        raise UserError(
+            "no model: set model.path to a Hugging Face directory or hub name, as in "
+            "model.path=Qwen/Qwen3-1.7B (`jetrl init` makes a small model), or model.config to the "
+            "contents of a config.json"
+        )
+    try:
+        contents = read_json(config)
+        if not isinstance(contents, dict):
+            raise UserError("not a JSON object")
+    except (OSError, UserError) as error:
+        raise UserError(f"model.config {config}: {error}") from None
+    return contents
+
+
+def _tokenizer(settings: ModelSettings, alphabet: str | None) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of model.tokenizer; None: the model's own."""
+    if settings.tokenizer is None:
+        return None
+    if settings.tokenizer != CHARACTERS:
+        with named("model.tokenizer"):
+            return hf.load_tokenizer(settings.tokenizer)
+    return character_tokenizer() if alphabet is None else character_tokenizer(alphabet)
+
+
+def _compare_tokenizers(
+    own: PreTrainedTokenizerBase | None, new: PreTrainedTokenizerBase, settings: ModelSettings
+) -> None:
+    """Warn if model.tokenizer has other tokens than the model's own tokenizer."""
+    if own is None:
+        return
+    if differ := len(own.get_vocab().items() ^ new.get_vocab().items()):
+        logger.warning(
+            "model.tokenizer=%s replaces the tokenizer of %s, and %d tokens differ; "
+            "model.tokenizer=none keeps its own",
+            settings.tokenizer,
+            settings.path,
+            differ,
+        )
