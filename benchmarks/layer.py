@@ -43,6 +43,7 @@ from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import DecoderLayer
 from jetrl.models.families import ModelConfig
+from jetrl.models.layer import Rotation
 from jetrl.models.policy import Policy
 from jetrl.precision import linear
 
@@ -114,15 +115,10 @@ class LayerBench:
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return (x, delta) [T, D] after the layer."""
         decoder = self.policy.decoder
+        exponents = None if decoder.exponents is None else decoder.exponents[0]
+        rotation = Rotation(self.positions, decoder.rotary_table, exponents)
         out: tuple[Tensor, Tensor] = self.layer(
-            self.x,
-            self.delta,
-            self.positions,
-            decoder.rotary_table,
-            None if decoder.exponents is None else decoder.exponents[0],
-            self.kv,
-            "train",
-            None,
+            self.x, self.delta, rotation, self.kv, "train", None
         )
         return out
 

@@ -55,7 +55,7 @@ def test_a_run_is_exact_and_its_files_go_on(
     adapter = shutil.copytree(run / "model", tmp_path / "adapter")
     policies = [open_policy(path, None, "cpu") for path in (run, adapter, base)]
     for policy in policies:
-        assert isinstance(policy.decoder.layers[0].qkv.operand("rollout"), NVFP4Weight)
+        assert isinstance(policy.decoder.layers[0].mixer.qkv.operand("rollout"), NVFP4Weight)
     with torch.no_grad():
         of_run, of_adapter, of_base = (p.logprobs([[1, 2, 3, 4, 5, 6]])[0] for p in policies)
         assert torch.equal(policies[0].base().logprobs([[1, 2, 3, 4, 5, 6]])[0], of_base)

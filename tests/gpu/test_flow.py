@@ -10,13 +10,12 @@ import torch
 from linears import assert_gradients_are_as_far, assert_gradients_are_near
 from small_models import FAMILIES, config, make_policy
 
-import jetrl.models.attention as attention
 from jetrl import Policy
 from jetrl.kernels.attention.backward import attention_backward
 from jetrl.kernels.attention.forward import attend_tiles, stage_keys
 from jetrl.kernels.attention.layout import KeyValueCodes
 from jetrl.kernels.attention.reference import quantize_keys_and_values
-from jetrl.models import decoder, dense
+from jetrl.models import attention, decoder, dense
 from jetrl.models.source import ModelSource
 from jetrl.precision import PrecisionPlan
 from jetrl.session.parity import locate, measure, random_prompts, self_check
@@ -130,7 +129,7 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
         o = AttentionKernels.apply(*rope.heads(qkv), self._tiles, self._plan)
         return o.flatten(-2, -1)
 
-    for module in (decoder, dense):
+    for module in (attention, decoder, dense):
         monkeypatch.setattr(module, "fuses", lambda x: False)
     monkeypatch.setattr(attention.PackedKeyValues, "attend", attend)
 

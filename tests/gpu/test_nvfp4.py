@@ -242,7 +242,7 @@ def test_the_sampler_is_the_trainer_over_files_in_nvfp4(layout: str, tmp_path: P
     result = measure(p, random_prompts(p, 7, 60, seed=1), samples=3, max_tokens=12, gradients=True)
     assert result.different == 0
     x = random(40, shape.hidden_size, 40)
-    ours, theirs = (m.decoder.layers[0].qkv.operand("train") for m in (p, on_cpu))
+    ours, theirs = (m.decoder.layers[0].mixer.qkv.operand("train") for m in (p, on_cpu))
     assert isinstance(ours, NVFP4Weight)
     assert isinstance(theirs, NVFP4Weight)
     y, expected = nvfp4_matmul(x, ours).double().cpu(), nvfp4_matmul(x.cpu(), theirs).double()

@@ -65,9 +65,10 @@ class Experts(Block):
 class AllExperts(nn.Module):
     self_checks: Mapping[str, object] = {}
 
-    def __init__(self, name: str, config: ModelConfig, weights: Any, formats: Any) -> None:
+    def __init__(self, index: int, shape: Experts, eps: float, weights: Any, formats: Any) -> None:
         super().__init__()
-        self.norm = weights.norm(f"{name}.post_norm", config.rms_norm_eps)
+        name = f"layers.{index}"
+        self.norm = weights.norm(f"{name}.post_norm", eps)
         self.router = weights.linear(
             f"{name}.router", dict.fromkeys(formats, number_format(weights.plan.rest))
         )

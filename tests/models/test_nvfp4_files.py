@@ -87,7 +87,7 @@ def test_a_policy_multiplies_by_the_files_codes(layout: str, apart: bool, tmp_pa
     p = policy(path)
     whole = read_model(path)[1]
     for index, layer in enumerate(p.decoder.layers):
-        linears = (layer.qkv, layer.o, layer.block.gate_up, layer.block.down)
+        linears = (layer.mixer.qkv, layer.mixer.o, layer.block.gate_up, layer.block.down)
         for linear, name in zip(linears, ("qkv", "o", "gate_up", "down"), strict=True):
             values = whole[f"layers.{index}.{name}.weight"].double()
             weight = linear.operand("train")
@@ -239,11 +239,11 @@ def test_a_frozen_reference_and_a_judge_keep_the_codes(tmp_path: Path) -> None:
     reference = Policy.from_pretrained(path, PLAN, frozen=True)
     whole = policy(path).base()
     for ours, theirs in zip(reference.decoder.layers, whole.decoder.layers, strict=True):
-        left, right = ours.qkv.operand("train"), theirs.qkv.operand("train")
+        left, right = ours.mixer.qkv.operand("train"), theirs.mixer.qkv.operand("train")
         assert isinstance(left, NVFP4Weight)
         assert all(torch.equal(*pair) for pair in zip(tensors(left), tensors(right), strict=True))
     adapter = Adapter.new(hf.model_config(path).with_scalar_head(), LoRA(4, 8.0), 0)
     judge = ScalarModel.from_language_model(path, PLAN, adapter=adapter)
-    left, right = (m.decoder.layers[0].o.operand("train") for m in (judge, whole))
+    left, right = (m.decoder.layers[0].mixer.o.operand("train") for m in (judge, whole))
     assert isinstance(left, NVFP4Weight)
     assert all(torch.equal(*pair) for pair in zip(tensors(left), tensors(right), strict=True))

@@ -137,7 +137,7 @@ def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_layer_that_moves_its_weight_is_an_error() -> None:
     p = policy()
-    weight = p.decoder.layers[1].o.quantized
+    weight = p.decoder.layers[1].mixer.o.quantized
     weight.requantize = lambda: weight._stored.update(
         {Rounding(FP8): quantize(weight.master.detach(), (128, 128))}
     )

@@ -90,7 +90,7 @@ def test_a_base_in_nvfp4_is_exact() -> None:
     plan = PrecisionPlan.preset("unified").replace(base="nvfp4", last_layers_bf16=1)
     config = policy("unified").config
     p = Policy(ModelSource.from_seed(config, 0), plan, trains=lambda name: "norm" in name)
-    kinds = [type(layer.qkv.operand("train")) for layer in p.decoder.layers]
+    kinds = [type(layer.mixer.qkv.operand("train")) for layer in p.decoder.layers]
     assert kinds == [NVFP4Tensor, torch.Tensor]
     assert measure(p, num_prompts=3, max_tokens=8).different == 0
     with torch.no_grad():

@@ -72,7 +72,7 @@ def test_an_empty_section_leaves_a_plan_and_its_stored_form(preset: str) -> None
 
 def test_the_samplers_weights_are_what_the_settings_say() -> None:
     def operands(plan: PrecisionPlan) -> tuple[torch.Tensor, Any, Any]:
-        quantized = policy_of(plan).decoder.layers[0].qkv.quantized
+        quantized = policy_of(plan).decoder.layers[0].mixer.qkv.quantized
         return quantized.master.detach(), quantized.operand("rollout"), quantized.operand("train")
 
     master, sampler, trainer = operands(plan_of(weights_through_bf16=True))

@@ -1,28 +1,37 @@
-"""From a layer's qkv to its attention: the one place where sampling and training differ.
+"""Attention, a mixer of decoder layers: `models.mixer.AttentionShape` as a module.
 
-A layer passes its raw qkv and a `Rotary`, which turns it into queries and keys. `KeyValues` decides
-how keys and values are stored and which kernel reads them: pages of a cache (`rollout.kv_cache`)
-or, here, the packed batch itself.
+    q, k, v = qkv(norm(x));    y = o(attention(rope(norm(q)), rope(norm(k)), v))
 
-Legend: T tokens, H query heads, G key-value heads, D head size.
+From qkv to attention is the one place where sampling and training differ. The module passes its raw
+qkv and a `Rotary`, which turns it into queries and keys. `KeyValues` decides how keys and values
+are stored and which kernel reads them: pages of a cache (`rollout.kv_cache`) or, here, the packed
+batch itself.
+
+Legend: T tokens, R needed rows, N output features, H query heads, G key-value heads, D hidden size
+(of a head its own size).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jetrl.kernels.attention.layout import QueryTiles
 from jetrl.kernels.attention.reference import attend_packed, quantize_keys_and_values, stored_values
 from jetrl.models.attention_fused import attend_packed_fused
 from jetrl.models.families import ModelConfig
-from jetrl.models.layer import Rotary, tell
+from jetrl.models.layer import RMSNorm, Rotary, Rotation, Trace, fuses, tell
+from jetrl.models.layer_fused import norm_linear_fused
+from jetrl.models.mixer import AttentionShape
 from jetrl.models.packed import Stems
+from jetrl.models.weights import Weights
 from jetrl.precision.backend import REFERENCE, backend_for
-from jetrl.precision.formats import key_and_value_formats
-from jetrl.precision.plan import PrecisionPlan
+from jetrl.precision.formats import Format, key_and_value_formats
+from jetrl.precision.linear import Linear
+from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.precision.quantize import QTensor
 
 
@@ -98,3 +107,71 @@ class PackedKeyValues:
         return attend_packed(q, k, v, self._cu_seqlens, plan.kv, plan.scales, self._row_of).flatten(
             -2, -1
         )
+
+
+class Attention(nn.Module):
+    """The first half of a decoder layer: a norm, `qkv`, attention and `o`."""
+
+    def __init__(
+        self,
+        index: int,
+        shape: AttentionShape,
+        eps: float,
+        weights: Weights,
+        formats: Mapping[Side, Format],
+    ) -> None:
+        super().__init__()
+        self.index, self.shape, name = index, shape, f"layers.{index}"
+        self.norm = weights.norm(f"{name}.input_norm", eps)
+        self.q_norm = weights.norm(f"{name}.q_norm", eps) if shape.qk_norm else None
+        self.k_norm = weights.norm(f"{name}.k_norm", eps) if shape.qk_norm else None
+        self.qkv = weights.linear(f"{name}.qkv", formats, shape.qkv_bias)
+        self.o = weights.linear(f"{name}.o", formats)
+
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rotation: Rotation,
+        kv: KeyValues,
+        side: Side,
+        trace: Trace | None,
+        last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + delta and attention's output for that sum, both [T, D], of `last` [R, D]."""
+        x, qkv = norm_linear(x, delta, self.norm, self.qkv, side, trace)
+        tell(trace, "qkv", qkv)
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        rope = Rotary(
+            positions=rotation.positions,
+            table=rotation.table,
+            norms=norms,
+            num_heads=self.shape.num_heads,
+            num_kv_heads=self.shape.num_kv_heads,
+            exponents=rotation.exponents,
+            trace=trace,
+            as_values=self.o.adapter is not None,
+        )
+        attended = kv.attend(self.index, qkv, rope, last)
+        tell(trace, "attention", attended)
+        if last and kv.rows is not None:
+            x = x[kv.rows]
+        del qkv  # which `o` does not need
+        delta = self.o(attended, side)
+        tell(trace, "o", delta)
+        return x, delta
+
+
+def norm_linear(
+    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
+) -> tuple[Tensor, Tensor]:
+    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], the start of attention.
+
+    This is the reference; BF16 tensors on a GPU use the fused form, with the same forward bits.
+    """
+    if fuses(x):
+        return norm_linear_fused(x, delta, norm, linear, side, trace)
+    x = x if delta is None else x + delta
+    normed = norm(x)
+    tell(trace, "input_norm", normed)
+    return x, linear(normed, side)

@@ -2,12 +2,12 @@
 
     x = embed(tokens)
     for each layer:
-        q, k, v = qkv(norm(x));    x = x + o(attention(rope(norm(q)), rope(norm(k)), v))
+        x = x + mixer(norm(x))
         x = x + block(norm(x))
     logits = lm_head(norm(x))
 
 A layer returns x and a delta to be added to it, so that the addition can be part of the next norm
-(`norm_linear`).
+(`attention.norm_linear`).
 
 Both sides of the flow run this code. They differ in their `KeyValues` (pages of a cache, or the
 packed batch) and in `side`, which picks formats from the plan. Between operations values are BF16
@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels.rotary import rotary_table
-from jetrl.models.attention import KeyValues
+from jetrl.models.attention import Attention, KeyValues
 from jetrl.models.block import Block, DenseShape
 from jetrl.models.dense import DenseBlock
 from jetrl.models.families import ModelConfig
 from jetrl.models.key_smoothing import head_exponents
-from jetrl.models.layer import RMSNorm, Rotary, Trace, fuses, prefixed, tell
-from jetrl.models.layer_fused import add_norm_fused, norm_linear_fused
+from jetrl.models.layer import RMSNorm, Rotation, Trace, fuses, prefixed, tell
+from jetrl.models.layer_fused import add_norm_fused
+from jetrl.models.mixer import AttentionShape, Mixer
 from jetrl.models.rope import frequencies_of
 from jetrl.models.weights import Weights
 from jetrl.precision.backend import backend_of
@@ -45,32 +46,27 @@ from jetrl.precision.plan import Side
 from jetrl.precision.quantized_weight import QuantizedWeight
 
 _Module = TypeVar("_Module", bound=nn.Module)
-BLOCKS: dict[type[Block], Any] = {DenseShape: DenseBlock}  # the module of each kind of block
+# The module of each kind of mixer and of block.
+MIXERS: dict[type[Mixer], Any] = {AttentionShape: Attention}
+BLOCKS: dict[type[Block], Any] = {DenseShape: DenseBlock}
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a block, each after a norm and added to the residual stream."""
+    """A mixer and a block, each after a norm and added to the residual stream."""
 
     def __init__(self, index: int, config: ModelConfig, weights: Weights) -> None:
         super().__init__()
-        self.index, self.config = index, config
-        name, eps = f"layers.{index}", config.rms_norm_eps
+        self.index = index
+        shape, eps = config.layers[index], config.rms_norm_eps
         formats = weights.plan.linear_formats(index, config.num_layers)
-        attention, block = config.attention, config.layers[index].block
-        self.input_norm = weights.norm(f"{name}.input_norm", eps)
-        self.q_norm = weights.norm(f"{name}.q_norm", eps) if attention.qk_norm else None
-        self.k_norm = weights.norm(f"{name}.k_norm", eps) if attention.qk_norm else None
-        self.qkv = weights.linear(f"{name}.qkv", formats, attention.qkv_bias)
-        self.o = weights.linear(f"{name}.o", formats)
-        self.block = BLOCKS[type(block)](name, config, weights, formats)
+        self.mixer = MIXERS[type(shape.mixer)](index, shape.mixer, eps, weights, formats)
+        self.block = BLOCKS[type(shape.block)](index, shape.block, eps, weights, formats)
 
     def forward(
         self,
         x: Tensor,
         delta: Tensor | None,
-        positions: Tensor,
-        table: Tensor,
-        exponents: Tensor | None,
+        rotation: Rotation,
         kv: KeyValues,
         side: Side,
         trace: Trace | None,
@@ -78,35 +74,11 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the delta to be added to it, both [T, D].
 
-        `delta` is that of the layer before, None for the first. `positions` is int64 [T], within
-        each sequence; `table` is the rotary table, float32 [positions, 2, head size / 2];
-        `exponents` are as in `Rotary`. The `last` layer returns only `kv.rows`.
+        `delta` is that of the layer before, None for the first. The `last` layer returns only
+        `kv.rows`.
         """
         trace = prefixed(trace, f"layers.{self.index}.")
-        # Attention: the residual sum and its norm, then qkv, of all T tokens.
-        x, qkv = norm_linear(x, delta, self.input_norm, self.qkv, side, trace)
-        tell(trace, "qkv", qkv)
-        c, as_values = self.config, self.o.adapter is not None
-        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-        rope = Rotary(
-            positions=positions,
-            table=table,
-            norms=norms,
-            num_heads=c.num_heads,
-            num_kv_heads=c.num_kv_heads,
-            exponents=exponents,
-            trace=trace,
-            as_values=as_values,
-        )
-        attended = kv.attend(self.index, qkv, rope, last)
-        tell(trace, "attention", attended)
-        if last and kv.rows is not None:
-            x = x[kv.rows]
-        del qkv  # like the heads below: the MLP, the forward's peak in memory, needs neither
-        delta = self.o(attended, side)
-        tell(trace, "o", delta)
-        del attended
-        # The block, with the sum of both in front.
+        x, delta = self.mixer(x, delta, rotation, kv, side, trace, last)
         return self.block(x, delta, side, trace)
 
 
@@ -207,12 +179,14 @@ class Decoder(nn.Module):
             last = layer is self.layers[-1]
             table = self.still_table if layer.index in still else self.rotary_table
             exponents = None if self.exponents is None else self.exponents[index]
-            arguments = (x, delta, positions, table, exponents, kv, side, self.trace, last)
-            x, delta = (
-                checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
-                if activation_checkpointing
-                else layer(*arguments)
-            )
+            rotation = Rotation(positions, table, exponents)
+            if activation_checkpointing:
+                x, delta = checkpoint(
+                    layer, x, delta, rotation, kv, side, self.trace, last,
+                    use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
+            else:
+                x, delta = layer(x, delta, rotation, kv, side, self.trace, last)
         assert delta is not None, "a decoder has a layer"
         x = add_norm(x, delta, self.norm)
         tell(self.trace, "norm", x)
@@ -275,21 +249,6 @@ class _Embed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token_ids,) = ctx.saved_tensors
         return None, ctx.gradients.add_rows(ctx.master, token_ids, grads[0]), None, None
-
-
-def norm_linear(
-    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
-) -> tuple[Tensor, Tensor]:
-    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], the start of attention.
-
-    This is the reference; BF16 tensors on a GPU use the fused form, with the same forward bits.
-    """
-    if fuses(x):
-        return norm_linear_fused(x, delta, norm, linear, side, trace)
-    x = x if delta is None else x + delta
-    normed = norm(x)
-    tell(trace, "input_norm", normed)
-    return x, linear(normed, side)
 
 
 def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from jetrl.kernels.swiglu import swiglu
+from jetrl.models.block import DenseShape
 from jetrl.models.dense_fused import norm_mlp_fused
-from jetrl.models.families import ModelConfig
 from jetrl.models.layer import Trace, fuses, tell
 from jetrl.models.weights import Weights
 from jetrl.precision.formats import Format
@@ -23,10 +23,16 @@ class DenseBlock(nn.Module):
     """Operations [T, 2F] -> [T, F] whose rows must not depend on the batch, for `jetrl parity`."""
 
     def __init__(
-        self, name: str, config: ModelConfig, weights: Weights, formats: Mapping[Side, Format]
+        self,
+        index: int,
+        shape: DenseShape,
+        eps: float,
+        weights: Weights,
+        formats: Mapping[Side, Format],
     ) -> None:
         super().__init__()
-        self.norm = weights.norm(f"{name}.post_norm", config.rms_norm_eps)
+        name = f"layers.{index}"
+        self.norm = weights.norm(f"{name}.post_norm", eps)
         self.gate_up = weights.linear(f"{name}.gate_up", formats)
         self.down = weights.linear(f"{name}.down", formats)
 

@@ -62,6 +62,21 @@ class RMSNorm(nn.Module):
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """The angles and factors by which a layer turns the heads of a forward's tokens.
+
+    Attributes:
+        positions: int64 [T], each token's position in its sequence.
+        table: float32 [positions, 2, D / 2], cosines and sines.
+        exponents: As in `Rotary`.
+    """
+
+    positions: Tensor
+    table: Tensor
+    exponents: Tensor | None
+
+
+@dataclass(frozen=True)
 class Rotary:
     """The positions, rotation and norms by which one layer makes queries and keys from qkv.
 

@@ -1,10 +1,11 @@
 """A norm and the linear layer after it on a GPU, each one autograd function, so that codes flow.
 
-They compose the operations that `models.decoder` names, with the same bits in the forward
-(tests/gpu/test_flow.py). The norm writes the codes that FProp reads, so its BF16 result is neither
-written nor read. For WGrad nothing is kept: backward makes the norm's codes again from the residual
-stream, and the residual's gradient joins inside the norm's. Layers kept in BF16 use the same
-functions with BF16 instead of codes; they keep FProp's input, which had to be written anyway.
+They compose the operations that `models.attention` and `models.decoder` name, with the same bits in
+the forward (tests/gpu/test_flow.py). The norm writes the codes that FProp reads, so its BF16 result
+is neither written nor read. For WGrad nothing is kept: backward makes the norm's codes again from
+the residual stream, and the residual's gradient joins inside the norm's. Layers kept in BF16 use
+the same functions with BF16 instead of codes; they keep FProp's input, which had to be written
+anyway.
 
 With adapters the norm writes its BF16 values next to the codes, in the same pass. The base is
 frozen, so backward has no WGrad and quantizes dY for DGrad only; the adapters' own gradients come
@@ -132,7 +133,7 @@ class Fixed:
 def norm_linear_fused(
     x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
 ) -> tuple[Tensor, Tensor]:
-    """`models.decoder.norm_linear` on a GPU."""
+    """`models.attention.norm_linear` on a GPU."""
     fixed = Fixed.of(norm, (linear,), side, trace)
     if linear.adapter is None:
         total, y = _NormLinear.apply(x, delta, norm.weight, linear.weight, fixed)
