@@ -30,7 +30,7 @@ def inputs(tokens: int, heads: int, groups: int, dim: int, kv: str, seed: int = 
 
 def stored(k: Tensor, v: Tensor, kv: str) -> list[Tensor]:
     """The keys and values as the cache would give them back, float64."""
-    return [stored_values(*codes).double() for codes in quantize_keys_and_values(k, v, kv)]
+    return [stored_values(codes).double() for codes in quantize_keys_and_values(k, v, kv)]
 
 
 def causal64(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

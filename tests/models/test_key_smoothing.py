@@ -112,7 +112,7 @@ def test_smoothing_leaves_scores_and_saves_small_channels(head_dim: int) -> None
     true = scores(q, k)
     assert (scores(smooth_q, smooth_k) - true).norm() < 1e-6 * true.norm()
     errors = [
-        (scores(one, stored_values(*quantize_kv(other, INT8))) - true).norm()
+        (scores(one, stored_values(quantize_kv(other, INT8))) - true).norm()
         for one, other in ((q, k), (smooth_q, smooth_k))
     ]
     assert errors[1] < errors[0] / 4

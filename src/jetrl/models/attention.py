@@ -103,7 +103,7 @@ class PackedKeyValues:
         q, k, v = rope.heads(qkv)
         if rope.trace is not None:  # codes are made again for the trace
             stored = quantize_keys_and_values(k.detach(), v.detach(), plan.kv, plan.scales)
-            tell(rope.trace, "keys and values", torch.cat([stored_values(*x) for x in stored], 1))
+            tell(rope.trace, "keys and values", torch.cat([stored_values(x) for x in stored], 1))
         return attend_packed(q, k, v, self._cu_seqlens, plan.kv, plan.scales, self._row_of).flatten(
             -2, -1
         )

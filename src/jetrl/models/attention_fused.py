@@ -32,10 +32,10 @@ def attend_packed_fused(
     kernels run: they are faster than FlashAttention-2, torch's only other form for packed
     sequences.
     """
-    masters = (None, None) if rope.norms is None else (rope.norms[0].weight, rope.norms[1].weight)
+    q_norm, k_norm = (None, None) if rope.norms is None else [norm.weight for norm in rope.norms]
     library = plan.kv == BF16.name and not plan.pinned
     length = length if library else None
-    out: Tensor = _PackedAttention.apply(qkv, *masters, rope, tiles, plan, length)
+    out: Tensor = _PackedAttention.apply(qkv, q_norm, k_norm, rope, tiles, plan, length)
     return out
 
 
@@ -48,8 +48,10 @@ class _PackedAttention(torch.autograd.Function):
         tiles: QueryTiles, plan: PrecisionPlan, length: int | None,
     ) -> Tensor:  # fmt: skip
         # Rotated queries [T, H, D], and keys and values as a cache stores them, [T, G, D].
-        kernels, sizes = device_kernels(qkv), (len(qkv), rope.num_kv_heads, rope.head_dim)
-        codes = KeyValueCodes.empty(*sizes, plan.kv, qkv.device)
+        kernels = device_kernels(qkv)
+        codes = KeyValueCodes.empty(
+            len(qkv), rope.num_kv_heads, rope.head_dim, kv_format=plan.kv, device=qkv.device
+        )
         q = kernels.qk_norm_rotary_cache(
             qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, codes,
             None, plan.scales, rope.exponents,
@@ -57,7 +59,7 @@ class _PackedAttention(torch.autograd.Function):
         keys, values = (codes.k, codes.k_scales), (codes.v, codes.v_scales)
         if rope.trace is not None:
             tell(rope.trace, "rotary", q)
-            stored = [stored_values(*keys), stored_values(*values)]
+            stored = [stored_values(keys), stored_values(values)]
             tell(rope.trace, "keys and values", torch.cat(stored, dim=1))
         if length is None:
             o, *kept = kernels.attend_batch(q, codes, tiles)
@@ -74,13 +76,14 @@ class _PackedAttention(torch.autograd.Function):
         # Through attention, with the keys and values that forward attended to.
         if ctx.length is None:
             codes = KeyValueCodes(k, k_scales, v, v_scales)
-            heads = kernels.attention_backward(do, q, codes, o, kept[0], ctx.tiles)
+            dq, dk, dv = kernels.attention_backward(do, q, codes, o, kept[0], ctx.tiles)
         else:
             rest, length = tuple(kept), ctx.length
-            heads = kernels.attend_equal_lengths_backward(do, q, k, v, o, rest, length)
+            dq, dk, dv = kernels.attend_equal_lengths_backward(do, q, k, v, o, rest, length)
         # Through the rotation and the norms of query and key heads.
         rope = ctx.rope
         gradients = kernels.qk_norm_rotary_backward(
-            *heads, qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.exponents
-        )
+            dq, dk, dv, qkv, rope.positions, rope.table, rope.norm_weights, rope.eps,
+            rope.exponents,
+        )  # fmt: skip
         return (*gradients, None, None, None, None)

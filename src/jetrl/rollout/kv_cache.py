@@ -27,7 +27,12 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, SequenceQueries
-from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values, stored_values
+from jetrl.kernels.attention.reference import (
+    Stored,
+    attend_dense,
+    quantize_keys_and_values,
+    stored_values,
+)
 from jetrl.kernels.backend import device_kernels
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.families import ModelConfig
@@ -53,8 +58,9 @@ class KVStore:
         # The same memory as bytes: indexing is not implemented for FP8 types on every device.
         self._raw = codes if scales is None else codes.view(torch.uint8)
 
-    def write(self, layer: int, slots: Tensor, codes: Tensor, scales: Tensor | None) -> None:
+    def write(self, layer: int, slots: Tensor, stored: Stored) -> None:
         """Write codes [T, G, D] and scales [T, G] to slots int64 [T], page * page_size + offset."""
+        codes, scales = stored
         assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
         raw = codes.view(torch.uint8) if scales is not None else codes
         self._raw[layer].flatten(0, 1)[slots] = raw
@@ -65,13 +71,13 @@ class KVStore:
         """Return the values of slots, float32 [T, G, D], for inspection."""
         codes = self._raw[layer].flatten(0, 1)[slots].view(self.codes.dtype)
         scales = None if self.scales is None else self.scales[layer].flatten(0, 1)[slots]
-        return stored_values(codes, scales)
+        return stored_values((codes, scales))
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
+    def layer(self, layer: int) -> Stored:
         """Return one layer in place: codes [P, page_size, G, D] and scales (or None)."""
         return self.codes[layer], None if self.scales is None else self.scales[layer]
 
-    def gather(self, layer: int, pages: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
+    def gather(self, layer: int, pages: Tensor, num_keys: int) -> Stored:
         """Return the first keys of tables int64 [B, P]: codes [B, L, G, D], scales [B, L, G]."""
         codes = self._raw[layer][pages].flatten(1, 2)[:, :num_keys].view(self.codes.dtype)
         if self.scales is None:
@@ -191,7 +197,8 @@ class PagedKeyValues(_OverPages):
     """The `KeyValues` of one forward, by gathered pages in plain PyTorch."""
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
-        attended = self.attend_heads(layer, *rope.heads(qkv), last).flatten(-2, -1)
+        q, k, v = rope.heads(qkv)
+        attended = self.attend_heads(layer, q, k, v, last).flatten(-2, -1)
         if rope.trace is not None:
             rope.trace("keys and values", self._stored(layer))
         return attended
@@ -205,18 +212,18 @@ class PagedKeyValues(_OverPages):
         """
         # Write first, since a token attends to itself too.
         keys, values = quantize_keys_and_values(k, v, self.plan.kv, self.plan.scales)
-        self.keys.write(layer, self.slots, *keys)
-        self.values.write(layer, self.slots, *values)
+        self.keys.write(layer, self.slots, keys)
+        self.values.write(layer, self.slots, values)
         q, parts = self._queries(q, last)
         assert isinstance(parts, list), "gathered pages attend in parts"
         out, split = torch.empty_like(q), self.plan.sampler_deviation.attention_split
         # Each part is one dense batch of sequences of similar length.
         for part in parts:
-            stored = (
-                *self.keys.gather(layer, part.pages, part.num_keys),
-                *self.values.gather(layer, part.pages, part.num_keys),
+            part_keys = self.keys.gather(layer, part.pages, part.num_keys)
+            part_values = self.values.gather(layer, part.pages, part.num_keys)
+            dense = attend_dense(
+                q[part.rows], part_keys, part_values, q_positions=part.positions, split=split
             )
-            dense = attend_dense(q[part.rows], *stored, part.positions, split)
             out[part.rows[part.valid]] = dense[part.valid]
         return out
 
@@ -231,7 +238,9 @@ class DeviceKeyValues(_OverPages):
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
         """Implement `KeyValues.attend`, with codes for the next linear layer if that is FP8."""
         # Norm, rotate, quantize and write the new tokens, in one kernel.
-        pages = KeyValueCodes(*self.keys.layer(layer), *self.values.layer(layer))
+        k, k_scales = self.keys.layer(layer)
+        v, v_scales = self.values.layer(layer)
+        pages = KeyValueCodes(k=k, k_scales=k_scales, v=v, v_scales=v_scales)
         kernels = device_kernels(qkv)
         q = kernels.qk_norm_rotary_cache(
             qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads, pages,
@@ -247,12 +256,13 @@ class DeviceKeyValues(_OverPages):
         as_codes, scales = format.grouped and not watched, self.plan.scales
         split = self.plan.sampler_deviation.attention_split or kernels.SPLIT_KEYS
         if isinstance(work, DecodeWork):
-            batch = work.tables, work.lengths, work.longest
+            tables, lengths, longest = work.tables, work.lengths, work.longest
             if as_codes:
                 return kernels.attend_decode_quantized(
-                    q, pages, *batch, scales, split, work.queries
+                    q, pages, tables, lengths, longest, scales, split, work.queries
                 )
-            return kernels.attend_decode(q, pages, *batch, split, work.queries).flatten(1)
+            o = kernels.attend_decode(q, pages, tables, lengths, longest, split, work.queries)
+            return o.flatten(1)
         assert not isinstance(work, list), "kernels attend in tiles"
         if as_codes:
             return kernels.attend_prefill_quantized(q, pages, work, scales, split)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, Run, backward_lists
-from jetrl.precision.formats import BF16, FP8, INT8, key_and_value_formats
+from jetrl.precision.formats import BF16, FP8, INT8, Format, key_and_value_formats
 
 BLOCK_KEYS = 64  # keys of one block, and tokens of one page: the kernels read a page as a block
 TILE_ROWS = 192  # queries of a forward tile: three warpgroups of 64
@@ -53,12 +52,15 @@ class KeyValueCodes:
         tokens: int, groups: int, head_dim: int, kv_format: str, device: torch.device | str
     ) -> KeyValueCodes:
         """Return an unset cache, one slot per token, for training: codes [T, G, D]."""
-        tensors: list[Any] = []
-        for format in key_and_value_formats(kv_format):
+
+        def unset(format: Format) -> tuple[Tensor, Tensor | None]:
             codes = torch.empty(tokens, groups, head_dim, dtype=format.dtype, device=device)
-            scales = codes.new_empty(codes.shape[:2], dtype=torch.float32) if format.code else None
-            tensors += [codes, scales]
-        return KeyValueCodes(*tensors)
+            if format.code is None:
+                return codes, None
+            return codes, codes.new_empty(codes.shape[:2], dtype=torch.float32)
+
+        (k, k_scales), (v, v_scales) = map(unset, key_and_value_formats(kv_format))
+        return KeyValueCodes(k=k, k_scales=k_scales, v=v, v_scales=v_scales)
 
     @property
     def scaled(self) -> bool:

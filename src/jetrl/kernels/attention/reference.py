@@ -57,21 +57,16 @@ def quantize_keys_and_values(
     return quantize_kv(k, key_format, scales), quantize_kv(v, value_format, scales)
 
 
-def stored_values(codes: Tensor, scales: Tensor | None) -> Tensor:
+def stored_values(stored: Stored) -> Tensor:
     """Return the float32 [T, G, D] that stored codes [T, G, D] and scales [T, G] stand for."""
+    codes, scales = stored
     if scales is None:
         return codes.float()
     return dequantize(QTensor(codes, scales[..., None], (1, codes.shape[-1])))
 
 
 def attend_dense(
-    q: Tensor,
-    k_codes: Tensor,
-    k_scales: Tensor | None,
-    v_codes: Tensor,
-    v_scales: Tensor | None,
-    q_positions: Tensor,
-    split: int | None = None,
+    q: Tensor, keys: Stored, values: Stored, q_positions: Tensor, split: int | None = None
 ) -> Tensor:
     """Return the attention of a padded batch, bfloat16 or float32 [B, Q, H, D].
 
@@ -79,12 +74,13 @@ def attend_dense(
     in float32 take ordinary float32 attention (the fp32 plan).
 
     Args:
-        k_codes: [B, L, G, D], float8_e4m3fn or int8 with scales, or bfloat16.
-        k_scales: float32 [B, L, G], or None with bfloat16.
+        keys: codes [B, L, G, D], float8_e4m3fn or int8, and their scales, float32 [B, L, G]; or
+            bfloat16 without scales. Values are alike.
         q_positions: int64 [B, Q]; a query sees key j if j is at most its position.
         split: keys of a split, whose sums are float32 sums in the library's order: the sums of
             another engine's attention, for comparisons. None: exact sums.
     """
+    (k_codes, k_scales), (v_codes, v_scales) = keys, values
     if q.dtype == torch.float32:
         return _attend_fp32(q, k_codes, v_codes, q_positions)
     # Pieces of the batch, then of the queries: the scores of one piece fit `_MAX_SCORES`.
@@ -97,8 +93,11 @@ def attend_dense(
         queries = max(1, _MAX_SCORES // (q.shape[2] * k_codes.shape[1]))
         for first in range(0, q.shape[1], queries):
             part = slice(first, first + queries)
-            piece = (q[b, part], k, k_scale, v, v_scale, q_positions[b, part])
-            out[b, part] = _attend(*piece) if split is None else _attend_in_splits(*piece, split)
+            piece, positions = q[b, part], q_positions[b, part]
+            if split is None:
+                out[b, part] = _attend(piece, k, k_scale, v, v_scale, positions)
+            else:
+                out[b, part] = _attend_in_splits(piece, k, k_scale, v, v_scale, positions, split)
     return out
 
 
@@ -226,10 +225,8 @@ class _PackedAttention(torch.autograd.Function):
             tokens = rows if row_of is None else row_of[rows]
             dense = attend_dense(
                 q[tokens],
-                k_codes[tokens],
-                None if k_scales is None else k_scales[tokens],
-                v_codes[tokens],
-                None if v_scales is None else v_scales[tokens],
+                (k_codes[tokens], None if k_scales is None else k_scales[tokens]),
+                (v_codes[tokens], None if v_scales is None else v_scales[tokens]),
                 positions,
             )
             out[tokens[valid]] = dense[valid]
@@ -239,7 +236,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k_codes, k_scales, v_codes, v_scales, cu_seqlens, row_of = ctx.saved_tensors
         do = grads[0]
-        k, v = stored_values(k_codes, k_scales), stored_values(v_codes, v_scales)
+        k, v = stored_values((k_codes, k_scales)), stored_values((v_codes, v_scales))
         # Rows that sequences share get the sum over these; the gradient of their output, which is
         # one row too, counts only in the first sequence.
         first = None if row_of is None else _first_of_each(row_of)
