@@ -56,8 +56,8 @@ def order_of_the_softmax_sum(patch: Patch) -> None:
 
 
 def temperature_of_draws(patch: Patch) -> None:
-    def sample(true: Any, logits: Tensor, bits: Tensor, temperature: Tensor, *rest: Any) -> Any:
-        return true(logits, bits, temperature * (1 + 2.0**-20), *rest)
+    def sample(true: Any, logits: Tensor, bits: Tensor, temperature: Tensor, **rest: Any) -> Any:
+        return true(logits, bits, temperature=temperature * (1 + 2.0**-20), **rest)
 
     wrong(patch, sampler, "sample", sample)
 

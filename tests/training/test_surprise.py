@@ -72,8 +72,8 @@ def test_a_sampler_that_draws_at_half_the_temperature_is_seen(
     """The sampler reports the log-probs that were asked for, so none is different."""
     true = sampler.sample
 
-    def planted(logits: Tensor, bits: Tensor, temperature: Tensor, *rest: Any) -> Any:
-        tokens = true(logits, bits, factor * temperature, *rest)[0]
+    def planted(logits: Tensor, bits: Tensor, temperature: Tensor, **rest: Any) -> Any:
+        tokens = true(logits, bits, temperature=factor * temperature, **rest)[0]
         shifted, _, lse = log_softmax_parts(logits, temperature[:, None])
         return tokens, (shifted.gather(-1, tokens[:, None]) - lse)[:, 0], lse[:, 0]
 

@@ -152,18 +152,36 @@ class EagerForwards:
         page_size = self.cache.page_size
         if speculation is None:
             assert isinstance(out, Drawn), "room for drafts that nothing proposes"
-            draws, _ = self._draw(next_inputs(state, rows, page_size), size)
-            take_draws(state, rows, *draws, out)
+            (tokens, logprobs, lse), _ = self._draw(next_inputs(state, rows, page_size), size)
+            take_draws(state, rows, tokens=tokens, logprobs=logprobs, lse=lse, out=out)
             return
         assert verify is not None, "a forward without drafts"
         assert isinstance(out, Verified), "no room for verifying drafts"
         # A draft per sequence; the forward draws behind every token of it.
-        known = (state, speculation.text, speculation.drafts(state, rows, verify))
-        count = min(verify.rows, size.rows * verify.most)  # Only graphs pad the sequences.
-        inputs = verify_inputs(*known, rows, page_size, verify.most, count)
-        draws, hidden = self._draw(inputs, size)
+        drafts = speculation.drafts(state, rows, verify)
+        inputs = verify_inputs(
+            state,
+            speculation.text,
+            drafts,
+            rows,
+            page_size=page_size,
+            width=verify.most,
+            size=min(verify.rows, size.rows * verify.most),  # Only graphs pad the sequences.
+        )
+        (tokens, logprobs, lse), hidden = self._draw(inputs, size)
         # The draws up to the first that differs from its draft are the sequence's next tokens.
-        take_verified(*known, inputs, rows, *draws, out, verify.most)
+        take_verified(
+            state,
+            speculation.text,
+            drafts,
+            inputs,
+            rows,
+            tokens=tokens,
+            logprobs=logprobs,
+            lse=lse,
+            out=out,
+            width=verify.most,
+        )
         if speculation.head is not None:
             speculation.head.keep(hidden, inputs, state, rows)
 
@@ -314,10 +332,15 @@ class DecodeBatch:
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
-        policy, cache, drafts = self.policy, self.cache, self.speculation is not None
+        policy, cache = self.policy, self.cache
         self._device, self._width = policy.device, -(-self.max_model_len // cache.page_size)
-        sizes = (self.max_batch_size, MAX_REPEATS, self._width)
-        self._buffers = DecodeBuffers.empty(*sizes, policy.device, drafts)
+        self._buffers = DecodeBuffers.empty(
+            self.max_batch_size,
+            repeats=MAX_REPEATS,
+            width=self._width,
+            device=policy.device,
+            drafts=self.speculation is not None,
+        )
         # A traced forward runs eagerly, since the replay of a graph calls no Python.
         captured = cache.reads_pages_in_place and policy.decoder.trace is None
         forwards = GraphForwards if captured else EagerForwards

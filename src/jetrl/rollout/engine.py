@@ -92,12 +92,16 @@ class Generation:
         """Check and add the samples of a prompt; see `RolloutEngine.add`."""
         allocator, scheduler = self.scheduler.allocator, self.scheduler
         # A draft's rows have no sequence of their own in advance.
-        drafting = ("temperature", "top_p", "top_k") if self.drafts is not None else ()
-        alike = attrgetter("seed", *drafting)
+        names = ("seed",) if self.drafts is None else ("seed", "temperature", "top_p", "top_k")
+        alike = attrgetter(*names)
         first = (scheduler.sequences or group)[0].params
         for sequence in group:
-            sizes = (allocator.num_pages, allocator.page_size)
-            problem = too_small(*sizes, len(sequence.prompt), sequence.rules.max_tokens)
+            problem = too_small(
+                pages=allocator.num_pages,
+                page_size=allocator.page_size,
+                prompt=len(sequence.prompt),
+                most=sequence.rules.max_tokens,
+            )
             if problem:
                 raise UserError(problem)
             if alike(sequence.params) != alike(first):

@@ -35,8 +35,9 @@ def encode_prompts(
         if isinstance(prompt, str):
             prompt = Prompt(id=str(index), text=prompt)
         if isinstance(prompt, Prompt):
-            rules = (system_prompt, policy.plain_text)
-            prompt = chat.encode_prompt(policy.tokenizer, prompt, *rules)
+            prompt = chat.encode_prompt(
+                policy.tokenizer, prompt, system_prompt=system_prompt, plain_text=policy.plain_text
+            )
         token_ids = as_token_ids(prompt, f"prompt {index}", policy.config.vocab_size)
         if not token_ids:
             raise UserError(f"prompt {index} is empty; a prompt needs at least one token")

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from jetrl.errors import UserError
 from jetrl.types import Completion, Reply, Turn, Unfinished
@@ -59,10 +59,17 @@ class SpeculationStats:
         return self.tokens / self.sequence_forwards if self.sequence_forwards else 1.0
 
     def plus(self, other: SpeculationStats) -> SpeculationStats:
-        def add(a: Any, b: Any) -> Any:
-            return tuple(map(add, a, b)) if isinstance(a, tuple) else a + b
+        def by_source(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(x + y for x, y in zip(a, b, strict=True))
 
-        return SpeculationStats(*map(add, astuple(self), astuple(other)))
+        return SpeculationStats(
+            sequence_forwards=self.sequence_forwards + other.sequence_forwards,
+            tokens=self.tokens + other.tokens,
+            drafted=by_source(self.drafted, other.drafted),
+            accepted=by_source(self.accepted, other.accepted),
+            decode_s=self.decode_s + other.decode_s,
+            verify_s=self.verify_s + other.verify_s,
+        )
 
 
 @dataclass

@@ -75,7 +75,8 @@ class Prefill:
         drawing = [sequences[index] for draws in draws_of_rows for index in draws]
         # The position of a draw is the number of tokens before it.
         counters = [(s.params.seed, s.key, s.num_tokens) for s in drawing]
-        bits = random_bits(*np.array(counters, dtype=np.int64).reshape(-1, 3).T)
+        seed, key, position = np.array(counters, dtype=np.int64).reshape(-1, 3).T
+        bits = random_bits(seed, key, position)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
         logprobs = torch.empty(len(rows), device=device)
         # Samples of one prompt share its logits, so their number bounds the memory of a draw.

@@ -31,8 +31,9 @@ class Sampler:
 
     @staticmethod
     def of(params: Sequence[SamplingParams], device: torch.device) -> Sampler:
-        """Return the parameters of this number of rows."""
-        return Sampler(*(to_device(column.numpy(), device) for column in _columns(params)))
+        columns = [to_device(column.numpy(), device) for column in _columns(params)]
+        temperature, top_p, top_k = columns
+        return Sampler(temperature=temperature, top_p=top_p, top_k=top_k)
 
     def fill(self, params: Sequence[SamplingParams]) -> None:
         """Write the parameters of the first rows; a value that all share is written to all rows."""
@@ -50,8 +51,14 @@ class Sampler:
 
         The float32 logits may be written over; `filtered`: a row uses top_p or top_k (`filters`).
         """
-        params = (self.temperature[rows], self.top_p[rows], self.top_k[rows])
-        return sample(with_noise(logits, bits, noise), bits, *params, filtered)
+        return sample(
+            with_noise(logits, bits, noise),
+            bits,
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            top_k=self.top_k[rows],
+            filtered=filtered,
+        )
 
 
 def _columns(params: Sequence[SamplingParams]) -> list[Tensor]:

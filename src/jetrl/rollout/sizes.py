@@ -98,4 +98,7 @@ class RolloutSizes:
         """Restore the sizes of a resumed run, unless its settings were changed."""
         # Other settings start with their own sizes.
         if state["asked"] == list(astuple(self._requested)):
-            self.now = Sizes(*state["now"])
+            batch_size, prefill_tokens, pages = state["now"]
+            self.now = Sizes(
+                max_batch_size=batch_size, max_prefill_tokens=prefill_tokens, max_pages=pages
+            )

@@ -123,8 +123,9 @@ class Speculation:
         # One slot more, which never holds a sequence.
         self.text = DraftText.empty(slots + 1, max_model_len, archive, archive, device)
         rows = padded_batch(slots)
-        shapes = ((rows, MAX_DRAFT), (rows,), (rows,))
-        self._no = Drafts(*(torch.zeros(s, dtype=torch.int32, device=device) for s in shapes))
+        tokens = torch.zeros(rows, MAX_DRAFT, dtype=torch.int32, device=device)
+        counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._no = Drafts(tokens=tokens, counts=counts, sources=torch.zeros_like(counts))
         self.head = None if head is None or mode == "text" else HeadDrafts(head, slots + 1)
         most = MAX_QUERIES if head is None or self._reads_text else 1 + head.tokens
         self.widths = DraftWidths(mode != "auto", most)
@@ -252,8 +253,14 @@ class Speculation:
             verify_s=seconds if step.width > 1 else 0.0,
         )
         self.stats = self.stats.plus(count)
-        seen = (x[ran] for x in (drawn, drafted, hit, offered, source == HEAD))
-        self.widths.observe(len(step.chunks), verify, step.repeats, seconds, Seen(*seen))
+        seen = Seen(
+            drawn=drawn[ran],
+            drafted=drafted[ran],
+            hit=hit[ran],
+            offered=offered[ran],
+            by_head=source[ran] == HEAD,
+        )
+        self.widths.observe(len(step.chunks), verify, step.repeats, seconds, seen)
 
 
 @functools.lru_cache(maxsize=4096)
