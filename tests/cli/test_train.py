@@ -76,7 +76,7 @@ def test_train_of_the_demo_says_what_next(
     [
         ([], "    jetrl train demo "),
         (["demoo"], "recipe demoo: no such file or packaged recipe; did you mean demo?"),
-        (["my/task.py:Mine"], "is it a task? Then write task=my/task.py:Mine"),
+        (["my/task.py:Mine"], "for a task, use task=my/task.py:Mine"),
         (["demo", "train.lrr=1"], "did you mean train.lr?"),
         (["demo", "train.lr=x"], "should be a valid number"),
         (["demo", "lr"], "two recipes, demo and lr"),

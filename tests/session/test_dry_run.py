@@ -60,7 +60,7 @@ BAD: list[tuple[str, ...]] = [  # what the message has, and the words
     ("no room for an answer", "model.config.max_position_embeddings=6", "rollout.max_tokens=2"),
     ("device cuda", "run.device=cuda"),
     ("pip install wandb", 'trackers.names=["wandb"]'),
-    ("one folder name", "run.name=a/b"),
+    ("single, non-empty folder name", "run.name=a/b"),
     ("is in use", "run.name=used"),
     ("Not a directory", "run.dir={dir}/plain.py"),
     ("nothing to resume", "run.name=new", "--resume"),

@@ -124,7 +124,7 @@ def test_settings_in_python_raise_user_errors(sections: dict, words: str) -> Non
     ],
 )
 def test_the_aggregations_of_verl_have_their_names_here(theirs: str, here: str) -> None:
-    with pytest.raises(UserError, match=f"{theirs} is verl's loss_agg_mode; {here}$"):
+    with pytest.raises(UserError, match=f"{theirs} is a loss_agg_mode of verl; {here}$"):
         load_config(None, [f"algorithm.aggregation={theirs}"])
     name = f"actor_rollout_ref.actor.loss_agg_mode={theirs}"
     with pytest.raises(UserError, match=rf"here it is algorithm\.aggregation.*{theirs}"):
@@ -133,7 +133,7 @@ def test_the_aggregations_of_verl_have_their_names_here(theirs: str, here: str) 
 
 def test_settings_do_not_change() -> None:
     with pytest.raises(
-        UserError, match="settings do not change, so lr = 1 is refused; make others"
+        UserError, match="settings are immutable, cannot set lr = 1; create new ones"
     ):
         Settings().train.lr = 1  # type: ignore[misc]
 

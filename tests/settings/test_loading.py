@@ -88,7 +88,7 @@ def test_override_values(override: str, section: str, key: str, value: object) -
         ('rollout.stop=["a", ""]', 'rollout.stop = "": String should have at least 1 character'),
         ("trackers=wandbb", "'wandb', 'trackio' or 'tensorboard'"),
         ("model.config=5", "an object or should be a valid string"),
-        ("run.name=a/b", "one folder name"),
+        ("run.name=a/b", "single, non-empty folder name"),
         ("task.options={day = 1979-05-27}", "task.options.day is a date; write it as text"),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_malformed_override_is_refused(override: str) -> None:
 def test_a_missing_recipe_is_refused_with_the_nearest(tmp_path: Path) -> None:
     assert "did you mean demo?" in message(recipe="dmo")
     assert "there is: demo" in message(recipe=tmp_path / "nothing-like-it.toml")
-    assert "a folder; give a TOML file" in message(recipe=tmp_path)
+    assert "a folder, not a TOML file" in message(recipe=tmp_path)
     write(tmp_path / "config.toml", "")
     assert f"jetrl train run.name={tmp_path.name} --resume" in message(recipe=tmp_path)
 
@@ -165,7 +165,7 @@ def test_packaged_recipes_are_valid_and_round_trip(name: str, tmp_path: Path) ->
             "train.updates_per_step = 9 needs as many prompts, but rollout.prompts_per_step = 8",
         ),
         (["rollout.samples_per_prompt=1"], "take at least 2"),
-        (["rollout.temperature=0"], "draws the same completion for a whole group"),
+        (["rollout.temperature=0"], "makes all completions of a group equal"),
         (["eval.temperature=1e-40"], "float32 has no room for logits divided by it"),
         (["rollout.num_pages=16", "rollout.max_tokens=1024"], "at least 17 pages"),
         (
@@ -180,7 +180,7 @@ def test_packaged_recipes_are_valid_and_round_trip(name: str, tmp_path: Path) ->
             ["algorithm.overlong_buffer=2000"],
             "algorithm.overlong_buffer = 2000 is more than rollout.max_tokens = 1024",
         ),
-        (["data.explore=0.3"], "data.explore = 0.3 means nothing with data.order = shuffle"),
+        (["data.explore=0.3"], "data.explore = 0.3 has no effect with data.order = shuffle"),
         (["model.path=a", "model.config=b"], "model.path and model.config are both set"),
         (["algorithm.name=ppo"], "ppo needs a critic, as with critic.path=policy"),
         (["critic.path=policy"], "grpo has no critic"),
@@ -273,7 +273,7 @@ def test_a_path_on_the_command_line_takes_the_place_of_the_recipes_config(
 ) -> None:
     model = load_config("demo", ["model.path=models/mine"]).model
     assert (model.path, model.config, model.tokenizer) == ("models/mine", None, None)
-    words = "takes the place of the recipe's model.config and model.tokenizer"
+    words = "replaces the recipe's model.config and model.tokenizer"
     assert caplog.messages == [f"model.path=models/mine {words}"]
 
 

@@ -237,10 +237,10 @@ class TestUsers:
         name = f"{self.write(tmp_path, self.RECORD)}:mine"
         assert objective(name=name).clips == (0.1, 0.3)
         assert objective(name=name, clip=0.2).clips == (0.2, 0.3)
-        with pytest.raises(UserError, match=r"algorithm\.gamma means nothing to .*mine\.py:mine"):
+        with pytest.raises(UserError, match=r"algorithm\.gamma has no effect on .*mine\.py:mine"):
             objective(name=name, gamma=0.9)
         file = self.write(tmp_path, "def push(tokens): return -tokens.trainer_logprobs\n")
-        with pytest.raises(UserError, match=r"algorithm\.clip means nothing to .*mine\.py:push"):
+        with pytest.raises(UserError, match=r"algorithm\.clip has no effect on .*mine\.py:push"):
             objective(name=f"{file}:push", clip=0.2)
 
     @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ class TestUsers:
     "settings, message",
     [
         ({"name": "dapoo"}, "did you mean dapo"),
-        ({"name": "rloo", "clip": 0.1}, "algorithm.clip means nothing to rloo"),
+        ({"name": "rloo", "clip": 0.1}, "algorithm.clip has no effect on rloo"),
         ({"kl": 0.1, "kl_estimator": "k1"}, "k1 in the loss only adds noise"),
         ({"correction_high": 3.0}, "correction = none"),
         ({"correction": "icepop", "correction_level": "sequence"}, "icepop has token"),

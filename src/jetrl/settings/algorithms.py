@@ -1,15 +1,15 @@
-"""The algorithms by name: each is a record of an advantage estimator, a loss and an aggregation.
+"""RL algorithms by name: each combines an advantage estimator, a loss and an aggregation.
 
     advantages   computed from the rewards of a step       training/advantages.py
-    loss         of a token, given its advantage           training/objectives.py
-    aggregation  weights of the tokens of an update        training/objectives.py
+    loss         per token, given its advantage          training/objectives.py
+    aggregation  token weights within an update            training/objectives.py
 
-A record also holds the settings of `[algorithm]` that the algorithm reads, with its own defaults;
-any other is an error. The formulas are in docs/algorithms.md. No torch here.
+A record also lists the `[algorithm]` settings that the algorithm reads, with its defaults; setting
+any other is an error. Formulas are in docs/algorithms.md. This module does not import torch.
 
-A user's algorithm is a loss function in a file (`algorithm.name = "file.py:function"`), put into
-`USERS`, or a whole `Algorithm` in a file. Reading settings runs no file, so
-`training/objectives.py` checks the settings of such an algorithm.
+A user-defined algorithm is a loss function in a file (`algorithm.name = "file.py:function"`), based
+on `USERS`, or a complete `Algorithm` in a file. Loading settings does not import that file, so
+`training/objectives.py` validates the settings of such an algorithm.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VERL_AGGREGATIONS: Mapping[str, Aggregation | None] = {
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant",
 }
-"""The values of verl's actor.loss_agg_mode."""
+"""Values of verl's actor.loss_agg_mode."""
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
 Correction = Literal["none", "tis", "mis", "icepop", "sequence_mask"]
@@ -49,17 +49,17 @@ Level = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The pieces of one algorithm, and the settings that it reads.
+    """An RL algorithm: its parts, and the settings that it reads.
 
     Attributes:
         advantages: group, leave_one_out, global, group_global or gae, or a function of
             (StepRewards, **options).
         loss: clipped_ratio, sequence_ratio, detached_ratio or ratio, or a function of (Tokens,
             **options).
-        options: The settings that the algorithm reads, with its defaults; None for a default that
-            follows from other settings.
-        compares_group: Whether a prompt needs at least two completions.
-        needs_critic: Whether a value model is needed.
+        options: Settings that the algorithm reads, with its defaults; None if the default depends
+            on other settings.
+        compares_group: True if a prompt needs at least two completions.
+        needs_critic: True if a value model is needed.
     """
 
     title: str
@@ -150,12 +150,12 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 USERS = Algorithm("your own", "", "group", "", "token_mean", {**_STD, **_GROUPS})
-"""The record of a loss function in a user's file."""
+"""Record for a loss function from a user's file."""
 
 
 @dataclass(frozen=True)
 class CorrectionBounds:
-    """The levels of a correction, default first, and its default bounds (low None: no such)."""
+    """Levels of a correction, the default first, and its default bounds."""
 
     levels: tuple[Level, ...]
     low: float | None
@@ -174,7 +174,7 @@ CORRECTIONS: dict[str, CorrectionBounds] = {
 
 _ALGORITHM_OPTIONS = (*_CLIP, *_STD, *_GROUPS, "gamma", "gae_lambda")
 DYNAMIC_SAMPLING_ROUNDS = 4
-_ELSEWHERE = {  # of other libraries; names here resemble some of them
+_ELSEWHERE = {  # names from other libraries
     **dict.fromkeys(
         ("dpo", "kto", "orpo", "ipo", "simpo"),
         ": jetrl has no preference optimization; `jetrl sft --task reward` trains a reward model "
@@ -188,55 +188,56 @@ _KL_ESTIMATOR_IN: dict[KlPlace, KlEstimator] = {"loss": "k3", "reward": "k1"}
 class AlgorithmSettings(Section):
     """The section `[algorithm]`.
 
-    Unset keys take the value of the algorithm (docs/algorithms.md); a key that the algorithm does
-    not read is refused.
+    Unset keys default to the algorithm's values (docs/algorithms.md). Setting a key that the
+    algorithm does not read is an error.
     """
 
     name: str = "grpo"
     """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, reinforce_pp_baseline, ppo, or
     file.py:function"""
     clip: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """ratio clipped to 1 - clip, 1 + clip_high; unset: the algorithm's"""
+    """clip the ratio to [1 - clip, 1 + clip_high]. Default: from the algorithm"""
     clip_high: PositiveFloat | None = None
-    """upper clip; unset: the algorithm's, or clip"""
+    """upper clip range. Default: from the algorithm, or clip"""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """ratio up to which a token with a negative advantage counts, as verl's clip_ratio_c = 3;
-    unset: off"""
+    """dual-clip bound of the ratio for negative advantages (verl: clip_ratio_c = 3). Default:
+    off"""
     calibrate_clip_every: NonNegative = 0
-    """steps between calibrations of the clips against a BF16 forward, with eight-bit training and
+    """steps between calibrations of the clip range against a BF16 forward, for 8-bit training with
     train.updates_per_step > 1; 0: never (the paper: 20)"""
     normalize_std: bool | None = None
-    """divide a group's advantages by its std; unset: the algorithm's"""
+    """divide advantages by the std of their group. Default: from the algorithm"""
     aggregation: Aggregation | None = None
-    """how an update's tokens are weighted; unset: the algorithm's"""
+    """token weighting within an update. Default: from the algorithm"""
     dynamic_sampling: bool | None = None
-    """draw more prompts in place of groups with equal rewards; unset: only dapo"""
+    """replace zero-advantage groups by sampling more prompts. Default: only for dapo"""
     dynamic_sampling_rounds: Positive = DYNAMIC_SAMPLING_ROUNDS
-    """maximum draws per step, the first included, with dynamic_sampling"""
+    """maximum sampling rounds per step with dynamic_sampling, including the first"""
     overlong_buffer: NonNegative | None = None
-    """tokens before rollout.max_tokens in which the reward falls by up to 1; unset: a fifth of
-    rollout.max_tokens for dapo, else 0 (off)"""
+    """number of tokens before rollout.max_tokens over which the reward drops by up to 1. Default: a
+    fifth of rollout.max_tokens for dapo, else 0 (off)"""
     gamma: Mass | None = None
-    """discount per token, ppo; unset: 1"""
+    """discount factor per token, for ppo. Default: 1"""
     gae_lambda: Share | None = None
-    """GAE's lambda, ppo; unset: 0.95"""
+    """GAE lambda, for ppo. Default: 0.95"""
     kl: NonNegativeFloat = 0.0
-    """weight of the KL to a frozen reference; 0: none"""
+    """KL coefficient against a frozen reference; 0: none"""
     kl_estimator: KlEstimator | None = None
-    """of the KL that has a weight; unset: the algorithm's, in another place than its own k3 in the
-    loss and k1 in the reward"""
+    """KL estimator. Default: from the algorithm; if kl_in is overridden, k3 in the loss and k1 in
+    the reward"""
     kl_in: KlPlace | None = None
-    """where the KL counts; unset: the algorithm's place"""
+    """add the KL to the loss or subtract it from the reward. Default: from the algorithm"""
     correction: Correction = "none"
-    """importance weights against the sampler's mismatch"""
+    """importance-sampling correction of the train-inference mismatch"""
     correction_level: Level | None = None
-    """ratio of a token, a sequence, or its geometric mean; unset: the first"""
+    """ratio per token, per sequence, or as the geometric mean of a sequence. Default: the
+    correction's first"""
     correction_low: PositiveFloat | None = None
-    """lower bound of the weight; unset: the correction's"""
+    """lower bound of the importance weight. Default: from the correction"""
     correction_high: PositiveFloat | None = None
-    """upper bound of the weight; unset: the correction's"""
+    """upper bound of the importance weight. Default: from the correction"""
     correction_under_exact_plan: bool = False
-    """correct under an exact plan too, where every weight is 1"""
+    """correct under an exact plan too, although every weight is 1"""
     options: dict[str, Any] = Field(default_factory=dict)
     """keyword arguments of file.py:function"""
 
@@ -248,12 +249,12 @@ class AlgorithmSettings(Section):
         if isinstance(value, str) and value in VERL_AGGREGATIONS:
             here = VERL_AGGREGATIONS[value]
             name = f"here it is {here}" if here else "it has no counterpart here"
-            raise ValueError(f"{value} is verl's loss_agg_mode; {name}")
+            raise ValueError(f"{value} is a loss_agg_mode of verl; {name}")
         return value
 
     @property
     def from_file(self) -> bool:
-        """Return whether the algorithm is in a user's file."""
+        """Return True if the algorithm comes from a user's file."""
         return self.name.rpartition(":")[0].endswith(".py")
 
     def value(self, key: str, record: Algorithm) -> Any:
@@ -263,7 +264,7 @@ class AlgorithmSettings(Section):
 
     @model_validator(mode="after")
     def means_something(self) -> AlgorithmSettings:
-        """Check that the algorithm reads all keys that are set."""
+        """Check that the algorithm reads every key that is set."""
         problems = [*self._name_problems(), *self._correction_problems()]
         if self.name in ALGORITHMS:
             problems += self.problems(ALGORITHMS[self.name])
@@ -279,7 +280,7 @@ class AlgorithmSettings(Section):
             yield "algorithm.options are for an algorithm.name of the form file.py:function"
 
     def problems(self, record: Algorithm) -> Iterator[str]:
-        """Yield messages about keys that are set although an algorithm does not read them."""
+        """Yield a message for each key that is set but not read by the algorithm."""
         read = record.options
         for key in read:
             if key not in _ALGORITHM_OPTIONS:
@@ -288,11 +289,11 @@ class AlgorithmSettings(Section):
         for key in _ALGORITHM_OPTIONS:
             if getattr(self, key) is not None and key not in read:
                 known = ", ".join(sorted(read)) or "none of these"
-                yield f"algorithm.{key} means nothing to {self.name}; it reads {known}"
+                yield f"algorithm.{key} has no effect on {self.name}, which reads {known}"
         rounds, usual = self.dynamic_sampling_rounds, DYNAMIC_SAMPLING_ROUNDS
         if rounds != usual and not self.value("dynamic_sampling", record):
             needs = "algorithm.dynamic_sampling=true"
-            yield f"algorithm.dynamic_sampling_rounds = {rounds} means nothing without {needs}"
+            yield f"algorithm.dynamic_sampling_rounds = {rounds} has no effect without {needs}"
         if self.calibrate_clip_every and record.loss != "clipped_ratio":
             yield f"algorithm.calibrate_clip_every: {self.name} has no token-level clips"
         if not self.kl:
@@ -304,7 +305,7 @@ class AlgorithmSettings(Section):
             yield f"algorithm.kl_estimator = k1 in the loss only adds noise; {instead}"
 
     def kl_term(self, record: Algorithm) -> tuple[KlEstimator, KlPlace]:
-        """Return the estimator of the weighted KL, and its place."""
+        """Return the KL estimator and place (loss or reward)."""
         kl_in = self.kl_in or record.kl_in
         own = record.kl_estimator if kl_in == record.kl_in else _KL_ESTIMATOR_IN[kl_in]
         return self.kl_estimator or own, kl_in

@@ -1,7 +1,7 @@
-"""Settings read and written: TOML recipes and dotted overrides (`train.lr=2e-6`) in, TOML out.
+"""Load settings from TOML recipes and dotted overrides (`train.lr=2e-6`), and write them as TOML.
 
-The sections and keys are in `jetrl.settings.sections`. An unknown key is an error that names the
-nearest one, and every error names the recipe and its line, or the override.
+Sections and keys are in `jetrl.settings.sections`. Errors name the recipe and line, or the
+override; for an unknown key they suggest the closest known key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
 SHORT = {"model": "path", "task": "name", "trackers": "names"}  # `task=gsm8k` is `task.name=gsm8k`
-_NO_TOML = (ValueError, RecursionError)  # also a number of 5,000 digits, or 1,000 brackets
+_NO_TOML = (ValueError, RecursionError)  # also on 5,000-digit numbers, 1,000 nested brackets
 
 
 def load_config(
@@ -39,25 +39,24 @@ def load_config(
     overrides: Sequence[str] = (),
     sections: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """Return the settings of a TOML recipe and of `key=value` overrides, the last one winning.
+    """Return the settings of a TOML recipe plus `key=value` overrides; the last override wins.
 
-    An override's value is read as TOML if the setting is not text (`1e-6`, `true`, `["a"]`),
-    unchanged if it is text, and `none` unsets. `task=NAME` is short for `task.name=NAME`,
-    `model=PATH` for `model.path=PATH`, `trackers=wandb` for `trackers.names=["wandb"]`; another
-    task than the recipe's replaces its whole [task] section. An override of model.path replaces the
-    recipe's model.config and its tokenizer; a warning says so. Relative paths stay relative to the
-    working folder.
+    Values of text settings are taken verbatim, others are parsed as TOML (`1e-6`, `true`, `["a"]`);
+    `none` unsets a setting. `task=NAME` is short for `task.name=NAME`, `model=PATH` for
+    `model.path=PATH`, `trackers=wandb` for `trackers.names=["wandb"]`. Overriding the recipe's task
+    discards its whole [task] section; overriding model.path discards its model.config and
+    tokenizer, with a warning. Relative paths are relative to the working directory.
 
     Args:
-        recipe: A TOML file, or the name of a packaged recipe (`demo`), which run.name defaults to;
-            settings to be changed; None: no recipe.
+        recipe: TOML file or name of a packaged recipe (`demo`), also the default of run.name;
+            Settings to modify; or None for no recipe.
         overrides: Settings as `section.key=value`.
-        sections: Settings as `{"train": {"lr": 2e-6}}` or `{"train.lr": 2e-6}`, which overrides
-            win over.
+        sections: Settings as `{"train": {"lr": 2e-6}}` or `{"train.lr": 2e-6}`; overrides take
+            precedence.
 
     Raises:
-        UserError: An unknown recipe, the TOML does not parse, a key is unknown, or a value
-            has the wrong type, is out of range, or conflicts with another setting.
+        UserError: The recipe is unknown or not valid TOML, a key is unknown, or a value has the
+            wrong type, is out of range or conflicts with another setting.
     """
     tree: dict[str, Any] = {}
     origins: Origins = {}
@@ -76,7 +75,7 @@ def load_config(
         keys = [f"{section}.{key}" for key in given] if isinstance(given, Mapping) else [section]
         origins.update(dict.fromkeys(keys, f"argument {section}"))
     for section in SHORT.keys() & tree.keys():
-        if not isinstance(tree[section], dict):  # trackers = "wandb", above the first section
+        if not isinstance(tree[section], dict):  # trackers = "wandb" at top level
             tree[section] = {SHORT[section]: tree[section]}
     _set_aside(tree, overrides)
     for override in overrides:
@@ -85,7 +84,7 @@ def load_config(
     if isinstance(recipe, str | Path):
         tree.setdefault("run", {}).setdefault("name", path.stem)
     try:
-        # Numbers and arrays of NumPy and torch become Python's.
+        # Convert NumPy and torch scalars and arrays to Python values.
         text = json.dumps(tree, default=lambda v: getattr(v, "tolist", lambda: str(v))())
         return Settings.model_validate_json(text, strict=True)
     except ValidationError as error:
@@ -93,7 +92,7 @@ def load_config(
 
 
 def named(settings: Settings) -> Settings:
-    """Return settings with a name of the run: unless they have one, its model's and its task's."""
+    """Return settings with run.name set; by default MODEL-TASK."""
     task, run = settings.task, settings.run
     if run.name:
         return settings
@@ -104,7 +103,7 @@ def named(settings: Settings) -> Settings:
 
 
 def _nested(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sections whose dotted keys, as in `{"train.lr": 2e-6}`, became sections."""
+    """Return sections with dotted keys such as `{"train.lr": 2e-6}` expanded."""
     tree: dict[str, Any] = {}
     for key, value in sections.items():
         *outer, last = str(key).split(".")
@@ -121,15 +120,15 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def packaged_recipes() -> list[str]:
-    """Return the names of the packaged recipes."""
+    """Return the names of all packaged recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """Return the file of a recipe, by its path or by the name of a packaged recipe."""
+    """Return the path of a recipe, given its path or the name of a packaged recipe."""
     path = Path(recipe)
     if path.suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
-        raise UserError(f"recipe {path}: rows, not a TOML file; write task={path}")
+        raise UserError(f"recipe {path}: a data file, not a TOML file; use task={path}")
     if path.is_file():
         return path
     name = str(recipe).removesuffix(".toml")
@@ -137,11 +136,11 @@ def find_recipe(recipe: str | Path) -> Path:
         return RECIPES / f"{name}.toml"
     if (path / "config.toml").is_file():
         command = f"jetrl train run.name={path.name} --resume"
-        raise UserError(f"recipe {path}: a run; to continue it: {command}")
+        raise UserError(f"recipe {path}: a run directory; to resume it: {command}")
     if path.is_dir():
-        raise UserError(f"recipe {path}: a folder; give a TOML file")
+        raise UserError(f"recipe {path}: a folder, not a TOML file")
     if ".py:" in str(recipe):
-        raise UserError(f"recipe {recipe}: no TOML file; is it a task? Then write task={recipe}")
+        raise UserError(f"recipe {recipe}: not a TOML file; for a task, use task={recipe}")
     hint = nearest(path.stem, [*packaged_recipes(), *map(str, Path().glob("*.toml"))])
     raise UserError(f"recipe {recipe}: no such file or packaged recipe{hint}")
 
@@ -167,7 +166,7 @@ def _read_toml(path: Path, origins: Origins) -> dict[str, Any]:
 
 
 def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Drop a recipe's settings for its task, model or length if overrides name another one."""
+    """Drop the recipe's task, model or length settings that an override replaces."""
     words = [(key.strip(), text.strip()) for key, _, text in (o.partition("=") for o in overrides)]
     given = {f"{key}.{SHORT[key]}" if key in SHORT else key: text for key, text in words}
     lengths = [key for key in ("loop.steps", "loop.epochs") if given.get(key, "none") != "none"]
@@ -186,11 +185,11 @@ def _set_aside(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     dropped = [key for key in ("config", "tokenizer") if key in model]
     tree["model"] = {key: value for key, value in model.items() if key not in dropped}
     names = " and ".join(f"model.{key}" for key in dropped)
-    _warn_once(f"model.path={given['model.path']} takes the place of the recipe's {names}")
+    _warn_once(f"model.path={given['model.path']} replaces the recipe's {names}")
 
 
 def _of_task(section: dict[str, Any], name: Any) -> dict[str, Any]:
-    """Return a recipe's [task], without its settings if another task takes its place."""
+    """Return the recipe's [task] section, or an empty one if the task changes."""
     if name == section.get("name"):
         return section
     if dropped := [f"task.{key}" for key in section if key != "name"]:
@@ -199,7 +198,7 @@ def _of_task(section: dict[str, Any], name: Any) -> dict[str, Any]:
     return {}
 
 
-@functools.cache  # a resume reads a recipe and the run's own settings
+@functools.cache  # so that a resume, which loads twice, warns once
 def _warn_once(text: str) -> None:
     logger.warning(text)
 
@@ -228,7 +227,7 @@ def _apply_override(tree: dict[str, Any], override: str, origins: Origins) -> No
 
 
 def _annotation(key: str) -> Any:
-    """Return the type of a setting by its dotted name; None for an unknown name."""
+    """Return the type of a setting by its dotted name, or None if the name is unknown."""
     section, _, name = key.partition(".")
     if section not in Settings.model_fields:
         return None
@@ -237,7 +236,7 @@ def _annotation(key: str) -> Any:
 
 
 def _parse_value(text: str, is_text: bool) -> Any:
-    """Return an override's value: None for `none`, TOML if it parses, else the text itself."""
+    """Return an override's value: None for `none`, parsed TOML if valid, else the text."""
     text = text.strip()
     if text == "none":
         return None
@@ -265,7 +264,7 @@ def _check_tree(
 
 
 def _reject_unwritable(full: str, value: Any, origins: Origins) -> None:
-    """Refuse values of TOML that JSON lacks: dates, NaN and infinity."""
+    """Reject TOML values that JSON cannot represent: dates, NaN and infinity."""
     if isinstance(value, datetime.date | datetime.time):
         raise UserError(f"{origin(full, origins)}: {full} is a date; write it as text, in quotes")
     if isinstance(value, float) and not math.isfinite(value):
@@ -281,16 +280,15 @@ def _reject_unwritable(full: str, value: Any, origins: Origins) -> None:
 def to_toml(settings: Settings, *, defaults: bool = True, changed_only: bool = False) -> str:
     """Return the settings as TOML that `load_config` reads back as equal, without unset keys.
 
-    `defaults=False` leaves out settings that nobody gave a value, `changed_only` those that have
-    their defaults. A text of the latter may be refused as input: what was set to its default is
-    not in it.
+    `defaults=False` omits settings that were not set explicitly; `changed_only` omits settings
+    equal to their default, so `load_config` may reject its output.
     """
     lines: list[str] = []
     tree = settings.model_dump(
         mode="json", exclude_none=True, exclude_unset=not defaults, exclude_defaults=changed_only
     )
     for name, section in tree.items():
-        if not section:  # all of its keys are unset
+        if not section:  # all keys are unset
             continue
         tables = {key: value for key, value in section.items() if isinstance(value, dict)}
         lines.append(f"[{name}]")
@@ -304,12 +302,12 @@ def to_toml(settings: Settings, *, defaults: bool = True, changed_only: bool = F
 
 
 def as_override(value: object) -> str:
-    """Return a setting's value as written after `section.key=` on the command line."""
+    """Return a value as written after `section.key=` on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
-    """Yield every setting as (dotted key, type, default, description)."""
+    """Yield (dotted key, type, default, description) of every setting."""
     for name, section in Settings.model_fields.items():
         section_model = typing.cast(type[BaseModel], section.annotation)
         for key, setting in section_model.model_fields.items():

@@ -1,7 +1,7 @@
-"""Messages about wrong settings: each names its origin and what to write instead.
+"""Error messages for invalid settings: each names the source and the fix.
 
-A hint for an unknown key is a similar name here, or the setting that has this name in TRL, unsloth,
-verl or prime-rl. Their names are the table elsewhere.txt, by which docs/coming-from.md is made too.
+For an unknown key, hints suggest a similar name, or the equivalent of a TRL, unsloth, verl or
+prime-rl setting. The table of their names is elsewhere.txt, also the source of docs/coming-from.md.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 Origins = dict[str, str]
-"""The origin of each setting for messages, by dotted key; "": of all of them."""
+"""Where each setting was set, by dotted key; the key "" stands for all settings."""
 
 
 def origin(key: str, origins: Origins) -> str:
-    """Return where a key was set, else where its section or a key inside it was set."""
+    """Return where a key was set, else its section, else a key inside it."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):  # a.b.c, a.b, a
         if (prefix := ".".join(parts[:end])) in origins:
@@ -32,7 +32,7 @@ def origin(key: str, origins: Origins) -> str:
 
 
 def explain(error: ValidationError, settings: type[BaseModel], origins: Origins) -> str:
-    """Return a line for each wrong setting; the branches of a union are joined by `or`."""
+    """Return one line per invalid setting; alternatives of a union are joined by `or`."""
     messages: dict[str, list[str]] = {}
     heads: dict[str, str] = {}
     for item in error.errors():
@@ -67,7 +67,8 @@ def _leaves(path: tuple[str, ...], value: object) -> Iterator[tuple[str, ...]]:
 class Elsewhere(NamedTuple):
     """A line of elsewhere.txt: settings here, and their names in other libraries.
 
-    `here` are settings, or a flag; empty if there is none. `words` say what differs, or why.
+    `here` lists settings or a flag, or is empty if there is no equivalent. `words` explains the
+    difference or the reason.
     """
 
     here: tuple[str, ...]
@@ -88,7 +89,7 @@ class Elsewhere(NamedTuple):
 
 @functools.cache
 def elsewhere() -> list[Elsewhere]:
-    """Return the table of the names that settings have in other libraries."""
+    """Return all lines of elsewhere.txt."""
     text = Path(__file__).with_name("elsewhere.txt").read_text(encoding="utf-8")
     rows = []
     for line in text.splitlines():
@@ -105,8 +106,8 @@ def _named() -> dict[str, Elsewhere]:
 
 
 def hint(path: Sequence[str], settings: type[BaseModel]) -> str:
-    """Return what to write instead of an unknown key, given as its parts."""
-    keys: dict[str, list[str]] = {}  # full names by the last part
+    """Return a suggestion for an unknown key, given as its parts."""
+    keys: dict[str, list[str]] = {}  # full names by last part
     for section, field in settings.model_fields.items():
         for key in typing.cast(type[BaseModel], field.annotation).model_fields:
             keys.setdefault(key, []).append(f"{section}.{key}")
@@ -140,7 +141,7 @@ def hint(path: Sequence[str], settings: type[BaseModel]) -> str:
 
 
 def _of_last_parts(path: Sequence[str]) -> list[Elsewhere]:
-    """Return the rows whose names share the most last parts with a path, all of either or two."""
+    """Return rows whose names share the most trailing parts with a path, at least two or all."""
     for count in range(len(path), 0, -1):
         end = f".{'.'.join(path[-count:])}"
         rows = [
@@ -154,7 +155,7 @@ def _of_last_parts(path: Sequence[str]) -> list[Elsewhere]:
 
 
 def _around(path: Sequence[str]) -> list[Elsewhere]:
-    """Return the row of a name such as `slurm.*` that covers a path."""
+    """Return the row of a wildcard name such as `slurm.*` that covers a path."""
     inside = f".{'.'.join(path)}."
     names = [name for name in _named() if name.endswith(".*") and f".{name[:-1]}" in inside]
     return [_named()[max(names, key=len)]] if names else []
@@ -172,14 +173,14 @@ def toml_key(key: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return a setting's value as written after `key =` in TOML."""
+    """Return a value as written after `key =` in TOML."""
     if isinstance(value, dict):
         inside = ", ".join(f"{toml_key(str(k))} = {toml_value(v)}" for k, v in value.items())
         return f"{{ {inside} }}" if inside else "{}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, str):
-        # A TOML basic string takes JSON's escapes, but no surrogates and no raw DEL.
+        # TOML basic strings accept JSON escapes, but no surrogates and no raw DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return "true" if value else "false"

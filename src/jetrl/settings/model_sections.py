@@ -1,4 +1,4 @@
-"""The sections of other models and of the adapter: [reference], [critic], [reward], [adapter]."""
+"""Sections of the other models and the adapter: [reference], [critic], [reward], [adapter]."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from jetrl.settings.section import NonNegativeFloat, Positive, PositiveFloat, Se
 
 
 class ReferenceSettings(Section):
-    """The frozen policy of the KL, which keeps only its quantized weights."""
+    """The frozen reference policy of the KL term; only its quantized weights are stored."""
 
     path: str | None = None
-    """a Hugging Face model directory or name; unset: the policy as RL begins, if algorithm.kl > 0,
-    or with an adapter the model without it (with a path and kl = 0 the KL is only measured)"""
+    """Hugging Face model directory or name; if algorithm.kl = 0, the KL is only logged. Default if
+    algorithm.kl > 0: the policy at the start of RL, or the base model under an adapter"""
     offload: bool = False
-    """kept in CPU memory between its uses"""
+    """keep the reference in CPU memory between uses"""
 
 
 class CriticSettings(Section):
-    """The value model of ppo: a decoder with a scalar head, under the policy's precision plan."""
+    """The value model of PPO: a decoder with a scalar head, at the policy's precision."""
 
     path: str | None = None
-    """a Hugging Face model directory or name, or policy for a copy of the policy's decoder as RL
-    begins; unset: no critic"""
+    """Hugging Face model directory or name, or `policy` for a copy of the policy's decoder at the
+    start of RL. Default: no critic"""
     lr: PositiveFloat = 1e-5
-    """peak learning rate of its AdamW; the rest is as in [train]"""
+    """peak AdamW learning rate of the critic; other optimizer settings come from [train]"""
     clip: NonNegativeFloat = 0.2
-    """values move by at most this from those before the step; 0: unlimited"""
+    """clip range of value updates per step; 0: unlimited"""
 
 
 class RewardSettings(Section):
-    """The weights of a completion's reward: rule x the task's score + model x a reward model's."""
+    """Weights of the reward: rule x task score + model x reward-model score."""
 
     rule: NonNegativeFloat = 1.0
-    """weight of the task's own score"""
+    """weight of the task's score"""
     model: NonNegativeFloat = 0.0
     """weight of the reward model's score; 0: none"""
     model_path: str | None = None
-    """a Hugging Face directory or name, ...ForSequenceClassification with one label"""
+    """Hugging Face directory or name of a ...ForSequenceClassification model with one label"""
     offload: bool = False
-    """reward model kept in CPU memory between its uses"""
+    """keep the reward model in CPU memory between uses"""
 
     @property
     def is_weighed(self) -> bool:
-        """Return whether a reward differs from the task's score."""
+        """Return True if rewards differ from the task's scores."""
         return self.model_path is not None or self.rule != 1
 
     @model_validator(mode="after")
@@ -70,45 +70,44 @@ Rank = Annotated[int, Field(ge=1, le=MOST_RANK)]
 
 
 class AdapterSettings(Section):
-    """The adapter that is trained in place of the model's own weights (docs/adapters.md)."""
+    """The adapter trained in place of the model's own weights (docs/adapters.md)."""
 
     kind: Literal["lora"] | None = None
-    """lora: the model is frozen, and low-rank adapters are trained; unset: all parameters are
-    trained"""
+    """lora: freeze the model and train low-rank adapters. Default: train all parameters"""
     path: str | None = None
-    """a PEFT directory to start from; unset: a new adapter"""
+    """PEFT adapter directory to start from. Default: a new adapter"""
     rank: Rank | None = None
-    """rank of A and B; unset: the path's, or 32"""
+    """LoRA rank. Default: from adapter.path, or 32"""
     alpha: PositiveFloat | None = None
-    """the product is scaled by alpha / rank; unset: the path's, or 32"""
+    """LoRA alpha; updates are scaled by alpha / rank. Default: from adapter.path, or 32"""
     rslora: bool | None = None
-    """scale by alpha / sqrt(rank) instead; unset: the path's, or false"""
+    """scale by alpha / sqrt(rank) instead. Default: from adapter.path, or false"""
     targets: tuple[str, ...] | str | None = None
-    """linear layers as PEFT names them, or one regular expression; unset: the path's, or
-    all-linear: every linear layer of the decoder"""
+    """target linear layers, by PEFT names or one regular expression. Default: from adapter.path, or
+    all-linear (every linear layer of the decoder)"""
     train_embeddings: bool = False
-    """train the whole embedding too"""
+    """also train the full embedding"""
     train_norms: bool = False
-    """train the norms' weights too"""
+    """also train the norm weights"""
     train_head: bool = False
-    """train the whole output head too"""
+    """also train the full output head"""
     noise_start: NonNegativeFloat = 0.0
-    """standard deviation of Gaussian noise on the weights of norms, in sampling and training, after
-    a first part of the run without any (QeRL: 0.01); 0: no noise"""
+    """initial std of the Gaussian noise on norm weights, in sampling and training, after a first
+    stage without noise (QeRL: 0.01); 0: no noise"""
     noise_end: PositiveFloat = 5e-4
-    """standard deviation of the noise in the last part of the run"""
+    """std of the noise in the last stage"""
     noise_stages: Positive = 10
-    """number of parts of the run with noise, which falls from one to the next"""
+    """number of stages with noise; its std decreases from stage to stage"""
 
     def base_problems(self, precision: PrecisionSettings) -> Iterator[str]:
-        """Yield messages about a precision that conflicts with the section."""
+        """Yield messages about precision settings that conflict with the adapter."""
         if precision.base == "nvfp4" and self.kind is None:
             yield "precision.base = nvfp4 is for a model that is not trained: set adapter.kind=lora"
         if precision.preset == "fp32" and self.noise_start:
             yield "adapter.noise_start needs rounded weights: precision.preset = fp32 has none"
 
     def problems(self, algorithm: AlgorithmSettings, reference: ReferenceSettings) -> Iterator[str]:
-        """Yield messages about settings of an RL run that an adapter excludes."""
+        """Yield messages about RL settings that an adapter does not support."""
         if self.kind is None:
             return
         if algorithm.calibrate_clip_every:
@@ -123,7 +122,7 @@ class AdapterSettings(Section):
 
     @model_validator(mode="after")
     def is_switched_on(self) -> AdapterSettings:
-        """Check that no other key is set if adapter.kind is unset."""
+        """Check that no other adapter key is set if adapter.kind is unset."""
         if self.kind is not None:
             if 0 < self.noise_start < self.noise_end:
                 start, end = f"{self.noise_start:g}", f"{self.noise_end:g}"

@@ -1,6 +1,7 @@
-"""The precision presets: a name, and the format of the operands of each role.
+"""Precision presets: each name maps to the number formats of its operands by role.
 
-A new preset is a new line of `PRESETS`. No pydantic and no torch, so that a command's help is fast.
+To add a preset, add a line to `PRESETS`. This module imports neither pydantic nor torch, to keep
+--help fast.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 Format = Literal["fp32", "bf16", "fp8", "int8"]
-# Of a linear layer: FP8 weights next to BF16 activations, and the other way round, are for studies.
-# NVFP4 weights are those of a base that is not trained.
+# Formats of a linear layer. Ablations combine FP8 weights with BF16 activations and vice versa;
+# NVFP4 is for frozen base weights.
 LinearFormat = Literal[Format, "fp8_weights", "fp8_activations", "nvfp4"]
 GradFormat = Literal["e4m3", "e5m2", "int8", "bf16"]
 BaseFormat = Literal["fp8", "nvfp4"]
 StoredFormat = Literal["fp32", "bf16", "fp8", "int8"]
 KVFormat = Literal[StoredFormat, "int8+fp8", "fp8+int8"]
-KVSetting = Literal["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"]  # what a user may ask for
+KVSetting = Literal["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"]  # values of precision.kv
 ScaleRule = Literal["fp32", "pow2"]
 DEFAULT_SCALES: Final = "fp32"
 BF16Rounding = Literal["nearest", "dithered"]
 
 
 class PresetFormats(NamedTuple):
-    """The formats of one preset by role: the fields of `precision.plan.PrecisionPlan`."""
+    """Number formats of a preset by role: fields of `precision.plan.PrecisionPlan`."""
 
     rollout_linear: LinearFormat
     train_linear: Format
@@ -47,7 +48,7 @@ PRESETS = {
 DEFAULT_PRESET = "int8"
 BF16_PRESET = "bf16"
 
-# Differences of a preset's sampler from the trainer, as keys of `[sampler_deviation]`.
+# Ways in which a preset's sampler differs from its trainer, as keys of `[sampler_deviation]`.
 PRESET_DEVIATIONS: Mapping[str, Mapping[str, Any]] = {
     "alike": {"weights_through_bf16": True, "attention_split": 256}
 }
@@ -59,5 +60,5 @@ else:
 
 
 def codes_alike(rollout_linear: str | None, train_linear: str | None) -> bool:
-    """Return whether the linear layers of both sides multiply the same codes."""
+    """Return True if the linear layers of both sides use the same 8-bit format."""
     return rollout_linear == train_linear and train_linear in ("fp8", "int8")

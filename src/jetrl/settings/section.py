@@ -1,4 +1,4 @@
-"""The base class of the settings' sections, and numbers with a range."""
+"""Base class of the settings sections, and number types with ranges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from jetrl.errors import UserError
 from jetrl.files import Step
 
-# Below 2**63, which is what a tensor, a seed and a counter hold.
+# Below 2**63, the limit of tensors, seeds and counters.
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -18,10 +18,11 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Mass = Annotated[float, Field(gt=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
-# Times that timers and timedeltas hold, up to 30 years, and counts that lists of them hold.
+# Durations that timers and timedeltas can represent (up to 30 years), and list lengths.
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 Many = Annotated[int, Field(ge=1, le=2**20)]
-# What readers of a run's files take as well (runs/schemas.py), so no run writes what they refuse.
+# Limits shared with the readers of run files (runs/schemas.py), so that no run writes a file they
+# reject.
 Steps = Step
 ReportSamples = Annotated[int, Field(ge=0, le=10**6)]
 MOST_LAYERS = 1024
@@ -33,14 +34,14 @@ def _as_tuple(value: Any) -> Any:
 
 
 ONE_OR_MORE = BeforeValidator(_as_tuple)
-"""For a list setting: takes a plain value (`trackers.names = "wandb"`) or none, too."""
+"""List setting that also accepts a single value (`trackers.names = "wandb"`) or none."""
 
 COMMAS = BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
-"""For a list setting of names: takes `wandb,tensorboard`, too."""
+"""List setting of names that also accepts `wandb,tensorboard`."""
 
 
 class Section(BaseModel):
-    """A section of the settings: immutable, and strict about its names."""
+    """Base class of settings sections: immutable, and rejects unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -51,12 +52,12 @@ class Section(BaseModel):
     )
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        instead = f"make others: jetrl.load_config(settings, ['SECTION.{name}=...'])"
-        raise UserError(f"settings do not change, so {name} = {value!r:.60} is refused; {instead}")
+        instead = f"create new ones: jetrl.load_config(settings, ['SECTION.{name}=...'])"
+        raise UserError(f"settings are immutable, cannot set {name} = {value!r:.60}; {instead}")
 
 
 def without_none(value: Any) -> Any:
-    """Return a table without its unset keys, at any depth: TOML has no null."""
+    """Return a table without its None values, recursively: TOML has no null."""
     if isinstance(value, dict):
         return {str(key): without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):

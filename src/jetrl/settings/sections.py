@@ -1,10 +1,10 @@
-"""The sections of a run's settings: every key, with its type, range and meaning.
+"""Sections of a run's settings: every key with its type, range and meaning.
 
-Section names are fixed (docs/settings.md). Defaults are meant for a real model on a GPU; recipes
-set other values.
+Section names are stable (docs/settings.md). Defaults suit a real model on a GPU; recipes override
+them.
 
-A section checks its own values; `Settings` checks that sections agree. A message names the keys and
-says which one to change.
+Each section validates its own values; `Settings` validates combinations across sections. Messages
+name the keys and say which one to change.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from jetrl.settings.section import (
     without_none,
 )
 
-MOST_TOKENS = 7  # of a draft: a forward verifies 8 tokens of a sequence
+MOST_TOKENS = 7  # Maximum draft length: a forward verifies 8 tokens per sequence.
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 PageSize = Annotated[int, Field(ge=1, le=2**16)]
 
 
 class DraftHeadSettings(Section):
-    """The draft head, which RL trains with rollout.speculation = head or auto (docs/rollout.md)."""
+    """The section `[draft_head]`, for rollout.speculation = head or auto (docs/rollout.md)."""
 
     tokens: Tokens = 3
-    """tokens that it guesses, one after the other"""
+    """draft length, in tokens"""
     lr: PositiveFloat = 5e-4
-    """learning rate of its AdamW"""
+    """AdamW learning rate of the draft head"""
     share: Mass = 0.2
-    """fraction of the tokens of a step's first update that it learns from"""
+    """fraction of the tokens of each step's first update to train the draft head on"""
     most_tokens: Positive = 16384
-    """maximum tokens per step that it learns from"""
+    """maximum tokens per step to train the draft head on"""
     tokens_per_update: Positive = 1024
-    """tokens of one of its updates"""
+    """tokens per draft-head update"""
 
 
 Speculation = Literal["off", "text", "head", "auto"]
@@ -65,11 +65,15 @@ Speculation = Literal["off", "text", "head", "auto"]
 def verified_drafts(
     asked: Speculation | None, exact: bool, device: str, oversample: float
 ) -> Speculation:
-    """Return which drafts a run verifies; by default those of text, if the run repeats its bits.
+    """Return the speculation mode of a run; by default text drafts if the run is reproducible.
 
-    `auto` sizes forwards by measured times, which changes the draws of an inexact plan, and with
-    oversampling which completions are cut off. `asked` is rollout.speculation (None: unset),
-    `exact` the plan's promise that sampler and trainer agree, and the device "cpu" or a GPU.
+    `auto` sizes forwards by measured time, which changes samples under an inexact plan and, with
+    oversampling, which completions are truncated.
+
+    Args:
+        asked: rollout.speculation, or None if unset.
+        exact: True if sampler and trainer agree bitwise.
+        device: "cpu" or a GPU.
     """
     return asked or ("auto" if exact and device != "cpu" and not oversample else "off")
 
@@ -78,40 +82,39 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 class RunSettings(Section):
-    """The section `[run]`: the run's directory, seed, limits and device."""
+    """The section `[run]`: run directory, seed, time limit and device."""
 
     name: str | None = None
-    """name of the run's directory; unset: the recipe's, or on the command line the model's and the
-    task's"""
+    """run directory name. Default: the recipe's name, or MODEL-TASK on the command line"""
     dir: str = "runs"
-    """folder that holds run directories"""
+    """parent folder of run directories"""
     seed: NonNegative = 0
-    """fixes data order, sampling and initial weights"""
+    """seed of data order, sampling and initial weights"""
     max_hours: PositiveFloat | None = None
-    """this attempt ends, with a checkpoint, within these hours; unset: no limit"""
+    """end this attempt within this many hours, with a checkpoint. Default: no limit"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if it can run"""
+    """auto: cuda if available"""
 
     @field_validator("name")
     @classmethod
     def one_folder_name(cls, name: str | None) -> str | None:
-        """Check that the name is the name of a single folder."""
+        """Check that the name is a single folder name."""
         if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
-            raise ValueError("a run's name is one folder name: no slash, not empty")
+            raise ValueError("a run name must be a single, non-empty folder name without a slash")
         return name
 
 
 class ModelSettings(Section):
-    """The section `[model]`: the policy's weights or shape, and its tokenizer."""
+    """The section `[model]`: the policy's weights or architecture, and its tokenizer."""
 
     path: str | None = None
-    """a Hugging Face model directory, or a name of its hub: NAME[@REVISION]"""
+    """Hugging Face model directory or hub name: NAME[@REVISION]"""
     config: dict[str, Any] | str | None = None
-    """config.json contents, or its path: random weights from run.seed"""
+    """config.json contents or path; weights are initialized at random from run.seed"""
     tokenizer: str | None = None
-    """tokenizer directory, if not model.path; 'characters': one token each"""
+    """tokenizer directory; 'characters': one token per character. Default: model.path"""
     template_args: dict[str, Any] = Field(default_factory=dict)
-    """values for names that the chat template reads, such as enable_thinking = false"""
+    """extra variables for the chat template, such as enable_thinking = false"""
 
     _config = field_validator("config", "template_args", mode="before")(without_none)
 
@@ -123,151 +126,151 @@ class ModelSettings(Section):
         return self
 
 
-MOST_COMPLETIONS = 2**20  # of a step: more would fill the host's memory with texts
-MOST_WORKERS = 1024  # Scoring processes: each has a Python with the task's imports.
+MOST_COMPLETIONS = 2**20  # per step; more would fill host memory with texts
+MOST_WORKERS = 1024  # scoring processes; each one imports the task's modules
 
 
 class TaskSettings(Section):
-    """The section `[task]`: the source of prompts and scores, and the limits of a score."""
+    """The section `[task]`: the source of prompts and rewards, and scoring limits."""
 
     name: str = "arithmetic"
-    """a built-in name, rows such as mine.jsonl, reasoning_gym:NAME, or file.py:Class"""
+    """built-in task name, data file such as mine.jsonl, reasoning_gym:NAME, or file.py:Class"""
     path: str | None = None
     """data file or folder, if the task reads one"""
     split: str = "train"
-    """split that is trained on"""
+    """training split"""
     eval_split: str = "test"
-    """held-out split"""
+    """eval split"""
     system_prompt: str | None = None
-    """put before chat prompts"""
+    """system prompt for chat prompts"""
     options: dict[str, Any] = Field(default_factory=dict)
-    """passed to the task by name"""
+    """keyword arguments of the task"""
     special_tokens_as_text: Literal["replies", "all", "none"] = "replies"
-    """texts in which the name of a special token, such as <|im_end|>, is plain text and not a
-    control token: replies of the environment; all: prompts and worked answers too"""
+    """where to escape special tokens such as <|im_end|>: `replies` (environment output), `all`
+    (also prompts and demonstrations), `none`"""
     max_turns: Positive | None = None
-    """maximum turns per completion; unset: the task's own (1 for most)"""
+    """maximum turns per completion. Default: from the task (1 for most)"""
     workers: Annotated[int, Field(ge=0, le=MOST_WORKERS)] = 2
-    """maximum scoring processes, started as they are needed; 0: score in this process"""
+    """maximum scoring processes, started on demand; 0: score in this process"""
     timeout_s: Seconds = 10.0
-    """seconds of CPU time per score, or ten times as long by the clock; a score that takes longer
-    is a failure and counts 0. A reward function with TRL's signature has as long for its call with
-    all completions of a step"""
+    """CPU-time limit per score in seconds; the wall-clock limit is 10x. A score that times out
+    fails and counts as 0. For a TRL-style reward function, the limit covers one call with all
+    completions of a step"""
     max_lost_s: NonNegativeFloat = 120.0
-    """seconds per worker that a step may lose to scores that hang or crash; then the rest of its
-    completions get no score"""
+    """maximum seconds per worker and step lost to scores that hang or crash; the remaining
+    completions of the step then get no score"""
     memory_mib: NonNegative = 1024
-    """MiB that a score may take in addition to its task's imports; 0: no limit"""
+    """memory limit per scoring process in MiB, in addition to the task's imports; 0: no limit"""
 
     _options = field_validator("options", mode="before")(without_none)
 
 
 class DataSettings(Section):
-    """The section `[data]`: the order of prompts, and the choice of samples (docs/data.md)."""
+    """The section `[data]`: prompt order and sample selection (docs/data.md)."""
 
     order: Literal["shuffle", "pass_rate"] = "shuffle"
-    """pass_rate: draw prompts that are solved about half of the time more often"""
+    """pass_rate: sample prompts with a pass rate near 50% more often"""
     explore: Mass = 0.1
-    """under pass_rate: minimum weight of a prompt; one solved half of the time has 1"""
+    """minimum sampling weight of a prompt under pass_rate; a prompt with a pass rate of 50% has
+    weight 1"""
     batch: Literal["all", "shuffle_r1"] = "all"
-    """shuffle_r1: updates draw the pairs of a group whose advantages differ most"""
+    """shuffle_r1: train on the pairs of each group with the largest advantage differences"""
     keep_pairs: Mass = 0.5
-    """under shuffle_r1: fraction of a group's pairs kept"""
+    """fraction of each group's pairs kept under shuffle_r1"""
 
     @model_validator(mode="after")
     def read_by_something(self) -> DataSettings:
-        """Check that the order or the batch reads each key that is set."""
+        """Check that the chosen order and batch use each key that is set."""
         readers = {"explore": ("order", "pass_rate"), "keep_pairs": ("batch", "shuffle_r1")}
         for key, (other, reader) in readers.items():
             value, default = getattr(self, key), type(self).model_fields[key].default
             if value != default and getattr(self, other) != reader:
                 has = f"data.{other} = {getattr(self, other)}: set data.{other}={reader}"
-                raise ValueError(f"data.{key} = {value} means nothing with {has}")
+                raise ValueError(f"data.{key} = {value} has no effect with {has}")
         return self
 
 
 class RolloutSettings(Section):
-    """The section `[rollout]`: the number of completions, their sampling and its limits."""
+    """The section `[rollout]`: number of completions, sampling parameters and limits."""
 
     prompts_per_step: Many = 32
-    """prompts drawn each step"""
+    """prompts per step"""
     samples_per_prompt: Many = 8
-    """completions per prompt (the group)"""
+    """completions per prompt (group size)"""
     max_tokens: Positive = 1024
     """maximum tokens per completion"""
     temperature: NonNegativeFloat = 1.0
-    """logits are divided by it"""
+    """sampling temperature"""
     top_p: Mass = 1.0
-    """keep the most probable tokens up to this mass; 1: all"""
+    """nucleus sampling: keep the most probable tokens up to this cumulative probability; 1: all"""
     top_k: NonNegative = 0
-    """keep this many most probable tokens; 0: all"""
+    """keep only the k most probable tokens; 0: all"""
     stop: Annotated[tuple[Text, ...], ONE_OR_MORE] = ()
-    """strings that end a completion, in addition to the task's"""
+    """stop strings, in addition to the task's"""
     max_batch_size: Many = 256
-    """maximum sequences decoded together"""
+    """maximum number of sequences decoded concurrently"""
     page_size: PageSize = 64
     """tokens per KV page"""
     num_pages: Positive | None = None
-    """KV pages; unset: what the batch can use"""
+    """number of KV pages. Default: enough for the batch"""
     max_prefill_tokens: Positive = 8192
-    """maximum prompt tokens per forward"""
+    """maximum prompt tokens per prefill forward"""
     keep_every: Positive = 1
-    """steps between files of a step's completions with their log-probs; those of the first and the
-    last step are always kept"""
+    """save completions and their log-probs every N steps; the first and last step are always
+    saved"""
     oversample: NonNegativeFloat = 0.0
-    """extra prompts to sample at once, as a fraction of prompts_per_step: sampling ends when
-    prompts_per_step are complete; unfinished ones carry over to the next step"""
+    """extra prompts to sample at once, as a fraction of prompts_per_step; sampling ends when
+    prompts_per_step are complete, and unfinished prompts carry over to the next step"""
     speculation: Speculation | None = None
-    """text: draft tokens from the prompt's own, sibling and earlier completions and verify several
-    in a forward, which changes no token; head: from a small network that is trained next to the
-    policy; auto: both, if that is faster; off; unset: text, if that is faster, on a GPU under a
-    plan that is exact with oversample = 0, else off"""
+    """speculative decoding; does not change the sampled tokens. text: draft from the prompt's own,
+    sibling and earlier completions; head: draft with a small network trained next to the policy;
+    auto: both, if faster. Default: text if faster, on a GPU under an exact plan with oversample =
+    0; else off"""
 
     @property
     def asks_head(self) -> bool:
-        """Return whether a draft head is trained and used."""
+        """Return True if a draft head is trained and used."""
         return self.speculation in ("head", "auto")
 
 
 class TrainSettings(Section):
-    """The section `[train]`: the optimizer and the updates of a step."""
+    """The section `[train]`: the optimizer and the updates per step."""
 
     lr: PositiveFloat = 1e-6
     """peak learning rate of AdamW"""
     warmup_steps: NonNegative = 0
-    """optimizer updates of linear warm-up"""
+    """linear warm-up, in optimizer updates"""
     schedule: Schedule = "constant"
-    """learning rate after warm-up"""
+    """learning-rate schedule after warm-up"""
     min_lr_ratio: Share = 0.1
-    """final lr over peak lr, for linear and cosine"""
+    """ratio of final to peak lr, for linear and cosine"""
     betas: tuple[Beta, Beta] = (0.9, 0.99)
-    """AdamW's decay of its two moments"""
+    """AdamW betas"""
     eps: PositiveFloat = 1e-8
-    """AdamW's epsilon"""
+    """AdamW epsilon"""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay"""
+    """AdamW decoupled weight decay"""
     optimizer_states: Literal["fp32", "compact"] = "fp32"
-    """AdamW's two moments: 8 bytes per parameter, or compact: 3, for a model of billions
-    (docs/optimizer.md)"""
+    """AdamW moments: fp32 (8 bytes per parameter) or compact (3 bytes; docs/optimizer.md)"""
     grad_clip: PositiveFloat = 1.0
     """maximum global gradient norm"""
     updates_per_step: Positive = 1
     """optimizer updates per step, on disjoint samples"""
     tokens_per_micro_batch: Positive = 16384
-    """maximum tokens per forward and backward; fewer if the memory plan of a GPU has no room
+    """maximum tokens per forward and backward; reduced if they do not fit in GPU memory
     (docs/memory.md)"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """what an update with a NaN or infinite loss or gradient does to the run"""
+    """action if an update has a NaN or infinite loss or gradient"""
     activation_checkpointing: bool = False
-    """recompute layers in backward: less memory, a third more time"""
+    """recompute layers in the backward pass: less memory, about a third more time"""
     share_prompts: bool | Literal["auto"] = "auto"
-    """compute the whole blocks of 128 tokens of a prompt once for all of its samples in a
-    micro-batch: less work if prompts are long compared with completions; auto: in updates in which
-    it saves at least 8% of the tokens"""
+    """compute whole 128-token blocks of a prompt once per micro-batch instead of once per sample;
+    helps if prompts are long compared with completions. auto: only in updates where it saves at
+    least 8% of the tokens"""
 
     @model_validator(mode="after")
     def compact_states_have_bounds(self) -> TrainSettings:
-        """Check that compact states can hold the moments.
+        """Check that compact states can represent the moments.
 
         Three bytes hold a first moment bounded by the root of the second, and roots up to 2**14.
         """
@@ -287,81 +290,81 @@ class LoopSettings(Section):
     steps: Steps = 100
     """RL steps"""
     epochs: PositiveFloat | None = None
-    """passes over the training prompts, in place of loop.steps; unset: loop.steps"""
+    """passes over the training prompts; overrides loop.steps"""
 
 
 class SftSettings(Section):
-    """Supervised training on the task's worked answers: `jetrl sft`, or before RL if steps > 0."""
+    """Supervised training on the task's demonstrations: `jetrl sft`, or before RL if steps > 0."""
 
     steps: Steps = 0
-    """optimizer updates; `jetrl train` runs them first"""
+    """optimizer updates; `jetrl train` runs them before RL"""
     examples_per_step: Many = 64
-    """worked answers per update"""
+    """demonstrations per update"""
     lr: PositiveFloat = 1e-4
     """peak learning rate of AdamW"""
     warmup_steps: NonNegative = 0
-    """optimizer updates of linear warm-up"""
+    """linear warm-up, in optimizer updates"""
     schedule: Schedule = "constant"
-    """learning rate after warm-up"""
+    """learning-rate schedule after warm-up"""
     until: float | None = None
-    """end early once the held-out mean reward reaches this; unset: never"""
+    """stop early once the mean reward on the eval set reaches this value. Default: never"""
     check_every: Positive = 25
     """updates between checks of sft.until"""
 
 
 class EvalSettings(Section):
-    """The section `[eval]`: the held-out evaluation."""
+    """The section `[eval]`: evaluation on the eval set."""
 
     every: NonNegative = 10
     """steps between evaluations; 0: never"""
     prompts: NonNegative = 128
-    """held-out prompts, from the start; 0: all"""
+    """number of eval prompts, taken from the start; 0: all"""
     samples: Many = 1
-    """completions per prompt: mean@n and pass@n"""
+    """completions per prompt, for mean@n and pass@n"""
     temperature: NonNegativeFloat = 0.0
-    """0: greedy"""
+    """sampling temperature; 0: greedy"""
     top_p: Mass = 1.0
-    """keep the most probable tokens up to this mass; 1: all"""
+    """nucleus sampling: keep the most probable tokens up to this cumulative probability; 1: all"""
     max_tokens: Positive | None = None
-    """maximum tokens per completion; unset: rollout.max_tokens"""
+    """maximum tokens per completion. Default: rollout.max_tokens"""
     threshold: float = 1.0
-    """a reward of at least this counts as solved in pass@k"""
+    """minimum reward of a solved completion in pass@k"""
 
 
 class CheckpointSettings(Section):
-    """The section `[checkpoint]`: how often checkpoints are written, and which are kept."""
+    """The section `[checkpoint]`: how often to save checkpoints, and which to keep."""
 
     every: NonNegative = 50
-    """steps, or supervised updates, between checkpoints; 0: only the last"""
+    """steps (or supervised updates) between checkpoints; 0: only at the end"""
     keep_last: Positive = 2
-    """number of last checkpoints kept; older ones are removed"""
+    """number of most recent checkpoints to keep"""
     keep_best: NonNegative = 0
-    """this many with the highest held-out mean (else reward) are kept as well"""
+    """number of best checkpoints to keep in addition, by mean eval reward (else training reward)"""
     background: bool = True
-    """copy to CPU memory and write while training goes on; false: write first"""
+    """copy to CPU memory and write in the background while training continues"""
 
 
 class DistributedSettings(Section):
-    """The section `[distributed]`: a run of several processes, which torchrun starts."""
+    """The section `[distributed]`: multi-process runs, started by torchrun."""
 
     timeout_s: Seconds = 1800.0
-    """seconds that a rank waits for others, which may still be sampling, before the run ends"""
+    """seconds a rank waits for other ranks, which may still be sampling, before the run ends"""
     same_bits_down_to: NonNegative = 0
-    """size micro-batches for this many GPUs, so that a run on that many or more has the same bits;
-    0: for the number of this run"""
+    """size micro-batches for this many GPUs; runs on this many or more GPUs are then bitwise
+    identical. 0: the GPU count of this run"""
 
 
 class WatchdogSettings(Section):
-    """The section `[watchdog]`: the silence that counts as a hang."""
+    """The section `[watchdog]`: hang detection."""
 
     enabled: bool = True
-    """end a run that hangs, with hang.txt, exit code 5"""
+    """end a hung run with exit code 5 and write hang.txt"""
     factor: Annotated[float, Field(ge=1.0, le=1e3)] = 10.0
-    """a silence this many times the longest of its phase so far is a hang"""
+    """a phase hangs if it is silent for this many times its longest silence so far"""
     min_s: Seconds = 300.0
-    """a shorter silence, in seconds, is never a hang"""
+    """minimum seconds of silence that count as a hang"""
     first_s: Seconds = 3600.0
-    """seconds of silence that are a hang in a phase that has not ended before"""
+    """timeout in seconds of a phase's first run"""
 
 
 class ReportSettings(Section):
@@ -370,7 +373,7 @@ class ReportSettings(Section):
     enabled: bool = True
     """write report.html and its plots"""
     samples: ReportSamples = 8
-    """rollouts shown in report.html"""
+    """number of rollouts shown in report.html"""
 
 
 DEFAULT_PROJECT = "jetrl"
@@ -378,14 +381,14 @@ Tracker = Literal["wandb", "trackio", "tensorboard"]
 
 
 class TrackerSettings(Section):
-    """The section `[trackers]`: services that metrics are sent to as well (docs/trackers.md)."""
+    """The section `[trackers]`: external experiment trackers (docs/trackers.md)."""
 
     names: Annotated[tuple[Tracker, ...], ONE_OR_MORE, COMMAS] = ()
-    """also send metrics to these (extra: trackers); `trackers = "wandb"` is short for one"""
+    """trackers to log to (extra: trackers); `trackers = "wandb"` is short for one"""
     project: Text | None = None
-    """project name at the tracker; unset: $WANDB_PROJECT, or jetrl"""
+    """project name at the tracker. Default: $WANDB_PROJECT, or jetrl"""
     group: Text | None = None
-    """group of runs at the tracker, such as the seeds of one experiment"""
+    """run group at the tracker, such as the seeds of one experiment"""
 
     @model_validator(mode="before")
     @classmethod
@@ -394,9 +397,9 @@ class TrackerSettings(Section):
 
 
 class Settings(Section):
-    """The settings of a run, made by `loading.load_config` and written by `loading.to_toml`.
+    """Settings of a run, created by `loading.load_config` and written by `loading.to_toml`.
 
-    Raises UserError if a key is unknown, or a value is wrong or conflicts with another.
+    Raises UserError for unknown keys, wrong values and conflicting values.
     """
 
     run: RunSettings = RunSettings()
@@ -432,7 +435,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def agree(self) -> Settings:
-        """Check that the sections agree with each other."""
+        """Check combinations across sections."""
         problems = [*self._single_problems(), *self._length_problems(), *self._unread_problems()]
         problems += self.adapter.base_problems(self.precision)
         if self.loop.steps > 0:
@@ -444,7 +447,7 @@ class Settings(Section):
 
     @property
     def longest_answer(self) -> int:
-        """Maximum tokens of a completion, in training or in an evaluation."""
+        """Maximum completion length in tokens, in training and evaluation."""
         return max(self.rollout.max_tokens, (self.eval.every and self.eval.max_tokens) or 0)
 
     def _learning_problems(self) -> Iterator[str]:
@@ -465,7 +468,7 @@ class Settings(Section):
                 why = "float32 has no room for logits divided by it; take 0 or 1e-20 to 1e20"
                 yield f"{section}.temperature = {settings.temperature}: {why}"
         if self.rollout.temperature == 0:
-            yield "rollout.temperature = 0 draws the same completion for a whole group; take 1.0"
+            yield "rollout.temperature = 0 makes all completions of a group equal; use 1.0"
         if self.algorithm.calibrate_clip_every:
             yield from self._calibration_problems()
         if self.reference.offload and not self.algorithm.kl and self.reference.path is None:
@@ -482,7 +485,7 @@ class Settings(Section):
             yield "algorithm.calibrate_clip_every needs rollout.oversample = 0"
 
     def algorithm_problems(self, record: Algorithm) -> Iterator[str]:
-        """Yield messages about settings that conflict with an RL run's algorithm."""
+        """Yield messages about settings that conflict with the algorithm of an RL run."""
         rollout, name = self.rollout, self.algorithm.name
         if rollout.samples_per_prompt == 1 and record.compares_group:
             why = f"{name} compares the completions of one prompt; take at least 2"
@@ -515,14 +518,14 @@ class Settings(Section):
             yield f"eval.samples = {self.eval.samples} with eval.temperature = 0 {why}"
 
     def _unread_problems(self) -> Iterator[str]:
-        """Yield a message for each setting that nothing reads, since another one is not set."""
+        """Yield a message for each setting that has no effect because another one is unset."""
         unread, sft = self._unread, self.sft
         decays = {self.train.schedule, sft.schedule} != {"constant"}
         yield from unread("train.schedule=linear or cosine", decays, "train.min_lr_ratio")
         has_critic = self.critic.path is not None
         yield from unread("critic.path (ppo has a critic)", has_critic, "critic.lr", "critic.clip")
         keys = [f"draft_head.{key}" for key in DraftHeadSettings.model_fields]
-        # A run may lose its head again: then `rollout.speculation = off` is set on purpose.
+        # Resuming without the head is allowed: `rollout.speculation = off` is then explicit.
         drafts = self.rollout.asks_head or "speculation" in self.rollout.model_fields_set
         yield from unread("rollout.speculation=head or auto", drafts, *keys)
         tracked = bool(self.trackers.names)
@@ -537,13 +540,13 @@ class Settings(Section):
         is_coded = PRESETS[self.precision.preset].train_linear in ("fp8", "int8")
         keys = ["precision.grad_output", "precision.wgrad_input"]
         yield from unread("a precision.preset that trains in 8 bits", is_coded, *keys)
-        # `sft.steps = 0` as a setting switches a recipe's supervised updates off, on purpose.
+        # An explicit `sft.steps = 0` disables a recipe's supervised updates.
         warms_up = bool(sft.steps) or "steps" in sft.model_fields_set
         keys = [f"sft.{key}" for key in SftSettings.model_fields if key != "steps"]
         yield from unread("sft.steps above 0", warms_up, *keys)
 
     def _unread(self, needs: str, is_read: bool, *keys: str) -> Iterator[str]:
-        """Yield a message for each of the keys that is set, unless they are read."""
+        """Yield a message for each given key that is set, unless `is_read`."""
         for full in () if is_read else keys:
             section, _, key = full.partition(".")
             own = getattr(self, section)
