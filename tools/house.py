@@ -41,10 +41,17 @@ MOST_PARAMETERS, MOST_METHODS = 8, 15
 FORMATS = {"fp32", "bf16", "fp8", "int8", "nvfp4"}
 # Calls that take any number of arguments of one kind: spreading a sequence there hides nothing.
 VARIADIC = {
-    *("add_row", "assemble", "attrgetter", "chain", "debug", "divmod", "error", "format"),
-    *("gather", "getattr", "info", "intersection", "join", "note", "print", "randn"),
-    *("save_for_backward", "set_", "slice", "solve", "Union", "union", "view", "warning", "zip"),
-    "zip_longest",
+    # texts and values to log, print, format or hash; the cells of a row
+    *("add_row", "assemble", "debug", "derive_seed", "error", "format", "info", "note", "print"),
+    "warning",
+    # sequences, sets, paths and coroutines to join
+    *("chain", "gather", "intersection", "join", "Union", "union", "zip", "zip_longest"),
+    # the sizes of a tensor's dimensions, and the place of a tensor in a storage
+    *("normal", "randn", "set_", "view"),
+    # names of attributes, unknowns, tensors to keep, models to compare
+    *("attrgetter", "compare_weights", "save_for_backward", "solve"),
+    # both ends of a slice
+    "slice",
 }
 
 # Words of a rare feature, and the files that are its own. Every other place is counted.

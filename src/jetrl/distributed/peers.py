@@ -285,7 +285,8 @@ class OtherRanks(Peers):
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """End the process, if the run does not yet, or no longer, handle SIGTERM itself."""
         if not self.interrupted():
-            self.failed(*ending(Terminated()))
+            words, code = ending(Terminated())
+            self.failed(words, code)
             raise Terminated
 
     def _write(self, **changed: Any) -> None:

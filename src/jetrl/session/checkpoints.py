@@ -188,14 +188,19 @@ class RunCheckpoints:
 
         `metrics` are for `keep_best`, and for a run that is cut before its line is written.
         """
-        extra, score = {"metrics": dict(metrics)}, self._score(metrics)
-        # Parts with tensors (critic, draft head) hand over those of their rows.
-        model, optimizer = trainer.policy, trainer.optimizer
-        self._save(self._steps, step, model, optimizer, extra, score, self._tensors)
+        self._save(
+            self._steps,
+            step,
+            trainer.policy,
+            trainer.optimizer,
+            extra={"metrics": dict(metrics)},
+            score=self._score(metrics),
+            parts=self._tensors,  # of a critic and a draft head, those of their rows
+        )
 
     def save_supervised(self, update: int, model: Model, optimizer: Optimizer) -> None:
         """Write the checkpoint after a supervised update, as `save` does."""
-        self._save(self._supervised, update, model, optimizer, {})
+        self._save(self._supervised, update, model, optimizer, extra={})
 
     def _score(self, metrics: Mapping[str, float]) -> float | None:
         """Return the number that `keep_best` compares; None for a step without one."""
@@ -212,14 +217,17 @@ class RunCheckpoints:
         model: Model,
         optimizer: Optimizer,
         extra: Mapping[str, Any],
-        *others: Any,
+        score: float | None = None,
+        parts: Mapping[str, Learner] | None = None,
     ) -> None:
         """Write a checkpoint in the background if its copy fits in CPU memory, else right here."""
         self._background.wait()  # before memory is taken for the next copy
         # States are taken now: parts change while the thread writes.
         states = {name: part.state() for name, part in self._states.items()}
         extra = {**extra, "seed": self._seed, "states": states}
-        snapshot = checkpoints.snapshot(step, model, optimizer, extra, *others)
+        snapshot = checkpoints.snapshot(
+            step, model, optimizer, extra=extra, score=score, parts=parts
+        )
         available = available_bytes()
         # The ranks of a machine copy about as many bytes each, into the same memory.
         needed = snapshot.num_bytes * world().local_size

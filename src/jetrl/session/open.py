@@ -228,8 +228,19 @@ def check_run(
     # The scoring processes start last; the stack ends them.
     scorer = Scorer.from_settings(task_settings, settings.rollout.samples_per_prompt)
     stack.enter_context(scorer)
-    data = policy, task, prompts, memory, notes, ""
-    return CheckedRun(*data, settings, objective, max_turns, eval_prompts, scorer)
+    return CheckedRun(
+        model=policy,
+        task=task,
+        prompts=prompts,
+        memory=memory,
+        notes=notes,
+        loading="",
+        settings=settings,
+        objective=objective,
+        max_turns=max_turns,
+        eval_prompts=eval_prompts,
+        scorer=scorer,
+    )
 
 
 def check_pairs(
@@ -242,8 +253,15 @@ def check_pairs(
     config = model_config(settings).with_scalar_head()
 
     def planned(longest: int) -> Fitted:
-        load, where = Workload.of_pairs(settings, longest), (machine.device, machine.free)
-        return check_fits(settings, config, OtherModels(), load, *where, machine.cards)
+        return check_fits(
+            settings,
+            config,
+            others=OtherModels(),
+            load=Workload.of_pairs(settings, longest),
+            device=machine.device,
+            free=machine.free,
+            cards=machine.cards,
+        )
 
     planned(1)  # what does not fit now fits with no pairs
     check_device(config, plan, torch.device(machine.device), machine.elsewhere)

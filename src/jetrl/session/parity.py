@@ -359,7 +359,8 @@ def _batch_check(
 def _flow_result(name: str, policy: Policy, result: ParityResult) -> Check:
     detail = f"{result.different} of {result.tokens} sampled tokens differ"
     if result.first_different is not None:
-        detail += f"; {located(policy, *result.first_different)}"
+        prompt, completion = result.first_different
+        detail += f"; {located(policy, prompt, completion)}"
     return Check(name, result.different == 0, detail)
 
 

@@ -226,8 +226,13 @@ class PartialRollouts:
             )
         unfinished = []
         for key, token_ids, logprobs, reason, text, versions in members:
-            drawn = tuple(token_ids), tuple(logprobs)
-            completion = Completion(*drawn, reason, text, versions=tuple(versions))
+            completion = Completion(
+                token_ids=tuple(token_ids),
+                logprobs=tuple(logprobs),
+                finish_reason=reason,
+                text=text,
+                versions=tuple(versions),
+            )
             unfinished.append(Unfinished(prompt.token_ids, key, completion))
         return Group(prompt, tuple(unfinished))
 

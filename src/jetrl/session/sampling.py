@@ -160,7 +160,10 @@ class Scoring:
             ],
         )
         self.drop()  # scores that were begun of completions that were drawn again since
-        return [self._sample(*parts) for parts in zip(groups, completions, scored, strict=True)]
+        return [
+            self._sample(group, completion, score)
+            for group, completion, score in zip(groups, completions, scored, strict=True)
+        ]
 
     def gathered(self, own_samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples of all ranks, grouped by prompt, from those of each rank."""

@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from types import TracebackType
+from typing import Self
 
 from jetrl.distributed.agreement import ending_together
 from jetrl.distributed.world import world
@@ -95,8 +96,13 @@ class Session:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Load everything, make or open the run directory, and resume if asked to."""
@@ -105,8 +111,14 @@ class Session:
         self.context = context = open_context(settings, stack, self._resumes)
         settings = self.settings = context.settings
 
-        attempt = settings, context, stack, self._resumes, self._began
-        self.run = run = TrainingRun(*attempt, lambda: hang_state(context.engine, context.policy))
+        self.run = run = TrainingRun(
+            settings,
+            context,
+            stack,
+            resume=self._resumes,
+            began=self._began,
+            hang_state=lambda: hang_state(context.engine, context.policy),
+        )
 
         # What outlives a step is registered with the checkpoints.
         checkpoints = run.checkpoints
@@ -351,8 +363,12 @@ class Session:
             with ending_together(f"the search for the operation that differs in step {number}"):
                 self.run.directory.write_rollouts(number, step.samples)
                 sample = error.samples[error.sample_ids[0]]
-                tokens = sample.prompt_token_ids, sample.completion.token_ids
-                where = located(self.context.policy, *tokens, self.settings.rollout.temperature)
+                where = located(
+                    self.context.policy,
+                    prompt=sample.prompt_token_ids,
+                    completion=sample.completion.token_ids,
+                    temperature=self.settings.rollout.temperature,
+                )
                 raise MismatchError(f"step {number}: {error}; {where}") from None
         # Every rank has applied the same update: weights that differ are a fault.
         trainer = self.trainer
@@ -420,9 +436,15 @@ class Session:
         model_path = run.export("float32" if is_fp32 else "bfloat16", out)
         run_path = run.directory.path
         report = run_path / "report.html" if self.settings.report.enabled else None
-        paths = run_path, report, run.checkpoints.last_path, model_path
-        chats = any(encoded.prompt.messages is not None for encoded in self.context.prompts)
-        return RunResult(*paths, self.last_step.number, stopped, chats)
+        return RunResult(
+            run_path=run_path,
+            report_path=report,
+            checkpoint_path=run.checkpoints.last_path,
+            model_path=model_path,
+            steps=self.last_step.number,
+            stopped=stopped,
+            chats=any(encoded.prompt.messages is not None for encoded in self.context.prompts),
+        )
 
     # Parts of the verbs
 
@@ -442,11 +464,18 @@ class Session:
 
     def _held_out(self, step: int) -> Evaluation:
         """Evaluate the policy after a step on the held-out prompts."""
-        context, threshold = self.context, self.settings.eval.threshold
-        sampled = context.engine, context.scorer, context.eval_prompts, eval_params(self.settings)
+        context = self.context
         context.scorer.state = TrainerState(step, self.settings.loop.steps)
         with self.run.phases.phase("eval"), self._nonfinite.sampling(step), context.noise.off():
-            return evaluate(*sampled, threshold, context.max_turns, self._show_progress)
+            return evaluate(
+                context.engine,
+                context.scorer,
+                context.eval_prompts,
+                params=eval_params(self.settings),
+                threshold=self.settings.eval.threshold,
+                max_turns=context.max_turns,
+                progress=self._show_progress,
+            )
 
     def _held_out_reward(self) -> float:
         mean = self._held_out(0).mean

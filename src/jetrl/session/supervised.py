@@ -165,8 +165,14 @@ def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardRe
             with run.phases.phase("eval"):
                 return accuracy(context.model, context.held_out, size.tokens)
 
-        parts, metric = (run, trainer, preference_pair), "reward_model/eval_accuracy"
-        value = SupervisedUpdates(*parts, held_out_accuracy, held_out_metric=metric).train()
+        updates = SupervisedUpdates(
+            run,
+            trainer,
+            example_of=preference_pair,
+            held_out=held_out_accuracy,
+            held_out_metric="reward_model/eval_accuracy",
+        )
+        value = updates.train()
         assert value is not None, "the accuracy is looked at after the last update"
         # FP32: a score in BF16 would order close completions differently.
         model_path = run.export("float32", out)

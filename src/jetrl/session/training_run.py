@@ -337,7 +337,8 @@ class TrainingRun:
         if not (lost or self.stops.at_once):
             self.checkpoints.settle(None if alike or world().size == 1 else _SETTLE_S)
         if not (lost or alike):
-            peers().failed(*ending(error))
+            words, code = ending(error)
+            peers().failed(words, code)
 
 
 def _report(path: Path, error: BaseException | None) -> None:

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self
 
 import torch
 
@@ -213,20 +213,24 @@ class ExitTimer:
         # glibc's struct sigevent: the argument, no signal, how it is told, and the function.
         event = struct.pack("PiiP40x", exit_code, 0, _SIGEV_THREAD, function)
         self._timer = ctypes.c_void_p()
-        self._call("timer_create", time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer))
+        own = ctypes.byref(self._timer)
+        _check(self._library.timer_create(time.CLOCK_MONOTONIC, event, own))
 
     def set(self, seconds: float) -> None:
         """Let the process end so many seconds from now."""
         nanoseconds = max(1, round(1e9 * seconds))  # 0 would stop the timer
         # The struct itimerspec: seconds and nanoseconds of no interval, then of the delay.
-        times = struct.pack("4l", 0, 0, *divmod(nanoseconds, 10**9))
-        self._call("timer_settime", self._timer, 0, times, None)
+        whole, rest = divmod(nanoseconds, 10**9)
+        times = struct.pack("4l", 0, 0, whole, rest)
+        _check(self._library.timer_settime(self._timer, 0, times, None))
 
     def delete(self) -> None:
         """Take the timer back: the process does not end by it."""
-        self._call("timer_delete", self._timer)
+        _check(self._library.timer_delete(self._timer))
 
-    def _call(self, function: str, *arguments: Any) -> None:
-        if getattr(self._library, function)(*arguments) != 0:
-            error = ctypes.get_errno()
-            raise OSError(error, f"a timer of the system: {os.strerror(error)}")
+
+def _check(result: int) -> None:
+    """Raise the error of a timer function of the C library, which returned `result`."""
+    if result != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"a timer of the system: {os.strerror(error)}")
