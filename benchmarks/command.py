@@ -23,20 +23,17 @@ from jetrl.errors import UserError
 HANDS_WORDS_ON = True
 RUNS_ON_RANKS = True
 ON_RANKS = ("step",)  # what several processes measure together
-CPU_TOO = ("exact", "mismatch", "speculation", "step", "train")  # with --device cpu, to try them
-KERNELS = ("gemm", "logprob", "norm", "quantize")
+CPU_TOO = ("mismatch", "speculation", "step", "train")  # with --device cpu, to try them
+KERNELS = ("gemm", "norm")
 BENCHMARKS = (
     "attention",
-    "exact",
     "gemm",
     "layer",
-    "logprob",
     "mismatch",
     "norm",
     "optimizer",
     "parity",
     "partial",
-    "quantize",
     "rollout",
     "speculation",
     "step",

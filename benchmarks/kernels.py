@@ -1,4 +1,4 @@
-"""Kernels against their limits: FP8 GEMMs, log-probs, fused layers, quantizers.
+"""Kernels against their limits: FP8 GEMMs and fused layers.
 
 Bits are checked before each measurement: a fast wrong kernel is not fast.
 """
@@ -10,24 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.harness import Row, memory_row, report, seconds_eager, seconds_in_turn
+from benchmarks.harness import Row, memory_row, report, seconds_in_turn
 from torch import Tensor
 
 from jetrl.kernels.attention.layout import KeyValueCodes
-from jetrl.kernels.logprob_hopper import chosen_logprobs, lm_head_logprobs
 from jetrl.kernels.norm import rms_norm_ref
 from jetrl.kernels.norm_hopper import rms_norm_backward, rms_norm_quantize, rms_norm_squares
 from jetrl.kernels.rotary_hopper import qk_norm_rotary_backward, qk_norm_rotary_cache
-from jetrl.kernels.sampling_hopper import sample
 from jetrl.kernels.swiglu_hopper import swiglu_backward_quantize, swiglu_forward, swiglu_quantize
-from jetrl.precision.gradients import Gradients
 from jetrl.precision.hopper.add import add_products
-from jetrl.precision.hopper.gemm import (
-    Backend,
-    bf16_matmul_hopper,
-    deep_gemm_installed,
-    fp8_matmul_hopper,
-)
+from jetrl.precision.hopper.gemm import Backend, deep_gemm_installed, fp8_matmul_hopper
 from jetrl.precision.hopper.quantize import (
     quantize_rows,
     quantize_rows_and_tokens,
@@ -169,74 +161,6 @@ def gemm_rows(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) 
     return out
 
 
-HIDDEN, VOCABULARY = 4096, 151936
-
-
-def _head_rows(rows: int) -> list[Row]:
-    hidden = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
-    master = torch.randn(VOCABULARY, HIDDEN, device="cuda") * 0.02
-    weight = master.bfloat16()
-    chosen = torch.randint(0, VOCABULARY, (rows,), device="cuda")
-    flops = 2 * rows * HIDDEN * VOCABULARY
-    upstream = torch.ones(rows, device="cuda")
-
-    def matmul() -> Tensor:
-        return torch.mm(hidden[:4096], weight.t())
-
-    def backward() -> Any:
-        h, m = hidden.detach().requires_grad_(), master.detach().requires_grad_()
-        logprobs, _ = lm_head_logprobs(h, m, weight, chosen, 1.0, gradients=Gradients())
-        logprobs.backward(upstream)
-        return h.grad, m.grad
-
-    @torch.no_grad()
-    def forward() -> Any:
-        return lm_head_logprobs(hidden, master, weight, chosen, 1.0, gradients=Gradients())
-
-    limit = 2 * 4096 * HIDDEN * VOCABULARY / seconds_eager(matmul)
-    out = []
-    for name, function, gemms in (("forward", forward, 1), ("forward and backward", backward, 3)):
-        seconds = seconds_eager(function)
-        out.append(
-            {
-                "name": f"head log-probs, {name}",
-                "shape": f"{rows} x {HIDDEN} x {VOCABULARY}",
-                "microseconds": round(seconds * 1e6),
-                "teraflops": round(gemms * flops / seconds / 1e12),
-                "share_of_bf16_matmul": round(gemms * flops / seconds / limit, 3),
-            }
-        )
-    return out
-
-
-def _row_kernels() -> list[Row]:
-    out = []
-    with torch.no_grad():
-        for rows in (8, 64, 256, 2048):
-            logits = [torch.randn(rows, VOCABULARY, device="cuda") * 3 for _ in range(2)]
-            chosen = torch.randint(0, VOCABULARY, (rows,), device="cuda")
-            shape, size = f"{rows} x {VOCABULARY}", 4 * rows * VOCABULARY
-            calls = [partial(chosen_logprobs, x, chosen, 1.0) for x in logits]
-            out.append(memory_row("log-probs of logits", shape, size, calls))
-            if rows > 256:
-                continue
-            bits = torch.randint(0, 2**53, (rows,), device="cuda")
-            one, none = torch.ones(rows, device="cuda"), torch.zeros_like(chosen)
-            draws = [partial(sample, x, bits, one, one, none, False) for x in logits]
-            out.append(memory_row("sample", shape, size, draws))
-            hidden = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
-            head = torch.randn(VOCABULARY, HIDDEN, device="cuda").bfloat16()
-            call = [partial(bf16_matmul_hopper, hidden, head, torch.float32)]
-            moved = 2 * VOCABULARY * HIDDEN + size
-            out.append(memory_row("lm_head, fp32 logits", shape, moved, call))
-    return out
-
-
-def logprob_rows(rows: int = 16384) -> list[Row]:
-    """Return rows for the head over `rows` hidden states, and for row kernels at decode sizes."""
-    return [*_row_kernels(), *_head_rows(rows)]
-
-
 HIDDEN, INTERMEDIATE, HEADS, GROUPS, HEAD_DIM, EPS = 4096, 12288, 32, 8, 128, 1e-6
 
 
@@ -321,46 +245,6 @@ def norm_rows(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) 
     return [*_norm_rows(tokens), *_swiglu_rows(tokens), *_rotary_rows(tokens), *few]
 
 
-WIDTHS = (4096, 12288, 24576)
-WEIGHTS = ((6144, 4096), (24576, 4096), (4096, 12288))
-
-
-def quantize_rows_of(tokens: int = 16384) -> list[Row]:
-    """Return rows for BF16 activations [tokens, K] and FP32 weights [N, K]."""
-    rows = []
-    for width in WIDTHS:
-        shape, size = f"{tokens} x {width}", tokens * width
-        xs = [torch.randn(tokens, width, device="cuda").bfloat16() for _ in range(3)]
-        scales = size // 128 * 4
-        for name, function, num_bytes in (
-            ("rows", quantize_rows, 3 * size + scales),
-            ("squares, turned", quantize_squares, 3 * size),
-            ("rows and tokens", quantize_rows_and_tokens, 4 * size + 2 * scales),
-        ):
-            rows.append(memory_row(name, shape, num_bytes, [partial(function, x) for x in xs]))
-        del xs
-    for n, k in WEIGHTS:
-        weights = [torch.randn(n, k, device="cuda") for _ in range(3)]
-        rows.append(
-            memory_row(
-                "weight, from FP32",
-                f"{n} x {k}",
-                5 * n * k,
-                [partial(quantize_weight, w) for w in weights],
-            )
-        )
-        codes = [quantize_weight(w) for w in weights * 3]
-        rows.append(
-            memory_row(
-                "weight turned for DGrad",
-                f"{n} x {k}",
-                2 * n * k,
-                [partial(turned_weight, q) for q in codes],
-            )
-        )
-    return rows
-
-
 _SLICES = (slice(0, 1), slice(3, 10), slice(5, 69), slice(0, 200))
 _ROWS = 300
 
@@ -381,21 +265,6 @@ def _groups_apart(ours: QTensor, true: QTensor) -> int:
     """Count the bytes that differ, without rows of padding after the last token."""
     rows, blocks = true.codes.shape[0], true.scales.shape[0]
     return _apart(ours.codes[:rows], true.codes) + _apart(ours.scales[:blocks], true.scales)
-
-
-def quantizers() -> int:
-    """Compare the kernels that quantize with `precision.quantize`."""
-    x, w = _random(_ROWS, 512), torch.randn(256, 384, device="cuda")
-    rows, tokens = quantize_rows_and_tokens(x)
-    direct = quantize_weight(w)
-    true = quantize(w, (128, 128))
-    return (
-        _groups_apart(rows, quantize(x, (1, 128)))
-        + _groups_apart(quantize_rows(x), quantize(x, (1, 128)))
-        + _groups_apart(tokens, quantize(x, (128, 1)))
-        + _groups_apart(direct, true)
-        + _groups_apart(turned_weight(direct), true.mT)
-    )
 
 
 def gemms() -> int:
@@ -425,29 +294,11 @@ def fused() -> int:
     return wrong
 
 
-@torch.no_grad()
-def logprobs() -> int:
-    """Compare log-probs of rows alone with the batch, and the head in chunks with it at once."""
-    logits = torch.randn(_ROWS, 5000, device="cuda") * 3
-    chosen = torch.randint(0, 5000, (_ROWS,), device="cuda")
-    whole = chosen_logprobs(logits, chosen, 0.7)[0]
-    wrong = sum(_apart(chosen_logprobs(logits[p], chosen[p], 0.7)[0], whole[p]) for p in _SLICES)
-    hidden, master = _random(_ROWS, 1024), torch.randn(5000, 1024, device="cuda") * 0.02
-    weight, sums = master.bfloat16(), Gradients()
-    head = [
-        lm_head_logprobs(hidden, master, weight, chosen, 0.7, rows, gradients=sums)[0]
-        for rows in (64, 300)
-    ]
-    return wrong + _apart(head[0], head[1])
-
-
 def main(name: str, argv: Sequence[str] | None = None) -> None:
     """Run `jetrl bench NAME` of one kind of kernel."""
     benchmarks: dict[str, tuple[Callable[[], list[Row]], Callable[[], int]]] = {
         "gemm": (gemm_rows, gemms),
-        "logprob": (logprob_rows, logprobs),
         "norm": (norm_rows, fused),
-        "quantize": (quantize_rows_of, quantizers),
     }
     run, differences = benchmarks[name]
     report(name, run, argv, differences)

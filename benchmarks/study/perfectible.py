@@ -1,15 +1,14 @@
 """The start model and the set of questions of a sanity study, which it solves sometimes.
 
     python -m benchmarks.study.perfectible --out studies/sanity
-    python -m benchmarks.study.perfectible --ground demo --out studies/sanity_demo --device cpu
 
 After Qi et al. 2025 (arXiv 2510.26788): of a set whose every question the start model solves in 20
 to 80% of its completions, reinforcement learning can solve all. Three steps, each done by a command
-of jetrl: supervised training in BF16 by a careless teacher (OUT/start); completions of training
+of jetrl: supervised training in BF16 on programs of four rounds by a teacher of whose answers 60%
+are wrong, until a third of the held-out answers are right (OUT/start); completions of training
 prompts (OUT/completions.json); and the prompts whose pass rate is within bounds, one a line with
 its rate (OUT/set.jsonl, which `task.options.only` reads). A step whose file is there is not done
-again. The grounds: `program`, programs of four rounds by a teacher of whose answers 60% are wrong,
-until a third of the held-out answers are right; `demo`, the sums of the demo and its warm-up.
+again.
 """
 
 from __future__ import annotations
@@ -19,93 +18,50 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+MODEL = Path(__file__).resolve().parent / "models" / "5m.json"
+ROUNDS, MAX_TOKENS = 4, 144
+TRAINING = [
+    "precision.preset=bf16",
+    "precision.bf16_rounding=nearest",
+    "precision.pinned_sums=true",  # its weights repeat on the same kind of GPU
+    "checkpoint.every=0",
+    f"model.config={MODEL}",
+    "model.tokenizer=characters",
+    "task.name=program",
+    f"task.options.rounds={ROUNDS}",
+    "task.options.mistakes=0.6",
+    "task.workers=0",
+    f"rollout.max_tokens={MAX_TOKENS}",
+    "sft.steps=3000",
+    "sft.until=0.33",
+    "sft.check_every=50",
+    "sft.examples_per_step=64",
+    "sft.lr=1e-3",
+    "sft.warmup_steps=50",
+    "train.betas=[0.9,0.95]",
+    "train.tokens_per_micro_batch=32768",
+    "eval.prompts=128",
+    "eval.samples=2",
+    "eval.temperature=1.0",
+]
 
 
-@dataclass(frozen=True)
-class Ground:
-    """A task, and the supervised training that makes a start model for it.
-
-    Attributes:
-        recipe: A packaged recipe below the settings; "": none.
-        settings: The settings of the supervised training, as words of the command.
-    """
-
-    task: str
-    options: Mapping[str, object]
-    max_tokens: int
-    recipe: str
-    settings: Sequence[str]
-
-
-GROUNDS = {
-    "program": Ground(
-        "program",
-        {"rounds": 4},
-        144,
-        "",
-        [
-            f"model.config={HERE / 'models' / '5m.json'}",
-            "model.tokenizer=characters",
-            "precision.pinned_sums=true",  # its weights repeat on the same kind of GPU
-            "task.name=program",
-            "task.options.rounds=4",
-            "task.options.mistakes=0.6",
-            "task.workers=0",
-            "rollout.max_tokens=144",
-            "sft.steps=3000",
-            "sft.until=0.33",
-            "sft.check_every=50",
-            "sft.examples_per_step=64",
-            "sft.lr=1e-3",
-            "sft.warmup_steps=50",
-            "train.betas=[0.9,0.95]",
-            "train.tokens_per_micro_batch=32768",
-            "eval.prompts=128",
-            "eval.samples=2",
-            "eval.temperature=1.0",
-        ],
-    ),
-    "demo": Ground(
-        "arithmetic",
-        {"max_operand": 29, "test_share": 0.2},
-        12,
-        str(HERE / "recipes" / "demo.toml"),
-        [],
-    ),
-}
-
-
-def train_start(ground: Ground, out: Path, device: str, more: Sequence[str]) -> None:
+def train_start(out: Path, device: str, more: Sequence[str]) -> None:
     """Train the start model, and write it to OUT/start."""
-    recipe = ground.recipe
-    if not recipe:
-        recipe = str(out / "empty.toml")
-        Path(recipe).touch()
-    words = [
-        "run.name=warm-up",
-        f"run.dir={out}",
-        f"run.device={device}",
-        "precision.preset=bf16",
-        "precision.bf16_rounding=nearest",
-        "checkpoint.every=0",
-        *ground.settings,
-        *more,
-    ]
-    jetrl("sft", recipe, *words, "--out", str(out / "start"))
+    recipe = out / "empty.toml"
+    recipe.touch()
+    words = ["run.name=warm-up", f"run.dir={out}", f"run.device={device}", *TRAINING, *more]
+    jetrl("sft", str(recipe), *words, "--out", str(out / "start"))
 
 
-def draw_completions(ground: Ground, out: Path, device: str, prompts: int, samples: int) -> None:
+def draw_completions(out: Path, device: str, prompts: int, samples: int) -> None:
     """Write the start model's completions of training prompts to OUT/completions.json."""
-    words = ["--task", ground.task, "--split", "train"]
-    for name, value in ground.options.items():
-        words += ["--option", f"{name}={value}"]
+    words = ["--task", "program", "--split", "train", "--option", f"rounds={ROUNDS}"]
     words += ["--prompts", str(prompts), "--samples", str(samples), "--temperature", "1.0"]
-    words += ["--max-tokens", str(ground.max_tokens), "--plan", "bf16"]
+    words += ["--max-tokens", str(MAX_TOKENS), "--plan", "bf16"]
     words += ["--device", device, "--json"]
     printed = jetrl("eval", str(out / "start"), *words)
     (out / "completions.json").write_text(printed)
@@ -131,7 +87,6 @@ def jetrl(*words: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ground", choices=tuple(GROUNDS), default="program")
     parser.add_argument("--out", type=Path, default=Path("studies/sanity"), help="folder")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--prompts", type=int, default=512, help="training prompts to look at")
@@ -140,12 +95,11 @@ def main() -> None:
     parser.add_argument("--most", type=float, default=0.8, help="pass rate at most")
     parser.add_argument("more", nargs="*", metavar="KEY=VALUE", help="settings of the training")
     args = parser.parse_args()
-    ground = GROUNDS[args.ground]
     args.out.mkdir(parents=True, exist_ok=True)
     if not (args.out / "start" / "config.json").is_file():
-        train_start(ground, args.out, args.device, args.more)
+        train_start(args.out, args.device, args.more)
     if not (args.out / "completions.json").is_file():
-        draw_completions(ground, args.out, args.device, args.prompts, args.samples)
+        draw_completions(args.out, args.device, args.prompts, args.samples)
     rates = pass_rates(args.out / "completions.json")
     chosen = {prompt: rate for prompt, rate in rates.items() if args.least <= rate <= args.most}
     if not chosen:

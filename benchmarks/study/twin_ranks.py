@@ -1,6 +1,5 @@
 r"""Runs of a study on 1, 2 and 4 processes: are their final weights equal, bit for bit?
 
-    python -m benchmarks.study.twin_ranks --out benchmarks/results/study/twin_ranks_demo.json
     python -m benchmarks.study.twin_ranks --study benchmarks/study/twins.toml --out build/ranks.json
 
 One run of the study, the arm `plain` unless another one is named, is made once by itself and once
@@ -37,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--study", type=Path, default=Path("benchmarks/study/twins_demo.toml"))
+    parser.add_argument("--study", type=Path, default=Path("benchmarks/study/twins_int8_demo.toml"))
     parser.add_argument("--arm", default="plain")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", help="the model to begin from, instead of the study's start")

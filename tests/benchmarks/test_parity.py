@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from benchmarks.commit import commit
-from benchmarks.harness import Load
 
-from benchmarks import exact, parity, products
+from benchmarks import parity, products
 
 
 def test_loads_are_rows_of_the_file(tmp_path: Path) -> None:
@@ -31,20 +29,6 @@ def test_a_plan_is_read_with_its_options() -> None:
     assert (plan.kv, plan.grad_output, plan.last_layers_bf16) == ("bf16", "e4m3", 2)
     for words in (parity.plan_words(plan), "unified base=nvfp4"):
         assert parity.plan_words(parity.plan_of(words)) == words
-
-
-def test_tokens_are_exact_before_and_after_updates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exact, "UPDATE", Load(2, 2, 4, 4))
-    words = ["--shape", "tiny", "--device", "cpu", "--layers", "1", "--plan", "int8 kv=bf16"]
-    words += ["--case", "1x4x30", "--updated-case", "1x3x20", "--out", f"{tmp_path}/rows"]
-    exact.main(words)
-    rows = json.loads((tmp_path / "rows").read_text())["rows"]
-    assert [row["adapter_rank"] for row in rows] == [0, 0, 0, 0, 32, 32]
-    assert [row["updates"] > 0 for row in rows] == [False, False, True, True, True, True]
-    assert [row["tokens"] for row in rows] == [4, 4, 3, 3, 3, 3]
-    assert {(row["different"], row["changed_by_drafts"]) for row in rows} == {(0, 0)}
 
 
 def test_products_of_a_plan(tmp_path: Path) -> None:
