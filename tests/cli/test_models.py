@@ -85,13 +85,13 @@ def test_sample_prints_completions_or_repeatable_json(
         (["eval", "--task", "arithmetic", "--option", "digits"], "KEY=VALUE"),
         (["eval", "--task", "arithmetic", "--option", "digit=1"], "digits"),
         (["eval", "--task", "arithmetic", "--prompts", -1], "0 (all) or more"),
-        (["eval", "--task", "math500,math500"], "name each set once"),
-        (["eval", "--task", "math500,aime24", "--path", "x"], "--path is for one set"),
+        (["eval", "--task", "math500,math500"], "name each task once"),
+        (["eval", "--task", "math500,aime24", "--path", "x"], "--path applies to one task"),
         (["eval", "--task", "math500,arithmetik"], "unknown task 'arithmetik'"),
         (["eval", "--task", "dataset"], "task dataset needs task.path"),
         (["parity", "--temperature", "1e-46"], "not 1e-46"),  # 0 in float32
         (["parity", "--seed", 2**63], "seed must be in"),
-        (["parity", "--samples", 0], "--samples 0: at least 1"),
+        (["parity", "--samples", 0], "--samples 0: must be at least 1"),
     ],
 )
 def test_bad_input_is_refused(
@@ -182,7 +182,7 @@ def test_parity_prints_a_table_and_fails_when_an_exact_plan_is_not_exact(
     words = ("parity", tiny_model, "--prompts", 1, "--samples", 1, "--max-tokens", 2)
     done = jetrl(*words)
     lines = dict(line.split("  ", 1) for line in done.out.splitlines())
-    assert (done.code, lines["plan"].strip()) == (0, "int8 (promises equal bits)")
+    assert (done.code, lines["plan"].strip()) == (0, "int8 (exact)")
     assert lines["tokens different"].strip() == "0"
     sizes = {"num_prompts": 1, "samples": 1, "max_tokens": 2}
     result = parity.measure(open_policy(tiny_model, None, "cpu"), **sizes)

@@ -38,7 +38,7 @@ def test_it_shows_prompts_completions_and_rewards_and_writes_nothing(
     assert sum(line.startswith("  reward ") for line in lines) == 8
     assert any(", answer " in line for line in lines if line.startswith("prompt p"))
     assert all(", letters " in line and " tokens" in line for line in lines if "  reward" in line)
-    assert "4 tokens, cut off" in done.out
+    assert "4 tokens, truncated" in done.out
     assert not (tmp_path / "runs").exists()
     # Random weights seldom end on their own, so the cut-off completions are warned of.
     assert done.code == 1

@@ -103,7 +103,7 @@ def test_a_recipe_written_for_a_model_and_rows_passes_its_dry_run(
     done = jetrl("train", "mine.toml", "--dry-run", *gpu)
     assert done.code == 0, done.err
     if "own.jsonl" in words:
-        assert "# Prompts: 18 to train on, 2 held out." in text
+        assert "# Prompts: 18 for training, 2 for eval." in text
         assert (recipe["rollout"]["prompts_per_step"], recipe["eval"]["prompts"]) == (18, 2)
     again = jetrl("init-recipe", *words, "--out", "mine.toml")
     assert (again.code, "mine.toml exists" in again.err) == (2, True)

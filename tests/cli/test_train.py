@@ -112,7 +112,7 @@ def test_sft_needs_steps_and_a_free_out(jetrl: Callable, loop: FakeLoop, tmp_pat
     (tmp_path / "model.safetensors").touch()
     for words, message in (
         (["gsm8k-smoke"], "sft.steps=100"),
-        (["demo", "--out", tmp_path], f"--out {tmp_path}: in use"),
+        (["demo", "--out", tmp_path], f"--out {tmp_path}: already in use"),
     ):
         done = jetrl("sft", *words)
         assert (done.code, message in done.err, loop.calls) == (2, True, [])
@@ -133,7 +133,7 @@ def test_sft_that_is_stopped_by_a_signal_says_how_to_go_on(
     done = jetrl("sft", "demo", "run.name=a b", "--out", "models/warm")
     assert done.code == code
     again = "jetrl sft demo 'run.name=a b' --out models/warm --resume"
-    assert f"{word}; to continue: {again}\n" in done.err
+    assert f"{word}; to resume: {again}\n" in done.err
 
 
 def test_dry_run_prints_settings_plan_and_memory_and_starts_nothing(
@@ -192,7 +192,7 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
     assert masters(four.out) == pytest.approx(masters(one.out) / 4, abs=0.002)
     small = jetrl(*words, *shape, "--gpus=1", "--gpu-memory=4")
     assert (small.code, "2.8 GiB are free" in small.err) == (2, True)
-    assert jetrl("train", "demo", "--gpus=2").err.startswith("error: --gpus goes with --dry-run")
+    assert jetrl("train", "demo", "--gpus=2").err.startswith("error: --gpus needs --dry-run")
     assert "--gpu-memory -1: should be above 0" in jetrl(*words, "--gpu-memory=-1").err
 
 
@@ -229,7 +229,7 @@ def test_a_resumed_run_has_its_own_settings_and_names_those_of_the_recipe(
     for command in ("train", "sft"):
         words = (command, "demo", *place, "eval.every=9", "sft.steps=1", "--resume")
         said = jetrl(*words).err
-        assert f"of demo are not used: train.lr = {lr} (the run: 0.25). To" in said
+        assert f"ignores these settings of demo: train.lr = {lr} (run: 0.25). To" in said
         assert str(tmp_path / "mine" / "config.toml") in said
     assert jetrl("train", *place, "--resume").err == ""
     assert jetrl("train", tmp_path / "mine" / "config.toml", "--resume").err == ""

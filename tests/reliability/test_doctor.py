@@ -76,7 +76,7 @@ def test_a_finished_run(run: Path, doctor: Said, capsys: pytest.CaptureFixture[s
     assert code == 0, text
     assert "OK  end  finished" in text
     assert "3 of 3 steps" in text
-    assert "whole: 2, 3" in text
+    assert "intact: 2, 3" in text
     assert "to continue" not in text
     assert jetrl(["doctor", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -91,7 +91,7 @@ def test_a_killed_run_and_the_command_that_continues_it(run: Path, doctor: Said)
     code, text = doctor()
     assert code == 1
     assert "FAIL  end  killed in update of step 3, which began" in text
-    assert "whole: 2; a resume repeats 1 step" in text
+    assert "intact: 2; a resume repeats 1 step" in text
     assert f"to continue  jetrl train {run}/config.toml --resume" in text
     assert "out-of-memory killer" in text
     words = text.split("to continue  jetrl ")[1].splitlines()[0].split()
@@ -134,7 +134,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_forgotten(
     assert len(list((run / "rollouts").iterdir())) == 3
     code, text = doctor()
     assert code == 1
-    assert "FAIL  checkpoints  none left, although some were written" in text
+    assert "FAIL  checkpoints  all were deleted" in text
 
 
 def test_a_hang_and_odd_numbers(run: Path, doctor: Said) -> None:
@@ -154,7 +154,7 @@ def test_a_hang_and_odd_numbers(run: Path, doctor: Said) -> None:
         "hang in reward of step 3: no sign of life for 301.0 s",
         "the main thread was in score (mine.py, line 9)",
         "2 tokens differ between sampler and trainer",
-        "4 completions could not be judged",
+        "4 completions could not be scored",
         "1 updates were not finite and were skipped",
         "2 updates of the critic were not finite and were skipped",
         "3 updates of the reward model were not finite and were skipped",
@@ -194,7 +194,7 @@ def test_a_resume_skips_a_damaged_checkpoint_and_ends_with_the_same_bits(
     code, text = doctor()
     assert code == 1
     assert "FAIL  checkpoint 3" in text
-    assert "whole: 2; a resume repeats 1 step" in text
+    assert "intact: 2; a resume repeats 1 step" in text
     assert jetrl(["train", str(run / "config.toml"), f"run.dir={run.parent}", "--resume"]) == 0
     text = capsys.readouterr().out
     assert "step_000003 is damaged" in text

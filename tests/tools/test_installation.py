@@ -75,7 +75,7 @@ def test_an_installed_wheel_needs_no_checkout(installed: Path, tmp_path: Path) -
 
     listed = json.loads(ran("jetrl", "recipes", "--json"))
     assert [recipe["name"] for recipe in listed] == packaged_recipes()
-    assert "comes with a checkout" in ran("jetrl", "bench", "step", code=2)
+    assert "needs a checkout" in ran("jetrl", "bench", "step", code=2)
     program = (
         "import jetrl; from jetrl.tasks import get_task; task = get_task('gsm8k'); "
         "print(jetrl.__file__, len(task.prompts('train')), len(task.prompts('test')))"

@@ -1,4 +1,4 @@
-"""Shared parts of commands: the format of help, common arguments, tables and JSON."""
+"""Shared parts of commands: help formatting, common arguments, tables and JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps line breaks in help texts and appends the default of each option."""
+    """Help formatter that keeps line breaks and appends each option's default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
@@ -32,7 +32,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Hints at KEY=VALUE if a setting was given as an option, as other libraries take them."""
+    """Argument parser that suggests KEY=VALUE if a setting was given as an option."""
 
     def error(self, message: str) -> NoReturn:
         setting = re.search(r"unrecognized arguments: --([\w.]+)(?![\w-])", message)
@@ -49,7 +49,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --plan, --device and --trust-task."""
-    add, preset = parser.add_argument, "precision preset (default: the run's, or int8)"
+    add, preset = parser.add_argument, "precision preset (default: from the run, or int8)"
     model = "a Hugging Face directory or hub name, a run directory, or a checkpoint"
     add("model", metavar="MODEL", help=model)
     add("--plan", choices=PLANS, help=preset)
@@ -58,7 +58,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --trust-task, which `jetrl.cli.main` reads."""
+    """Add --trust-task, which is read by `jetrl.cli.main`."""
     files = "Python files named in the run's settings (task, checker, algorithm)"
     parser.add_argument("--trust-task", action="store_true", help=f"allow the {files} to run")
 
@@ -70,20 +70,20 @@ def add_sampling_arguments(
     top_p: float | None = 1.0,
     seed: int | None = 0,
 ) -> None:
-    """Add --max-tokens, --temperature, --top-p, --top-k and --seed; None: the command decides."""
+    """Add --max-tokens, --temperature, --top-p, --top-k, --seed and --template-arg."""
     add = parser.add_argument
     add("--max-tokens", type=int, default=max_tokens, help="maximum tokens per completion")
     add("--temperature", type=float, default=temperature, help="sampling temperature; 0: greedy")
-    mass = "keep the most probable tokens of this mass; 1: all"
+    mass = "nucleus sampling: cumulative probability to keep; 1: all"
     add("--top-p", type=float, default=top_p, help=mass)
-    add("--top-k", type=int, default=0, help="keep this many most probable tokens; 0: all")
-    add("--seed", type=int, default=seed, help="random seed of the draws")
-    words = "a value for the chat template, such as enable_thinking=false (repeatable)"
+    add("--top-k", type=int, default=0, help="keep only the k most probable tokens; 0: all")
+    add("--seed", type=int, default=seed, help="sampling seed")
+    words = "extra variable for the chat template, such as enable_thinking=false (repeatable)"
     add("--template-arg", action="append", default=[], metavar="KEY=VALUE", help=words)
 
 
 def key_values(words: Sequence[str], option: str) -> dict[str, Any]:
-    """Return the `KEY=VALUE` words of an option; a value that is not TOML is a string."""
+    """Return an option's `KEY=VALUE` words as a dict; values that are not TOML stay strings."""
     values: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -97,7 +97,7 @@ def key_values(words: Sequence[str], option: str) -> dict[str, Any]:
 
 
 def sampling_params(**values: Any) -> SamplingParams:
-    """Return sampling parameters, whose values are options of a command."""
+    """Return sampling parameters, or raise UserError for an invalid option."""
     from jetrl.types import SamplingParams
 
     try:

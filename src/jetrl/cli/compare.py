@@ -2,12 +2,12 @@
 
 For example:
 
-    jetrl compare demo demo-2                     a run and its repetition
+    jetrl compare demo demo-2                     a run and a repeat of it
     jetrl compare runs/bf16 runs/unified          two variants: rewards and speed
     jetrl compare demo demo-2 --same              exit code 1 unless all bits are the same
 
-Shown are means over the last tenth of the steps that all runs have, medians of times and speeds,
-and peak memory. Bits are compared line by line in metrics.jsonl, without times, speeds and memory.
+Rewards are means over the last tenth of the common steps; times and speeds are medians; memory is
+the peak. Bits are compared line by line in metrics.jsonl, except times, speeds and memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from jetrl.cli.arguments import print_json, table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", nargs="+", metavar="RUN", help="a run's name or directory")
-    add("--dir", default="runs", help="the folder with the run directories")
-    add("--same", action="store_true", help="exit code 1 unless the bits are the same")
+    add("--dir", default="runs", help="parent folder of run directories")
+    add("--same", action="store_true", help="exit code 1 unless all bits are equal")
     add("--json", action="store_true", help="print a JSON object")
 
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         first, *others = comparison.runs
         lines = [table(comparison_rows(comparison)), ""]
         common = comparison.common_steps
-        lines += [f"rewards, times and speeds: over the {common} steps that all runs have"]
+        lines += [f"rewards, times and speeds: over the {common} common steps"]
         lines += [bits_in_words(other, first) for other in others]
         print(visible("\n".join(lines), newlines=True))
     return 1 if args.same and not comparison.same else 0

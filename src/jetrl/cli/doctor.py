@@ -1,14 +1,13 @@
-"""Check this machine, or find out how a run ended and how to continue it.
+"""Check this machine, or report how a run ended and how to resume it.
 
 For example:
 
     jetrl doctor
     jetrl doctor --json        for a bug report
-    jetrl doctor runs/demo     how that run ended, which checkpoints are whole, how to resume it
+    jetrl doctor runs/demo     how the run ended, which checkpoints are intact, how to resume it
 
-Each line is OK, WARN (worth a look), FAIL (does not work as promised) or -- (optional, and not
-installed); next steps follow below.
-Nothing is written, so the run may be running. Exit code 1 if a check fails.
+Each line is OK, WARN (worth a look), FAIL (broken) or -- (optional, not installed); next steps
+follow. Nothing is written, so it is safe during a run. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ OPTIONAL = {
     "cuda-bindings": "KV pages on a GPU; it comes with a CUDA build of torch",
     **dict.fromkeys(("wandb", "trackio", "tensorboard"), "tracking: install it with pip"),
 }
-# The kernels compile with these and those between (tests/kernels/test_triton.py).
+# Kernels compile with this range of versions (tests/kernels/test_triton.py).
 FIRST_TRITON, LAST_TRITON = "3.6", "3.9"
 LOW_DISK_GIB, NO_DISK_GIB = 10.0, 1.0
 REPORT = "please report this with `jetrl doctor --json`"
@@ -54,7 +53,7 @@ _RECORDED = re.compile(r"collectives_rank_\d+\.json|nccl_timeout_rank_\d+")
 
 
 class Finding(NamedTuple):
-    """The result of one check, which is one line of the output."""
+    """Result of one check, printed as one line."""
 
     status: Severity
     name: str
@@ -65,14 +64,14 @@ class Finding(NamedTuple):
     def of(
         cls, good: bool, name: str, detail: str, next_step: str, otherwise: Severity = "FAIL"
     ) -> Finding:
-        """Return OK, or the other severity with the next step."""
+        """Return OK if `good`, else `otherwise` with the next step."""
         return cls("OK", name, detail) if good else cls(otherwise, name, detail, next_step)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", nargs="?", metavar="RUN", help="a run's name or directory (default: this machine)")
-    add("--dir", default="runs", help="the folder with the run directories")
+    add("--dir", default="runs", help="parent folder of run directories")
     add("--json", action="store_true", help="print the checks as a JSON list")
 
 
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         lines = [table([finding[:3] for finding in findings])]
         steps = [f"  {each.name}: {each.next_step}" for each in findings if each.next_step]
         lines += ["", "next steps:", *steps] if steps else []
-        print(visible("\n".join(lines), newlines=True))  # a run's end may quote a model's text
+        print(visible("\n".join(lines), newlines=True))  # the end of a run may quote model output
     return 1 if any(finding.status == "FAIL" for finding in findings) else 0
 
 
@@ -106,10 +105,10 @@ def _all_checks() -> list[Finding]:
 
 
 def _guarded(name: str, self_check: Callable[[], list[Finding]]) -> list[Finding]:
-    """Return the findings of a check; a check that raises is a FAIL."""
+    """Return the findings of a check, or a FAIL if it raises."""
     try:
         return self_check()
-    except UserError as error:  # its message says what to do
+    except UserError as error:  # the message says what to do
         return [Finding("FAIL", name, str(error))]
     except Exception as error:  # the other checks still run
         return [Finding("FAIL", name, f"{type(error).__name__}: {error}", REPORT)]
@@ -117,7 +116,7 @@ def _guarded(name: str, self_check: Callable[[], list[Finding]]) -> list[Finding
 
 def _check_python() -> Finding:
     good, detail = (3, 11) <= sys.version_info[:2] <= (3, 13), platform.python_version()
-    step = "use Python 3.11 to 3.13: jetrl is tested on these"
+    step = "use Python 3.11 to 3.13, the tested versions"
     return Finding.of(good, "python", f"{detail}, {platform.platform()}", step, "WARN")
 
 
@@ -146,13 +145,13 @@ def _check_device() -> Finding:
 
 
 def _check_package(name: str, use: str = "") -> Finding:
-    """Return whether a package is installed; it is optional if a use is given."""
+    """Report if a package is installed; it is optional if `use` is given."""
     version = installed(name)
     if use and version is None:
         return Finding("--", name, f"not installed (optional; for {use})")
     if name == "sgl-deep-gemm" and installed("vllm"):
-        step = "vLLM takes it for its own, and errs in FP8: keep the two in separate environments"
-        return Finding("WARN", name, f"{version}, and vLLM is installed, too", step)
+        step = "vLLM would pick it up and give wrong FP8 results: use separate environments"
+        return Finding("WARN", name, f"{version}, but vLLM is also installed", step)
     return Finding.of(version is not None, name, version or "not installed", f"pip install {name}")
 
 
@@ -169,7 +168,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def installed(name: str) -> str | None:
-    """Return the version of a distribution; None if it is not installed."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -185,13 +184,13 @@ def _check_disk(folder: Path) -> Finding:
 
 
 def _check_fp8_cast() -> list[Finding]:
-    """Check that the quantizer keeps E4M3 values and rounds ties to the even code."""
+    """Check that the quantizer keeps E4M3 values exact and rounds ties to even."""
     import torch
 
     from jetrl.precision import dequantize, quantize
 
-    # From the definition of the format: 4 bits of exponent with bias 7 (0: subnormal), 3 of
-    # mantissa. The largest value is in each group, so the scale is 1 and only the cast is tested.
+    # By definition of the format: 4 exponent bits with bias 7 (0: subnormal), 3 mantissa bits. Each
+    # group contains the largest value, so its scale is 1 and only the cast is tested.
     codes = ((code >> 3, code & 7) for code in range(0x7F))
     values = [2.0 ** (max(e, 1) - 7) * ((e > 0) + mantissa / 8) for e, mantissa in codes]
     halfway = [(low + high) / 2 for low, high in itertools.pairwise(values)]
@@ -206,7 +205,7 @@ def _check_fp8_cast() -> list[Finding]:
 
 
 def _check_exactness() -> list[Finding]:
-    """Check that no operation's result for a row depends on the rest of the batch."""
+    """Check that every operation is batch-invariant: a row's result depends on no other row."""
     from jetrl.precision.backend import accelerator
     from jetrl.session.parity import check_policy, said_when_slow, self_check
 
@@ -215,7 +214,7 @@ def _check_exactness() -> list[Finding]:
         from jetrl.models.policy import Policy
         from jetrl.precision import PrecisionPlan
 
-        # At a real model's shapes too, as a run does when it starts.
+        # Also check at the shapes of a real model, as a run does at its start.
         shape = {
             "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
             "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -232,15 +231,15 @@ def _check_exactness() -> list[Finding]:
 
 
 def _check_answers() -> list[Finding]:
-    """Check that a scoring process starts and judges known answers correctly."""
+    """Check that a scoring process starts and scores known answers correctly."""
     from jetrl.tasks import Scorer
 
-    with Scorer("gsm8k", path="openai/gsm8k", workers=1):  # the name alone reads no data
-        return [Finding("OK", "math-verify", "a scoring process judges known answers correctly")]
+    with Scorer("gsm8k", path="openai/gsm8k", workers=1):  # the name reads no data
+        return [Finding("OK", "math-verify", "a scoring process scores known answers correctly")]
 
 
 def run_checks(path: Path) -> list[Finding]:
-    """Return the findings about a run directory, in the order of the output."""
+    """Return findings about a run directory, in output order."""
     from jetrl.runs.directory import RunDirectory
 
     run = RunDirectory.open(path)
@@ -258,7 +257,7 @@ def run_checks(path: Path) -> list[Finding]:
     for name, check in checks.items():
         try:
             findings += check(run)
-        except UserError as error:  # a damaged file hides none of the other findings
+        except UserError as error:  # one damaged file must not hide other findings
             findings.append(Finding("FAIL", name, str(error), "repair or delete that file or line"))
     return findings
 
@@ -269,7 +268,7 @@ def _check_end(run: RunDirectory) -> list[Finding]:
 
     attempts = run.attempts()
     if not attempts:
-        step = "start it again: the name is still free"
+        step = "start it again; the name is still free"
         return [Finding("WARN", "end", "killed before the run began", step)]
     last, state = attempts[-1], run.state()
     count = f"attempt {len(attempts)}, started {_date(last.started)}"
@@ -302,7 +301,7 @@ def _check_progress(run: RunDirectory) -> list[Finding]:
 
 
 def _check_checkpoints(run: RunDirectory) -> list[Finding]:
-    """Return which checkpoints are whole or damaged, and how many steps a resume would repeat."""
+    """Report intact and damaged checkpoints, and how many steps a resume would repeat."""
     from jetrl.training.checkpoint import Checkpoints
 
     damaged, whole = list[Finding](), list[str]()
@@ -312,23 +311,23 @@ def _check_checkpoints(run: RunDirectory) -> list[Finding]:
             try:
                 Checkpoints.check(checkpoints.path(step))
             except UserError as error:
-                advice = "a resume skips it; delete it, or restore it from a copy"
-                if checkpoints.path(step).exists():  # a run at work removes older ones
+                advice = "a resume skips it; delete it, or restore it from a backup"
+                if checkpoints.path(step).exists():  # an active run removes older checkpoints
                     damaged.append(Finding("FAIL", f"checkpoint {name}{step}", str(error), advice))
             else:
                 whole.append(f"{name}{step}")
     if not whole and damaged:
-        return [*damaged, Finding("FAIL", "checkpoints", "all are damaged")]
+        return [*damaged, Finding("FAIL", "checkpoints", "all damaged")]
     if not whole and run.had_checkpoint():
-        gone = "none left, although some were written"
-        return [Finding("FAIL", "checkpoints", gone, "restore one from a copy")]
+        gone = "all were deleted"
+        return [Finding("FAIL", "checkpoints", gone, "restore one from a backup")]
     if not whole:
         return [Finding("WARN", "checkpoints", "none yet", "a resume starts from the beginning")]
     last = whole[-1]
     steps = run.metrics("rl")
     ahead = (steps[-1]["step"] if steps else 0) - int(last) if last.isdigit() else 0
     again = f"; a resume repeats {ahead} step{'s' * (ahead > 1)}" if ahead > 0 else ""
-    return [*damaged, Finding("OK", "checkpoints", f"whole: {', '.join(whole)}{again}")]
+    return [*damaged, Finding("OK", "checkpoints", f"intact: {', '.join(whole)}{again}")]
 
 
 def _check_hang(run: RunDirectory) -> list[Finding]:
@@ -340,7 +339,7 @@ def _check_hang(run: RunDirectory) -> list[Finding]:
         return []
     if not text.strip():
         return []
-    last = "faulthandler wrote it: the interpreter's lock was held"
+    last = "written by faulthandler: the GIL was held"
     last = [last, *re.findall(r"(?m)^==== (.*)$", text)][-1]
     stack = text.rpartition("most recent")[2]
     frame = re.search(r'(?m)^  File "(.+)", line (\d+) in (.+)$', stack)
@@ -350,7 +349,7 @@ def _check_hang(run: RunDirectory) -> list[Finding]:
 
 
 def _check_ranks(run: RunDirectory) -> list[Finding]:
-    """Return where each rank was when one rank ended the last attempt, and the records kept."""
+    """Report where each rank was when a rank ended the last attempt, and which records exist."""
     from jetrl.files import read_stored
     from jetrl.runs.schemas import BOARD
 
@@ -359,7 +358,7 @@ def _check_ranks(run: RunDirectory) -> list[Finding]:
         record = read_stored(folder / "board.json", BOARD)
     except FileNotFoundError:
         return []
-    if not attempts or record.time < attempts[-1].started:  # it is from an earlier attempt
+    if not attempts or record.time < attempts[-1].started:  # from an earlier attempt
         return []
     findings = [Finding("WARN", "ranks", record.words)]
     counts = [line.collectives for line in record.ranks]
@@ -376,7 +375,7 @@ def _check_ranks(run: RunDirectory) -> list[Finding]:
 
 
 def _check_numbers(run: RunDirectory) -> list[Finding]:
-    """Return a finding for each number that should be 0 over the run and is not."""
+    """Return a finding per metric that should be 0 throughout the run but is not."""
     from jetrl.precision.plan import PrecisionPlan
 
     skipped = "were not finite and were skipped"
@@ -387,7 +386,7 @@ def _check_numbers(run: RunDirectory) -> list[Finding]:
         "policy/skipped_updates": (f"updates {skipped}", operation),
         "critic/skipped_updates": (f"updates of the critic {skipped}", operation),
         "reward_model/skipped_updates": (f"updates of the reward model {skipped}", ""),
-        "reward/failures": ("completions could not be judged and got reward 0", first),
+        "reward/failures": ("completions could not be scored and got reward 0", first),
     }
     lines, names = run.metrics(), ("mismatch/num_different", *warnings)
     totals = {name: sum(float(line.get(name, 0)) for line in lines) for name in names}
@@ -421,7 +420,7 @@ def _command(run: RunDirectory) -> str:
 
 
 def _where(status: Status | None, attempt: Attempt) -> str:
-    """Return the phase and step that an attempt is in, or was in when it ended."""
+    """Return the current or last phase and step of an attempt."""
     if status is None or status.time < attempt.started:  # no phase has been written
         return "while the run was opened"
     step = f"step {status.step}" if status.step else "the time before step 1"

@@ -1,19 +1,19 @@
-"""Evaluate a model on a task's held-out prompts: mean@n, pass@k and maj@k.
+"""Evaluate a model on a task's eval set: mean@n, pass@k and maj@k.
 
 For example:
 
     jetrl eval runs/demo --samples 4              the run's own task
     jetrl eval models/qwen3-8b --task gsm8k --path data/gsm8k --samples 8 --temperature 0.6
     jetrl eval Qwen/Qwen3-8B --task math500,aime24,gpqa_diamond --samples 16 --temperature 0.6
-    jetrl eval runs/mine --trust-task             the run's task is your own Python file
+    jetrl eval runs/mine --trust-task             for a task in your own Python file
 
-Without --task, options default to those of the run's own evaluations: [eval], its stop strings,
-seed and scoring limits. With --task, the default is one greedy completion per prompt (several are
-drawn at temperature 1) of up to 1024 tokens (known benchmarks have their usual limit), scored by
-two processes with 10 s of CPU time per score.
+Without --task, options default to the run's own evaluation settings: [eval], stop strings, seed and
+scoring limits. With --task, the default is one greedy completion per prompt (temperature 1 if there
+are several) of up to 1024 tokens (known benchmarks use their usual limit), scored by two processes
+with 10 s of CPU time per score.
 
 Benchmarks known by name or hub id: gsm8k, math500, aime24, aime25, amc, gpqa_diamond, mmlu_pro.
-They are read with the package `datasets` (pip install 'jetrl[data]'), or from --path.
+They are loaded with the `datasets` package (pip install 'jetrl[data]'), or from --path.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ RUNS_ON_RANKS = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     arguments.add_model_arguments(parser)
-    tasks = "a built-in task, reasoning_gym:NAME, file.py:Class, or several of them separated by "
+    tasks = "built-in task, reasoning_gym:NAME, file.py:Class, or several of these separated by "
     tasks += "commas (default: the run's own task with its path, options, split and system prompt)"
     add("--task", help=tasks)
     add("--path", help="data file or folder of the task")
-    option = "an option of the task, as in [task.options] (repeatable)"
+    option = "task option, as in [task.options] (repeatable)"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     add("--split", help="split of the task (default: test)")
-    add("--prompts", type=int, help="number of prompts, from the first; 0: all")
+    add("--prompts", type=int, help="number of prompts, taken from the start; 0: all")
     add("--samples", type=int, help="completions per prompt")
     unset = {"max_tokens": None, "temperature": None, "top_p": None, "seed": None}
     arguments.add_sampling_arguments(parser, **unset)
     add("--system", metavar="TEXT", help="system prompt")
-    add("--threshold", type=float, help="least reward of a solved prompt")
+    add("--threshold", type=float, help="minimum reward of a solved prompt")
     add("--workers", type=int, help="number of scoring processes")
-    add("--timeout", type=float, help="CPU seconds per score")
+    add("--timeout", type=float, help="CPU-time limit per score, in seconds")
     add("--json", action="store_true", help="print JSON, with all completions")
 
 
 def run(args: argparse.Namespace) -> int:
     sets = [_one_set(args, name) for name in _task_names(args)]
-    for own in sets[1:]:  # report a problem of any set before evaluating the first
+    for own in sets[1:]:  # report problems of every set before evaluating the first
         _build_scored(args, own)[1].close()
     results: dict[str, Evaluation] = {}
     sizes: list[int] = []
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.session.evaluate import evaluate_model
     from jetrl.tasks import read_prompts
 
-    location = find_model(Path(args.model))  # a run may write newer checkpoints meanwhile
+    location = find_model(Path(args.model))  # a running run may write newer checkpoints meanwhile
     for own in sets:
         task, scorer = _build_scored(args, own)
         with scorer:
@@ -116,7 +116,7 @@ def _say_which_prompts(
     task: Task,
     prompts: list[Prompt],
 ) -> None:
-    """Say on stderr if only a part of a file is evaluated, or what the run was trained on."""
+    """Report on stderr if only part of a file is evaluated, or if the run trained on it."""
     from jetrl.settings.loading import load_config
     from jetrl.tasks import build_task, read_prompts
     from jetrl.tasks.registry import trained_on
@@ -127,7 +127,7 @@ def _say_which_prompts(
         print(f"{about}; --split all evaluates all of them", file=sys.stderr)
     if location.run is None:
         return
-    # The run's own data, with the run's own options: another seed holds out other prompts.
+    # Read the run's training data with its own options: another seed splits the data differently.
     try:
         trained = load_config(location.run / "config.toml").task
         if (trained.path or trained.name) != (own.task.path or own.task.name):
@@ -136,7 +136,7 @@ def _say_which_prompts(
             known = read_prompts(build_task(trained), trained.split)
         problem = trained_on(task, known, prompts)
     except UserError as error:
-        problem = f"not checked which of these prompts the run was trained on: {error}"
+        problem = f"could not check whether the run was trained on these prompts: {error}"
     if problem:
         print(f"warning: {problem}", file=sys.stderr)
 
@@ -153,7 +153,7 @@ def _opened(args: argparse.Namespace, location: ModelLocation) -> Policy:
     rounded = location.run is not None and Checkpoints.masters(location.path) is None
     if rounded and not policy.plan.reads_masters:
         print(
-            f"{location.path} is rounded to BF16, and the run has no checkpoint of its last step: "
+            f"{location.path} is rounded to BF16, and the run's last step has no checkpoint: "
             "results may differ slightly from the run's own evaluations, which used FP32 weights",
             file=sys.stderr,
         )
@@ -161,7 +161,7 @@ def _opened(args: argparse.Namespace, location: ModelLocation) -> Policy:
 
 
 class OneSet(NamedTuple):
-    """The task whose prompts are evaluated, and how."""
+    """An eval task with its settings and sampling parameters."""
 
     task: TaskSettings
     eval: EvalSettings
@@ -173,15 +173,15 @@ def _task_names(args: argparse.Namespace) -> list[str | None]:
         return [None]
     names = [name.strip() for name in args.task.split(",")]
     if len(set(names)) < len(names) or not all(names):
-        raise UserError(f"--task {args.task}: name each set once, separated by commas")
+        raise UserError(f"--task {args.task}: name each task once, separated by commas")
     for option in ("path", "option", "split") if len(names) > 1 else ():
         if getattr(args, option):
-            raise UserError(f"--{option} is for one set, but --task names {len(names)}")
+            raise UserError(f"--{option} applies to one task, but --task names {len(names)}")
     return list(names)
 
 
 def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
-    """Return the set of a name (None: the run's own task), with the options applied."""
+    """Return the task and settings for a name (None: the run's own task), with options applied."""
     from jetrl.settings.sections import EvalSettings, TaskSettings
     from jetrl.tasks.questions import SOURCES, benchmark_name
 
@@ -207,10 +207,10 @@ def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
         raise UserError(f"--prompts {own.prompts}: 0 (all) or more")
     if args.temperature == 0 and own.samples > 1:
         what = f"--samples {own.samples} with --temperature 0"
-        raise UserError(f"{what} draws the same completion each time")
+        raise UserError(f"{what} samples the same completion each time")
     temperature = own.temperature if args.temperature is None else args.temperature
     if temperature == 0 and own.samples > 1:
-        temperature = 1.0  # several greedy completions would be the same
+        temperature = 1.0  # greedy completions would all be the same
     usual = {"max_tokens": max_tokens, "top_p": own.top_p, "seed": seed}
     params = arguments.sampling_params(
         **usual | given(**{key: key for key in (*usual, "top_k")}),
@@ -220,7 +220,7 @@ def _one_set(args: argparse.Namespace, name: str | None) -> OneSet:
 
 
 def _build_scored(args: argparse.Namespace, one: OneSet) -> tuple[Task, Scorer]:
-    """Return task and scorer; files that the run MODEL names need --trust-task to be imported."""
+    """Return task and scorer; files named by the run need --trust-task to be imported."""
     from jetrl.tasks import Scorer, build_task
 
     with _trusting(args, one):
@@ -228,7 +228,7 @@ def _build_scored(args: argparse.Namespace, one: OneSet) -> tuple[Task, Scorer]:
 
 
 def _trusting(args: argparse.Namespace, one: OneSet) -> contextlib.AbstractContextManager[None]:
-    """Let only files that the user has typed be imported, or all with --trust-task."""
+    """Allow imports only of files typed by the user, or of all files with --trust-task."""
     typed = files_named(
         [(args.task and one.task.name) or "", arguments.key_values(args.option, "--option")]
     )
@@ -236,7 +236,7 @@ def _trusting(args: argparse.Namespace, one: OneSet) -> contextlib.AbstractConte
 
 
 def _own_settings(args: argparse.Namespace) -> Settings:
-    """Return the settings of the run that MODEL is or lies in, whose own task is evaluated."""
+    """Return the settings of the run that contains MODEL."""
     from jetrl.cli.opening import find_model
     from jetrl.settings.loading import load_config
 
@@ -248,7 +248,7 @@ def _own_settings(args: argparse.Namespace) -> Settings:
 
 
 def _as_text(results: Mapping[str, Evaluation], samples: int, sizes: Sequence[int]) -> str:
-    """Return the results as a table of a column per set; print first scoring failures on stderr."""
+    """Return the results as a table with a column per task; print scoring failures on stderr."""
     from jetrl.runs.format import visible
 
     columns: dict[str, dict[str, str]] = {}
@@ -264,7 +264,7 @@ def _as_text(results: Mapping[str, Evaluation], samples: int, sizes: Sequence[in
             **{f"pass@{k}": f"{share:.4f}" for k, share in result.pass_at_k.items()},
             **{f"maj@{k}": f"{share:.4f}" for k, share in result.maj_at_k.items() if k > 1},
             "response length": f"{result.response_length:.1f} tokens",
-            "cut off": f"{100 * result.clip_ratio:.1f}%",
+            "truncated": f"{100 * result.clip_ratio:.1f}%",
         }
         for task, own in result.by_task.items():
             column[f"{visible(task)}: mean@{samples}"] = f"{own.mean:.4f}"
@@ -273,7 +273,7 @@ def _as_text(results: Mapping[str, Evaluation], samples: int, sizes: Sequence[in
             if samples > 1:
                 column[f"{visible(task)}: pass@{samples}"] = f"{own.pass_at_k[samples]:.4f}"
         if result.failures:
-            column["not judged"] = f"{result.failures} (counted as 0)"
+            column["not scored"] = f"{result.failures} (counted as 0)"
             reason = next(sample.failure for sample in result.samples if sample.failure)
             print(f"first failure: {visible(reason, newlines=True)}", file=sys.stderr)
     several = len(columns) > 1

@@ -2,7 +2,7 @@
 
 For example:
 
-    jetrl init models/tiny                                        one token per character
+    jetrl init models/tiny                                        character tokenizer
     jetrl init models/tiny-qwen3-gsm8k --tokenizer bpe --text data/gsm8k/train.jsonl
 """
 
@@ -15,11 +15,11 @@ from jetrl.models.block import Block
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options; each is the parameter of `make_tiny` of the same name."""
+    """Add one option per parameter of `make_tiny`."""
     add = parser.add_argument
-    add("out", metavar="OUT", help="the directory to write")
+    add("out", metavar="OUT", help="output directory")
     add("--family", default="qwen3", help="model family, such as qwen2 or llama")
-    words = "FP8 layers need multiples of 64: hidden, heads x head_dim, MLP"
+    words = "FP8 layers need multiples of 64: hidden size, heads x head_dim, MLP size"
     size = functools.partial(parser.add_argument_group("sizes", words).add_argument, type=int)
     size("--hidden-size", default=128, help="channels")
     size("--num-layers", default=2, help="decoder layers")
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for usual in field.examples or ():
             about = f"{field.description} (default: {usual})"
             size("--" + key.replace("_", "-"), default=argparse.SUPPRESS, help=about)
-    size("--vocab-size", help="tokens (default: the tokenizer's; bpe: 4096)")
+    size("--vocab-size", help="vocabulary size (default: from the tokenizer; bpe: 4096)")
     context = "maximum tokens per sequence"
     size("--context", dest="max_position_embeddings", default=4096, metavar="CONTEXT", help=context)
     kind = "one token per printable character, or byte-level BPE trained on --text"
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", dest="text_files", nargs="+", metavar="FILE", default=[], help=text)
     untied = "separate embeddings and lm_head"
     add("--untied", dest="tie_word_embeddings", action="store_false", help=untied)
-    add("--seed", type=int, default=0, help="random seed of the weights")
+    add("--seed", type=int, default=0, help="seed of the weights")
     add("--dtype", choices=("bfloat16", "float32", "fp8"), default="float32", help="weight format")
     add("--overwrite", action="store_true", help="replace an existing model at OUT")
 

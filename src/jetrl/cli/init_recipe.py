@@ -1,13 +1,13 @@
-"""Write a recipe for a model and your rows that fits a GPU.
+"""Write a recipe for a model and your data that fits a GPU.
 
 For example:
 
-    jetrl init-recipe Qwen/Qwen3-1.7B                           GSM8K, whose questions are in jetrl
+    jetrl init-recipe Qwen/Qwen3-1.7B                           GSM8K (included)
     jetrl init-recipe Qwen/Qwen3-8B rows.jsonl --gpu-memory 80
     jetrl init-recipe models/mine rows.csv task.options.answer=solution loop.steps=500
 
-If all parameters do not fit, the recipe has the smallest change with which it fits (as a rule
-adapters, docs/adapters.md), and names the others. What it writes passes `jetrl train --dry-run`.
+If full fine-tuning does not fit, the recipe makes the smallest change that fits (usually adapters,
+docs/adapters.md) and lists alternatives. The recipe passes `jetrl train --dry-run`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 _USUAL = ("train.warmup_steps=5", "loop.steps=200", "eval.every=20", "checkpoint.every=50")
 _PROMPTS, _HELD_OUT = 32, 128
 _COMMENTS = {
-    "adapter.kind": "low-rank adapters on a frozen base; unset: all parameters are trained",
+    "adapter.kind": "low-rank adapters on a frozen base; default: train all parameters",
     "train.optimizer_states": "3 bytes per parameter, not 8",
-    "task.name": "rows, a built-in name (docs/tasks.md) or file.py:Class",
+    "task.name": "data file, built-in task (docs/tasks.md) or file.py:Class",
     "task.options.checker": "math | exact | regex | file.py:function (docs/data.md)",
-    "rollout.prompts_per_step": "each with samples_per_prompt completions",
-    "rollout.samples_per_prompt": "completions that GRPO compares with each other",
-    "rollout.max_tokens": "longer completions are cut off",
-    "train.lr": "all parameters: about 1e-6; adapters: 2e-5",
+    "rollout.prompts_per_step": "prompts, with samples_per_prompt completions each",
+    "rollout.samples_per_prompt": "group size",
+    "rollout.max_tokens": "longer completions are truncated",
+    "train.lr": "full fine-tuning: about 1e-6; adapters: 2e-5",
     "eval.every": "steps",
     "checkpoint.every": "steps",
 }
@@ -47,10 +47,10 @@ _COMMENTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jetrl init-recipe MODEL [DATA] [KEY=VALUE ...] [--out FILE]"
-    add, words = parser.add_argument, "a model's directory or hub name, then a task or a file of "
-    words += "rows (default: gsm8k), then settings as section.key=value"
+    add, words = parser.add_argument, "model directory or hub name, then a task or data file "
+    words += "(default: gsm8k), then settings as section.key=value"
     add("words", nargs="+", metavar="MODEL | DATA | KEY=VALUE", help=words)
-    add("--out", metavar="FILE", help="the recipe to write (default: model and data, as .toml)")
+    add("--out", metavar="FILE", help="output recipe (default: MODEL-DATA.toml)")
     add_gpu_arguments(parser, "plan")
 
 
@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
     check_gpu_arguments(args)
     given = [word for word in args.words if "=" not in word]
     if not 1 <= len(given) <= 2:
-        raise UserError(f"give a model, then a task or a file of rows, not {shlex.join(given)}")
+        raise UserError(f"give a model, then a task or data file, not {shlex.join(given)}")
     model, data = [*given, "gsm8k"][:2]
     settings = [word for word in args.words if "=" in word]
     words = [f"model.path={model}", f"task.name={data}", *_checker_of(model, data), *settings]
     out = Path(args.out or f"{named(load_config(None, words)).run.name}.toml")
     if out.exists():
-        raise UserError(f"{out} exists: name another file with --out")
+        raise UserError(f"{out} exists: choose another file with --out")
     machine = planned_machine(args, load_config(None, words))
     sizes = [f"rollout.prompts_per_step={_PROMPTS}", "rollout.samples_per_prompt=8"]
     sizes += ["rollout.max_tokens=1024", f"eval.prompts={_HELD_OUT}"]
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checker_of(model: str, data: str) -> list[str]:
-    """Return the options of rows and of gsm8k, by whether the model has a chat template."""
+    """Return task options for data files and gsm8k, depending on the model's chat template."""
     from jetrl.models import hf
     from jetrl.tasks.rows import SUFFIXES
 
@@ -96,14 +96,14 @@ def _checker_of(model: str, data: str) -> list[str]:
 def _fitting(
     words: list[str], machine: Machine
 ) -> tuple[CheckedRun, Machine, list[str], list[Way]]:
-    """Return the run with the smallest change with which it fits, its words, other changes."""
+    """Return the run after the smallest change that fits, its machine, words and alternatives."""
     from jetrl.memory.fitting import DoesNotFitError
     from jetrl.session.open import check_run
     from jetrl.settings.loading import load_config
 
     others: list[Way] = []
     while True:
-        settings = load_config(None, words)  # all typed by hand
+        settings = load_config(None, words)  # all typed by the user
         try:
             with trust_only(files_named(settings.model_dump())), contextlib.ExitStack() as stack:
                 return check_run(settings, stack, False, machine), machine, words, others
@@ -118,7 +118,7 @@ def _fitting(
 
 
 def _head(out: Path, command: str, checked: CheckedRun, machine: Machine, others: list[Way]) -> str:
-    """Return the recipe's opening comment: what it needs, other ways, the commands."""
+    """Return the recipe's opening comment: requirements, alternatives, commands."""
     from jetrl.memory.plan import GIB
 
     cards, needed = machine.cards or 1, checked.memory.plan.needed / GIB
@@ -130,7 +130,7 @@ def _head(out: Path, command: str, checked: CheckedRun, machine: Machine, others
         f"GRPO on {checked.task.label}, written by `{command}`.",
         "",
         f"Needs: {where} with {needed:.1f} GiB free, by the memory plan.",
-        f"Prompts: {len(checked.prompts)} to train on, {len(checked.eval_prompts)} held out.",
+        f"Prompts: {len(checked.prompts)} for training, {len(checked.eval_prompts)} for eval.",
         *([""] if others else []),
         *(str(way).replace("it fits", "It also fits", 1) for way in others),
         "",
@@ -142,7 +142,7 @@ def _head(out: Path, command: str, checked: CheckedRun, machine: Machine, others
 
 
 def _with_comments(settings: Settings) -> str:
-    """Return the settings that have been given as TOML, with comments."""
+    """Return the explicitly set settings as commented TOML."""
     from jetrl.settings.loading import to_toml
 
     lines, section = [], ""

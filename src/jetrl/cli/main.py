@@ -1,6 +1,6 @@
-"""`jetrl COMMAND`: find the command's module, parse its arguments, run it, report how it ended.
+"""Entry point of `jetrl COMMAND`: dispatch to the command's module and report how it ended.
 
-Heavy imports (torch, transformers) stand inside a command's `run`, so that --help answers at once.
+Heavy imports (torch, transformers) are inside each command's `run`, to keep --help fast.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from jetrl.untrusted import trust_only
 
 COMMANDS = {
     "train": "train with reinforcement learning, from a recipe or settings",
-    "sft": "fine-tune on a task's worked answers, or train a reward model",
+    "sft": "fine-tune on a task's demonstrations, or train a reward model",
     "sample": "generate completions of prompts",
     "eval": "evaluate a model on a task: mean@n, pass@k and maj@k",
-    "parity": "compare the log-probs of sampler and trainer bit by bit",
+    "parity": "compare sampler and trainer log-probs bit by bit",
     "compare": "compare runs: settings, rewards, times, and the first step that differs",
     "study": "run a grid of variants and seeds across GPUs (needs a checkout)",
-    "replay": "repeat the steps after a checkpoint, and name the operation that gives a NaN",
+    "replay": "rerun the steps after a checkpoint, and name the operation that produces a NaN",
     "bench": "measure kernels, training and rollout on a GPU (needs a checkout)",
     "doctor": "check this machine, or find out how a run ended",
     "export": "write a Hugging Face directory (BF16, FP32 or FP8)",
     "runs": "list, show and plot runs",
-    "recipes": "list the packaged recipes and what each needs",
+    "recipes": "list packaged recipes and their requirements",
     "init": "create a tiny model with random weights",
     "init-recipe": "write a recipe for a model and your rows that fits a GPU",
 }
 
-# Words that people try, which resemble a command that does something else.
+# Words that users try that are not commands.
 _NO_COMMAND = {
     "pretrain": "jetrl does not pretrain: `jetrl sft` fine-tunes, `jetrl train` is for RL",
     **dict.fromkeys(("finetune", "fine-tune"), "`jetrl sft` fine-tunes on demonstrations"),
@@ -56,10 +56,11 @@ _NO_COMMAND = {
     **dict.fromkeys(("generate", "chat", "infer"), "`jetrl sample` generates text"),
 }
 
-# Commands that measure jetrl itself: only a checkout has them.
+# Commands that benchmark jetrl itself, available only in a checkout.
 IN_CHECKOUT = {"bench": "benchmarks.command", "study": "benchmarks.study.command"}
 
-# Commands that run the Python files named by their recipe; the others run only files typed by hand.
+# Commands that may import Python files named by a recipe; others only import files typed by the
+# user.
 RUN_USERS_FILES = ("train", "sft", "study")
 
 
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep_streams()
         if several and code:
             exit_now(code)
-        sys.stdout.flush()  # now, while errors are still caught, not when Python exits
+        sys.stdout.flush()  # flush while errors are still caught, before interpreter exit
         return code
     except (UserError, RunStopped, KeyboardInterrupt, Terminated) as error:
         cause = error
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_output()
         return 1
     except SystemExit as end:
-        if several and end.code:  # wrong arguments, reported by argparse
+        if several and end.code:  # invalid arguments, already reported by argparse
             _end_rank("", 2, printed=True)
         raise
     except Exception as error:
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _end_rank(
     words: str, code: int, error: BaseException | None = None, printed: bool = False
 ) -> NoReturn:
-    """End this rank, and the others with it, after an error."""
+    """End this rank and all others after an error."""
     from jetrl.session import ranks
 
     ranks.end(words, code, error, printed)
@@ -150,10 +151,10 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def _set_allocators() -> None:
-    """Set up the memory allocators, before torch is imported; a user's own settings stay."""
-    # On the CPU, freed memory is kept: page faults would cost as much as the arithmetic. On a GPU,
-    # segments grow: memory freed by one phase (KV pages, gradients, activations) fits the next
-    # phase whatever its sizes, while fixed segments would leave holes.
+    """Configure memory allocators before torch is imported; explicit user settings are kept."""
+    # On the CPU, keep freed memory: page faults would cost as much as the arithmetic. On a GPU, use
+    # expandable segments: memory freed by one phase (KV pages, gradients, activations) then fits
+    # the next phase regardless of block sizes, without fragmentation.
     keep_freed()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -171,8 +172,8 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespa
     name, about = f"jetrl {command}", module.__doc__
     parser = Parser(name, description=about, formatter_class=HelpFormatter, allow_abbrev=False)
     module.add_arguments(parser)
-    # Intermixed: options may stand between a recipe and its overrides, except in a command that
-    # forwards its remaining arguments.
+    # Options may appear between a recipe and its overrides, except in a command that forwards its
+    # remaining arguments.
     foreign = getattr(module, "HANDS_WORDS_ON", False)
     parse_words = parser.parse_args if foreign else parser.parse_intermixed_args
     return module, parse_words(list(arguments))
@@ -182,7 +183,7 @@ def _from_checkout(command: str) -> ModuleType:
     root = Path(__file__).resolve().parents[3]
     if not (root / "benchmarks" / "command.py").is_file():
         raise UserError(
-            f"jetrl {command} comes with a checkout of jetrl, not with the installed package: "
+            f"jetrl {command} needs a checkout of jetrl; it is not in the installed package: "
             "clone the repository and install it with `pip install -e .`"
         )
     if str(root) not in sys.path:
@@ -191,7 +192,7 @@ def _from_checkout(command: str) -> ModuleType:
 
 
 def usage() -> str:
-    about = "FP8 reinforcement learning of language models, with bit-equal sampling and training."
+    about = "8-bit reinforcement learning of LLMs, with bitwise-equal sampling and training."
     commands = (f"  {name:11} {words}" for name, words in COMMANDS.items())
     more = "`jetrl COMMAND --help` lists the arguments of a command. To start: jetrl train demo"
     return "\n".join(["usage: jetrl COMMAND ...", "", about, "", *commands, "", more])

@@ -1,9 +1,9 @@
-"""Sample completions, and compare the log-probs of sampler and trainer bit by bit.
+"""Sample completions, and compare sampler and trainer log-probs bit by bit.
 
 For example:
 
     jetrl parity models/tiny --plan unified            0 tokens differ
-    jetrl parity models/tiny --plan mixed              the precision of most systems: a gap
+    jetrl parity models/tiny --plan mixed              a mismatch, as in most systems
     jetrl parity models/tiny --plan unified --locate   names the first operation that differs
 
 Exit code 1 if log-probs differ under an exact plan (int8, unified, jet).
@@ -21,11 +21,11 @@ from jetrl.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_arguments(parser)
-    add("--prompts", type=int, default=8, help="random prompts of mixed lengths")
+    add("--prompts", type=int, default=8, help="number of random prompts, of mixed lengths")
     add("--samples", type=int, default=2, help="completions per prompt")
     add("--max-tokens", type=int, default=64, help="tokens per completion")
     add("--temperature", type=float, default=1.0, help="sampling temperature")
-    add("--seed", type=int, default=0, help="random seed of prompts and draws")
+    add("--seed", type=int, default=0, help="seed of prompts and sampling")
     add("--locate", action="store_true", help="name the first operation that differs, if any")
     add("--json", action="store_true", help="print a JSON object")
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for name in ("prompts", "samples", "max_tokens"):
         if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     sampling_params(temperature=args.temperature, seed=args.seed)
 
     from jetrl.cli.opening import open_policy
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _as_text(facts: dict[str, object]) -> str:
-    promise = "promises equal bits" if facts["exact_plan"] else "promises nothing"
+    promise = "exact" if facts["exact_plan"] else "not exact"
     rows = [
         ("plan", f"{facts['plan']} ({promise})"),
         ("tokens compared", f"{facts['tokens']}"),

@@ -1,8 +1,8 @@
-"""List the packaged recipes and what each needs, or print one.
+"""List packaged recipes and their requirements, or print one.
 
 For example:
 
-    jetrl recipes                              all of them
+    jetrl recipes                              list all
     jetrl recipes qwen3-8b-gsm8k               print one, to copy and edit
     jetrl train qwen3-8b-gsm8k --dry-run       its settings, precision plan and memory plan
 """
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def description(name: str) -> dict[str, str]:
-    """Return what a packaged recipe does, needs and takes: paragraphs of its opening comment."""
+    """Return what a packaged recipe does, needs and takes, from its opening comment."""
     from jetrl.settings.loading import find_recipe
 
     lines = itertools.takewhile(
@@ -60,7 +60,7 @@ def description(name: str) -> dict[str, str]:
 
 
 def needed(arguments: Sequence[str], error: str) -> str:
-    """Return what a packaged recipe needs, if the error is about a model or data that it names."""
+    """Return a packaged recipe's requirement that an error is about, such as a missing model."""
     from jetrl.settings.loading import packaged_recipes
 
     for name in set(arguments).intersection(packaged_recipes()):

@@ -1,13 +1,13 @@
-"""Run the steps after a run's last checkpoint again, and name the operation that gives a NaN.
+"""Rerun the steps after a run's last checkpoint, and name the operation that produces a NaN.
 
 For example:
 
-    jetrl replay runs/demo                what the run did since its last checkpoint, again
+    jetrl replay runs/demo                rerun the steps since the last checkpoint
     jetrl replay runs/demo --plan bf16    is it FP8?
     jetrl replay runs/demo --device cpu   is it the GPU?
 
-The run itself is not changed. Exit code 4 if a loss, a gradient or the logits of a sample are not
-finite again, 0 if everything is finite.
+The run directory is not changed. Exit code 4 if a loss, gradient or sampled logit is not finite
+again, 0 if all are finite.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from jetrl.errors import NonFiniteError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("path", metavar="RUN", help="a run's directory, or its name in runs")
-    add("--plan", choices=PLANS, help="another precision preset than the run's")
-    add("--device", choices=DEVICES, help="another device than the run's")
+    add("path", metavar="RUN", help="run directory, or a run name under runs")
+    add("--plan", choices=PLANS, help="precision preset (default: from the run)")
+    add("--device", choices=DEVICES, help="device (default: from the run)")
     add_trust_argument(parser)
     add("--json", action="store_true", help="a JSON object")
 

@@ -6,7 +6,7 @@ For example:
     jetrl runs show demo
     jetrl runs plot demo demo-2 --out compare.png
     jetrl runs plot demo --metric reward/mean --metric policy/entropy
-    jetrl runs watch demo                 write the report of a running run, and show it once
+    jetrl runs watch demo                 write the report of a running run and print a summary
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = ("list", "show", "plot", "watch")
     add("action", nargs="?", default="list", choices=actions, help="what to do (default: list)")
     add("run", nargs="*", metavar="RUN", help="a run's name or directory")
-    add("--dir", default="runs", help="the folder with the run directories")
-    metric = "plot: a metric, or eval for all evaluations (repeatable; default: the usual ones)"
+    add("--dir", default="runs", help="parent folder of run directories")
+    metric = "plot: metric name, or eval for all evaluations (repeatable; default: main metrics)"
     add("--metric", action="append", default=[], metavar="NAME", help=metric)
     add("--out", metavar="FILE", default="runs.png", help="plot: the PNG to write")
     add("--json", action="store_true", help="list, show: print JSON")
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
                 report, follow = write_report(path), f"watch -n 10 jetrl runs show {path}"
                 tell(f"wrote {report} as of now; to follow the run: {follow}")
             _show_command(path, args.json)
-        except UserError as error:  # one damaged run does not hide the others
+        except UserError as error:  # show other runs even if one is damaged
             problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_run(name: str, folder: Path) -> Path:
-    """Return the directory of a run, given by its path or by its name in a folder; unchecked."""
+    """Return the directory of a run, given its path or its name under a folder; may not exist."""
     by_path = "/" in name.rstrip("/") or (Path(name) / "config.toml").is_file()
     return Path(name) if by_path else folder / name
 
@@ -81,7 +81,7 @@ def _list_command(folder: Path, as_json: bool) -> int:
         print(f"no runs in {folder}")
     else:
         console, runs = Console(), runs_table(rows)
-        # As wide as the table needs, even in a narrower terminal: no name is cut.
+        # Full table width, even on a narrower terminal, so that names are not truncated.
         needed = console.measure(runs, options=console.options.update(max_width=1000)).maximum
         console.width = max(console.width, needed) if console.is_terminal else 1000
         console.print(runs)

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     arguments.add_model_arguments(parser)
-    text = "a text to complete; several words are one prompt (default: each line of stdin is one)"
+    text = "text to complete; several words form one prompt (default: one prompt per line of stdin)"
     add("prompt", nargs="*", metavar="PROMPT", help=text)
     add("--n", type=int, default=1, help="completions per prompt")
     arguments.add_sampling_arguments(parser, max_tokens=256, temperature=1.0)
-    add("--stop", action="append", default=[], help="a string that ends a completion (repeatable)")
+    add("--stop", action="append", default=[], help="stop string (repeatable)")
     add("--chat", action="store_true", help="use the model's chat template")
     add("--system", metavar="TEXT", help="system prompt (with --chat)")
     add("--json", action="store_true", help="print one JSON object per completion")

@@ -1,6 +1,6 @@
-"""Fine-tune on a task's worked answers: a warm start for reinforcement learning.
+"""Fine-tune on a task's demonstrations, for example as a warm start for reinforcement learning.
 
-With `--task reward`, train a reward model on a task's pairs of a better and a worse completion.
+With `--task reward`, train a reward model on a task's preference pairs.
 
 For example:
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jetrl sft [RECIPE] [KEY=VALUE ...] [--task answers|reward] [--out DIR]"
     parser.usage += " [--resume] [--dry-run]"
     add_recipe_arguments(parser)
-    task = "learn worked answers, or which completion of a pair is better"
+    task = "train on demonstrations, or train a reward model on preference pairs"
     add("--task", choices=("answers", "reward"), default="answers", help=task)
     add("--out", metavar="DIR", help="write a copy of the model to DIR")
     parser.epilog = settings_help()
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("sft.steps = 0: set the number of updates, as in sft.steps=100")
     out = Path(args.out or "")
     if args.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"--out {args.out}: in use; name another directory")
+        raise UserError(f"--out {args.out}: already in use; choose another directory")
     if args.dry_run:
         return print_dry_run(args, settings, resume)
     from jetrl import loop
@@ -75,7 +75,7 @@ def _of_judge(args: argparse.Namespace, settings: Settings, judge: RewardResult)
         ("run", str(judge.run_path)),
         *([("report", str(report))] if settings.report.enabled else []),
         ("model", model),
-        ("held out", f"{judge.accuracy:.1%} of {judge.pairs} pairs in the right order"),
+        ("eval accuracy", f"{judge.accuracy:.1%} of {judge.pairs} pairs in the right order"),
     ]
     lines = [table(rows)]
     if settings.adapter.kind is not None:

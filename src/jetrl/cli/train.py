@@ -3,12 +3,12 @@
 For example:
 
     jetrl train demo                                  the demo, on a CPU, in minutes
-    jetrl train mine.toml train.lr=1e-5               a recipe of yours, with a setting changed
-    jetrl train model.path=Qwen/Qwen3-1.7B task=gsm8k no recipe: the defaults, and these settings
+    jetrl train mine.toml train.lr=1e-5               your recipe, with one setting changed
+    jetrl train model.path=Qwen/Qwen3-1.7B task=gsm8k no recipe: defaults plus these settings
     jetrl train demo run.name=mine --resume           continue an interrupted run
     torchrun --nproc-per-node 4 -m jetrl train ...    the same run on four GPUs, one process each
 
-Ctrl-C and SIGTERM write a checkpoint and a report; a second signal exits at once. Exit codes:
+Ctrl-C and SIGTERM write a checkpoint and a report; a second signal exits immediately. Exit codes:
 0 done, 1 stopped, 2 bad input, 75 run.max_hours, 130 Ctrl-C, 143 SIGTERM (docs/reliability.md).
 """
 
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from jetrl.types import Prompt, Sample
 
 RUNS_ON_RANKS = True
-_GIB_OF_CUDA = 1.25  # of a GPU's nominal memory: the driver and a CUDA context, about
-_MEANING = 58  # column where a setting's meaning starts
-_MOST_CHARACTERS, _MOST_OF_A_VALUE = 800, 40  # of the sentence about a recipe's unused settings
-_LEFT = ("run", "report", "checkpoint", "model")  # what a run leaves
-_FIRST = ("task.name", "model.path")  # say most about another recipe
-_USUAL_GIB = 80  # of a GPU, if a dry run plans for one that is not here
+_GIB_OF_CUDA = 1.25  # nominal GPU memory taken by the driver and a CUDA context
+_MEANING = 58  # column where the meaning of a setting starts
+_MOST_CHARACTERS, _MOST_OF_A_VALUE = 800, 40  # limits of the message about unused recipe settings
+_LEFT = ("run", "report", "checkpoint", "model")  # outputs of a run
+_FIRST = ("task.name", "model.path")  # shown first: most telling about another recipe
+_USUAL_GIB = 80  # GPU memory if a dry run plans for a GPU that is not here
 _NOTHING_NAMED = """\
 no recipe and no settings. For example:
 
     jetrl train demo                                     about 4 minutes on two CPU cores
     jetrl train qwen3-1.7b-gsm8k                         a packaged recipe (list: jetrl recipes)
     jetrl init-recipe Qwen/Qwen3-1.7B rows.jsonl         write a recipe for a model and your rows
-    jetrl train model.path=Qwen/Qwen3-1.7B task=gsm8k    the defaults, and these settings"""
+    jetrl train model.path=Qwen/Qwen3-1.7B task=gsm8k    defaults plus these settings"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,14 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    words = "a TOML file or the name of a packaged recipe, then settings as section.key=value"
+    words = "TOML file or name of a packaged recipe, followed by settings as section.key=value"
     add("words", nargs="*", metavar="RECIPE | KEY=VALUE", help=words)
-    resume = "continue from the last good checkpoint, with the run's settings and these overrides"
+    resume = "resume from the last good checkpoint, with the run's settings and these overrides"
     add("--resume", action="store_true", help=resume)
-    dry = "print settings, precision and memory plans, check what needs no weights, and stop"
+    dry = "print settings and plans, run all checks that need no weights, and stop"
     add("--dry-run", action="store_true", help=dry)
     add_gpu_arguments(parser, "with --dry-run: plan")
-    verbose = "with --dry-run: also print the settings that have their defaults"
+    verbose = "with --dry-run: also print settings at their defaults"
     add("--verbose", action="store_true", help=verbose)
 
 
@@ -87,13 +87,13 @@ def add_gpu_arguments(parser: argparse.ArgumentParser, plan: str) -> None:
 def check_gpu_arguments(args: argparse.Namespace, plans: bool = True) -> None:
     for name, value in (("--gpus", args.gpus), ("--gpu-memory", args.gpu_memory)):
         if value is not None and not plans:
-            raise UserError(f"{name} goes with --dry-run: a run uses the GPUs that torchrun starts")
+            raise UserError(f"{name} needs --dry-run: a run uses the GPUs that torchrun starts")
         if value is not None and not value > 0:
-            raise UserError(f"{name} {value:g}: should be above 0")
+            raise UserError(f"{name} {value:g}: must be above 0")
 
 
 def planned_machine(args: argparse.Namespace, settings: Settings) -> Machine:
-    """Return the GPUs to plan for: from --gpus and --gpu-memory, or this machine's."""
+    """Return the GPUs to plan for, from --gpus and --gpu-memory, or of this machine."""
     import torch
 
     from jetrl.memory.plan import GIB
@@ -114,9 +114,9 @@ def planned_machine(args: argparse.Namespace, settings: Settings) -> Machine:
 
 
 def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
-    """Return the settings of `[RECIPE] [KEY=VALUE ...]`; without a recipe, the defaults hold.
+    """Return the settings of `[RECIPE] [KEY=VALUE ...]`; without a recipe, defaults apply.
 
-    A resume reads the run's own config.toml, and prints which settings of the recipe differ.
+    A resume reads the run's own config.toml, and reports recipe settings that differ from it.
     """
     from jetrl.runs.directory import RunDirectory
     from jetrl.settings.loading import load_config, named
@@ -124,13 +124,13 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
     overrides = [word for word in words if "=" in word]
     recipes = [word for word in words if "=" not in word]
     if len(recipes) > 1:
-        raise UserError(f"two recipes, {recipes[0]} and {recipes[1]}: a setting is KEY=VALUE")
+        raise UserError(f"two recipes, {recipes[0]} and {recipes[1]}: write settings as KEY=VALUE")
     if not words:
         raise UserError(_NOTHING_NAMED)
     recipe = recipes[0] if recipes else None
     settings = named(load_config(recipe, overrides))
     own, here = Path(settings.run.dir, str(settings.run.name)), Path(recipe or "").absolute().parent
-    # The config.toml of a run that was moved or copied stands for the run that lies there now.
+    # A config.toml in a moved or copied run directory stands for the run in that directory.
     if resume and recipe and (here / "plan.json").is_file() and here.resolve() != own.resolve():
         place = {"dir": str(here.parent), "name": here.name}
         settings = load_config(recipe, overrides, {"run": place})
@@ -146,7 +146,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
 
 
 def settings_help() -> str:
-    """Return every setting with type, default and meaning, wrapped to the terminal's width."""
+    """Return help on every setting (type, default, meaning), wrapped to the terminal width."""
     from jetrl.settings.loading import describe
 
     width = max(shutil.get_terminal_size((120, 24)).columns, 100)
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def opened(args: argparse.Namespace) -> tuple[Settings, bool]:
-    """Return the settings of `train` and `sft`, and whether the run is resumed."""
+    """Return the settings of `train` or `sft`, and True if the run is resumed."""
     check_gpu_arguments(args, plans=args.dry_run)
     resume = args.resume
     if not resume and started_by_torchrun():
@@ -233,24 +233,24 @@ def _unused_of_recipe(recipe: str, given: Settings, own: Settings, config: Path)
     from jetrl.settings.messages import toml_value
 
     def word(value: Any) -> str:
-        return "unset" if value is None else clip(toml_value(value), _MOST_OF_A_VALUE)
+        return "none" if value is None else clip(toml_value(value), _MOST_OF_A_VALUE)
 
     recipes, runs = (settings.model_dump(mode="json") for settings in (given, own))
     differing = settings_that_differ(recipes, runs)
     derived = {"loop.steps"} if given.loop.epochs else set()
     keys = sorted(differing.keys() - derived, key=lambda key: (key not in _FIRST, key))
-    unused = [f"{k} = {word(differing[k][0])} (the run: {word(differing[k][1])})" for k in keys]
+    unused = [f"{k} = {word(differing[k][0])} (run: {word(differing[k][1])})" for k in keys]
     if not unused:
         return ""
     shown = visible(clip(", ".join(unused), _MOST_CHARACTERS))
     return (
-        f"--resume continues with the run's own settings ({config}); these settings of {recipe} "
-        f"are not used: {shown}. To change a setting of the run, add KEY=VALUE"
+        f"--resume continues with the run's own settings ({config}) and ignores these settings of "
+        f"{recipe}: {shown}. To change a setting of the run, add KEY=VALUE"
     )
 
 
 def say_result(result: RunResult, settings: Settings) -> int:
-    """Print what the run left; return 0, or the exit code of the time limit if it ended the run."""
+    """Print the run's outputs; return 0, or the exit code of the time limit if it ended the run."""
     from jetrl.runs.directory import RunDirectory
 
     model = result.model_path
@@ -266,7 +266,7 @@ def say_result(result: RunResult, settings: Settings) -> int:
 
 
 def _say_how_to_go_on(end: BaseException, args: argparse.Namespace, settings: Settings) -> int:
-    """Print the report's path and the command that resumes the run; return the exit code."""
+    """Print the report path and the resume command; return the exit code."""
     task = getattr(args, "task", None)  # None: of `train`
     options = ["--task", "reward"] if task == "reward" else []
     options += ["--out", args.out] if task and args.out else []
@@ -275,7 +275,7 @@ def _say_how_to_go_on(end: BaseException, args: argparse.Namespace, settings: Se
     if report.is_file():
         tell(f"report  {report}")
     what, code = ("terminated", 143) if isinstance(end, Terminated) else ("interrupted", 130)
-    tell(f"{what}; to continue: {again}")
+    tell(f"{what}; to resume: {again}")
     return code
 
 
@@ -288,7 +288,7 @@ def _run_preflight(settings: Settings) -> int:
         lines = [line for sample in (first, *others) for line in _sample_lines(sample)]
         print("\n".join([*_prompt_lines(first.prompt), *lines, ""]))
     if settings.sft.steps:
-        print(f"this is the model before its {settings.sft.steps} supervised updates")
+        print(f"this is the model before the {settings.sft.steps} supervised updates")
     print("\n".join(f"warning: {warning}" for warning in warnings) or "no warnings")
     return 1 if warnings else 0
 
@@ -303,9 +303,9 @@ def _sample_lines(sample: Sample) -> list[str]:
     if len(completion.turns) > 1:
         facts.append(f"{len(completion.turns)} turns")
     if completion.finish_reason == "length":
-        facts.append("cut off")
+        facts.append("truncated")
     if sample.failure:
-        facts.append(f"not judged: {sample.failure}")
+        facts.append(f"not scored: {sample.failure}")
     text = visible(completion.text, newlines=True)
     return ["  " + visible(", ".join(facts)), textwrap.indent(text or "(nothing)", "    ")]
 
@@ -323,7 +323,7 @@ def _prompt_lines(prompt: Prompt) -> list[str]:
 
 
 def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Iterator[str]:
-    """Yield settings and plans; raise the `UserError` of a run that would be refused."""
+    """Yield settings and plans; raise UserError if the run would be rejected."""
     from jetrl.memory.fitting import shown
     from jetrl.precision import PrecisionPlan
     from jetrl.runs.directory import RunDirectory
@@ -337,9 +337,9 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
     yield f"# precision plan: {plan.name}"
     yield table(plan.describe(), indent="#   ") + "\n"
     files = files_named(settings.model_dump()) if resume else ()
-    if files:  # their author is unknown: docs/security.md
+    if files:  # untrusted files: docs/security.md
         names = ", ".join(sorted(files))
-        yield f"# not checked: the dry run of a resumed run does not import {names}"
+        yield f"# not checked: a dry run with --resume does not import {names}"
         return
     with contextlib.ExitStack() as stack:
         if resume:
@@ -355,11 +355,11 @@ def dry_run(args: argparse.Namespace, settings: Settings, resume: bool) -> Itera
     unread = [*_unread(settings, resume), *["proofs on the GPU"] * (machine.device != "cpu")]
     if unread:
         yield f"# not checked: {', '.join(unread)}"
-    RunDirectory.check(settings, plan.to_dict(), resume)  # last: a name in use hides no plan
+    RunDirectory.check(settings, plan.to_dict(), resume)  # last, after the plans are printed
 
 
 def _of_gpus(args: argparse.Namespace, machine: Machine) -> str:
-    """Return the GPUs of a memory plan in words, if they are several or are not here."""
+    """Return the GPUs of a memory plan in words, if there are several or they are not local."""
     from jetrl.memory.plan import GIB
 
     several = (machine.cards or 1) > 1
@@ -367,7 +367,7 @@ def _of_gpus(args: argparse.Namespace, machine: Machine) -> str:
     if not machine.elsewhere or machine.free is None or machine.device == "cpu":
         return each
     gib = machine.free / GIB + _GIB_OF_CUDA
-    asked = "" if args.gpu_memory else " (this machine has none; others: --gpu-memory GIB)"
+    asked = "" if args.gpu_memory else " (this machine has none; to change: --gpu-memory GIB)"
     return f"{each or ' of a GPU'} with {gib:g} GiB{asked}"
 
 
@@ -375,9 +375,9 @@ def _unread(settings: Settings, resume: bool) -> Iterator[str]:
     """Yield the weights and services that a dry run does not check."""
     unread = {
         f"the weights of {settings.model.path}": settings.model.path,
-        "those of the reference": settings.reference.path,
-        "those of the critic": settings.critic.path,
-        "those of the reward model": settings.reward.model_path,
+        "the weights of the reference": settings.reference.path,
+        "the weights of the critic": settings.critic.path,
+        "the weights of the reward model": settings.reward.model_path,
         f"the tensors of {settings.adapter.path}": settings.adapter.path,
         "the run's checkpoints": resume,
         "the logins of trackers": settings.trackers.names,
