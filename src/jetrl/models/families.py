@@ -129,6 +129,12 @@ class ModelConfig:
         return next(x.mixer for x in self.layers if isinstance(x.mixer, AttentionShape))
 
     @property
+    def layers_with_keys(self) -> tuple[int, ...]:
+        """The layers with attention: those with keys and values in the cache."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return tuple(i for i, mixer in mixers if isinstance(mixer, AttentionShape))
+
+    @property
     def num_heads(self) -> int:
         return self.attention.num_heads
 

@@ -34,22 +34,21 @@ def key_exponents(
 ) -> Tensor:
     """Return the exponents of all layers' key factors, int8 [layers, G, P], from the weights.
 
-    A model on device "meta" has no weights: its exponents are zeros.
+    They are zeros for a layer without keys, and for a model on device "meta", without weights.
     """
     attention = config.attention
-    if device.type == "meta":
-        shape = config.num_layers, config.num_kv_heads, config.head_dim // 2
-        return torch.zeros(shape, dtype=torch.int8)
-    layers = [
-        pair_exponents(
+    shape = config.num_layers, config.num_kv_heads, config.head_dim // 2
+    exponents = np.zeros(shape, dtype=np.int8)
+    for i in () if device.type == "meta" else config.layers_with_keys:
+        bias = weights[f"layers.{i}.qkv.bias"] if attention.qkv_bias else None
+        norm = weights[f"layers.{i}.k_norm.weight"] if attention.qk_norm else None
+        exponents[i] = pair_exponents(
             weight=_key_rows(weights[f"layers.{i}.qkv.weight"], config),
-            bias=_key_rows(weights[f"layers.{i}.qkv.bias"], config) if attention.qkv_bias else None,
-            norm=_float64(weights[f"layers.{i}.k_norm.weight"]) if attention.qk_norm else None,
+            bias=None if bias is None else _key_rows(bias, config),
+            norm=None if norm is None else _float64(norm),
             num_heads=config.num_kv_heads,
         )
-        for i in range(config.num_layers)
-    ]
-    return torch.from_numpy(np.stack(layers))
+    return torch.from_numpy(exponents)
 
 
 def _float64(tensor: Tensor) -> np.ndarray:

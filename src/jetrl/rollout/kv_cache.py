@@ -3,6 +3,8 @@
     codes   [layers, pages, page_size, G, D]   float8_e4m3fn or int8, or the values as they are
     scales  [layers, pages, page_size, G]      float32 next to FP8 or INT8 codes, else absent
 
+These are the layers with attention; other mixers have no keys.
+
 A forward runs a flat list of T tokens of many sequences. In each layer their keys and values are
 quantized and written to their slots; then the tokens attend. On a GPU kernels read the pages in
 place. Elsewhere queries of sequences of similar length attend as a part, whose pages are gathered
@@ -48,13 +50,14 @@ if TYPE_CHECKING:
 
 
 class KVStore:
-    """The keys, or the values, of all layers.
+    """The keys, or the values, of the layers that have some, by their numbers in the decoder.
 
     Codes are [layers, P, page_size, G, D], scales float32 [layers, P, page_size, G] or None.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor | None) -> None:
+    def __init__(self, codes: Tensor, scales: Tensor | None, layers: Sequence[int]) -> None:
         self.codes, self.scales = codes, scales
+        self._place = {layer: place for place, layer in enumerate(layers)}
         # The same memory as bytes: indexing is not implemented for FP8 types on every device.
         self._raw = codes if scales is None else codes.view(torch.uint8)
 
@@ -62,27 +65,30 @@ class KVStore:
         """Write codes [T, G, D] and scales [T, G] to slots int64 [T], page * page_size + offset."""
         codes, scales = stored
         assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
-        raw = codes.view(torch.uint8) if scales is not None else codes
-        self._raw[layer].flatten(0, 1)[slots] = raw
+        raw, place = codes.view(torch.uint8) if scales is not None else codes, self._place[layer]
+        self._raw[place].flatten(0, 1)[slots] = raw
         if self.scales is not None and scales is not None:
-            self.scales[layer].flatten(0, 1)[slots] = scales
+            self.scales[place].flatten(0, 1)[slots] = scales
 
     def values(self, layer: int, slots: Tensor) -> Tensor:
         """Return the values of slots, float32 [T, G, D], for inspection."""
-        codes = self._raw[layer].flatten(0, 1)[slots].view(self.codes.dtype)
-        scales = None if self.scales is None else self.scales[layer].flatten(0, 1)[slots]
+        place = self._place[layer]
+        codes = self._raw[place].flatten(0, 1)[slots].view(self.codes.dtype)
+        scales = None if self.scales is None else self.scales[place].flatten(0, 1)[slots]
         return stored_values((codes, scales))
 
     def layer(self, layer: int) -> Stored:
         """Return one layer in place: codes [P, page_size, G, D] and scales (or None)."""
-        return self.codes[layer], None if self.scales is None else self.scales[layer]
+        place = self._place[layer]
+        return self.codes[place], None if self.scales is None else self.scales[place]
 
     def gather(self, layer: int, pages: Tensor, num_keys: int) -> Stored:
         """Return the first keys of tables int64 [B, P]: codes [B, L, G, D], scales [B, L, G]."""
-        codes = self._raw[layer][pages].flatten(1, 2)[:, :num_keys].view(self.codes.dtype)
+        place = self._place[layer]
+        codes = self._raw[place][pages].flatten(1, 2)[:, :num_keys].view(self.codes.dtype)
         if self.scales is None:
             return codes, None
-        return codes, self.scales[layer][pages].flatten(1, 2)[:, :num_keys]
+        return codes, self.scales[place][pages].flatten(1, 2)[:, :num_keys]
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy pages, int64 [n] each, in all layers; all are read before one is written."""
@@ -91,17 +97,23 @@ class KVStore:
             self.scales[:, destinations] = self.scales[:, sources]
 
 
-def stores(memory: Tensor, shape: tuple[int, ...], plan: PrecisionPlan) -> tuple[KVStore, KVStore]:
-    """Return stores with codes of `shape` in uint8 memory of their size: scales, then codes."""
+def stores(
+    memory: Tensor, layers: Sequence[int], shape: tuple[int, ...], plan: PrecisionPlan
+) -> tuple[KVStore, KVStore]:
+    """Return stores in uint8 memory of their size, scales then codes; a layer's have `shape`."""
+    shape = (len(layers), *shape)
     formats = key_and_value_formats(plan.kv)
     keys, values = (format.dtype for format in formats)
     if formats[0].code is None:
         codes = memory.view(keys).view(2, *shape)
-        return KVStore(codes[0], None), KVStore(codes[1], None)
+        return KVStore(codes[0], None, layers), KVStore(codes[1], None, layers)
     scales_size = 2 * 4 * math.prod(shape[:-1])
     scales = memory[:scales_size].view(torch.float32).view(2, *shape[:-1])
     codes = memory[scales_size:].view(2, *shape)
-    return KVStore(codes[0].view(keys), scales[0]), KVStore(codes[1].view(values), scales[1])
+    return (
+        KVStore(codes[0].view(keys), scales[0], layers),
+        KVStore(codes[1].view(values), scales[1], layers),
+    )
 
 
 GPU_PAGE_SIZE = 64  # Tokens: the attention kernels read a page as one block of keys.
@@ -169,10 +181,11 @@ AttentionWork = list[Part] | DecodeWork | QueryTiles
 
 @dataclass(frozen=True)
 class _OverPages:
-    """The stores of all layers, and the slots and attention of one forward's tokens."""
+    """The stores of a decoder, and the slots and attention of one forward's tokens."""
 
     keys: KVStore
     values: KVStore
+    num_layers: int
     plan: PrecisionPlan
     slots: Tensor
     work: AttentionWork
@@ -251,7 +264,7 @@ class DeviceKeyValues(_OverPages):
             rope.trace("keys and values", self._stored(layer))
         # Attend; the kernel writes the next layer's FP8 codes itself unless a trace wants values.
         q, work = self._queries(q, last)
-        format = self.plan.linear_format("rollout", layer, len(self.keys.codes))
+        format = self.plan.linear_format("rollout", layer, self.num_layers)
         watched = rope.trace is not None or rope.as_values
         as_codes, scales = format.grouped and not watched, self.plan.scales
         split = self.plan.sampler_deviation.attention_split or kernels.SPLIT_KEYS
@@ -354,7 +367,7 @@ class PagedCache:
         self.reads_pages_in_place = backend_for(device) is not REFERENCE and not plan.keys_in_fp32
         assert not self.reads_pages_in_place or page_size == GPU_PAGE_SIZE, f"pages of {page_size}"
         self.num_pages, self.page_size = num_pages, page_size
-        self._plan = plan
+        self._plan, self._num_layers = plan, config.num_layers
         self._token_elements = config.num_kv_heads * config.head_dim
         self.num_bytes = num_pages * self.page_bytes(config, plan, page_size)
         self._memory: MappedMemory | None = None
@@ -368,8 +381,8 @@ class PagedCache:
             self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         # Kernels read slots that are only padding too: these must not hold what was there before.
         self._bytes.zero_()
-        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        self._keys, self._values = stores(self._bytes, shape, plan)
+        shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+        self._keys, self._values = stores(self._bytes, config.layers_with_keys, shape, plan)
 
     @staticmethod
     def page_bytes(config: ModelConfig, plan: PrecisionPlan, page_size: int) -> int:
@@ -418,7 +431,15 @@ class PagedCache:
                 for row, span in enumerate(spans)
             ]
             last = LastLayer(rows, self._work(last_tokens))
-        return source(self._keys, self._values, self._plan, slots_T, self._work(spans), last)
+        return source(
+            keys=self._keys,
+            values=self._values,
+            num_layers=self._num_layers,
+            plan=self._plan,
+            slots=slots_T,
+            work=self._work(spans),
+            last=last,
+        )
 
     def _work(self, spans: Sequence[Span]) -> AttentionWork:
         """Return the work of attention for spans, in the form that the device takes."""
@@ -439,4 +460,11 @@ class PagedCache:
 
     def decode_key_values(self, slots: Tensor, work: DecodeWork) -> DeviceKeyValues:
         """Return the `KeyValues` of decode for slots int64 [B] of tokens, negative for padding."""
-        return DeviceKeyValues(self._keys, self._values, self._plan, slots, work)
+        return DeviceKeyValues(
+            keys=self._keys,
+            values=self._values,
+            num_layers=self._num_layers,
+            plan=self._plan,
+            slots=slots,
+            work=work,
+        )
