@@ -12,6 +12,7 @@ import argparse
 import functools
 
 from jetrl.models.block import Block
+from jetrl.models.mixer import Mixer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size("--num-heads", default=4, help="query heads")
     size("--num-kv-heads", default=2, help="key and value heads")
     size("--head-dim", default=64, help="channels per head")
-    kinds = Block.__subclasses__()
+    kinds = (*Block.__subclasses__(), *Mixer.__subclasses__())
     for key, field in {k: f for kind in kinds for k, f in kind.model_fields.items()}.items():
         for usual in field.examples or ():
             about = f"{field.description} (default: {usual})"

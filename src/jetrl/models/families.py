@@ -135,6 +135,12 @@ class ModelConfig:
         return tuple(i for i, mixer in mixers if isinstance(mixer, AttentionShape))
 
     @property
+    def layers_of_all_kinds(self) -> int:
+        """The number of first layers that have every kind of mixer and block."""
+        kinds = [(type(layer.mixer), type(layer.block)) for layer in self.layers]
+        return 1 + max(map(kinds.index, kinds))
+
+    @property
     def num_heads(self) -> int:
         return self.attention.num_heads
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,7 +110,7 @@ def make_tiny(
             tokenizer's tokens ('bpe': 4096).
         tokenizer: 'characters' (one token per character of `alphabet`) or 'bpe' (trained on
             text_files, with a chat template).
-        block: Sizes of the decoder layers' block, by its keys.
+        block: Sizes of the decoder layers' blocks and mixers, by their keys.
     """
     if family not in FAMILIES:
         raise UserError(f"family {family!r}: one of {', '.join(FAMILIES)}")
@@ -123,15 +124,17 @@ def make_tiny(
     if vocab_size is not None and vocab_size < len(made):
         raise UserError(f"vocab_size = {vocab_size}: the tokenizer has {len(made)} tokens")
     end_ids = {made.eos_token_id, made.pad_token_id if tokenizer == "bpe" else made.eos_token_id}
-    kind = FAMILIES[family].block
-    for key in block.keys() - kind.model_fields.keys():
-        raise UserError(f"{family} has no {key}: {', '.join(kind.model_fields)}")
+    mixers = FAMILIES[family].mixers
+    kinds = (FAMILIES[family].block, *mixers.values())
+    fields = [name for kind in kinds for name in kind.model_fields]
+    for key in block.keys() - set(fields):
+        raise UserError(f"{family} has no {key}: {', '.join(fields)}")
     raw: dict[str, Any] = {
         "architectures": [FAMILIES[family].architecture],
         "model_type": family,
         "vocab_size": vocab_size or len(made),
         "hidden_size": hidden_size,
-        **kind.tiny(),
+        **{key: value for kind in kinds for key, value in kind.tiny().items()},
         **block,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
@@ -157,6 +160,8 @@ def make_tiny(
         }
     if FAMILIES[family].window_in_use:
         raw["sliding_window"] = None  # an absent one is transformers' default
+    if mixers:
+        raw["layer_types"] = list(islice(cycle((*mixers, "full_attention")), num_layers))
     config = ModelConfig.from_hf(raw)
     generation_config = {"eos_token_id": sorted(end_ids), "pad_token_id": made.pad_token_id}
     weights = RandomWeights(config, seed)

@@ -226,7 +226,8 @@ def _small(work: Work) -> Work:
     """Return the work with as few layers as have all kinds of layers, and a short vocabulary."""
     config, plan, count = work.config, work.plan, work.config.num_layers
     kinds = [tuple(plan.linear_formats(layer, count).items()) for layer in range(count)]
-    needed = min(count, 2 + sum(a != b for a, b in itertools.pairwise(kinds)))
+    needed = 2 + sum(a != b for a, b in itertools.pairwise(kinds))
+    needed = min(count, max(needed, config.layers_of_all_kinds))
     vocabulary = min(config.vocab_size, _VOCABULARY + config.vocab_size % 128)
     small = replace(config.first_layers(needed), vocab_size=vocabulary, head="lm")
     return replace(work, config=small)
@@ -264,7 +265,7 @@ def launches(policy: Policy, work: Work) -> list[Callable[[], object]]:
 
     def linears(rows: int) -> None:
         with torch.no_grad():
-            for linear in policy.decoder.layers[0].modules():
+            for linear in policy.decoder.layers[: policy.config.layers_of_all_kinds].modules():
                 if isinstance(linear, Linear):
                     x = torch.ones(rows, linear.weight.shape[1], device=policy.device).bfloat16()
                     linear(x, "train")

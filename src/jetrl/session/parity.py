@@ -319,13 +319,14 @@ def said_when_slow(what: str = _COMPILING) -> Iterator[None]:
 
 @torch.no_grad()
 def check_policy(policy: Policy) -> list[Check]:
-    """Test an exact plan's promise on the first two layers of a policy, with its own weights.
+    """Test an exact plan's promise on a policy's first two layers, or as many as have all kinds.
 
     Every linear has to give a row the same bits at any number of rows, and sampled tokens (short
     and long contexts, large and small batches) the log-probs of a training step's forward.
     """
-    small = policy.first_layers(min(2, policy.config.num_layers))
-    linears = [m for m in small.decoder.layers[0].modules() if isinstance(m, Linear)]
+    kinds = policy.config.layers_of_all_kinds
+    small = policy.first_layers(min(max(2, kinds), policy.config.num_layers))
+    linears = [m for m in small.decoder.layers[:kinds].modules() if isinstance(m, Linear)]
     checks = [_rows_check(linear, policy.device) for linear in [*linears, small.decoder.lm_head]]
     # Lengths at both sides of a page's end, and batches that are full and nearly empty.
     generator = np.random.Generator(np.random.Philox(derive_seed("check", 0)))
