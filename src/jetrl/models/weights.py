@@ -36,7 +36,7 @@ from jetrl.models.layer import RMSNorm
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.formats import BF16, Format, number_format
-from jetrl.precision.gradients import Gradients, OrderedGradients
+from jetrl.precision.gradients import Expected, Gradients, OrderedGradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan, Side
 from jetrl.precision.quantized_weight import QuantizedWeight
@@ -79,6 +79,11 @@ class Weights:
         self.gradients = Gradients()
         if world().size > 1 and not frozen and device.type != "meta":
             self.gradients = OrderedGradients(world(), self.masters, self.shards)
+        self._expected: list[Expected] = []  # products of backward, in the order of forward
+        self._in_chunks: list[Tensor] = []
+        # A GPU's FP8 GEMM leaves WGrad in BF16; operands that it does not take are widened.
+        widened = device.type == "cuda" and plan.widens_wgrad
+        self._coded_wgrad = plan.gradient.coded and not widened
         self._asked_for: set[str] = set()
         self._adapter = adapter
         self._quantized: dict[str, QuantizedWeight | AdapterWeight] = {}
@@ -139,9 +144,9 @@ class Weights:
         """Return the linear layer of the parameters `name`.weight and, with a bias, `name`.bias."""
         weight = self.quantized(name, f"{name}.weight", formats)
         bias_master = self.master(f"{name}.bias") if bias else None
-        widened = self.device.type == "cuda" and self.plan.widens_wgrad
-        in_bf16 = formats["train"].coded and self.plan.gradient.coded and not widened
-        self._expect(weight, torch.bfloat16 if in_bf16 else torch.float32)
+        in_bf16 = formats["train"].coded and self._coded_wgrad
+        if not weight.fixed:
+            self._expected.append((weight.master, torch.bfloat16 if in_bf16 else torch.float32))
         beside = self._beside(name)
         return Linear(weight, bias_master, self.plan, self.dtype, self.gradients, beside)
 
@@ -169,13 +174,9 @@ class Weights:
     def embedding(self) -> QuantizedWeight:
         """Return the embedding [V, D] in the activations' dtype."""
         weight = self._on_both_sides("embed", "embed.weight")
-        self._expect(weight, None)
-        return weight
-
-    def _expect(self, weight: QuantizedWeight, dtype: torch.dtype | None) -> None:
-        """Announce the gradients of a weight that is trained."""
         if not weight.fixed:
-            self.gradients.expect(weight.master, dtype)
+            self._expected.append((weight.master, None))
+        return weight
 
     def head(self, embedding: QuantizedWeight, tied: bool) -> Linear:
         """Return the output head, whose logits are float32."""
@@ -186,8 +187,8 @@ class Weights:
             name = "embed.weight" if tied else "lm_head.weight"
             weight = self.quantized("lm_head", name, formats)
         if not weight.fixed:
-            self.gradients.sum_chunks(weight.master)
-        self._expect(weight, torch.float32)
+            self._in_chunks.append(weight.master)
+            self._expected.append((weight.master, torch.float32))
         head = Linear(weight, None, self.plan, torch.float32, self.gradients)
         head.name = "lm_head"
         return head
@@ -197,12 +198,16 @@ class Weights:
         return RMSNorm(self._on_both_sides(name, f"{name}.weight"), eps)
 
     def check_complete(self) -> None:
-        """Check that some layer reads each master weight, once all layers are made."""
+        """Check that some layer reads each master weight, once all layers are made.
+
+        The gradients learn which products to expect.
+        """
         unread = sorted(set(self._tensors) - self._asked_for)
         assert not unread, f"no layer reads these weights, nor quantizes them: {', '.join(unread)}"
         adapted = () if self._adapter is None else self._adapter.shapes
         lost = [layer for layer in adapted if f"{layer}.lora" not in self._quantized]
         assert not lost, f"no layer has these adapters: {lost}"
+        self.gradients.expect(self._expected, self._in_chunks)
         self._adapter = None  # its tensors were copied
         self._tensors = {}
 

@@ -33,6 +33,8 @@ from jetrl.distributed.world import World
 from jetrl.precision.backend import arithmetic_of
 from jetrl.precision.quantize import QTensor, dequantize
 
+Expected = tuple[Tensor, torch.dtype | None]  # a master weight; its products, None: embedding rows
+
 
 class Gradients:
     """The FP32 gradient sums of one model's master weights, each in its parameter's `.grad`.
@@ -42,16 +44,16 @@ class Gradients:
     """
 
     def __init__(self) -> None:
-        self._in_chunks: list[Tensor] = []
+        self._in_chunks: Sequence[Tensor] = ()
         self._of_micro_batch: dict[Tensor, Tensor] = {}
         self._in_micro_batch = False
 
-    def sum_chunks(self, master: Tensor) -> None:
-        """Sum the products of a master weight within each micro-batch before they are added."""
-        self._in_chunks.append(master)
+    def expect(self, products: Sequence[Expected], in_chunks: Sequence[Tensor]) -> None:
+        """Announce the products of master weights in the order of forward.
 
-    def expect(self, master: Tensor, dtype: torch.dtype | None) -> None:
-        """Announce products of a master weight in forward's order; `dtype` None: embedding rows."""
+        Those of the weights `in_chunks` are summed within each micro-batch before they are added.
+        """
+        self._in_chunks = in_chunks
 
     def begin_update(self) -> None:
         self._of_micro_batch.clear()
@@ -212,15 +214,14 @@ class OrderedGradients(Gradients):
         self._travelling: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
         self._stream: torch.cuda.Stream | None = None
 
-    def expect(self, master: Tensor, dtype: torch.dtype | None) -> None:
-        stage = _Stage(master, self._shards.get(master), dtype)
-        for other in self._stages:
-            if other.master is master and other.dtype is None:
-                other.before = stage
-        self._stages.appendleft(stage)
-
-    def sum_chunks(self, master: Tensor) -> None:
-        """Do nothing: products are always summed within a micro-batch here."""
+    def expect(self, products: Sequence[Expected], in_chunks: Sequence[Tensor]) -> None:
+        """Announce products; all are summed within a micro-batch here."""
+        for master, dtype in products:
+            stage = _Stage(master, self._shards.get(master), dtype)
+            for other in self._stages:
+                if other.master is master and other.dtype is None:
+                    other.before = stage
+            self._stages.appendleft(stage)
 
     def begin_update(self) -> None:
         self._totals.clear()
