@@ -18,7 +18,7 @@ from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan, quantize
-from jetrl.precision.formats import BF16, FP8, Rounding
+from jetrl.precision.formats import FP8, Rounding
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.quantized_weight import QuantizedWeight
 
@@ -99,7 +99,8 @@ def test_a_base_is_read_one_tensor_at_a_time() -> None:
 def embed_of(token_ids: torch.Tensor, master: nn.Parameter) -> torch.Tensor:
     """Return BF16 rows of a master weight."""
     plan = PrecisionPlan.preset("bf16").replace(bf16_rounding="nearest")
-    weight = QuantizedWeight("embed", master, {"rollout": BF16, "train": BF16}, plan)
+    formats = plan.linear_formats(0, 1)
+    weight = QuantizedWeight("embed", master, formats, plan.roundings(formats))
     return embed(token_ids, weight, Gradients())
 
 

@@ -56,7 +56,8 @@ def test_gradients_are_those_of_a_dense_product_in_float64() -> None:
     dy = torch.randn(y.shape, generator=g).bfloat16()
     base = torch.nn.Parameter(torch.randn(96, 200, generator=g).bfloat16().float())
     plan = PrecisionPlan.preset("bf16")
-    quantized = QuantizedWeight("layers.0.qkv", base, plan.linear_formats(0, 1), plan)
+    formats = plan.linear_formats(0, 1)
+    quantized = QuantizedWeight("layers.0.qkv", base, formats, plan.roundings(formats))
     Linear(quantized, None, plan, torch.bfloat16, Gradients(), w)(x, "train").backward(dy)
     assert base.grad is None, "an adapter's base is frozen"
     a, b = (m.detach().double().requires_grad_() for m in (w.a, w.b))

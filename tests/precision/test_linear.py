@@ -19,7 +19,8 @@ def make(plan: PrecisionPlan, n: int = 256, k: int = 384, bias: bool = False) ->
     g = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(n, k, generator=g) / math.sqrt(k))
     bias_master = nn.Parameter(torch.randn(n, generator=g)) if bias else None
-    quantized = QuantizedWeight("layers.0.test", weight, plan.linear_formats(0, 1), plan)
+    formats = plan.linear_formats(0, 1)
+    quantized = QuantizedWeight("layers.0.test", weight, formats, plan.roundings(formats))
     return Linear(quantized, bias_master, plan, torch.bfloat16, Gradients())
 
 

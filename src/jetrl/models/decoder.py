@@ -32,7 +32,6 @@ from jetrl.models.attention import Attention, KeyValues
 from jetrl.models.block import Block, DenseShape
 from jetrl.models.dense import DenseBlock
 from jetrl.models.families import ModelConfig
-from jetrl.models.key_smoothing import head_exponents
 from jetrl.models.layer import RMSNorm, Rotation, Trace, fuses, prefixed, tell
 from jetrl.models.layer_fused import add_norm_fused
 from jetrl.models.mixer import AttentionShape, Mixer
@@ -85,15 +84,15 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The whole model over a `Weights`, with parameters named as in `families.parameter_shapes`.
 
-    `key_exponents` is int8 [layers, G, head size / 2], the factors of smoothed keys
-    (`key_smoothing`); None: keys are stored as they are.
+    `exponents` is int8 [layers, H + G, head size / 2], by which heads are multiplied
+    (`key_smoothing.head_exponents`); None: keys are stored as they are.
 
     If `trace` is set, it is called with (operation name, output) after each operation; with it
     `jetrl parity --locate` finds the first operation that differs.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, key_exponents: Tensor | None = None
+        self, config: ModelConfig, weights: Weights, exponents: Tensor | None = None
     ) -> None:
         super().__init__()
         self.config, self.weights = config, weights
@@ -110,24 +109,16 @@ class Decoder(nn.Module):
             self.lm_head = weights.head(self.embedding, config.tie_word_embeddings)
         weights.check_complete()
         scaling, context = config.rope_scaling, config.max_position_embeddings
-        factor = 1.0 if scaling is None else scaling.attention_factor
-        frequencies = frequencies_of(config.head_dim, config.rope_theta, scaling)
-        table = rotary_table(frequencies, context, factor)
-        self.register_buffer("rotary_table", table.to(weights.device), persistent=False)
         # A layer without rotary positions turns by angles of zero, which changes no bit.
         if config.layers_without_rope:
             still = rotary_table(np.zeros(config.head_dim // 2), context)
             self.register_buffer("still_table", still.to(weights.device), persistent=False)
-        smoothed = None
-        if key_exponents is not None:
-            smoothed = head_exponents(key_exponents, config.num_heads).to(weights.device)
+        factor = 1.0 if scaling is None else scaling.attention_factor
+        frequencies = frequencies_of(config.head_dim, config.rope_theta, scaling)
+        table = rotary_table(frequencies, context, factor)
+        self.register_buffer("rotary_table", table.to(weights.device), persistent=False)
         self.exponents: Tensor | None
-        self.register_buffer("exponents", smoothed, persistent=False)
-
-    def set_key_exponents(self, key_exponents: Tensor) -> None:
-        """Replace the factors of smoothed keys, in place: captured CUDA graphs read them."""
-        assert self.exponents is not None, "this decoder does not smooth keys"
-        self.exponents.copy_(head_exponents(key_exponents, self.config.num_heads))
+        self.register_buffer("exponents", exponents, persistent=False)
 
     def move(self, device: torch.device) -> None:
         """Move a frozen decoder's weights to a device, each storage once, with its layout."""

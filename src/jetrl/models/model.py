@@ -70,8 +70,17 @@ class Model:
     ) -> None:
         self.plan = plan = PrecisionPlan.preset(plan)
         self.device, adapter = torch.device(device), source.adapter
-        self.config = source.config if adapter is None else adapter.shape(source.config)
-        self._check(source, frozen)
+        self.config = config = source.config if adapter is None else adapter.shape(source.config)
+        if self.head == "lm" and not frozen:  # a model that is sampled from
+            plan.check_layers(config.num_layers)
+        if config.head != self.head:
+            heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
+            has, needs = heads[config.head], heads[self.head]
+            where = source.origin or "config.json"
+            raise UserError(f"{where}: {config.architecture} has a head for {has}, not for {needs}")
+        if source.origin is not None:
+            check_base(config, plan, source.origin)
+        check_device(config, plan, self.device)
         self.tokenizer, self.plain_text = source.tokenizer, source.plain_text
         self.generation_config = dict(source.generation_config)
         self._offloaded = False
@@ -80,10 +89,13 @@ class Model:
         if adapter is not None:
             weights, trains = adapter.over(weights), trains or adapter.lora.trains
         self.weights = Weights(weights, plan, self.device, frozen, trains, adapter)
-        self.key_exponents = key_exponents
+        self.key_exponents, exponents = key_exponents, None
         if plan.smooths_keys and key_exponents is None:
-            self.key_exponents = key_smoothing.key_exponents(weights, self.config, self.device)
-        self.decoder = Decoder(self.config, self.weights, self.key_exponents)
+            self.key_exponents = key_smoothing.key_exponents(weights, config, self.device)
+        if self.key_exponents is not None:
+            exponents = key_smoothing.head_exponents(self.key_exponents, config.num_heads)
+            exponents = exponents.to(self.device)
+        self.decoder = Decoder(config, self.weights, exponents)
         self.lora = None if adapter is None else adapter.lora
         self.base_source = None if adapter is None else replace(source, adapter=None)
         self.base_digest = ""
@@ -93,23 +105,8 @@ class Model:
             embedding = self.decoder.embedding.operand("train")
             assert isinstance(embedding, Tensor), "an embedding is never FP8"
             vectors = [value for value in self.decoder.parameters() if value.dim() == 1]
-            self.base_digest = base_digest(self.config, vectors, embedding)
+            self.base_digest = base_digest(config, vectors, embedding)
             adapter.check_base(self.base_digest)
-
-    def _check(self, source: ModelSource, frozen: bool) -> None:
-        """Refuse a model before its weights are read."""
-        if self.config.head != self.head:
-            heads = {"lm": "tokens (ForCausalLM)", "score": "scores (ForSequenceClassification)"}
-            where, has = source.origin or "config.json", heads[self.config.head]
-            raise UserError(
-                f"{where}: {self.config.architecture} has a head for {has}, not for "
-                f"{heads[self.head]}"
-            )
-        if source.origin is not None:
-            check_base(source.config, self.plan, source.origin)
-        check_device(self.config, self.plan, self.device)
-        if self.head == "lm" and not frozen:  # a model that is sampled from
-            self.plan.check_layers(self.config.num_layers)
 
     @classmethod
     def from_pretrained(
@@ -191,7 +188,9 @@ class Model:
         if text is None:
             raise UserError(f"{where}: key_exponents is missing, and the plan smooths keys")
         self.key_exponents = key_smoothing.from_text(text, self.key_exponents.shape, where)
-        self.decoder.set_key_exponents(self.key_exponents)
+        exponents = key_smoothing.head_exponents(self.key_exponents, self.config.num_heads)
+        assert self.decoder.exponents is not None, "the plan smooths keys"
+        self.decoder.exponents.copy_(exponents)  # in place: captured CUDA graphs read them
 
     def weight_scales(self) -> dict[str, Tensor]:
         """Return the float32 scales of each FP8 weight by its layer's name."""

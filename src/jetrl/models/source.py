@@ -145,13 +145,16 @@ def open_source(
     if head == "score":
         source = source.with_scalar_head()
     tokenizer = source.tokenizer
-    set_template_args(tokenizer, settings.model.template_args)
+    if settings.model.template_args:
+        set_template_args(tokenizer, settings.model.template_args)
     if tokenizer is not None and len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, but the model's vocab_size is "
             f"{config.vocab_size}"
         )
-    adapter = adapter_of(settings.adapter, source.config, seed, device)
+    adapter = None
+    if settings.adapter.kind is not None:
+        adapter = adapter_of(settings.adapter, source.config, seed, device)
     # Special tokens that a prompt spells out are text, unless the task says otherwise.
     return replace(source, adapter=adapter, plain_text=settings.task.special_tokens_as_text)
 

@@ -55,7 +55,6 @@ class Weights:
     Attributes:
         masters: The FP32 parameters that the optimizer changes, by name; of a divided matrix, this
             rank's rows.
-        dtype: The dtype of activations: bfloat16, or float32 under the fp32 plan.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Weights:
     ) -> None:
         assert not (frozen and trains), "a frozen model trains nothing"
         self.plan, self.device, self.frozen = plan, device, frozen
-        self.dtype = number_format(plan.rest).dtype
         self.sides: tuple[Side, ...] = ("train",) if frozen else ("rollout", "train")
         self._tensors: Mapping[str, Tensor] = tensors
         self.masters: dict[str, nn.Parameter] = {}
@@ -81,12 +79,17 @@ class Weights:
             self.gradients = OrderedGradients(world(), self.masters, self.shards)
         self._expected: list[Expected] = []  # products of backward, in the order of forward
         self._in_chunks: list[Tensor] = []
-        # A GPU's FP8 GEMM leaves WGrad in BF16; operands that it does not take are widened.
+        # A product of codes arrives in BF16; a GPU widens operands that its FP8 GEMM does not take.
         widened = device.type == "cuda" and plan.widens_wgrad
         self._coded_wgrad = plan.gradient.coded and not widened
         self._asked_for: set[str] = set()
         self._adapter = adapter
         self._quantized: dict[str, QuantizedWeight | AdapterWeight] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of activations: bfloat16, or float32 under the fp32 plan."""
+        return number_format(self.plan.rest).dtype
 
     def _keep_masters(self, names: Sequence[str]) -> None:
         """Put master weights on the device one by one; of a divided matrix, this rank's rows."""
@@ -136,7 +139,16 @@ class Weights:
         # A norm's master weight stays in any case: forwards with gradients read it as it is.
         fixed = name not in self.masters and master.dim() > 1
         shard = self.shards.get(name)
-        weight = QuantizedWeight(layer, master, formats, self.plan, shard, self.sides, fixed, codes)
+        weight = QuantizedWeight(
+            name=layer,
+            master=master,
+            formats=formats,
+            roundings=self.plan.roundings(formats),
+            shard=shard,
+            sides=self.sides,
+            fixed=fixed,
+            codes=codes,
+        )
         self._quantized[layer] = weight
         return weight
 

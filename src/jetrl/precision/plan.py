@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -333,6 +334,10 @@ class PrecisionPlan:
                     f"sampler_deviation.bf16_layers has layer {layer}, and the model has layers 0 "
                     f"to {num_layers - 1}: leave it out"
                 )
+
+    def roundings(self, formats: Mapping[Side, Format]) -> dict[Side, Rounding]:
+        """Return how each side rounds a weight that it reads in a format."""
+        return {side: self.rounding(side, format) for side, format in formats.items()}
 
     def rounding(self, side: Side, format: Format) -> Rounding:
         """Return how a weight is rounded for a layer that one side reads in a format."""

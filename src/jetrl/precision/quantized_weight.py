@@ -32,7 +32,7 @@ from jetrl.precision.formats import (
 )
 from jetrl.precision.nvfp4 import NVFP4Tensor, NVFP4Weight
 from jetrl.precision.nvfp4_products import in_device_order
-from jetrl.precision.plan import PrecisionPlan, Side
+from jetrl.precision.plan import Side
 from jetrl.precision.quantize import QTensor, dithered_bf16
 
 
@@ -48,6 +48,7 @@ class QuantizedWeight:
 
     Args:
         master: FP32, [N, K] for a linear layer or [D] for a norm; with a shard this rank's rows.
+        roundings: The roundings of the formats, from `PrecisionPlan.roundings`.
         shard: The division of the weight's rows among ranks; None if this rank has all.
         sides: The sides whose roundings are kept.
         codes: The weight if it is in NVFP4 already; of `master` only the shape is read.
@@ -66,7 +67,7 @@ class QuantizedWeight:
         name: str,
         master: nn.Parameter,
         formats: Mapping[Side, Format],
-        plan: PrecisionPlan,
+        roundings: Mapping[Side, Rounding],
         shard: Shard | None = None,
         sides: Collection[Side] = ("rollout", "train"),
         fixed: bool = False,
@@ -75,7 +76,7 @@ class QuantizedWeight:
         self.name, self.master, self.formats = name, master, formats
         self.shard, self.fixed = shard, fixed
         self.noise: Tensor | None = None
-        self._roundings = {side: plan.rounding(side, format) for side, format in formats.items()}
+        self._roundings = roundings
         num_rows = len(master) if shard is None else shard.num_rows
         self.shape = torch.Size((num_rows, *master.shape[1:]))
         kept = {self._roundings[side] for side in sides}
