@@ -1,23 +1,39 @@
-"""The statistics of a study: intervals, paired tests and equivalence, from Student's t.
+"""The statistics of a study: intervals, paired tests and equivalence, most of them scipy's.
 
-They rest on one special function, the regularized incomplete beta function, so that no package
-beside numpy is needed; the tests compare with tables and with cases computed by hand.
+Not scipy's: the signed-rank test, which scipy has exact only without ties, the estimate of Hodges
+and Lehmann, and Holm's method.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, median, stdev
+from types import ModuleType
+
+import numpy as np
+
+from jetrl.errors import UserError
 
 MOST_FLIPPED = 16  # differences whose signs are flipped in all 2**n ways
 MOST_SEEDS = 100  # a number of pairs beyond it is not named
-_TERMS, _PRECISION = 500, 1e-15
+MOST_RUNS = 200  # a number of runs an arm beyond it is not named
+_NEGLIGIBLE = 1e-9
+
+
+def _stats() -> ModuleType:
+    """Return scipy.stats, which reports need and runs do not."""
+    try:
+        from scipy import stats
+    except ModuleNotFoundError:
+        raise UserError(
+            "the statistics of a study need scipy: pip install -e '.[dev]' installs it"
+        ) from None
+    return stats
 
 
 @dataclass(frozen=True)
@@ -59,70 +75,20 @@ class Comparison:
     pairs_needed: int | None
 
 
-def beta_cdf(x: float, a: float, b: float) -> float:
-    """Return the regularized incomplete beta function I_x(a, b), the CDF of Beta(a, b).
-
-    It is the continued fraction of Numerical Recipes (3rd edition, 6.4), by Lentz's method.
-    """
-    if x <= 0.0:
-        return 0.0
-    if x >= 1.0:
-        return 1.0
-    if x > (a + 1) / (a + b + 2):  # the fraction converges fast on the other side
-        return 1.0 - beta_cdf(1 - x, b, a)
-    scale = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    front = math.exp(scale + a * math.log(x) + b * math.log1p(-x)) / a
-    numerator, denominator = 1.0, 1 / _nonzero(1 - (a + b) * x / (a + 1))
-    value = denominator
-    for m in range(1, _TERMS):
-        for factor in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            denominator = 1 / _nonzero(1 + factor * denominator)
-            numerator = _nonzero(1 + factor / numerator)
-            value *= denominator * numerator
-        if abs(denominator * numerator - 1) < _PRECISION:
-            break
-    return front * value
-
-
-def t_cdf(t: float, freedom: float) -> float:
-    """Return the CDF of Student's t distribution."""
-    if math.isinf(t):
-        return 0.0 if t < 0 else 1.0
-    tail = 0.5 * beta_cdf(freedom / (freedom + t * t), freedom / 2, 0.5)
-    return tail if t < 0 else 1 - tail
-
-
-@functools.cache
-def t_quantile(probability: float, freedom: float) -> float:
-    """Return the value at which the CDF of Student's t distribution is a probability."""
-    high = 1.0
-    while t_cdf(high, freedom) < max(probability, 1 - probability):
-        high *= 2
-    return _root(lambda t: t_cdf(t, freedom) - probability, -high, high)
-
-
 def mean_interval(values: Sequence[float], level: float) -> Interval:
     """Return the mean of values with its t interval."""
     n, mean = len(values), fmean(values)
     if n < 2:
         return Interval(mean, math.nan, math.nan, n)
-    half = t_quantile(0.5 + level / 2, n - 1) * stdev(values) / math.sqrt(n)
+    half = float(_stats().t.ppf(0.5 + level / 2, n - 1)) * stdev(values) / math.sqrt(n)
     return Interval(mean, mean - half, mean + half, n)
 
 
 @functools.cache
 def share_interval(count: int, n: int, level: float) -> Interval:
     """Return a share with its exact interval (Clopper and Pearson, 1934)."""
-    tail = (1 - level) / 2
-    low, high = 0.0, 1.0
-    if count > 0:
-        low = _root(lambda p: beta_cdf(p, count, n - count + 1) - tail, 0.0, 1.0)
-    if count < n:
-        high = _root(lambda p: beta_cdf(p, count + 1, n - count) - (1 - tail), 0.0, 1.0)
-    return Interval(count / n, low, high, n)
+    found = _stats().binomtest(count, n).proportion_ci(level, method="exact")
+    return Interval(count / n, float(found.low), float(found.high), n)
 
 
 def compare(differences: Sequence[float], margin: float, level: float) -> Comparison:
@@ -151,20 +117,19 @@ def pairs_needed(
     """
     if len(differences) < 2:
         return None
-    spread = stdev(differences)
-    for n in range(2, MOST_SEEDS + 1):
-        steps = t_quantile(level, n - 1) + t_quantile(0.5 + power / 2, n - 1)
-        if margin * math.sqrt(n) >= spread * steps:
-            return n
-    return None
+    t, counts = _stats().t, np.arange(2, MOST_SEEDS + 1)
+    steps = t.ppf(level, counts - 1) + t.ppf(0.5 + power / 2, counts - 1)
+    enough = counts[margin * np.sqrt(counts) >= stdev(differences) * steps]
+    return int(enough[0]) if len(enough) else None
 
 
 def t_test(differences: Sequence[float]) -> float:
     """Return the two-sided p-value of the t test that the mean difference is 0."""
     if len(differences) < 2:
         return math.nan
-    upper = _one_sided(differences, 0.0)
-    return min(1.0, 2 * min(upper, 1 - upper)) if any(differences) else 1.0
+    if stdev(differences) == 0.0:
+        return 0.0 if any(differences) else 1.0
+    return float(_stats().ttest_1samp(differences, 0.0).pvalue)
 
 
 def flip_test(differences: Sequence[float]) -> float:
@@ -172,15 +137,12 @@ def flip_test(differences: Sequence[float]) -> float:
 
     With n pairs it cannot be below 2 / 2**n.
     """
-    n = len(differences)
-    if not 2 <= n <= MOST_FLIPPED:
+    if not 2 <= len(differences) <= MOST_FLIPPED:
         return math.nan
-    own = abs(sum(differences)) * (1 - 1e-12)  # sums of the same terms may differ in last bits
-    as_large = 0
-    for signs in itertools.product((1, -1), repeat=n):
-        total = sum(sign * d for sign, d in zip(signs, differences, strict=True))
-        as_large += abs(total) >= own
-    return as_large / 2**n
+    flipped = _stats().permutation_test(
+        (differences,), np.mean, permutation_type="samples", n_resamples=math.inf, vectorized=True
+    )
+    return float(flipped.pvalue)
 
 
 def signed_rank_test(differences: Sequence[float]) -> float:
@@ -239,32 +201,10 @@ def _one_sided(differences: Sequence[float], bound: float) -> float:
     n = len(differences)
     if n < 2:
         return math.nan
-    distance, spread = fmean(differences) - bound, stdev(differences)
-    if spread == 0.0:
+    distance = fmean(differences) - bound
+    if stdev(differences) == 0.0:
         return 0.0 if distance > 0 else 1.0 if distance < 0 else 0.5
-    return 1 - t_cdf(distance / spread * math.sqrt(n), n - 1)
-
-
-def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Return where an increasing function is 0, by halving."""
-    for _ in range(200):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        if function(middle) < 0:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
-
-
-def _nonzero(value: float) -> float:
-    """Return a value, or one that can be divided by in place of 0."""
-    return value if abs(value) > 1e-300 else 1e-300
-
-
-MOST_RUNS = 200  # a number of runs an arm beyond it is not named
-_NEGLIGIBLE = 1e-9
+    return float(_stats().ttest_1samp(differences, bound, alternative="greater").pvalue)
 
 
 def fisher_p(count: int, n: int, other_count: int, other_n: int) -> float:
@@ -273,10 +213,8 @@ def fisher_p(count: int, n: int, other_count: int, other_n: int) -> float:
     It is the probability of all tables with the same margins that are no more probable than the
     one that was seen.
     """
-    total, having = n + other_n, count + other_count
-    first = range(max(0, having - other_n), min(n, having) + 1)
-    weights = {k: math.comb(n, k) * math.comb(other_n, having - k) for k in first}
-    return sum(w for w in weights.values() if w <= weights[count]) / math.comb(total, having)
+    table = [[count, n - count], [other_count, other_n - other_count]]
+    return float(_stats().fisher_exact(table).pvalue)
 
 
 def least_fisher_p(count: int, n: int, other_n: int) -> float:
@@ -326,16 +264,9 @@ def runs_needed(share: float, other: float, level: float, power: float = 0.8) ->
 
 def _power(n: int, share: float, other: float, level: float) -> float:
     """Return the probability that n runs of each arm show the one share above the other."""
-    power = 0.0
-    for count, chance in enumerate(_binomial(n, other)):
-        if chance > _NEGLIGIBLE:
-            least = least_shown(n, count, n, level)
-            if least is not None:
-                power += chance * sum(_binomial(n, share)[least:])
+    binom, power = _stats().binom, 0.0
+    for count, chance in enumerate(binom.pmf(range(n + 1), n, other)):
+        least = least_shown(n, count, n, level) if chance > _NEGLIGIBLE else None
+        if least is not None:
+            power += chance * float(binom.sf(least - 1, n, share))
     return power
-
-
-@functools.cache
-def _binomial(n: int, share: float) -> tuple[float, ...]:
-    """Return the probability of each count of n cases."""
-    return tuple(math.comb(n, k) * share**k * (1 - share) ** (n - k) for k in range(n + 1))

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import math
+from statistics import stdev
 
 import pytest
 from benchmarks.study.statistics import (
     adjusted,
     compare,
     flip_test,
+    mean_interval,
     signed_rank_test,
-    t_quantile,
     t_test,
 )
 
 
 @pytest.mark.parametrize(
-    ("probability", "freedom", "value"),
-    [  # the usual printed tables of Student's t, to three decimals
-        (0.975, 2, 4.303),
-        (0.975, 4, 2.776),
-        (0.995, 9, 3.250),
-        (0.975, 30, 2.042),
-    ],
+    ("level", "n", "quantile"),
+    [(0.95, 3, 4.303), (0.95, 5, 2.776), (0.99, 10, 3.250), (0.95, 31, 2.042)],
 )
-def test_t_quantiles_are_those_of_the_tables(
-    probability: float, freedom: int, value: float
+def test_intervals_have_the_quantiles_of_printed_tables(
+    level: float, n: int, quantile: float
 ) -> None:
-    assert t_quantile(probability, freedom) == pytest.approx(value, abs=5e-4)
+    values = [float(i) for i in range(n)]
+    interval = mean_interval(values, level)
+    half = quantile * stdev(values) / math.sqrt(n)
+    assert interval.high - interval.mean == pytest.approx(half, rel=2e-4)
+    assert interval.mean - interval.low == pytest.approx(half, rel=2e-4)
 
 
 def test_paired_tests_computed_by_hand() -> None:
