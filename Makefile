@@ -4,6 +4,7 @@
 #   make demo       train a tiny model with FP8 reinforcement learning (minutes, no GPU)
 #                   SETTINGS="loop.steps=10" changes settings
 #   make test       the tests that need no GPU
+#   make quick      structure, parity, precision and an installed wheel (two minutes)
 #   make test-busy  the same with four busy loops beside them: no verdict may change
 #   make soak       1000 steps with faults at random, runs killed at 60 moments, ranks that fail,
 #                   and 10,000 damaged files of each kind (minutes)
@@ -41,7 +42,7 @@ GPU_TEST_WORKERS ?= $(shell n=$$(($$(nproc 2>/dev/null || echo 4) * 3 / 4)); \
   echo $$((n < 1 ? 1 : n > 12 ? 12 : n)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-busy soak same-bits check house format docs test-gpu bench clean
+.PHONY: help demo test quick test-busy soak same-bits check house format docs test-gpu bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -68,6 +69,11 @@ demo: $(RUN_STAMP)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(TESTS)
+
+# What tells soonest that a change, or another Python, breaks something.
+quick: $(DEV_STAMP)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal \
+	  tests/structure tests/parity tests/precision tests/tools/test_installation.py
 
 test-busy: $(DEV_STAMP)
 	tools/busy.sh $(BUSY_LOOPS) $(MAKE) test
