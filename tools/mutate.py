@@ -4,6 +4,7 @@
     python tools/mutate.py                         every mutant of every target (hours of one core)
     python tools/mutate.py --every 5 --out FILE    every fifth mutant; write the survivors to FILE
     python tools/mutate.py --only packing          the mutants of one file
+    python tools/mutate.py --jobs 12               twelve at a time
     python tools/mutate.py --only packing --at 231 the mutants of one line
 
 A mutant is the abstract syntax tree of a source file with one node changed. Each runs in a process
@@ -24,6 +25,7 @@ import importlib.machinery
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -145,8 +147,8 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return self._path.read_text(encoding="utf-8")
 
 
-def outcome(target: str, tree: ast.Module, tests: Sequence[str], limit_s: float) -> str:
-    """Return "survived", "killed" or "hung" for a tree in place of a source file."""
+def start(target: str, tree: ast.Module, scratch: Path) -> int:
+    """Fork a process that runs a target's tests with a tree in place of its source file."""
     path = ROOT / "src" / "jetrl" / f"{target}.py"
     child = os.fork()
     if child == 0:
@@ -156,40 +158,66 @@ def outcome(target: str, tree: ast.Module, tests: Sequence[str], limit_s: float)
             os.dup2(silent, 2)
             os.setpgid(0, 0)
             sys.meta_path.insert(0, Changed(f"jetrl.{target.replace('/', '.')}", tree, path))
-            words = ["-x", "-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in tests)]
+            options = [
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                f"--basetemp={scratch / str(os.getpid())}",
+            ]
+            words = [*options, *(f"tests/{name}" for name in TARGETS[target])]
             os._exit(int(pytest.main(words) != 0))
         os._exit(1)
-    ends = time.monotonic() + limit_s
-    while time.monotonic() < ends:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return "killed" if status else "survived"
-        time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "hung"
+    return child
+
+
+def outcomes(
+    target: str, trees: Sequence[ast.Module], limit_s: float, jobs: int
+) -> Iterator[tuple[int, str]]:
+    """Yield the index of each tree and "survived", "killed" or "hung", `jobs` trees at a time."""
+    waiting = list(enumerate(trees))[::-1]
+    running: dict[int, tuple[int, float]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                index, tree = waiting.pop()
+                child = start(target, tree, Path(scratch))
+                running[child] = (index, time.monotonic() + limit_s)
+            for child, (index, ends) in list(running.items()):
+                done, status = os.waitpid(child, os.WNOHANG)
+                if not done and time.monotonic() < ends:
+                    continue
+                found = "killed" if status else "survived"
+                if not done:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    found = "hung"
+                del running[child]
+                yield index, found
+            time.sleep(0.02)
 
 
 def run(target: str, args: argparse.Namespace) -> list[str]:
     """Run the mutants of a target, and return a table row for each that survives."""
     source = (ROOT / "src" / "jetrl" / f"{target}.py").read_text(encoding="utf-8")
     began = time.monotonic()
-    if outcome(target, ast.parse(source), TARGETS[target], 600.0) != "survived":
+    unchanged = [ast.parse(source)] * args.jobs  # as slow as the mutants will be
+    if any(found != "survived" for _, found in outcomes(target, unchanged, 600.0, args.jobs)):
         raise SystemExit(f"{target}: its tests fail without any change")
     limit_s = 3 * (time.monotonic() - began) + SPARE_S
     chosen = [m for k, m in enumerate(mutants(source)) if k % args.every == 0]
     chosen = [m for m in chosen if args.at is None or m.line == args.at]
-    lines, rows, counts = source.splitlines(), [], {"survived": 0, "killed": 0, "hung": 0}
-    for mutant in chosen:
-        found = outcome(target, mutant.tree, TARGETS[target], limit_s)
+    lines, rows, counts = source.splitlines(), {}, {"survived": 0, "killed": 0, "hung": 0}
+    for index, found in outcomes(target, [m.tree for m in chosen], limit_s, args.jobs):
         counts[found] += 1
         if found == "survived":
+            mutant = chosen[index]
             text = lines[mutant.line - 1].strip().replace("|", "\\|")
-            rows.append(f"| `{target}.py` | {mutant.line} | {mutant.change} | `{text}` | |")
-            print(rows[-1], flush=True)
+            rows[index] = f"| `{target}.py` | {mutant.line} | {mutant.change} | `{text}` | |"
+            print(rows[index], flush=True)
     print(f"{target}: {counts}, {time.monotonic() - began:.0f} s", flush=True)
-    return rows
+    return [rows[index] for index in sorted(rows)]
 
 
 def main() -> int:
@@ -197,6 +225,7 @@ def main() -> int:
     parser.add_argument("--only", help="a part of a target's name")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth mutant")
     parser.add_argument("--at", type=int, metavar="LINE", help="only mutants of this line")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="run N mutants at a time")
     parser.add_argument("--out", type=Path, help="file for the table of survivors")
     args = parser.parse_args()
     os.chdir(ROOT)
