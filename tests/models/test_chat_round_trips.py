@@ -60,7 +60,7 @@ def test_a_text_that_is_encoded_as_text_has_no_control_token(chatml, text: str) 
 def test_a_conversation_is_read_back_turn_by_turn(
     chatml, question: str, said: list[tuple[str, str, str]], last: str
 ) -> None:
-    """Nothing that anybody says opens or ends a turn, and every span holds its own words."""
+    """No words open or end a turn, and every span holds its own."""
     prompt = Prompt("p1", messages=({"role": "user", "content": question},))
     turns = [Turn(answer, {"role": role, "content": reply}) for answer, role, reply in said]
     token_ids = encode_prompt(chatml, prompt, plain_text="all")
