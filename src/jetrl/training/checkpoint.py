@@ -123,9 +123,19 @@ class Checkpoints:
         """Return the folder of a step's checkpoint, which need not exist."""
         return self.directory / f"step_{step:06d}"
 
-    def save(self, *contents: Any, **named: Any) -> Path:
+    def save(
+        self,
+        step: int,
+        policy: Model,
+        optimizer: Optimizer,
+        extra: Mapping[str, Any],
+        score: float | None = None,
+        parts: Mapping[str, Learner] | None = None,
+    ) -> Path:
         """Write the checkpoint of a step, and return its folder: `write(snapshot(...))`."""
-        return self.write(self.snapshot(*contents, **named))
+        return self.write(
+            self.snapshot(step, policy, optimizer, extra=extra, score=score, parts=parts)
+        )
 
     def snapshot(
         self,

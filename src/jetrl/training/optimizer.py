@@ -149,7 +149,6 @@ class Optimizer:
     def _apply_compact(self, clip: Tensor) -> None:
         """Update the matrices with compact states by gradients times `clip`, a float32 scalar."""
         settings = self.settings
-        constants = (settings.betas, settings.eps, settings.weight_decay)
         scalars: dict[int, AdamWScalars] = {}  # by step, as a rule the same one for all
         for name, master in self.masters.items():
             if name in self._wide or master.grad is None:
@@ -161,7 +160,13 @@ class Optimizer:
             state["step"] += 1
             step = int(state["step"])  # on the CPU
             if step not in scalars:
-                scalars[step] = adamw_scalars(step, self._lr, *constants)
+                scalars[step] = adamw_scalars(
+                    step,
+                    self._lr,
+                    betas=settings.betas,
+                    eps=settings.eps,
+                    weight_decay=settings.weight_decay,
+                )
             # A rank rounds the rows that it owns as one rank would: random bits count elements.
             own = scalars[step]
             if name in self.shards:

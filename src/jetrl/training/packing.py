@@ -268,7 +268,10 @@ def _pack(
                 loss_mask[first + begin : first + stop] = False
             rollout_logprobs[first:end] = sequence.logprobs
         batch = Batch(
-            *(token_ids, cu_seqlens, loss_mask, rollout_logprobs),
+            token_ids=token_ids,
+            cu_seqlens=cu_seqlens,
+            loss_mask=loss_mask,
+            rollout_logprobs=rollout_logprobs,
             advantages=np.zeros(num_tokens, dtype=np.float32),
             sample_ids=np.asarray(ids, dtype=np.int64),
             stem_ids=np.array([stems[i].id for i in ids]) if share_prompts else None,
