@@ -49,7 +49,9 @@ def test_plot_overlays_runs(make_run, tmp_path, recwarn):
 
 def test_a_supervised_run_is_plotted_from_its_own_lines(make_run, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(jetrl.runs.plots, "line", lambda axes, steps, *_: drawn.append(len(steps)))
+    monkeypatch.setattr(
+        jetrl.runs.plots, "line", lambda axes, curve, *_: drawn.append(len(curve[0]))
+    )
     plot_runs([make_run("warm", steps=0, sft=3, evaluate=False)], (), tmp_path / "warm.png")
     assert set(drawn) == {3}
     drawn.clear()

@@ -170,8 +170,15 @@ def open_world(
         reason = str(error).strip().splitlines()[0]
         what = f"the {meeting.size} processes have met, but not joined"
         raise UserError(f"{what}: {reason}") from None
-    place = (dist.get_rank(), dist.get_world_size(), local_rank, local_size, socket.gethostname())
-    world = ProcessGroupWorld(*place, hosts=hosts, timeout_s=timeout_s)
+    world = ProcessGroupWorld(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=local_rank,
+        local_size=local_size,
+        node=socket.gethostname(),
+        hosts=hosts,
+        timeout_s=timeout_s,
+    )
     set_world(world)
     try:
         yield world

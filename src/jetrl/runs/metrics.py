@@ -36,7 +36,10 @@ class Metric(NamedTuple):
 
 
 _TABLE = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").replace("\n    ", " ")
-METRICS = tuple(Metric(*line.split("  ", 2)) for line in _TABLE.splitlines())
+METRICS = tuple(
+    Metric(name=name, unit=unit, meaning=meaning)
+    for name, unit, meaning in (line.split("  ", 2) for line in _TABLE.splitlines())
+)
 
 
 @functools.lru_cache(maxsize=4096)  # called for each metric of each line of a long run

@@ -133,8 +133,9 @@ def drawable(values: Sequence[float]) -> np.ndarray:
     return np.where(np.abs(array) < MOST_DRAWN, array, np.nan)
 
 
-def line(axes: Axes, steps: np.ndarray, values: np.ndarray, label: str, color: str) -> None:
+def line(axes: Axes, curve: tuple[np.ndarray, np.ndarray], label: str, color: str) -> None:
     """Draw a metric as a line: with a moving mean if long, thinned if very long."""
+    steps, values = curve
     steps, values = thin(steps, values)
     if len(steps) >= SMOOTH_FROM and len(np.unique(values)) > 1:  # a mean of equals has noise
         axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
@@ -228,7 +229,7 @@ def _lines(key: str, title: str, unit: str, names: Mapping[str, str]) -> ChartOf
 
         def draw(axes: Axes) -> None:
             for (label, curve), color in zip(curves.items(), itertools.cycle(LINES), strict=False):
-                line(axes, *curve, label, COLORS[color])
+                line(axes, curve, label, COLORS[color])
             # Start at zero, unless a value is negative; a flat line is not cut by the edge.
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes.dataLim.y0 < 0 else 0.0)
             axes.set_ylim(top=1.03 * axes.get_ylim()[1])
@@ -329,14 +330,16 @@ def _time(records: Records) -> Chart | None:
 
 CHARTS: tuple[ChartOf, ...] = (
     _lines(
-        *("reward", "Reward", "reward"), {"reward/mean": "mean", "reward/std": "standard deviation"}
+        "reward", "Reward", "reward", {"reward/mean": "mean", "reward/std": "standard deviation"}
     ),
     *(_evaluation, _mismatch, _mismatch_size),
     _lines("length", "Response length", "tokens", {"response_length/mean": "mean"}),
     _lines("entropy", "Policy entropy", "nats", {"policy/entropy": "entropy"}),
     _time,
     _lines(
-        *("signal", "Where signal is lost", "share"),
+        "signal",
+        "Where signal is lost",
+        "share",
         {
             "reward/zero_std_groups": "equal-reward groups",
             "response_length/clip_ratio": "answers cut off",
@@ -345,16 +348,22 @@ CHARTS: tuple[ChartOf, ...] = (
     ),
     _lines("grad_norm", "Gradient norm", "norm", {"policy/grad_norm": "before clipping"}),
     _lines(
-        *("throughput", "Throughput", "tokens/s"),
+        "throughput",
+        "Throughput",
+        "tokens/s",
         {"throughput/rollout_tokens_per_s": "rollout", "throughput/train_tokens_per_s": "training"},
     ),
     _lines(
-        *("memory", "Peak memory of the GPU", "GiB"),
+        "memory",
+        "Peak memory of the GPU",
+        "GiB",
         {"memory/rollout_peak_gib": "rollout", "memory/update_peak_gib": "update"},
     ),
     _lines("sft_loss", "Supervised updates", "nats", {"sft/loss": "loss"}),
     _lines(
-        *("pairs", "Pairs in the right order", "share"),
+        "pairs",
+        "Pairs in the right order",
+        "share",
         {"reward_model/accuracy": "of the update", "reward_model/eval_accuracy": "held out"},
     ),
 )
@@ -389,7 +398,7 @@ def plot_runs(
             for (label, records), color in zip(runs.items(), itertools.cycle(LINES), strict=False):
                 rl = in_phase(records, "rl")
                 own = rl if any(name in record for record in rl) else in_phase(records, "sft")
-                line(axes, *series(own, name), clip(visible(label), 60), COLORS[color])
+                line(axes, series(own, name), clip(visible(label), 60), COLORS[color])
             metric = find_metric(name)
             finish(axes, metric.unit if metric else "")
             axes.set_title(clip(visible(name), 60), loc="left", fontsize=10, fontweight="bold")
