@@ -48,8 +48,10 @@ VARIADIC = {
     *("chain", "gather", "intersection", "join", "Union", "union", "zip", "zip_longest"),
     # the sizes of a tensor's dimensions, and the place of a tensor in a storage
     *("normal", "randn", "set_", "view"),
-    # names of attributes, unknowns, tensors to keep, models to compare
-    *("attrgetter", "compare_weights", "save_for_backward", "solve"),
+    # names of attributes and settings, unknowns, tensors to keep, models to compare
+    *("attrgetter", "compare_weights", "save_for_backward", "solve", "unread"),
+    # the arguments of a wrapped function: a task's method, a user's reward function
+    *("asked", "bind", "function"),
     # both ends of a slice
     "slice",
 }

@@ -84,7 +84,10 @@ def run(args: argparse.Namespace) -> int:
             sizes.append(len(prompts))
             _say_which_prompts(args, location, own, task, prompts)
             results[task.label if not args.task else own.task.name] = evaluate_model(
-                *(policy, task, scorer, own.params),
+                policy,
+                task,
+                scorer,
+                params=own.params,
                 split=own.task.eval_split,
                 num_prompts=own.eval.prompts,
                 threshold=own.eval.threshold,

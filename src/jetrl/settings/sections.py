@@ -478,7 +478,8 @@ class Settings(Section):
         preset = self.precision.preset
         if self.train.updates_per_step == 1:
             yield "algorithm.calibrate_clip_every needs train.updates_per_step of at least 2"
-        if not codes_alike(*PRESETS[preset][:2]):
+        sides = PRESETS[preset]
+        if not codes_alike(sides.rollout_linear, sides.train_linear):
             needs = f"FP8 or INT8 on both sides, unlike precision.preset = {preset}"
             yield f"algorithm.calibrate_clip_every needs {needs}"
         if self.rollout.oversample:

@@ -598,12 +598,11 @@ def _same_with_i(gold: Any, answer: Any) -> bool:
     if not units:
         return False
     try:
-        both = [[one.subs(units).doit()] for one in (gold, answer)]
+        gold, answer = gold.subs(units).doit(), answer.subs(units).doit()
     except _NOT_POSSIBLE:
         return False
-    return bool(load_math_verify().verify(*both, timeout_seconds=None)) and not _differ(
-        both[0][0], both[1][0]
-    )
+    agree = load_math_verify().verify([gold], [answer], timeout_seconds=None)
+    return bool(agree) and not _differ(gold, answer)
 
 
 def _differ(gold: Any, answer: Any) -> bool:

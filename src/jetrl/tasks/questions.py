@@ -130,8 +130,11 @@ SOURCES: dict[str, Source] = {
     "aime25": Source("math-ai/aime25", "test", "problem", "answer", max_tokens=16384),
     "amc": Source("AI-MO/aimo-validation-amc", "train", "problem", "answer", max_tokens=8192),
     "gpqa_diamond": Source(
-        *("Idavidrein/gpqa", "train", "Question", "Correct Answer"),
-        tuple(f"Incorrect Answer {number}" for number in (1, 2, 3)),
+        path="Idavidrein/gpqa",
+        split="train",
+        question="Question",
+        answer="Correct Answer",
+        choices=tuple(f"Incorrect Answer {number}" for number in (1, 2, 3)),
         config="gpqa_diamond",
         max_tokens=8192,
     ),

@@ -111,7 +111,8 @@ def _asking_own(method: Callable[..., Any]) -> Any:
     """Return a method of `Mix` that asks a prompt's task, which gets the id that it gave."""
 
     def ask(mix: Mix, prompt: Prompt, *rest: Any) -> Any:
-        return getattr(mix.tasks[prompt.task], method.__name__)(_of_own_task(prompt), *rest)
+        asked = getattr(mix.tasks[prompt.task], method.__name__)
+        return asked(_of_own_task(prompt), *rest)
 
     return ask
 
