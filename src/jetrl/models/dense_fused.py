@@ -45,8 +45,11 @@ def norm_mlp_fused(
         assert gate_up.bias is None, "SwiGLU reads only the product of gate_up"
         total, y = _NormMLP.apply(x, delta, norm.weight, gate_up.weight, down.weight, fixed)
         return total, down.with_bias(y)
-    adapters = (*fixed.linears[0].masters, *fixed.linears[1].masters)
-    total, y = _AdaptedNormMLP.apply(x, delta, norm.weight, *adapters, fixed)
+    gate_up_a, gate_up_b = fixed.linears[0].masters
+    down_a, down_b = fixed.linears[1].masters
+    total, y = _AdaptedNormMLP.apply(
+        x, delta, norm.weight, gate_up_a, gate_up_b, down_a, down_b, fixed
+    )
     return total, y
 
 

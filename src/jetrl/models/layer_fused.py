@@ -138,8 +138,8 @@ def norm_linear_fused(
     if linear.adapter is None:
         total, y = _NormLinear.apply(x, delta, norm.weight, linear.weight, fixed)
         return total, linear.with_bias(y)
-    masters = fixed.linears[0].masters
-    total, y = _AdaptedNormLinear.apply(x, delta, norm.weight, *masters, fixed)
+    a, b = fixed.linears[0].masters
+    total, y = _AdaptedNormLinear.apply(x, delta, norm.weight, a, b, fixed)
     return total, y
 
 

@@ -44,8 +44,13 @@ class NormNoise:
 
     def __init__(self, model: Model, settings: Settings) -> None:
         adapter = settings.adapter
-        schedule = (adapter.noise_start, adapter.noise_end, adapter.noise_stages)
-        self._sigma = partial(noise_sigma, *schedule, settings.loop.steps)
+        self._sigma = partial(
+            noise_sigma,
+            start=adapter.noise_start,
+            end=adapter.noise_end,
+            stages=adapter.noise_stages,
+            num_steps=settings.loop.steps,
+        )
         self._seed, self._step = settings.run.seed, 0
         self._norms: dict[str, RMSNorm] = {}
         if adapter.noise_start > 0:
@@ -60,7 +65,7 @@ class NormNoise:
         self._step = step
         if not self._norms:
             return {}
-        sigma = self._sigma(step) if step else 0.0
+        sigma = self._sigma(step=step) if step else 0.0
         for name, norm in self._norms.items():
             norm.quantized.noise = self._draw(name, norm, sigma) if sigma else None
             norm.quantized.requantize()

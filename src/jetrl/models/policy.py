@@ -125,8 +125,8 @@ class Policy(Model):
 
         size = max(1, backend_of(hidden).logits_at_once // self.config.vocab_size)
         chunks = [
-            checkpoint(chunk_logprobs, *chunk, use_reentrant=False)
-            for chunk in zip(hidden.split(size), chosen.split(size), strict=True)
+            checkpoint(chunk_logprobs, rows, ids, use_reentrant=False)
+            for rows, ids in zip(hidden.split(size), chosen.split(size), strict=True)
         ]
         logprobs, moments = (torch.cat(list(x), -1) for x in zip(*chunks, strict=True))
         return logprobs, moments
