@@ -29,6 +29,10 @@ if TYPE_CHECKING:  # torch comes with it, which `jetrl init --help` does not nee
     from jetrl.precision.formats import Format
 
 
+Shapes = dict[str, tuple[int, ...]]
+Names = dict[str, tuple[str, ...]]
+
+
 class LayerHalf(Stored, ABC, extra="ignore"):
     """The base class of the records of blocks and of mixers (`models.mixer`).
 
@@ -45,21 +49,21 @@ class LayerHalf(Stored, ABC, extra="ignore"):
         return {key: f.examples[0] for key, f in cls.model_fields.items() if f.examples}
 
     @abstractmethod
-    def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, hidden: int) -> Shapes:
         """Return the shape of each parameter by its name in a layer, its norm's first."""
 
     @abstractmethod
-    def stored_names(self, fused: bool) -> dict[str, tuple[str, ...]]:
+    def stored_names(self, fused: bool) -> Names:
         """Return the modules that each weight stacks; Phi-3 stores them `fused`."""
 
     @property
-    def stored_rows(self) -> dict[str, tuple[int, ...]]:
+    def stored_rows(self) -> Shapes:
         """The rows of the modules that a weight stacks, by its name; if absent, they are equal."""
         return {}
 
 
 class Block(LayerHalf):
-    """The base class of records of blocks."""
+    """The base class of the records of blocks."""
 
     @abstractmethod
     def kept_values(self, hidden: int, inputs: bool) -> int:
@@ -102,14 +106,14 @@ class DenseShape(Block):
     ]
 
     @staticmethod
-    def matrices(hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    def matrices(hidden: int, inner: int) -> Shapes:
         """Return the shapes of the matrices by name."""
         return {"gate_up.weight": (2 * inner, hidden), "down.weight": (hidden, inner)}
 
-    def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, hidden: int) -> Shapes:
         return {"post_norm.weight": (hidden,), **self.matrices(hidden, self.intermediate_size)}
 
-    def stored_names(self, fused: bool) -> dict[str, tuple[str, ...]]:
+    def stored_names(self, fused: bool) -> Names:
         return {
             "post_norm": ("post_attention_layernorm",),
             "gate_up": ("mlp.gate_up_proj",) if fused else ("mlp.gate_proj", "mlp.up_proj"),

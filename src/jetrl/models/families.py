@@ -31,7 +31,7 @@ from transformers import CONFIG_MAPPING
 
 from jetrl.errors import UserError
 from jetrl.files import checked, printable, shown_value
-from jetrl.models.block import Block, DenseShape
+from jetrl.models.block import Block, DenseShape, LayerHalf, Shapes
 from jetrl.models.config_schema import HF_CONFIG, NAMED, HfConfig, Named
 from jetrl.models.mixer import AttentionShape, Mixer
 from jetrl.models.rope import TYPES, Scaling, read_rope
@@ -55,6 +55,11 @@ class Family:
     fused: bool = False
     window_in_use: bool = False
     rope_types: tuple[str, ...] = TYPES
+
+    @property
+    def records(self) -> tuple[type[LayerHalf], ...]:
+        """The records with keys of config.json."""
+        return (self.block, *self.mixers.values())
 
 
 FAMILIES: dict[str, Family] = {
@@ -220,17 +225,17 @@ def defaults(family: str) -> Mapping[str, Any]:
         known |= {name: p.default for name, p in parameters if p.default is not p.empty}
     known["rope_theta"] = kind().rope_parameters["rope_theta"]
     fields = dict(HfConfig.model_fields)
-    for half in (FAMILIES[family].block, *FAMILIES[family].mixers.values()):
-        fields |= half.model_fields
+    for record in FAMILIES[family].records:
+        fields |= record.model_fields
     # Sizes have to be there, though transformers has defaults: a file without is damaged.
     sizes = {key for key, field in fields.items() if field.is_required()} - _DEFAULTED
     return {key: known[key] for key in known.keys() & fields.keys() - sizes}
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> Shapes:
     """Return each parameter's shape by our name, in forward order; linear weights are [out, in]."""
     hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, hidden)}
+    shapes: Shapes = {"embed.weight": (config.vocab_size, hidden)}
     for number, layer in enumerate(config.layers):
         for half in (layer.mixer, layer.block):
             own = half.parameter_shapes(hidden).items()

@@ -5,8 +5,6 @@ is (`models.block`, which has the rules for weights). Attention is one. Its keys
 those that all families share, so `families` makes its record; the fields of another record are its
 own keys, and a family names it by its entry in `layer_types` (`Family.mixers`). Nothing else names
 a weight of a mixer. No torch.
-
-Legend: D hidden size, H query heads, G key-value heads.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from jetrl.kernels.attention import backward_lists
-from jetrl.models.block import LayerHalf
+from jetrl.models.block import LayerHalf, Names, Shapes
 
 if TYPE_CHECKING:  # as in `models.block`
     from jetrl.precision.formats import Format
@@ -24,10 +22,7 @@ if TYPE_CHECKING:  # as in `models.block`
 
 
 class Mixer(LayerHalf):
-    """The base class of records of mixers.
-
-    `wide` is the bytes of an activation.
-    """
+    """The base class of the records of mixers; `wide` is the bytes of an activation."""
 
     @abstractmethod
     def cached_bytes(self, kv: KVFormats) -> int:
@@ -72,11 +67,11 @@ class AttentionShape(Mixer):
     qk_norm: bool
 
     @property
-    def stored_rows(self) -> dict[str, tuple[int, ...]]:
+    def stored_rows(self) -> Shapes:
         keys = self.num_kv_heads * self.head_dim
         return {"qkv": (self.num_heads * self.head_dim, keys, keys)}
 
-    def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, hidden: int) -> Shapes:
         rows = sum(self.stored_rows["qkv"])
         shapes = {"input_norm.weight": (hidden,), "qkv.weight": (rows, hidden)}
         if self.qkv_bias:
@@ -86,11 +81,11 @@ class AttentionShape(Mixer):
         shapes["o.weight"] = (hidden, self.num_heads * self.head_dim)
         return shapes
 
-    def stored_names(self, fused: bool) -> dict[str, tuple[str, ...]]:
-        qkv = ("qkv",) if fused else ("q", "k", "v")
+    def stored_names(self, fused: bool) -> Names:
+        apart = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         return {
             "input_norm": ("input_layernorm",),
-            "qkv": tuple(f"self_attn.{name}_proj" for name in qkv),
+            "qkv": ("self_attn.qkv_proj",) if fused else apart,
             "q_norm": ("self_attn.q_norm",),
             "k_norm": ("self_attn.k_norm",),
             "o": ("self_attn.o_proj",),
@@ -105,12 +100,9 @@ class AttentionShape(Mixer):
         return self.num_kv_heads * (2 * 2 * self.head_dim + factors)
 
     def kept_bytes(self, wide: int, kv: KVFormats) -> int:
-        # Q, K and V; keys and values as stored; queries, attention's output and the log-sum-exp.
-        queries = self.num_heads * self.head_dim
-        stored = self.cached_bytes(kv)
-        return (
-            wide * sum(self.stored_rows["qkv"]) + stored + 2 * wide * queries + 4 * self.num_heads
-        )
+        # Q, K and V; queries and attention's output; keys and values as stored; the log-sum-exp.
+        queries, keys, _ = self.stored_rows["qkv"]
+        return wide * (3 * queries + 2 * keys) + self.cached_bytes(kv) + 4 * self.num_heads
 
     def forward_bytes(self, hidden: int, wide: int) -> int:
         queries, keys, _ = self.stored_rows["qkv"]

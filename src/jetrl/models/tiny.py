@@ -124,9 +124,8 @@ def make_tiny(
     if vocab_size is not None and vocab_size < len(made):
         raise UserError(f"vocab_size = {vocab_size}: the tokenizer has {len(made)} tokens")
     end_ids = {made.eos_token_id, made.pad_token_id if tokenizer == "bpe" else made.eos_token_id}
-    mixers = FAMILIES[family].mixers
-    kinds = (FAMILIES[family].block, *mixers.values())
-    fields = [name for kind in kinds for name in kind.model_fields]
+    records, mixers = FAMILIES[family].records, FAMILIES[family].mixers
+    fields = [name for record in records for name in record.model_fields]
     for key in block.keys() - set(fields):
         raise UserError(f"{family} has no {key}: {', '.join(fields)}")
     raw: dict[str, Any] = {
@@ -134,7 +133,7 @@ def make_tiny(
         "model_type": family,
         "vocab_size": vocab_size or len(made),
         "hidden_size": hidden_size,
-        **{key: value for kind in kinds for key, value in kind.tiny().items()},
+        **{key: value for record in records for key, value in record.tiny().items()},
         **block,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
