@@ -19,14 +19,13 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.files import shown_value
-from jetrl.models.coded_weights import CodedWeights, codes_of
+from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.families import ModelConfig, StoredTensor, linear_layers, parameter_shapes
 from jetrl.models.patterns import matching
 from jetrl.precision.adapter_weight import AdapterShape
@@ -179,7 +178,7 @@ class Adapter:
         """Return the config of a base with the adapter, which may untie the head."""
         return dataclasses.replace(config, tie_word_embeddings=False) if self.unties else config
 
-    def over(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def over(self, weights: CodedWeights) -> CodedWeights:
         """Return the base's weights with those that the adapter replaces."""
         if not self.replaced:
             return weights
@@ -190,7 +189,7 @@ class Adapter:
                 return self.replaced[name]
             return weights[_EMBEDDINGS if name in head else name]  # an untied head begins so
 
-        return CodedWeights(chain(weights, head), value, codes_of(weights))
+        return CodedWeights([*weights, *head], value, weights.codes)
 
 
 def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tensor) -> str:

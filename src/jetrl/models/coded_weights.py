@@ -6,13 +6,15 @@ that no more than one parameter is in memory next to what the model keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from jetrl.precision.nvfp4 import NVFP4Tensor
 
 
+@dataclass(eq=False)
 class CodedWeights(Mapping[str, Tensor]):
     """The parameters of a model by name, each made or read on access and not kept.
 
@@ -20,27 +22,18 @@ class CodedWeights(Mapping[str, Tensor]):
     and scales, or None if it has 16 or 32 bits; `codes` is None for a model without NVFP4.
     """
 
-    def __init__(
-        self,
-        names: Iterable[str],
-        value: Callable[[str], Tensor],
-        codes: Callable[[str], NVFP4Tensor | None] | None = None,
-    ) -> None:
-        self._names, self._value, self.codes = dict.fromkeys(names), value, codes
+    names: Collection[str]
+    value: Callable[[str], Tensor]
+    codes: Callable[[str], NVFP4Tensor | None] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._value(name)
+        return self.value(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-
-def codes_of(weights: Mapping[str, Tensor]) -> Callable[[str], NVFP4Tensor | None] | None:
-    """Return the `codes` of a model's parameters, None without NVFP4."""
-    return weights.codes if isinstance(weights, CodedWeights) else None
+        return name in self.names

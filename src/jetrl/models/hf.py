@@ -142,7 +142,7 @@ def open_weights(
     `CodedWeights.codes`. On the CPU a parameter stored as one tensor stays mapped to its file. On
     device "meta" tensors have shapes only, and a hub name needs no weight files.
     """
-    layout = nvfp4_files.nvfp4_layout(config.raw.get("quantization_config"))
+    layout = nvfp4_files.layout_of(config)
     outline = torch.device(device).type == "meta"
     if outline and hf_files.is_hub_name(path):
         return _outline(config, layout)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig
+from jetrl.models.mixer import AttentionShape
 
 _SMALLEST = -10  # below the largest of a head, so that no channel that grows later dominates
 
@@ -37,16 +38,16 @@ def key_exponents(
     They are zeros for a layer without keys, and for a model on device "meta", without weights.
     """
     attention = config.attention
-    shape = config.num_layers, config.num_kv_heads, config.head_dim // 2
+    shape = len(config.layers), attention.num_kv_heads, attention.head_dim // 2
     exponents = np.zeros(shape, dtype=np.int8)
     for i in () if device.type == "meta" else config.layers_with_keys:
         bias = weights[f"layers.{i}.qkv.bias"] if attention.qkv_bias else None
         norm = weights[f"layers.{i}.k_norm.weight"] if attention.qk_norm else None
         exponents[i] = pair_exponents(
-            weight=_key_rows(weights[f"layers.{i}.qkv.weight"], config),
-            bias=None if bias is None else _key_rows(bias, config),
+            weight=_key_rows(weights[f"layers.{i}.qkv.weight"], attention),
+            bias=None if bias is None else _key_rows(bias, attention),
             norm=None if norm is None else _float64(norm),
-            num_heads=config.num_kv_heads,
+            num_heads=attention.num_kv_heads,
         )
     return torch.from_numpy(exponents)
 
@@ -55,10 +56,11 @@ def _float64(tensor: Tensor) -> np.ndarray:
     return tensor.detach().to("cpu", torch.float64).numpy()
 
 
-def _key_rows(tensor: Tensor, config: ModelConfig) -> np.ndarray:
+def _key_rows(tensor: Tensor, attention: AttentionShape) -> np.ndarray:
     """Return the key heads' rows of a fused qkv weight or bias, float64 [G * D, ...]."""
-    first, size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return _float64(tensor[first : first + size])
+    size = attention.head_dim
+    first, count = attention.num_heads * size, attention.num_kv_heads * size
+    return _float64(tensor[first : first + count])
 
 
 def pair_exponents(

@@ -93,7 +93,7 @@ class Model:
         if plan.smooths_keys and key_exponents is None:
             self.key_exponents = key_smoothing.key_exponents(weights, config, self.device)
         if self.key_exponents is not None:
-            exponents = key_smoothing.head_exponents(self.key_exponents, config.num_heads)
+            exponents = key_smoothing.head_exponents(self.key_exponents, config.attention.num_heads)
             exponents = exponents.to(self.device)
         self.decoder = Decoder(config, self.weights, exponents)
         self.lora = None if adapter is None else adapter.lora
@@ -188,7 +188,9 @@ class Model:
         if text is None:
             raise UserError(f"{where}: key_exponents is missing, and the plan smooths keys")
         self.key_exponents = key_smoothing.from_text(text, self.key_exponents.shape, where)
-        exponents = key_smoothing.head_exponents(self.key_exponents, self.config.num_heads)
+        exponents = key_smoothing.head_exponents(
+            self.key_exponents, self.config.attention.num_heads
+        )
         assert self.decoder.exponents is not None, "the plan smooths keys"
         self.decoder.exponents.copy_(exponents)  # in place: captured CUDA graphs read them
 

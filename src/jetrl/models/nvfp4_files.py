@@ -158,14 +158,19 @@ def check_quantization(quantization: Any) -> None:
         checked(TypeAdapter(_Fp8), quantization, f"{_WHERE} ({read})")
 
 
+def layout_of(config: ModelConfig) -> NVFP4Layout | None:
+    """Return the layout of a model's NVFP4 weights; None if config.json names another method."""
+    return nvfp4_layout(config.raw.get("quantization_config"))
+
+
 def is_nvfp4(config: ModelConfig) -> bool:
     """Return whether config.json says that linear layers are in NVFP4."""
-    return nvfp4_layout(config.raw.get("quantization_config")) is not None
+    return layout_of(config) is not None
 
 
 def left_in_16_bits(config: ModelConfig) -> set[str]:
     """Return the linear weights, by our names, that an NVFP4 directory leaves in 16 bits."""
-    layout = nvfp4_layout(config.raw.get("quantization_config"))
+    layout = layout_of(config)
     if layout is None:
         return set()
     linears = {
@@ -181,7 +186,7 @@ def left_in_16_bits(config: ModelConfig) -> set[str]:
 
 def check_base(config: ModelConfig, plan: PrecisionPlan, path: str | Path) -> None:
     """Raise if a directory is in NVFP4 and a plan would round its linear layers again."""
-    layout = nvfp4_layout(config.raw.get("quantization_config"))
+    layout = layout_of(config)
     if layout is None:
         return
     begin = f"{path}: its linear layers are in NVFP4 ({layout.tool})"

@@ -22,7 +22,7 @@ from jetrl.files import read_json
 from jetrl.models import hf
 from jetrl.models.adapter import Adapter
 from jetrl.models.chat_template import set_template_args
-from jetrl.models.coded_weights import CodedWeights, codes_of
+from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.nvfp4_files import check_base
 from jetrl.models.peft import adapter_of
@@ -47,12 +47,12 @@ class ModelSource:
             "meta" gives shapes without values.
         generation_config: generation_config.json; empty without that file.
         adapter: The adapter to train on frozen weights.
-        origin: The directory or hub name of the weights; None: another origin.
+        origin: The directory or hub name of the weights; None: they are in no directory.
         plain_text: The texts of a task in which special tokens are encoded as text.
     """
 
     config: ModelConfig
-    weights: Callable[[torch.device], Mapping[str, Tensor]]
+    weights: Callable[[torch.device], CodedWeights]
     tokenizer: PreTrainedTokenizerBase | None = None
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter | None = None
@@ -81,7 +81,7 @@ class ModelSource:
     ) -> ModelSource:
         """Return a source of random weights; those of a seed differ between a CPU and a GPU."""
 
-        def weights(device: torch.device) -> Mapping[str, Tensor]:
+        def weights(device: torch.device) -> CodedWeights:
             return RandomWeights(config, seed, device)
 
         return ModelSource(config, weights, tokenizer, adapter=adapter)
@@ -94,7 +94,8 @@ class ModelSource:
         adapter: Adapter | None = None,
     ) -> ModelSource:
         """Return a source of parameters by name, on any device."""
-        return ModelSource(config, lambda device: tensors, tokenizer, adapter=adapter)
+        weights = CodedWeights(tensors, tensors.__getitem__)
+        return ModelSource(config, lambda device: weights, tokenizer, adapter=adapter)
 
     def ending_with_tokenizer(self) -> ModelSource:
         """Return the source with the end of the tokenizer as the end of generation."""
@@ -109,7 +110,7 @@ class ModelSource:
         if self.config.head == "score":
             return self
 
-        def weights(device: torch.device) -> Mapping[str, Tensor]:
+        def weights(device: torch.device) -> CodedWeights:
             body = self.weights(device)
 
             def value(name: str) -> Tensor:
@@ -118,7 +119,7 @@ class ModelSource:
                 return body[name].detach().to(device, torch.float32, copy=True)
 
             names = [name for name in body if name != "lm_head.weight"]
-            return CodedWeights([*names, "score.weight"], value, codes_of(body))
+            return CodedWeights([*names, "score.weight"], value, body.codes)
 
         config = self.config.with_scalar_head()
         return replace(self, config=config, weights=weights, generation_config={})

@@ -31,7 +31,7 @@ from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.adapter import Adapter, adapter_names
-from jetrl.models.coded_weights import codes_of
+from jetrl.models.coded_weights import CodedWeights
 from jetrl.models.layer import RMSNorm
 from jetrl.precision.adapter_weight import AdapterWeight
 from jetrl.precision.backend import arithmetic_of
@@ -59,7 +59,7 @@ class Weights:
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: CodedWeights,
         plan: PrecisionPlan,
         device: torch.device,
         frozen: bool = False,
@@ -69,7 +69,7 @@ class Weights:
         assert not (frozen and trains), "a frozen model trains nothing"
         self.plan, self.device, self.frozen = plan, device, frozen
         self.sides: tuple[Side, ...] = ("train",) if frozen else ("rollout", "train")
-        self._tensors: Mapping[str, Tensor] = tensors
+        self._tensors = tensors
         self.masters: dict[str, nn.Parameter] = {}
         self.shards: dict[str, Shard] = {}
         if not frozen:
@@ -126,7 +126,7 @@ class Weights:
         """Return a master weight as a layer reads it, rounded again by each `requantize`."""
         assert layer not in self._quantized, f"two layers are called {layer}"
         frozen = any(format.frozen for format in formats.values())
-        read = codes_of(self._tensors) if frozen else None
+        read = self._tensors.codes if frozen else None
         codes = None if read is None else read(name)
         if read is not None and codes is None:  # which the files leave in 16 bits
             formats = {"rollout": BF16, "train": BF16}
@@ -221,7 +221,7 @@ class Weights:
         assert not lost, f"no layer has these adapters: {lost}"
         self.gradients.expect(self._expected, self._in_chunks)
         self._adapter = None  # its tensors were copied
-        self._tensors = {}
+        del self._tensors
 
     @torch.no_grad()
     def requantize(self) -> None:
