@@ -46,8 +46,8 @@ VARIADIC = {
     "warning",
     # sequences, sets, paths and coroutines to join
     *("chain", "gather", "intersection", "join", "Union", "union", "zip", "zip_longest"),
-    # the sizes of a tensor's dimensions, and the place of a tensor in a storage
-    *("normal", "randn", "set_", "view"),
+    # the sizes of a tensor's dimensions, its place in a storage, the shapes that it may have
+    *("normal", "randn", "read", "set_", "view"),
     # names of attributes and settings, unknowns, tensors to keep, models to compare
     *("attrgetter", "compare_weights", "save_for_backward", "solve", "unread"),
     # the arguments of a wrapped function: a task's method, a user's reward function

@@ -78,8 +78,10 @@ def adamw_(
         assert (x.dtype, x.shape, x.is_contiguous()) == (dtype, master.shape, True)
     if not master.numel():
         return
+    s = scalars
     _adamw_kernel[(triton.cdiv(master.numel(), _BLOCK),)](
         master, grad, ratio, root, clip, master.numel(),
-        *scalars[:-1], scalars.salt - (scalars.salt >> 31 << 32),  # the salt as an int32
+        s.beta1, s.rest1, s.beta2, s.rest2, s.rate, s.unbias, s.eps, s.decay, s.carry, s.before,
+        s.now, s.encode, s.salt - (s.salt >> 31 << 32),  # the salt as an int32
         _BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -197,8 +197,9 @@ def take_verified(
     lse, float32 [R]; an lse that is not finite means no draw.
     """
     if (kernels := kernels_of(rows)) is not None:
-        on_device = (tokens, logprobs, lse)
-        kernels.take_verified(state, draft_text, drafts, inputs, rows, *on_device, out, width)
+        kernels.take_verified(
+            state, draft_text, drafts, inputs, rows, tokens, logprobs, lse, out, width
+        )
         return
     batch = len(rows)
     position, ahead = state.position[rows].long(), torch.arange(width)

@@ -140,10 +140,11 @@ def take_draws(
 ) -> None:
     """`kernels.decode.take_draws` on Hopper."""
     count = _count(rows)
+    lines, out_width = out.tokens.shape
     _take_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops, rows,
         tokens, logprobs, lse, out.tokens, out.logprobs, out.count,
-        count, *out.tokens.shape, max(32, triton.next_power_of_2(count)), num_warps=4,
+        count, lines, out_width, max(32, triton.next_power_of_2(count)), num_warps=4,
     )  # fmt: skip
 
 
@@ -458,12 +459,13 @@ def take_verified(
 ) -> None:
     """`kernels.decode.take_verified` on Hopper."""
     count = _count(rows)
+    lines, out_width = out.tokens.shape
     _take_verified_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops,
         draft_text.text, draft_text.tables, draft_text.group, draft_text.quality,
         drafts.tokens, drafts.counts, drafts.sources, inputs.queries, inputs.first, rows,
         tokens, logprobs, lse, out.tokens, out.logprobs, out.offers, out.count,
-        count, *out.tokens.shape, out.offers.shape[1], draft_text.width,
+        count, lines, out_width, out.offers.shape[1], draft_text.width,
         draft_text.tables.shape[1], width, _lanes(count), num_warps=4,
     )  # fmt: skip
 

@@ -192,9 +192,10 @@ def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> Tensor:
     assert temperature > 0
     out = torch.empty(5, len(chosen), dtype=torch.float32, device=logits.device)
     if len(chosen):
+        logprob, entropy, variance, largest, lse = out
         _forward_kernel[(len(chosen),)](
-            logits, chosen, *out, logits.shape[1], temperature, BLOCK,
-            num_warps=NUM_WARPS, enable_fp_fusion=False,
+            logits, chosen, logprob, entropy, variance, largest, lse, logits.shape[1], temperature,
+            BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -205,8 +206,9 @@ def _logit_gradient(
     """Return out [R, V] filled with the logits' gradient; softmax is max z and lse, [2, R]."""
     blocks = triton.cdiv(logits.shape[1], BLOCK)
     if len(chosen):
+        largest, lse = softmax
         _backward_kernel[(len(chosen) * blocks,)](
-            logits, chosen, *softmax, grad, out, logits.shape[1], blocks, temperature,
+            logits, chosen, largest, lse, grad, out, logits.shape[1], blocks, temperature,
             BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
     return out

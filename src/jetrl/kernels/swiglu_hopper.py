@@ -167,7 +167,8 @@ def swiglu_quantize(gate_up: Tensor, scales: str | None = DEFAULT_SCALES) -> QTe
     """
     if scales is None:
         return _int8_rows(gate_up, None)
-    rows = empty_row_groups(*_check(gate_up), FORMATS["e4m3"][0], gate_up.device)
+    num_rows, width = _check(gate_up)
+    rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], gate_up.device)
     _launch_rows(gate_up, None, rows, scales)
     return rows
 

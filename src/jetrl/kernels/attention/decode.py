@@ -296,8 +296,9 @@ def attend_decode(
         queries: the rows of several queries per sequence; padding rows are arbitrary.
     """
     o = torch.empty_like(q)
-    batch_pages = (block_tables, lengths, max_length)
-    _launch(q, pages, *batch_pages, o, None, DEFAULT_SCALES, split_keys, queries)
+    _launch(
+        q, pages, block_tables, lengths, max_length, o, None, DEFAULT_SCALES, split_keys, queries
+    )
     return o
 
 
@@ -315,12 +316,14 @@ def attend_decode_quantized(
         scales: "fp32", or "pow2" for scales that are powers of two.
     """
     count, heads, head_dim = q.shape
-    batch_pages = (block_tables, lengths, max_length)
     if head_dim != FP8_BLOCK:
-        o = attend_decode(q, pages, *batch_pages, split_keys, queries)
+        o = attend_decode(q, pages, block_tables, lengths, max_length, split_keys, queries)
         return quantize_rows(o.view(count, heads * head_dim), scales=scales)
     rows = empty_row_groups(count, heads * head_dim, FORMATS["e4m3"][0], q.device)
-    _launch(q, pages, *batch_pages, rows.codes, rows.scales, scales, split_keys, queries)
+    _launch(
+        q, pages, block_tables, lengths, max_length, rows.codes, rows.scales, scales, split_keys,
+        queries,
+    )  # fmt: skip
     return rows
 
 
@@ -351,19 +354,20 @@ def _launch(
     if queries is not None:
         counts, first, keys = queries.counts, queries.first, queries.keys
     k_scales, v_scales = (o if s is None else s for s in (pages.k_scales, pages.v_scales))
-    out = (o, o, 0) if o_scales is None else (o, o_scales, o_scales.stride(1))
-    rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
+    out_scales, scale_stride = (o, 0) if o_scales is None else (o_scales, o_scales.stride(1))
+    quantize, maximum, pow2 = o_scales is not None, FORMATS["e4m3"][1], scales == "pow2"
     decode_kernel[(pages.num_heads * tiles, batch, splits)](
         q, pages.k, pages.v, k_scales, v_scales, block_tables, lengths, counts, first,
-        *out[:2], part, state,
-        block_tables.stride(0), block_tables.shape[1], out[2], splits,
+        o, out_scales, part, state,
+        block_tables.stride(0), block_tables.shape[1], scale_stride, splits,
         int(torch.cuda.is_current_stream_capturing()),
         pages.num_heads, group, head_dim, BLOCK_KEYS, split_keys // BLOCK_KEYS, width > 1, in_tile,
-        pages.scaled, score_scale(head_dim, pages.scaled), *rule,
+        pages.scaled, score_scale(head_dim, pages.scaled), quantize, maximum, AMAX_FLOOR, pow2,
         num_warps=1, enable_fp_fusion=False, **overlapped(),
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(heads, rows)](
-            part, state, keys, *out, splits, heads, head_dim, split_keys, pages.scaled, 8, *rule,
+            part, state, keys, o, out_scales, scale_stride, splits,
+            heads, head_dim, split_keys, pages.scaled, 8, quantize, maximum, AMAX_FLOOR, pow2,
             num_warps=1, enable_fp_fusion=False, **overlapped(),
         )  # fmt: skip

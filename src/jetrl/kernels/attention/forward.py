@@ -481,7 +481,6 @@ def _launch(
     items = heads * len(tiles.tiles)
     programs = multiprocessors(q.device)
     out_scales, scale_stride = (lse, 0) if o_scales is None else (o_scales, o_scales.stride(1))
-    rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
     forward_kernel[(min(items, programs),)](
         q,
         TensorDescriptor.from_tensor(staged.kv, [BLOCK_KEYS, head_dim], _TILE_LAYOUT),
@@ -489,7 +488,8 @@ def _launch(
         o, out_scales, lse, scratch, tiles.tiles, items, staged.num_blocks, num_queries,
         scale_stride,
         heads, group, head_dim, BLOCK_KEYS, split_keys // BLOCK_KEYS, _STAGES, staged.codes.scaled,
-        score_scale(head_dim, staged.codes.scaled), *rule,
+        score_scale(head_dim, staged.codes.scaled),
+        o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2",
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return lse

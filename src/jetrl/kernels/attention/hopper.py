@@ -49,9 +49,9 @@ def attend_equal_lengths(
     Takes q, bfloat16 [T, H, D], and k and v [T, G, D]. Seed and offset are of cuDNN's dropout,
     which is off; backward takes them.
     """
-    dense = (_dense(x, length) for x in (q, k, v))
+    q, k, v = (_dense(x, length) for x in (q, k, v))
     o, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
-        *dense, None, True, 0.0, True, False
+        q, k, v, None, True, 0.0, True, False
     )
     return _packed(o), lse, seed, offset
 

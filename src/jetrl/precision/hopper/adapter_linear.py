@@ -57,9 +57,11 @@ def adapted_matmul(
         values: bfloat16 [T, K], the values of a's codes.
         form: one to measure or to compare; the faster one by default.
     """
-    if (form or form_for(len(values), *adapter.up.shape)) == "fused":
+    n, rank = adapter.up.shape
+    if (form or form_for(len(values), n, rank)) == "fused":
         u, operands = _signalling(values, adapter)
-        return rows_matmul(*row_operand(a), b, adapter=operands), u
+        rows, codes, scales = row_operand(a)
+        return rows_matmul(rows, codes, scales, b, adapter=operands), u
     u = project_down_hopper(values, adapter.down, adapter.arrived)
     return project_up_hopper(fp8_matmul_hopper(a, b), u, adapter.up, adapter.columns), u
 
@@ -79,9 +81,11 @@ def quantized_adapted_matmul(
     if len(x) >= MOST_ROWS:
         return adapted_matmul(quantize_rows(x, "e4m3", scales), x, b, adapter)
     u, a = project_down_quantize(x, adapter.down, adapter.arrived, scales)
-    if form_for(len(x), *adapter.up.shape) == "fused":
+    n, rank = adapter.up.shape
+    if form_for(len(x), n, rank) == "fused":
         operands = AdapterOperands(u, adapter.up, adapter.columns)
-        return rows_matmul(*row_operand(a), b, adapter=operands), u
+        rows, codes, a_scales = row_operand(a)
+        return rows_matmul(rows, codes, a_scales, b, adapter=operands), u
     return project_up_hopper(fp8_matmul_hopper(a, b), u, adapter.up, adapter.columns), u
 
 

@@ -383,10 +383,11 @@ def rows_matmul(
     weight = TensorDescriptor(
         b.codes, [n, k], [b.codes.stride(0), 1], [tiles.block_n, FP8_BLOCK], _CODES_LAYOUT
     )
-    beside, columns, ready = (weight, weight), out, None
+    # A kernel takes no None: without an adapter other tensors stand for its operands.
+    u, up, columns, ready = weight, weight, out, None
     if adapter is not None:
-        beside, columns = adapter.descriptors(box, tiles.block_n), adapter.columns
-        ready = adapter.ready
+        u, up = adapter.descriptors(box, tiles.block_n)
+        columns, ready = adapter.columns, adapter.ready
     grid = (cdiv(rows, tiles.block_m), cdiv(n, tiles.parts * tiles.block_n))
     rows_gemm_kernel[grid](
         TensorDescriptor(codes, [padded, k], [k, 1], [box, FP8_BLOCK], _CODES_LAYOUT),
@@ -394,7 +395,7 @@ def rows_matmul(
             scales, [k // FP8_BLOCK, padded], [scales.stride(1), 1], [1, tiles.block_m],
             _SCALES_LAYOUT,
         ),
-        weight, *beside, b_scales, out, columns, columns if ready is None else ready, rows, n,
+        weight, u, up, b_scales, out, columns, columns if ready is None else ready, rows, n,
         b_scales.stride(0), int(torch.cuda.is_current_stream_capturing()),
         k // FP8_BLOCK, tiles.parts, box, tiles.block_m, tiles.block_n, tiles.rounds, tiles.group,
         rank, ready is not None,

@@ -85,7 +85,8 @@ def nvfp4_matmul_hopper(
     if not (x.shape[0] > FEW_ROWS if widen is None else widen):
         return nvfp4_rows_matmul(x, w, out_dtype)
     wide = widened_hopper(w)
-    parts, columns = parts_of(*w.shape)
+    n, k = w.shape
+    parts, columns = parts_of(n, k)
     factor = w.factor.of_rows if isinstance(w.factor, RowFactors) else w.factor
     with pinned_bf16_reductions():
         if parts > 1 or isinstance(factor, Tensor):

@@ -101,7 +101,8 @@ class Tiles:
 
 def shared_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> int:
     """Return the most bytes of shared memory that a program of a cut takes; rank 0: no adapter."""
-    return program_bytes(tiles.rounds, *_stage_and_beside(tiles, rows, parts, rank))
+    stage, beside = _stage_and_beside(tiles, rows, parts, rank)
+    return program_bytes(tiles.rounds, stage, beside)
 
 
 def _stage_and_beside(tiles: Tiles, rows: int, parts: int, rank: int) -> tuple[int, int]:
@@ -120,8 +121,8 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
 
 def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -> Tiles:
     """Return a cut whose stages, at least 2, fit in the given bytes of shared memory."""
-    sizes = _stage_and_beside(tiles, rows, parts, rank)
-    return replace(tiles, rounds=fitting_stages(tiles.rounds, *sizes, room))
+    stage, beside = _stage_and_beside(tiles, rows, parts, rank)
+    return replace(tiles, rounds=fitting_stages(tiles.rounds, stage, beside, room))
 
 
 def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
@@ -552,10 +553,11 @@ def nvfp4_rows_matmul(
     block_m, rings, chains = tiles.block_rows(rows), tiles.rings(parts), tiles.chains(parts)
     each, blocks = tiles.group // chains, w.codes.shape[0] // 16
     codes = TensorDescriptor(w.codes, [blocks * 16, 32], [32, 1], [each * 16, 32], _CODES_LAYOUT)
-    beside, first_columns, ready = (codes, codes), out, None
+    # A kernel takes no None: without an adapter other tensors stand for its operands.
+    u, up, first_columns, ready = codes, codes, out, None
     if adapter is not None:
-        beside, first_columns = adapter.descriptors(block_m, UNIT * tiles.units), adapter.columns
-        ready = adapter.ready
+        u, up = adapter.descriptors(block_m, UNIT * tiles.units)
+        first_columns, ready = adapter.columns, adapter.ready
     factor = w.factor.of_rows if isinstance(w.factor, RowFactors) else w.factor
     copies = 2 if adapter is None else 3  # warps
     others = rings * tiles.sides - 1  # groups of four warps behind the first
@@ -566,7 +568,7 @@ def nvfp4_rows_matmul(
         ),
         codes,
         TensorDescriptor(w.scales, [blocks, 64], [64, 1], [each, 64], _SCALES_LAYOUT),
-        *beside, out, first_columns, first_columns if ready is None else ready, factor, rows, n,
+        u, up, out, first_columns, first_columns if ready is None else ready, factor, rows, n,
         k // BLOCK, columns // BLOCK, int(torch.cuda.is_current_stream_capturing()), rings, chains,
         parts // (rings * chains), tiles.sides, tiles.units, block_m, tiles.group, tiles.rounds,
         rank, ready is not None, (*[4] * others, *[1] * copies),

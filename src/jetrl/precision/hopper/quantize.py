@@ -337,10 +337,11 @@ def turned_weight(q: QTensor) -> QTensor:
     blocks, column_blocks = cdiv(num_rows, FP8_BLOCK), cdiv(num_columns, FP8_BLOCK)
     codes = whole_groups(q.codes, blocks * FP8_BLOCK)
     turned = empty_weight(num_columns, num_rows, q.codes.dtype, q.codes.device)
+    stored_rows, stored_columns = codes.shape
     # Codes move as bytes: their type has no meaning here.
     _turn_kernel[(blocks * column_blocks,)](
         codes.view(torch.uint8), q.scales, turned.codes.view(torch.uint8), turned.scales,
-        *codes.shape, q.scales.stride(0), turned.scales.stride(0), column_blocks,
+        stored_rows, stored_columns, q.scales.stride(0), turned.scales.stride(0), column_blocks,
         **TILE_OPTIONS,
     )  # fmt: skip
     return turned
