@@ -193,7 +193,7 @@ def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
     small = jetrl(*words, *shape, "--gpus=1", "--gpu-memory=4")
     assert (small.code, "2.8 GiB are free" in small.err) == (2, True)
     assert jetrl("train", "demo", "--gpus=2").err.startswith("error: --gpus needs --dry-run")
-    assert "--gpu-memory -1: should be above 0" in jetrl(*words, "--gpu-memory=-1").err
+    assert "--gpu-memory -1: must be above 0" in jetrl(*words, "--gpu-memory=-1").err
 
 
 def test_a_real_run_from_the_command_line(

@@ -1,6 +1,6 @@
-"""Training: samples in, updated master weights and metrics out.
+"""Training: scored samples in, updated master weights and metrics out.
 
-trainer and sft make training steps of optimizer updates (update); extras has the critic and other
-optional parts; checkpoint keeps everything that a run needs to continue. advantages, packing and
-mismatch import without torch, so nothing is imported here.
+`trainer` and `sft` run training steps made of optimizer updates (`update`); `extras` holds the
+critic and other optional parts; `checkpoint` saves everything needed to resume. `advantages`,
+`packing` and `mismatch` do not need torch, so this package imports nothing.
 """

@@ -1,4 +1,4 @@
-"""Advantages: one number per trained token, from the rewards of a step. Imports no torch.
+"""Advantages: one value per trained token, computed from a step's rewards. Does not import torch.
 
     group          reward minus the group's mean, over its standard deviation    GRPO, DAPO, ...
     leave_one_out  reward minus the mean of the group's other rewards            RLOO
@@ -7,7 +7,7 @@
     gae            temporal differences against a critic, normalized             PPO
 
 An estimator is a function of `StepRewards` and its settings, computed in float64 and rounded once.
-In a group of equal rewards advantages are exactly 0, not the rounding error of a mean.
+If all rewards of a group are equal, its advantages are exactly 0, without rounding error.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import numpy as np
 
 from jetrl.errors import UserError
 
-MOST_REWARD = float(np.finfo(np.float32).max)  # beyond it, squares of float64 overflow as well
-STD_EPS = 1e-6  # verl's; TRL adds 1e-4
-_VARIANCE_EPS = 1e-8  # for normalization over tokens, as verl's
+MOST_REWARD = float(np.finfo(np.float32).max)  # larger values overflow when squared in float64
+STD_EPS = 1e-6  # as in verl; TRL uses 1e-4
+_VARIANCE_EPS = 1e-8  # as in verl, for normalization over tokens
 
 
 @dataclass(frozen=True)
 class StepRewards:
-    """The rewards of a step's S samples.
+    """Rewards of the S samples of a step.
 
     Attributes:
-        rewards: float64 [S]; NaN for a sample that no reward function judged, which is in no
-            statistic and has advantage 0.
-        groups: int64 [S]; samples of one prompt share a number.
+        rewards: float64 [S]; NaN for an unscored sample, which is excluded from all statistics and
+            has advantage 0.
+        groups: int64 [S]; samples of the same prompt share a number.
         penalties: Subtracted at each trained token (a weighted KL), float64 [n] per sample.
         values: The critic's value before each trained token, float32 [n] per sample.
     """
@@ -43,16 +43,16 @@ class StepRewards:
 
     @property
     def judged(self) -> np.ndarray:
-        """Return which samples have a reward, bool [S]."""
+        """Return a mask of the samples that have a reward, bool [S]."""
         return ~np.isnan(self.rewards)
 
     @property
     def scores(self) -> np.ndarray:
-        """Return the rewards less the penalties of all tokens of a sample, float64 [S]."""
+        """Return each reward minus the sum of its penalties, float64 [S]."""
         return self.rewards - np.array([penalty.sum() for penalty in self.penalties])
 
     def at_tokens(self, per_sample: np.ndarray) -> list[np.ndarray]:
-        """Return numbers per sample, [S], repeated at each token: float32 [n] per sample."""
+        """Return per-sample values [S] expanded to tokens: float32 [n] per sample."""
         return [
             np.full(len(penalty), value, dtype=np.float32)
             for value, penalty in zip(per_sample, self.penalties, strict=True)
@@ -61,7 +61,7 @@ class StepRewards:
 
 @dataclass(frozen=True)
 class Advantages:
-    """The advantages, and the returns for a critic, float32 [n] per sample."""
+    """Advantages, and returns for a critic, float32 [n] per sample."""
 
     advantages: list[np.ndarray]
     returns: list[np.ndarray] | None = None
@@ -78,7 +78,7 @@ def leave_one_out(step: StepRewards) -> Advantages:
     advantage_S = np.zeros(len(step.rewards))
     for members, reward in _groups(step.scores, step.groups, step.judged):
         count = len(members)
-        # A group of one has nothing to compare with.
+        # A group of one has no baseline.
         if count > 1 and not _constant(reward):
             advantage_S[members] = (reward - reward.mean()) * (count / (count - 1))
     return Advantages(step.at_tokens(advantage_S))
@@ -86,7 +86,7 @@ def leave_one_out(step: StepRewards) -> Advantages:
 
 def _whole_step(step: StepRewards) -> Advantages:
     """Reward minus later penalties, normalized over the step's tokens (Hu 2025, "REINFORCE++")."""
-    # A token is credited with the reward less the penalties from it on.
+    # Reward to go: the reward minus penalties at this token and later.
     rewards_to_go = [
         reward - np.cumsum(penalty[::-1])[::-1]
         for reward, penalty in zip(step.rewards, step.penalties, strict=True)
@@ -110,19 +110,19 @@ def gae(step: StepRewards, gamma: float = 1.0, gae_lambda: float = 0.95) -> Adva
     assert step.values is not None, "gae needs a critic's values"
     advantages, returns = [], []
     for reward, penalty, value in zip(step.rewards, step.penalties, step.values, strict=True):
-        # The reward comes with the last token, penalties with theirs.
+        # The reward is at the last token; penalties are at their own tokens.
         rewards = -penalty.astype(np.float64)
         rewards[-1:] += reward
         values = value.astype(np.float64)
         advantage = np.zeros(len(rewards))
         following, next_value = 0.0, 0.0
-        # Backwards, since each advantage needs the next one; V is 0 after the end.
+        # Backward in time: each advantage needs the next one. V is 0 after the end.
         for t in reversed(range(len(rewards))):
             delta = rewards[t] + gamma * next_value - values[t]
             following = delta + gamma * gae_lambda * following
             advantage[t], next_value = following, values[t]
         advantages.append(advantage)
-        # A completion without a reward says nothing about values.
+        # An unscored completion has no value target.
         known = values if np.isnan(reward) else advantage + values
         returns.append(known.astype(np.float32))
     return Advantages(_normalized(advantages, step.judged), returns)
@@ -142,8 +142,8 @@ def group_advantages(
 ) -> np.ndarray:
     """Return (reward - mean) / (sample standard deviation + 1e-6) in each group, float32 [N].
 
-    Groups need not be contiguous; a group of one has advantage 0. So has a reward of None, which
-    its group's statistics leave out.
+    Groups need not be contiguous. The advantage is 0 in a group of one, and for a reward of None,
+    which is excluded from its group's statistics.
     """
     reward_N, group_N = check_rewards(rewards, groups)
     return _in_groups(reward_N, group_N, ~np.isnan(reward_N), normalize_std)
@@ -154,7 +154,7 @@ def _in_groups(
 ) -> np.ndarray:
     advantage_N = np.zeros(len(rewards), dtype=np.float32)
     for members, reward in _groups(rewards, groups, judged):
-        # Exactly 0, not the rounding error of a mean.
+        # Exactly 0, without the rounding error of a mean.
         if _constant(reward):
             continue
         advantage = reward - reward.mean()
@@ -167,14 +167,15 @@ def _in_groups(
 def check_rewards(
     rewards: Sequence[float | None], groups: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return rewards as float64 [N], None as NaN, and groups as int64 [N].
+    """Return rewards as float64 [N] (None becomes NaN) and groups as int64 [N].
 
-    A UserError names a reward that is not finite, or too large: its advantage would be 0.
+    Raises UserError for a reward that is infinite, NaN or too large, since its advantage would be
+    0.
     """
     reward_N = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
     group_N = np.asarray(groups, dtype=np.int64)
     for i, reward in enumerate(rewards):
-        if reward is not None and not abs(reward) <= MOST_REWARD:  # a NaN too
+        if reward is not None and not abs(reward) <= MOST_REWARD:  # also true for NaN
             what = f"the reward of sample {i} (group {group_N[i]}) is {reward}"
             raise UserError(f"{what}; it must be a finite number within {MOST_REWARD:.3g}")
     return reward_N, group_N
@@ -183,7 +184,8 @@ def check_rewards(
 def overlong_penalties(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.ndarray:
     """Return the penalty of completions near the token limit, float64 [S] ("DAPO", eq. 13).
 
-    0 up to max_tokens - buffer tokens, linear up to 1 at max_tokens; a buffer of 0 is off.
+    The penalty is 0 up to max_tokens - buffer tokens and rises linearly to 1 at max_tokens. A
+    buffer of 0 disables it.
     """
     if buffer == 0:
         return np.zeros(len(lengths))
@@ -193,7 +195,7 @@ def overlong_penalties(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.
 def _groups(
     rewards: np.ndarray, groups: np.ndarray, judged: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (sample numbers, rewards) of each group, of judged samples only."""
+    """Return (sample numbers, rewards) of the scored samples of each group."""
     numbers = np.unique(groups[judged])
     members = [np.flatnonzero((groups == number) & judged) for number in numbers]
     return [(ids, rewards[ids]) for ids in members]
@@ -204,14 +206,14 @@ def _constant(values: np.ndarray) -> bool:
 
 
 def _normalized(values: Sequence[np.ndarray], judged: np.ndarray) -> list[np.ndarray]:
-    """Return values with mean 0 and variance 1 (n - 1) over all tokens: float32 [n] per sample.
+    """Return values normalized to mean 0, variance 1 over all tokens: float32 [n] per sample.
 
-    Tokens of samples that are not judged are left out, and get 0.
+    Tokens of unscored samples are excluded and get 0.
     """
     parts = [np.asarray(part, dtype=np.float64) for part in values]
     kept = [part for part, known in zip(parts, judged, strict=True) if known]
     everything = np.concatenate(kept) if kept else np.zeros(0)
-    # Equal values say nothing, and one value has no variance.
+    # Equal values carry no signal, and a single value has no variance.
     if len(everything) < 2 or _constant(everything):
         return [np.zeros(len(part), dtype=np.float32) for part in values]
     scale = 1.0 / np.sqrt(everything.var(ddof=1) + _VARIANCE_EPS)

@@ -1,18 +1,19 @@
-"""Checkpoints: everything that a run needs to continue with the same bits, safe from any crash.
+"""Crash-safe checkpoints with everything needed to resume a run bit for bit.
 
     checkpoints/step_000050/
-        masters.safetensors     the float32 master weights, by internal name
-        optimizer.safetensors   AdamW's moments, by master weight
-        NAME.safetensors        tensors of other parts of the run, if any
-        state.json              step, updates, plan, model, key factors, score, the loop's values
-        manifest.json           size and SHA-256 of each of the other files
+        masters.safetensors     float32 master weights, by internal name
+        optimizer.safetensors   AdamW moments, by master weight
+        NAME.safetensors        tensors of other components, if any
+        state.json              step, updates, plan, model, key factors, score, loop state
+        manifest.json           size and SHA-256 of every other file
 
-With several ranks each file of tensors is a folder with the rows of every rank
-(`distributed.shard_files`). Any number of ranks reads either format.
+With several ranks, each tensor file is a folder with the rows of every rank
+(`distributed.shard_files`). Either format can be loaded with any number of ranks.
 
-A checkpoint is written to a hidden folder, flushed to disk, then renamed: under its real name it is
-complete. Older ones are removed only after that. Nothing is pickled, so a checkpoint cannot run
-code. A copied `snapshot` can be written by another thread (`Background`) while training continues.
+A checkpoint is written to a hidden folder, flushed to disk, then renamed, so a checkpoint under its
+final name is complete. Older checkpoints are removed only afterwards. Nothing is pickled: loading a
+checkpoint cannot run code. A copied `snapshot` can be written by another thread (`Background`)
+while training continues.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ _WRITING, _REPLACED = ".writing-", ".replaced-"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint before it is written: `state` is state.json; tensors are by part and name.
+    """Contents of a checkpoint before it is written.
 
-    Of tensors that `shards` divides, it has only this rank's rows.
+    `state` becomes state.json; tensors are by component and name. Sharded tensors hold only this
+    rank's rows.
     """
 
     step: int
@@ -66,7 +68,7 @@ class Snapshot:
         return sum(t.nbytes for tensors in self.tensors.values() for t in tensors.values())
 
     def copied(self) -> Snapshot:
-        """Return a copy in CPU memory, which training does not change."""
+        """Return a copy in CPU memory, independent of further training."""
         tensors = {
             part: {name: t.to("cpu", copy=True) for name, t in named.items()}
             for part, named in self.tensors.items()
@@ -75,14 +77,14 @@ class Snapshot:
 
 
 class Latest(NamedTuple):
-    """The newest good checkpoint of a run."""
+    """The newest intact checkpoint of a run."""
 
     path: Path
     notes: list[str]
 
 
 class Loaded(NamedTuple):
-    """The contents of a checkpoint other than weights and optimizer, which were loaded in place."""
+    """Contents of a checkpoint except weights and optimizer state, which are loaded in place."""
 
     step: int
     extra: dict[str, Any]
@@ -91,12 +93,12 @@ class Loaded(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of a run, which may be saved while other programs read them.
+    """The checkpoints of a run; other programs may read them while they are saved.
 
-    Every rank calls `save`, `snapshot`, `write`, `latest`, `load` and `tidy`; rank 0 looks at the
-    disk, and all ranks raise the error of one. `save` keeps the newest `keep_last`, and the
-    `keep_best` with the highest score as well. `ranks` is None for `world()`; a `write` in its own
-    thread needs a channel of its own.
+    Every rank calls `save`, `snapshot`, `write`, `latest`, `load` and `tidy`. Rank 0 inspects the
+    disk; if a rank fails, all ranks raise its error. `save` keeps the newest `keep_last`
+    checkpoints and the `keep_best` with the highest score. `ranks` is None for `world()`; a `write`
+    in another thread needs its own channel.
     """
 
     masters, state = staticmethod(files.masters_of), staticmethod(files.state_of)
@@ -111,16 +113,16 @@ class Checkpoints:
         self.directory = Path(directory)
         self.keep_last, self.keep_best = keep_last, keep_best
         self._ranks = ranks or world()
-        # What `latest` has found to be undamaged, so that `load` need not read it twice.
+        # Checkpoints verified by `latest`, so that `load` need not read them twice.
         self._verified: Path | None = None
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, good or damaged, ascending."""
+        """Return all steps that have a checkpoint, intact or damaged, ascending."""
         matches = (_NAME.fullmatch(entry.name) for entry in self.directory.glob("step_*"))
         return sorted(int(match[1]) for match in matches if match)
 
     def path(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint, which need not exist."""
+        """Return the folder for a step's checkpoint, which may not exist."""
         return self.directory / f"step_{step:06d}"
 
     def save(
@@ -146,9 +148,9 @@ class Checkpoints:
         score: float | None = None,
         parts: Mapping[str, Learner] | None = None,
     ) -> Snapshot:
-        """Return a checkpoint's contents: the run's own tensors, and `extra` as exact JSON.
+        """Return the contents of a checkpoint, with references to tensors; `extra` becomes JSON.
 
-        Raises NonFiniteError for a tensor with a NaN or infinity, which no checkpoint may keep.
+        Raises NonFiniteError for a tensor with a NaN or infinity, which must not be saved.
         """
         size = self._ranks.size
         sharded = {"format": files.SHARDED_FORMAT, "ranks": size}
@@ -166,7 +168,7 @@ class Checkpoints:
         }
         tensors = {files.MASTERS: {name: p.detach() for name, p in policy.master_weights().items()}}
         shards = {files.MASTERS: policy.weights.shards}
-        # The optimizer is a part like a critic or a draft head.
+        # The optimizer is one component among others, such as a critic or a draft head.
         owners: dict[str, Optimizer | Learner] = {files.OPTIMIZER: optimizer, **(parts or {})}
         for part, owner in owners.items():
             tensors[part] = owner.state_tensors()
@@ -175,24 +177,24 @@ class Checkpoints:
         return Snapshot(step, json.dumps(state, indent=1), tensors, shards)
 
     def write(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint, then remove all but the newest and best ones, and return its folder.
+        """Write a checkpoint, remove all but the newest and best ones, and return its folder.
 
-        Replaces a checkpoint of the same step, and removes those of later steps, which the run left
-        by resuming from an earlier one. After a StorageError (a full disk) nothing of it is left,
-        and older ones are unchanged.
+        Replaces a checkpoint of the same step, and removes checkpoints of later steps, which are
+        stale after a resume from an earlier step. After a StorageError (disk full), the incomplete
+        checkpoint is removed and older ones are unchanged.
         """
         step, state, target = snapshot.step, snapshot.state, self.path(snapshot.step)
         writing = self.directory / f"{_WRITING}{target.name}"
         ranks = self._ranks
         try:
-            # 1. An empty hidden folder. 2. Every rank's tensors. 3. Their checksums.
-            # 4. state.json, the manifest and the rename, by rank 0 when all else is on disk.
+            # 1. Create an empty hidden folder. 2. Write every rank's tensors. 3. Compute checksums.
+            # 4. On rank 0, once everything else is on disk: state.json, manifest, rename.
             ranks.from_first("the folder of a checkpoint", lambda: self._begin(writing))
             written = files.write_parts(writing, snapshot.tensors, snapshot.shards, ranks)
             end = "the end of a checkpoint"
             ranks.from_first(end, lambda: self._put_in_place(writing, target, state, written))
         except BaseException as error:
-            # Nothing of it stays, so that a full disk gets its space back.
+            # Remove the incomplete checkpoint, to free its space on a full disk.
             if ranks.is_first:
                 shutil.rmtree(writing, ignore_errors=True)
             if not isinstance(error, OSError):
@@ -203,7 +205,7 @@ class Checkpoints:
         return target
 
     def _check_finite(self, step: int, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Raise a NonFiniteError if AdamW has made a NaN, which no gradient shows."""
+        """Raise NonFiniteError if AdamW produced a NaN, which no gradient check catches."""
         tensors = {
             f"{part}/{name}": t for part, named in parts.items() for name, t in named.items()
         }
@@ -226,10 +228,10 @@ class Checkpoints:
         writing.mkdir()
 
     def latest(self) -> Latest:
-        """Return the newest good checkpoint, after comparing every file with its checksum.
+        """Return the newest intact checkpoint, after verifying the checksum of every file.
 
-        If none is good, the UserError says how each is damaged. If the newest good one has another
-        format, that is an error too: no older one takes its place.
+        Raises UserError if all are damaged, with the damage of each. A newest intact checkpoint of
+        another format is also an error; `latest` does not fall back to an older one.
         """
         latest = self._ranks.from_first("the newest checkpoint", self._latest)
         self._verified = latest.path
@@ -253,11 +255,11 @@ class Checkpoints:
         raise UserError(f"no checkpoint in {self.directory}: the run ended before its first one")
 
     def load(self, path: str | Path, policy: Model, optimizer: Optimizer) -> Loaded:
-        """Load a checkpoint's master weights and optimizer state, bit for bit, into a model.
+        """Load master weights and optimizer state bit for bit into a model.
 
-        Raises UserError for a difference in plan, model or tensors, having changed nothing.
+        Raises UserError if plan, model or tensors differ; the model is then unchanged.
         """
-        # `latest` has just compared the checksums of the path that it returned.
+        # `latest` has just verified the checksums of the path that it returned.
         path, ranks = Path(path), self._ranks
         if path != self._verified:
             ranks.from_first("whether a checkpoint is good", lambda: self.check(path))
@@ -269,7 +271,7 @@ class Checkpoints:
         def read() -> dict[str, files.StoredTensors]:
             stored = {part: files.StoredTensors(place) for part, place in parts.items()}
             tensors, moments = stored.pop(files.MASTERS), stored.pop(files.OPTIMIZER, None)
-            # Compare everything first: a checkpoint that does not fit must change nothing.
+            # Validate everything first, so that a mismatch changes nothing.
             plan = files.as_json(policy.plan.to_dict())
             problems = [
                 *files.differences("precision plan", state["plan"], plan),
@@ -289,7 +291,8 @@ class Checkpoints:
                 )
             where = str(path / files.STATE_FILE)
             policy.restore_key_exponents(state.get("key_exponents"), where)
-            # Rows of this rank only; optimizer first, since it checks and may refuse.
+            # Load only this rank's rows. The optimizer comes first, since it validates and may
+            # raise.
             own = {} if moments is None else moments.own(optimizer.shard_of)
             optimizer.load_state(own, updates)
             tensors.copy_to(policy)
@@ -306,7 +309,7 @@ class Checkpoints:
 
     @classmethod
     def check(cls, path: Path) -> None:
-        """Compare a checkpoint's files with its manifest; the UserError says how it is damaged."""
+        """Verify a checkpoint against its manifest; raise UserError with the damage."""
         problem = files.problem_of(path)
         if problem is not None:
             raise UserError(f"checkpoint {path} is damaged: {problem}; use another one")
@@ -315,10 +318,10 @@ class Checkpoints:
     def _put_in_place(
         self, writing: Path, target: Path, state: str, written: Mapping[str, files.Fingerprint]
     ) -> None:
-        """Complete a checkpoint and give it its real name; the old one of that name goes last."""
+        """Complete a checkpoint and rename it into place; remove the one it replaces last."""
         files.complete_folder(writing, state, written)
         replaced = self.directory / f"{_REPLACED}{target.name}"
-        # The old one steps aside first: a rename cannot replace a folder with files.
+        # Move the old one away first: a rename cannot replace a non-empty folder.
         if target.exists():
             os.rename(target, replaced)
         try:
@@ -332,14 +335,14 @@ class Checkpoints:
 
     def put_back(self) -> None:
         """Undo a replacement that a crash interrupted."""
-        # The old folder is whole: it goes back to its name.
+        # The old folder is complete: restore its name.
         for entry in self._hidden(_REPLACED):
             target = self.directory / entry.name.removeprefix(_REPLACED)
             if not target.exists():
                 os.rename(entry, target)
 
     def _clean(self) -> None:
-        """Remove what interrupted writes left."""
+        """Remove leftovers of interrupted writes."""
         for entry in [*self._hidden(_WRITING), *self._hidden(_REPLACED)]:
             shutil.rmtree(entry)
 
@@ -347,7 +350,7 @@ class Checkpoints:
         return list(self.directory.glob(f"{prefix}step_*"))
 
     def tidy(self, step: int) -> None:
-        """Remove what a crash kept `write` from removing, up to the step that is resumed from."""
+        """Remove what a crash kept `write` from removing, up to the resumed step."""
 
         def remove() -> None:
             self._clean()
@@ -356,20 +359,20 @@ class Checkpoints:
         self._ranks.from_first("the checkpoints to keep", remove)
 
     def _prune(self, saved: int, steps: Sequence[int]) -> None:
-        """Remove those of `steps` that are neither among the last nor the best up to `saved`."""
-        # Later steps are not counted: they belong to the future that was left.
+        """Remove each of `steps` that is neither among the newest nor the best up to `saved`."""
+        # Ignore later steps: they are stale after a resume from an earlier one.
         past = [step for step in self.steps() if step <= saved]
         scores = [(score, step) for step in past if (score := self._score(step)) is not None]
         best = [step for _, step in sorted(scores, reverse=True)[: self.keep_best]]
         for step in steps:
             if step not in past[-self.keep_last :] and step not in best:
-                # Renamed first: other programs that read it find all of its files, or none.
+                # Rename first, so that concurrent readers see all of its files or none.
                 removed = self.directory / f"{_WRITING}{self.path(step).name}"
                 with contextlib.suppress(OSError):
                     shutil.rmtree(self.path(step).rename(removed))
 
     def _score(self, step: int) -> float | None:
-        """Return the score of a checkpoint; None if it has none, or is damaged."""
+        """Return the score of a checkpoint, or None if it has none or is damaged."""
         with contextlib.suppress(OSError, UserError, TypeError):  # of None
             return float(files.state_of(self.path(step))["score"]) if self.keep_best else None
         return None
@@ -386,10 +389,10 @@ class Checkpoints:
 
 
 def model_dict(policy: Model) -> dict[str, Any]:
-    """Return the configuration of a model as a checkpoint keeps it."""
+    """Return a model configuration in the form stored in checkpoints."""
     config = policy.config.flat()
-    config.pop("raw", None)  # the source's config.json; the other fields have all that matters
-    if not config.get("layers_without_rope"):  # checkpoints of earlier versions have no such key
+    config.pop("raw", None)  # the source's config.json; the other fields contain everything needed
+    if not config.get("layers_without_rope"):  # absent in checkpoints of earlier versions
         config.pop("layers_without_rope", None)
     if policy.lora is not None:
         config["adapter"] = {**dataclasses.asdict(policy.lora), "base": policy.base_digest}
@@ -397,16 +400,16 @@ def model_dict(policy: Model) -> dict[str, Any]:
 
 
 class Background:
-    """A thread that runs one job at a time, and raises its error in the owner's thread."""
+    """Worker thread that runs one job at a time and raises its error in the calling thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, job: Callable[[], object], name: str) -> None:
-        """Start a job after the one before; raise that one's error."""
+        """Start a job once the previous one has finished; raise the previous one's error."""
         self.wait()
-        # A daemon, so that a second Ctrl-C need not wait for it.
+        # Daemon thread, so that a second Ctrl-C does not wait for it.
         self._thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
         self._thread.start()
 
@@ -416,7 +419,7 @@ class Background:
         return self._error is not None
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait for the running job, at most `limit_s` seconds, and raise its error."""
+        """Wait for the running job, at most `limit_s` seconds, and raise its error if it failed."""
         if self._thread is not None:
             self._thread.join(limit_s)
             self._thread = None

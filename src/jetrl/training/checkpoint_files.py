@@ -1,7 +1,8 @@
-"""The files of one checkpoint: their schemas and checks, and their writing and reading.
+"""Files of a checkpoint: schemas, validation, writing and reading.
 
-One rank writes format 2, with a file per part (masters.safetensors). Several write format 3, with a
-folder per part (masters/shard-...). Both have the same state.json and manifest.json.
+A single rank writes format 2, with one file per component (masters.safetensors). Several ranks
+write format 3, with one folder per component (masters/shard-...). Both share state.json and
+manifest.json.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from jetrl.files import Count, Step, Stored, checked, read_json
 from jetrl.models.hf_files import open_tensors, sync
 from jetrl.models.model import Model
 
-MOST_STATE_BYTES = 2**30  # of state.json: partial rollouts keep a token in some 40 bytes
+MOST_STATE_BYTES = 2**30  # state.json: partial rollouts need about 40 bytes per token
 
 _PLAIN = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
 FileName = Annotated[str, Field(pattern=rf"^({_PLAIN}/)?{_PLAIN}$", max_length=255)]
-"""The name of a file next to the manifest, or in a folder there, neither hidden."""
+"""File name next to the manifest or in a subfolder, not hidden."""
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class StoredFingerprint(Stored):
-    """The fingerprint of a file (`fingerprint`)."""
+    """Stored fingerprint of a file (`fingerprint`)."""
 
     bytes: Count
     sha256: Digest | None = None
@@ -53,7 +54,7 @@ class StoredFingerprint(Stored):
 
 
 class State(Stored):
-    """The contents of state.json; `alphabet` has the characters of a character tokenizer."""
+    """Contents of state.json; `alphabet` holds the characters of a character tokenizer."""
 
     format: Count
     step: Step
@@ -78,14 +79,14 @@ _SUFFIX = ".safetensors"
 
 
 def masters_of(path: Path) -> Path | None:
-    """Return the file or folder with a checkpoint's master weights; None without any."""
+    """Return the file or folder with a checkpoint's master weights, or None."""
     file, folder = path / f"{MASTERS}{_SUFFIX}", path / MASTERS
     sharded = any(folder.glob(f"*{_SUFFIX}"))
     return file if file.is_file() else folder if sharded else None
 
 
 def parts_of(path: Path) -> dict[str, Path]:
-    """Return each part's file or folder, of those in the manifest: only they have checksums."""
+    """Return the file or folder of each component in the manifest; only these have checksums."""
     parts = {}
     for name in map(PurePosixPath, manifest_of(path)):
         if name.suffix == _SUFFIX:
@@ -95,10 +96,10 @@ def parts_of(path: Path) -> dict[str, Path]:
 
 
 def problem_of(path: Path) -> str | None:
-    """Return how a checkpoint is damaged; None if it is not."""
+    """Return the damage of a checkpoint as text, or None if it is intact."""
     try:
         manifest = manifest_of(path)
-        # Cheap checks of all files first, then the checksums, in parallel.
+        # Cheap checks of all files first, then checksums, in parallel.
         for name, expected in manifest.items():
             found = (path / name).stat()
             if not stat.S_ISREG(found.st_mode):
@@ -113,7 +114,7 @@ def problem_of(path: Path) -> str | None:
             for name, is_good in zip(names, known, strict=True):
                 if not is_good:
                     return f"{name} does not match its checksum"
-        # Last, once the bytes are known to be those that were written.
+        # Parse last, once the checksums are verified.
         state_of(path, any_format=True)
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror or error}"
@@ -123,7 +124,7 @@ def problem_of(path: Path) -> str | None:
 
 
 def _beside(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Return the files in parts' folders that the manifest does not list."""
+    """Return files in component folders that the manifest does not list."""
     folders = {name.parent for name in map(PurePosixPath, manifest) if len(name.parts) > 1}
     files = [file for folder in sorted(folders) for file in (path / folder).glob(f"*{_SUFFIX}")]
     names = (file.relative_to(path).as_posix() for file in sorted(files))
@@ -131,14 +132,14 @@ def _beside(path: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the fingerprints of a checkpoint's files, by name."""
+    """Return the fingerprints of a checkpoint's files, by file name."""
     try:
         manifest: dict[str, dict[str, Any]] = read_json(path / MANIFEST_FILE)
         checked(MANIFEST, manifest, str(path / MANIFEST_FILE))
     except UserError as error:
         raise UserError(f"{MANIFEST_FILE} is not a checkpoint's manifest ({error})") from None
     sharded = any(name.startswith(f"{MASTERS}/") for name in manifest)
-    # Before its first update an optimizer of several ranks has no tensor, and so no file.
+    # Before the first update, a sharded optimizer has no tensors and no file.
     parts = [] if sharded else [f"{MASTERS}{_SUFFIX}", f"{OPTIMIZER}{_SUFFIX}"]
     for name in (*parts, STATE_FILE):
         if name not in manifest:
@@ -147,8 +148,8 @@ def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def state_of(path: Path, any_format: bool = False) -> dict[str, Any]:
-    """Return the contents of state.json; with `any_format` another version's too, unchecked."""
-    # Another version may have other fields, so its format is looked at first.
+    """Return the contents of state.json; `any_format` also returns other versions, unvalidated."""
+    # Other versions may have other fields, so check the format first.
     state: Any = read_json(path / STATE_FILE, MOST_STATE_BYTES)
     version = state.get("format") if isinstance(state, dict) else None
     if type(version) is not int or version in (FORMAT, SHARDED_FORMAT):
@@ -168,9 +169,10 @@ def write_parts(
     shards: Mapping[str, Mapping[str, Shard]],
     ranks: World,
 ) -> dict[str, Fingerprint]:
-    """Write a checkpoint's tensors, a file per part or a folder of the ranks' files; a collective.
+    """Write a checkpoint's tensors, as one file or one folder per component; a collective.
 
-    Returns all fingerprints by name in the folder. Every rank raises the OSError of one.
+    Returns the fingerprints of all files by relative name. If a rank fails, all ranks raise its
+    OSError.
     """
     own: list[Path] = []
     if ranks.size == 1:
@@ -189,13 +191,13 @@ def write_parts(
     found = ranks.together(
         what, lambda: {path.relative_to(folder).as_posix(): fingerprint(path) for path in own}
     )
-    # Each rank reads its own files again; rank 0 needs the fingerprints of all.
+    # Each rank hashes its own files; rank 0 needs all fingerprints.
     return {name: known for files in ranks.gather(what, found) for name, known in files.items()}
 
 
 def complete_folder(folder: Path, state: str, files: Mapping[str, Fingerprint]) -> None:
-    """Write state.json and, when all else is on disk, the manifest; on rank 0."""
-    # Without a shared file system rank 0 would seal a folder that lacks other ranks' files.
+    """Write state.json and then, once everything else is on disk, the manifest; rank 0 only."""
+    # Without a shared file system, rank 0 would seal a folder that lacks other ranks' files.
     for name, expected in files.items():
         file = folder / name
         if not file.exists() or file.stat().st_size != expected["bytes"]:
@@ -207,14 +209,14 @@ def complete_folder(folder: Path, state: str, files: Mapping[str, Fingerprint]) 
         sync(part)
     write_text(folder / STATE_FILE, state)
     manifest = {**files, STATE_FILE: fingerprint(folder / STATE_FILE)}
-    # The manifest makes the checkpoint good, so it is written last.
+    # The manifest marks the checkpoint as complete, so it is written last.
     write_text(folder / MANIFEST_FILE, json.dumps(dict(sorted(manifest.items())), indent=1))
     sync(folder)
 
 
 Fingerprint = dict[str, Any]
 
-# The dtypes of a checkpoint, as safetensors names them (huggingface.co/docs/safetensors).
+# Checkpoint dtypes by safetensors name (huggingface.co/docs/safetensors).
 _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -222,17 +224,17 @@ _DTYPES = {
     torch.int16: "I16",
     torch.uint8: "U8",
 }
-_BUFFER = 2**26  # bytes of a tensor that are in CPU memory at once
-_FLUSHED = 2**30  # bytes between flushes: the system need not hold a whole file for the disk
-_PIECE, _READ = 2**30, 2**22  # bytes of a file's pieces for its fingerprint, and read at once
+_BUFFER = 2**26  # staging buffer in CPU memory, in bytes
+_FLUSHED = 2**30  # bytes between flushes, to limit the dirty page cache
+_PIECE, _READ = 2**30, 2**22  # bytes per hashed piece, and per read
 _WHOLE, _PIECES = "sha256", "sha256_of_gib_pieces"
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write and flush a safetensors file; unlike safetensors' own writer it needs only 64 MiB."""
-    # The widest types first: every tensor begins at a multiple of its element.
+    """Write and flush a safetensors file with only 64 MiB of host memory."""
+    # Widest dtypes first, so that every tensor is aligned to its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     with open(path, "wb") as file:
         written = flushed = file.write(_header(ordered, metadata))
@@ -245,7 +247,7 @@ def write_tensors(
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
-    """Return a file's head: the length of a JSON, and in it each tensor's type and place."""
+    """Return a safetensors header: length, then JSON with dtype, shape and offsets per tensor."""
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
@@ -258,8 +260,8 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, one buffer at a time; each must be used before the next."""
-    # Bytes, in parts of one buffer: a tensor on a GPU needs no copy of its size on the host.
+    """Yield a tensor's bytes one buffer at a time; use each before requesting the next."""
+    # Stage through one buffer: a GPU tensor needs no full copy on the host.
     values = tensor.detach().contiguous().flatten().view(torch.uint8)
     buffer = None if tensor.device.type == "cpu" else _pinned()
     for part in values.split(_BUFFER):
@@ -269,7 +271,7 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 @functools.cache
 def _pinned() -> Tensor:
-    """Return a buffer in pinned memory, for one writer at a time."""
+    """Return a pinned-memory buffer, for one writer at a time."""
     return torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=True)
 
 
@@ -286,19 +288,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Return a file's fingerprint, as a manifest has it: "bytes" and "sha256".
+    """Return a file's fingerprint as stored in a manifest: "bytes" and "sha256".
 
-    Above 1 GiB it has "sha256_of_gib_pieces" instead: the SHA-256 of the pieces' SHA-256s.
+    Files above 1 GiB have "sha256_of_gib_pieces" instead: the SHA-256 over the SHA-256s of 1 GiB
+    pieces.
     """
     size = path.stat().st_size
-    # Pieces are hashed in parallel: one core would take minutes for a large model.
+    # Hash pieces in parallel: a single core would take minutes for a large model.
     if size <= _PIECE:
         return {"bytes": size, _WHOLE: _digest(path).hex()}
     return {"bytes": size, _PIECES: _digest_of_pieces(path, size)}
 
 
 def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
-    """Return whether a file matches a fingerprint of this or an older version."""
+    """Return True if a file matches a fingerprint of this or an older version."""
     if _PIECES in expected:
         return _digest_of_pieces(path, path.stat().st_size) == str(expected[_PIECES])
     # Older versions stored either digest under the same key.
@@ -309,14 +312,14 @@ def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
 
 
 def _digest_of_pieces(path: Path, size: int) -> str:
-    """Return the SHA-256 of the SHA-256s of a file's pieces, in hexadecimal."""
+    """Return the SHA-256 over the SHA-256s of a file's pieces, in hexadecimal."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(functools.partial(_digest, path), range(0, size, _PIECE)))
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def _digest(path: Path, begin: int = 0, size: int | None = None) -> bytes:
-    """Return the SHA-256 of `size` bytes (by default of a piece) from `begin` on."""
+    """Return the SHA-256 of `size` bytes (default: one piece) starting at `begin`."""
     digest, left = hashlib.sha256(), _PIECE if size is None else size
     with open(path, "rb") as file:
         file.seek(begin)
@@ -330,7 +333,7 @@ ShardOf = Callable[[str], Shard | None]
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a file, or of a folder of ranks' files, read from disk at each access."""
+    """Tensors of a file, or of a folder of per-rank files, read from disk on access."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -354,11 +357,11 @@ class StoredTensors(Mapping[str, Tensor]):
         return tensor
 
     def rows(self, name: str, shard: Shard | None) -> Tensor:
-        """Return this rank's rows of a tensor, in CPU memory; all if shard is None."""
+        """Return this rank's rows of a tensor in CPU memory; all rows if shard is None."""
         _, shape = self.layouts[name]
         if shard is None:
             return self._read(name, None)
-        # The rows are divided by the model, so their number must be its own.
+        # The shard comes from the model, so the number of rows must match.
         if shape[:1] != (shard.num_rows,):
             raise UserError(
                 f"{self._path}: {name} is {tuple(shape)}; this model needs {shard.num_rows} rows"
@@ -366,7 +369,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return self._read(name, shard.own_rows)
 
     def differences(self, model: Model) -> list[str]:
-        """Return a sentence for each master weight that is missing, extra, or of another layout."""
+        """Return a message for each master weight that is missing, extra or has another layout."""
         here = {}
         for name, master in model.master_weights().items():
             shard, shape = model.weights.shards.get(name), master.shape
@@ -389,7 +392,7 @@ class StoredTensors(Mapping[str, Tensor]):
             master.copy_(self.rows(name, model.weights.shards.get(name)))
 
     def own(self, shard_of: ShardOf) -> Mapping[str, Tensor]:
-        """Return the same tensors, with this rank's rows of those that `shard_of` divides."""
+        """Return these tensors with only this rank's rows of each sharded tensor."""
         own = copy.copy(self)
         own._shard_of = shard_of
         return own
@@ -407,17 +410,17 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def divided(tensors: Mapping[str, Tensor], shard_of: ShardOf) -> dict[str, Shard]:
-    """Return the shards of the tensors that are divided among ranks, by name."""
+    """Return the shards of all sharded tensors, by name."""
     return {name: shard for name in tensors if (shard := shard_of(name)) is not None}
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON reads it back."""
+    """Return a value after a JSON round trip."""
     return json.loads(json.dumps(value))
 
 
 def differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each key on which two records differ."""
+    """Return a message for each key on which two records differ."""
     return [
         f"{what} {key} is {saved.get(key)!r} in the checkpoint and {current.get(key)!r} here"
         for key in sorted({*saved, *current})

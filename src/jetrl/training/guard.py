@@ -1,14 +1,14 @@
-"""The guard: an update whose loss, gradient or FP8 scales are not finite is not applied.
+"""Guard: skips updates whose loss, gradient or FP8 scales are not finite.
 
-The watched numbers are computed on the device during the update and read once. They cover every
+The watched values are computed on the device during the update and read once. They cover every
 fault: a NaN or infinite logit reaches the entropy, and a bad FP8 scale makes its group NaN, which
 reaches the loss or the gradient norm.
 
 `watch` finds the first operation whose output or gradient is not finite. It synchronizes with the
-device at every operation, so it is only for repeating a failed update.
+device after every operation, so it is used only to repeat a failed update.
 
-AdamW can make a NaN of finite gradients. `nonfinite` looks at its results, with one read from the
-device, before a checkpoint keeps them.
+AdamW can produce a NaN from finite gradients. `nonfinite` checks its results, with one read from
+the device, before a checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from jetrl.models.model import Model
 
 logger = logging.getLogger(__name__)
 
-MOST_IN_A_ROW = 5  # skipped updates; more are not bad luck
+MOST_IN_A_ROW = 5  # maximum consecutive skipped updates
 
 
 @dataclass(frozen=True)
 class NonFiniteUpdate:
-    """A refused update, `index` in its step from 0; `repeat` runs forward and backward again."""
+    """A skipped update, `index` within its step from 0; `repeat` reruns forward and backward."""
 
     index: int
     model: Model
@@ -53,7 +53,7 @@ class NonFiniteUpdate:
 
 
 class Guard:
-    """Refuses updates that are not finite; `report` describes one before its data is dropped."""
+    """Skips non-finite updates; `report` describes an update before its data is dropped."""
 
     def __init__(self, action: Literal["stop", "skip"], lr: str = "train.lr") -> None:
         self._action, self._lr = action, lr
@@ -61,15 +61,15 @@ class Guard:
         self.report: Callable[[NonFiniteUpdate], str] = lambda refused: ""
 
     def passes(self, values: Mapping[str, float]) -> bool:
-        # One rank that refuses makes all refuse: they must not diverge.
+        # If one rank skips, all ranks skip, so that they do not diverge.
         if not agree(UPDATE_IS_FINITE, all(map(math.isfinite, values.values()))):
             return False
         self._in_a_row = 0
         return True
 
     def refuse(self, update: NonFiniteUpdate) -> None:
-        """Report an update that is not applied; return if the run continues without it."""
-        # The run's report is part of the error, so it is made first.
+        """Report a skipped update; return if the run continues without it, else raise."""
+        # Create the report first, since the error includes it.
         self._in_a_row += 1
         problem = ". ".join(text for text in (str(update), self.report(update)) if text)
         if self._action == "stop":
@@ -94,13 +94,13 @@ class Guard:
 
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> str:
-    """Return the names of tensors with a NaN or infinity, shortened; "" if all are finite.
+    """Return the names of tensors with a NaN or infinity, abbreviated; "" if all are finite.
 
-    Every rank calls this function. The host waits for the device once.
+    A collective, with one host-device synchronization.
     """
-    # Counters are whole numbers, and the codes of compact states have no NaN.
+    # Integers cannot be NaN: counters, and codes of compact states.
     values = {n: t for n, t in tensors.items() if t.is_floating_point() and t.dim() and len(t)}
-    # Largest magnitudes: a NaN stays, and finite numbers cannot overflow as in a sum of squares.
+    # Compare maximum magnitudes: NaN propagates, and finite values cannot overflow as in a sum.
     peaks = torch._foreach_norm(list(values.values()), math.inf) if values else ()
     largest = torch.stack([peak.double() for peak in peaks]).tolist() if peaks else []
     own = [name for name, peak in zip(values, largest, strict=True) if not math.isfinite(peak)]
@@ -110,7 +110,7 @@ def nonfinite(tensors: Mapping[str, Tensor]) -> str:
 
 
 class Watch:
-    """Looks at a model's tensors: `first` names the first one that is not finite, if any."""
+    """Checks tensors of a model; `first` names the first non-finite one, if any."""
 
     def __init__(self, model: Model) -> None:
         self.first = ""
@@ -118,17 +118,17 @@ class Watch:
         self._in_backward = False
 
     def weights(self) -> None:
-        """Look at the master weights and at the scales of the quantized weights."""
+        """Check master weights, and scales of quantized weights."""
         for name, master in self._model.master_weights().items():
             self._look(f"master weight {name}", master)
         for name, scales in self._model.weight_scales().items():
             self._look(f"FP8 scales of {name}", scales)
 
     def output(self, name: str, value: Tensor) -> None:
-        """Look at the output of an operation (the decoder's trace), and later at its gradient."""
+        """Check the output of a traced decoder operation, and later its gradient."""
         if name == "embed":  # the first operation of a forward
             self._in_backward = False
-        if self._in_backward:  # a recomputed layer adds nothing new
+        if self._in_backward:  # skip recomputed layers
             return
         self._look(f"output of {name}", value)
         if value.requires_grad:
@@ -144,7 +144,7 @@ class Watch:
         finite = torch.isfinite(value.detach().float())
         if bool(finite.all()):
             return
-        # Only now, once per search: find the first row and the count.
+        # Compute the first row and the count only once per search.
         rows = (~finite).reshape(len(finite), -1).any(1) if finite.dim() else ~finite[None]
         values = f"{int((~finite).sum())} of {finite.numel()} values"
         self.first = f"{what}, first in row {int(rows.nonzero()[0])} ({values})"
@@ -152,7 +152,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watch(model: Model) -> Iterator[Watch]:
-    """Look at a model's weights now, and at everything it computes within the context."""
+    """Check a model's weights now, and everything that it computes within the context."""
     seen = Watch(model)
     seen.weights()
     decoder = model.decoder
@@ -161,7 +161,7 @@ def watch(model: Model) -> Iterator[Watch]:
         for name, master in model.master_weights().items()
         if master.requires_grad
     ]
-    # Forwards report each operation's output, and outputs report their gradients.
+    # Forwards report the output of each operation; hooks report its gradient.
     decoder.trace = seen.output
     try:
         yield seen

@@ -1,8 +1,8 @@
-"""Micro-batches: the data of one forward and backward, their size, and their forward.
+"""Micro-batches: the data of one forward and backward pass, their size and their forward.
 
-The size is `train.tokens_per_micro_batch` or what fits the memory plan, and is halved when memory
-runs out. Gradients of micro-batches are added, so the division changes only the order of sums and,
-in eight bits, which tokens share a scale in WGrad. A checkpoint keeps the size, since the
+The token limit is `train.tokens_per_micro_batch` or the limit of the memory plan, and is halved on
+OOM. Gradients are accumulated over micro-batches, so the split affects only the summation order
+and, in 8-bit training, which tokens share a scale in WGrad. Checkpoints store the limit, since the
 bits of a resumed run depend on it.
 """
 
@@ -34,10 +34,10 @@ _OF_SEQUENCES = ("sample_ids", "stem_ids", "stem_lengths")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The packed sequences of one forward and backward, with numbers for their N trained tokens.
+    """Packed sequences of one forward and backward, with values for their N trained tokens.
 
-    The numbers are float32 [N], without gradient, from before the step's first update. `before`,
-    the trainer's log-probs, is None in the first minibatch, whose own forward gives them.
+    Values are float32 [N], without gradient, from before the step's first update. `before`, the
+    trainer's log-probs, is None in the first minibatch, whose own forward computes them.
     """
 
     batch: Batch
@@ -47,9 +47,9 @@ class MicroBatch:
     returns: Tensor | None = None
 
     def select(self, sequences: range) -> MicroBatch:
-        """Return a micro-batch of some consecutive sequences."""
+        """Return a micro-batch of a range of consecutive sequences."""
         batch = self.batch
-        # Cut by tokens, by sequences and by trained tokens: each field has one of these lengths.
+        # Fields are per token, per sequence or per trained token; slice each accordingly.
         starts = batch.cu_seqlens[sequences.start : sequences.stop + 1]
         tokens = slice(int(starts[0]), int(starts[-1]))
         ends = np.cumsum([0, *trained_lengths(batch)])
@@ -62,17 +62,18 @@ class MicroBatch:
         return MicroBatch(part, **{name: tensor[trained] for name, tensor in self.known().items()})
 
     def known(self) -> dict[str, Tensor]:
-        """Return the numbers [N] that are set, by name."""
+        """Return the values [N] that are set, by name."""
         names = (field.name for field in dataclasses.fields(self) if field.name != "batch")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """The differentiable loss of one micro-batch, a float32 scalar, and its measurements.
+    """Differentiable loss of one micro-batch, a float32 scalar, with metrics.
 
-    `metrics`, float64 scalars, are shares of the update's means, to be added; of `peaks` the
-    largest counts. `outputs` are the model's, without gradient, if the trainer reads them later.
+    `metrics`, float64 scalars, are this micro-batch's shares of the update's means, to be summed;
+    `peaks` are maxima. `outputs` are the model's, without gradient, if the trainer reads them
+    later.
     """
 
     loss: Tensor
@@ -82,12 +83,12 @@ class MicroBatchLoss:
 
 
 def sizes_of(batch: Batch) -> tuple[int, int]:
-    """Return a batch's numbers of computed tokens and of sequences."""
+    """Return a batch's number of computed tokens and of sequences."""
     return batch.num_computed_tokens, batch.num_sequences
 
 
 class Minibatch:
-    """The samples of one update, in micro-batches that get smaller when memory runs out."""
+    """The samples of one update, split into micro-batches that shrink on OOM."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], size: MicroBatchSize) -> None:
         self.micro_batches: Sequence[Any] = micro_batches
@@ -97,18 +98,18 @@ class Minibatch:
 
     @staticmethod
     def tokens_of(micro_batch: Any) -> int:
-        """Return the tokens that a micro-batch's forward computes."""
+        """Return the number of tokens that a micro-batch's forward computes."""
         return micro_batch.batch.num_computed_tokens
 
     def shrink(self, problem: str) -> None:
-        """Halve the run's size, and divide the micro-batches again."""
-        # The smaller size stays for the run; only this update is divided again.
+        """Halve the run's token limit and split into micro-batches again."""
+        # The smaller limit applies to the rest of the run; only this update is split again.
         self._size.halve([sizes_of(micro.batch) for micro in self.micro_batches], problem)
         self.micro_batches = self._size.split(self.micro_batches)
 
 
 class MicroBatchSize:
-    """The token limit of a run's micro-batches, which is halved when memory runs out."""
+    """Token limit per micro-batch of a run, halved on OOM."""
 
     def __init__(self, tokens: int) -> None:
         self._setting = tokens
@@ -117,19 +118,19 @@ class MicroBatchSize:
 
     @classmethod
     def of(cls, settings: TrainSettings, planned: int | None = None) -> MicroBatchSize:
-        """Return a run's first size: the setting, or `planned` tokens if fewer."""
+        """Return the initial limit: the setting, or `planned` tokens if fewer."""
         size = cls(settings.tokens_per_micro_batch)
         fitting = size.tokens if planned is None else min(size.tokens, planned)
         size.tokens = agree(LARGEST_SIZE, fitting)
         return size
 
     def halve(self, sizes: Sequence[tuple[int, int]], problem: str, unit: str = "sequence") -> None:
-        """Make the next micro-batches at most half as large as those that did not fit.
+        """Halve the limit below the size of the micro-batches that did not fit.
 
-        `sizes` are the tokens and units ("sequence" or "pair") of each; OutOfMemoryStop if every
-        one has a single unit.
+        `sizes` are the tokens and units ("sequence" or "pair") per micro-batch. Raises
+        OutOfMemoryStop if each has a single unit.
         """
-        # A micro-batch of one unit cannot get smaller.
+        # A micro-batch with a single unit cannot be split.
         divisible = [tokens for tokens, num_units in sizes if num_units > 1]
         if not divisible:
             longest = max(tokens for tokens, _ in sizes)
@@ -139,7 +140,7 @@ class MicroBatchSize:
                 "not, train on shorter ones (rollout.max_tokens), or use a GPU with more memory. "
                 "No weight of this update was changed and the last checkpoint is good"
             )
-        # All ranks take the smallest proposal, since they share the micro-batches.
+        # All ranks use the minimum, since they share micro-batches.
         self.tokens = agree(LARGEST_SIZE, max(1, min(self.tokens, max(divisible)) // 2))
         self._retries += 1
         logger.warning(
@@ -150,12 +151,12 @@ class MicroBatchSize:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Return how often the size was halved since the last call; {} for never."""
+        """Return how often the limit was halved since the last call; {} if never."""
         retries, self._retries = self._retries, 0
         return {"memory/train_retries": float(retries)} if retries else {}
 
     def split(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the same sequences, in order, in micro-batches of the current size."""
+        """Return the same sequences, in order, in micro-batches within the limit."""
         parts = []
         for micro in micro_batches:
             lengths, stems = np.diff(micro.batch.cu_seqlens).tolist(), None
@@ -167,18 +168,18 @@ class MicroBatchSize:
     def ranges(
         self, lengths: Sequence[int], stems: Sequence[tuple[int, int]] | None = None
     ) -> list[range]:
-        """Return ranges of neighbors with at most the current size together, or a longer one.
+        """Return ranges of consecutive sequences within the limit (or one longer sequence).
 
-        `stems` are the (number, length) of each sequence's stem, which counts once per range.
+        `stems` holds the (number, length) of each sequence's stem, which counts once per range.
         """
         ranges: list[range] = []
         start = total = 0
         held: set[int] = set()  # stems in the current range
         for i, length in enumerate(lengths):
-            # A stem that the range already holds costs nothing again.
+            # A stem already in the range adds no tokens.
             stem, shared = stems[i] if stems is not None else (i, 0)
             added = length - shared if stem in held else length
-            # A range is full: this sequence begins the next one.
+            # The range is full: start the next one with this sequence.
             if i > start and total + added > self.tokens:
                 ranges.append(range(start, i))
                 start, total, added = i, 0, length
@@ -191,7 +192,7 @@ class MicroBatchSize:
         return {"tokens": self.tokens, "setting": self._setting}
 
     def load_state(self, state: Any) -> None:
-        """Resume a saved size, unless the setting has changed."""
+        """Restore a saved limit, unless the setting has changed."""
         if state["setting"] == self._setting:
             self.tokens = state["tokens"]
 
@@ -205,10 +206,10 @@ def batch_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs, float32 [N], and moments, float32 [2, N], of the N trained tokens.
 
-    `seen` is called with the hidden states [N, D] from which the tokens were drawn.
+    `seen` is called with the hidden states [N, D] from which the tokens were sampled.
     """
     ids, size = batch.token_ids, policy.config.vocab_size
-    if not 0 <= ids.min() <= ids.max() < size:  # on a GPU it would end the process
+    if not 0 <= ids.min() <= ids.max() < size:  # an out-of-range id would crash a GPU process
         raise UserError(f"token ids are {ids.min()} to {ids.max()}; the model has 0 to {size - 1}")
     return policy.train_logprobs(
         torch.from_numpy(ids),
@@ -222,5 +223,5 @@ def batch_logprobs(
 
 
 def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> Tensor:
-    """Return a batch's values [T] at its N trained tokens, on a device."""
+    """Return a batch's values [T] at its N trained tokens, on the given device."""
     return upload(torch.from_numpy(values[targets(batch)]), torch.device(device))

@@ -1,7 +1,7 @@
-"""The mismatch between sampler and trainer: how far apart their log-probs of the same tokens are.
+"""Train-inference mismatch: how sampler and trainer log-probs of the same tokens differ.
 
-Under an exact plan no float32 bit may differ; a step raises `StepMismatchError`
-if one does. Equal log-probs do not prove how the tokens were drawn; `surprise_z` tests that.
+Under an exact plan, any different float32 bit raises `StepMismatchError`. Equal log-probs do not
+prove that the tokens were sampled from that distribution; `surprise_z` tests this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from jetrl.precision import PrecisionPlan
 
-# Sums of a micro-batch that `surprise_z` needs of the step's first update; not metrics.
+# Per-micro-batch sums for `surprise_z` in the step's first update; not metrics.
 EXCESS, VARIANCE = "surprise/excess", "surprise/variance"
 _NOTHING_COMPARED = {"mismatch/num_tokens": 0.0}
 
@@ -43,7 +43,7 @@ class Difference(NamedTuple):
 
 
 class StepMismatchError(MismatchError):
-    """Sampler and trainer differ under an exact plan; no weight was changed."""
+    """Sampler and trainer differ under an exact plan; no weights were changed."""
 
     def __init__(
         self,
@@ -71,16 +71,16 @@ class StepMismatchError(MismatchError):
 
 
 def mismatch_metrics(trainer: np.ndarray, rollout: np.ndarray) -> dict[str, float]:
-    """Return the mismatch of N >= 1 tokens' float32 log-probs; d = trainer - rollout in float64.
+    """Return mismatch metrics of N >= 1 tokens, with d = trainer - rollout log-prob in float64.
 
-    mismatch/num_different: tokens whose float32 bits differ, or of which one is NaN.
-    mismatch/{mean,max}_abs_logprob_diff: of |d|, in nats.
+    mismatch/num_different: tokens with different float32 bits, or with a NaN.
+    mismatch/{mean,max}_abs_logprob_diff: mean and max of |d|, in nats.
     mismatch/k3_kl: mean of exp(d) - d - 1, an estimate of KL(rollout || trainer) in nats.
-    mismatch/token_mult_prob_error: mean of exp|d|; 1 if nothing differs.
+    mismatch/token_mult_prob_error: mean of exp|d|; 1 without mismatch.
     """
     trainer, rollout = _float32(trainer), _float32(rollout)
     assert trainer.shape == rollout.shape == (len(trainer),), (trainer.shape, rollout.shape)
-    # A NaN differs from everything; equal bits count as exactly 0.
+    # NaN counts as different; equal bits give exactly 0.
     same = ~different(trainer, rollout)
     with np.errstate(over="ignore", invalid="ignore"):
         d = np.where(same, 0.0, trainer.astype(np.float64) - rollout.astype(np.float64))
@@ -95,13 +95,13 @@ def mismatch_metrics(trainer: np.ndarray, rollout: np.ndarray) -> dict[str, floa
 
 
 def surprise_sums(logprobs: Tensor, moments: Tensor) -> dict[str, Tensor]:
-    """Return float64 sums for `surprise_z`; moments float32 [2, N] are entropies and variances."""
+    """Return float64 sums for `surprise_z`; moments float32 [2, N] are entropy and variance."""
     entropy, variance = moments.double()
     return {EXCESS: -(logprobs.detach() + entropy).sum(), VARIANCE: variance.sum()}
 
 
 def surprise_z(sums: Mapping[str, float], vocab_size: int) -> dict[str, float]:
-    """Return sampling/surprise_z, which tells if tokens were drawn from the trainer's distribution.
+    """Return sampling/surprise_z, a test that tokens were sampled from the trainer's distribution.
 
         d_t = -log p_t(x_t) - H_t,   S = sum_t d_t,   V = sum_t Var_t,   z = S / sqrt(V + b |S| / 3)
 
@@ -109,20 +109,20 @@ def surprise_z(sums: Mapping[str, float], vocab_size: int) -> dict[str, float]:
     entropy, x_t the drawn token, Var_t = sum_v p_t(v) log^2 p_t(v) - H_t^2. If x_t is drawn from
     p_t, the d_t are martingale differences: variances add, and S / sqrt(V) tends to N(0, 1).
 
-    If the policy is confident, one rare token is many standard deviations. So b |S| / 3 is added,
-    the correction of Freedman (1975): if no d_t is beyond b, |z| > 5 has a chance below 2
-    exp(-12.5) for any distributions. For negative S, b is log(vocab_size), the largest entropy. For
-    positive S it is the sampler's bound: it draws only tokens with at least 2^-41 of the largest
+    If the policy is confident, a single rare token is many standard deviations away. Hence the term
+    b |S| / 3 from Freedman (1975): if no d_t exceeds b, P(|z| > 5) < 2 exp(-12.5) for any
+    distribution. For negative S, b is log(vocab_size), the maximum entropy. For positive S, b
+    follows from the sampler, which only draws tokens with at least 2^-41 of the maximum
     probability, whose -log is at most H_t.
 
-    A sequence may end because of its tokens. Selection by later tokens, however, breaks the test,
-    so `Trainer` does not measure it with top_p, top_k, samples chosen by reward, or partial
-    rollouts. {} if a sum is not finite, or no token was random.
+    A sequence may end depending on its own tokens, but selecting samples by later tokens breaks the
+    test. `Trainer` therefore skips it with top_p, top_k, samples selected by reward, and partial
+    rollouts. Returns {} if a sum is not finite or no token was random.
     """
     excess, variance = sums.get(EXCESS, 0.0), sums.get(VARIANCE, 0.0)
     if not (math.isfinite(excess) and 0 < variance < math.inf):
         return {}
-    # The bound b of one token's excess, on the side of S.
+    # Bound b of one token's excess, for the sign of S.
     largest = 41 * math.log(2) if excess > 0 else math.log(vocab_size)
     return {"sampling/surprise_z": excess / math.sqrt(variance + largest * abs(excess) / 3)}
 
@@ -134,17 +134,19 @@ def compare_step(
     batches: Sequence[Batch],
     trainer_logprobs: Sequence[np.ndarray],
 ) -> dict[str, float]:
-    """Return the mismatch of all trained tokens that the current policy has drawn.
+    """Return mismatch metrics of all trained tokens sampled by the current policy.
 
-    Tokens of earlier versions are exempt; partial_rollout/earlier_tokens is their fraction. If
-    nothing is compared (all are exempt, or a log-prob is not finite, which the guard handles), the
-    only number is mismatch/num_tokens = 0. `trainer_logprobs`, float32 [N] per batch, are from
-    before the first update. A difference under an exact plan is a StepMismatchError.
+    Tokens from earlier versions are excluded; partial_rollout/earlier_tokens is their fraction. If
+    nothing is compared (all excluded, or a log-prob is not finite, which the guard handles), the
+    only metric is mismatch/num_tokens = 0. `trainer_logprobs`, float32 [N] per batch, are from
+    before the first update.
+
+    Raises StepMismatchError for any difference under an exact plan.
     """
-    # A NaN is the guard's to report: it names the operation.
+    # The guard reports NaNs, with the name of the operation.
     if not all(np.isfinite(logprobs).all() for logprobs in trainer_logprobs):
         return _NOTHING_COMPARED
-    # Partial rollouts hold tokens of earlier policies, whose log-probs may differ.
+    # Partial rollouts contain tokens of earlier policies, whose log-probs may differ.
     present = [_present_tokens(batch, samples, version) for batch in batches]
     compared = np.concatenate(present)
     earlier = {} if compared.all() else {"partial_rollout/earlier_tokens": 1 - compared.mean()}
@@ -165,17 +167,17 @@ def compare_step(
 
 
 def _present_tokens(batch: Batch, samples: Sequence[Sample], version: int) -> np.ndarray:
-    """Return whether `version` of the policy drew each trained token of a batch, bool [N]."""
+    """Return a mask of the trained tokens sampled by `version` of the policy, bool [N]."""
     masks = []
     for index, count in zip(batch.sample_ids, trained_lengths(batch), strict=True):
-        # Without versions the whole completion is the current policy's.
+        # Without versions, the current policy sampled the whole completion.
         versions = samples[index].completion.versions
         masks.append(np.array(versions) == version if versions else np.ones(count, dtype=np.bool_))
     return np.concatenate(masks)
 
 
 def different(trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.ndarray:
-    """Return whether the float32 bits differ or a number is NaN, bool [N]."""
+    """Return a mask of values whose float32 bits differ or that are NaN, bool [N]."""
     trainer, rollout = _float32(trainer_logprobs), _float32(rollout_logprobs)
     bits_differ = trainer.view(np.uint32) != rollout.view(np.uint32)
     return bits_differ | np.isnan(trainer) | np.isnan(rollout)
@@ -184,12 +186,12 @@ def different(trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.
 def differences(
     batch: Batch, trainer_logprobs: np.ndarray, compared: np.ndarray | bool = True
 ) -> list[Difference]:
-    """Return a batch's trained tokens whose log-probs differ, of those `compared`, bool [N]."""
+    """Return the `compared` trained tokens of a batch whose log-probs differ."""
     target = targets(batch)
     rollout = batch.rollout_logprobs[target]
     ends = batch.cu_seqlens[1:]
     differing = []
-    # Translate a packed position back into sample and completion token.
+    # Map a packed position back to sample and completion token.
     for k in np.flatnonzero(different(trainer_logprobs, rollout) & compared):
         sequence = int(np.searchsorted(ends, target[k], side="right"))
         start = int(batch.cu_seqlens[sequence])

@@ -1,10 +1,10 @@
-"""The objective of a run: an algorithm's pieces, pure functions of log-probs, and their options.
+"""Training objective of a run: an algorithm's loss functions (pure, on log-probs) and options.
 
 Token losses, by algorithm.loss:
-    clipped_ratio    PPO's pessimistic clip of token ratios     PPO, GRPO, DAPO, REINFORCE++
-    sequence_ratio   the same clip of a sequence's ratio        GSPO
+    clipped_ratio    PPO's clipped token ratios                 PPO, GRPO, DAPO, REINFORCE++
+    sequence_ratio   clipped sequence ratios                    GSPO
     detached_ratio   log-likelihood, weighted by a capped ratio CISPO
-    ratio            the plain ratio                            REINFORCE, RLOO
+    ratio            plain ratio                                REINFORCE, RLOO
 
 Aggregations, the weight of a token in the update's loss:
     token_mean     1 / tokens of the update                             DAPO eq. 8
@@ -18,8 +18,8 @@ Corrections of the mismatch, by w = trainer / sampler (1 in an exact flow), per 
     icepop         mis of tokens, with wide bounds
     sequence_mask  1 if low <= w <= high, else 0       drops sequences by their geometric mean
 
-Weights are those of the whole update, so losses of micro-batches add up. Masked tokens stay in the
-mean's denominator. `jetrl.settings.algorithms` has default bounds and sources.
+Weights refer to the whole update, so micro-batch losses are summed. Masked tokens count in the
+denominator of the mean. Default bounds and sources are in `jetrl.settings.algorithms`.
 """
 
 from __future__ import annotations
@@ -45,27 +45,28 @@ from jetrl.training.micro_batches import MicroBatchLoss
 from jetrl.untrusted import USERS_ERRORS, check_trusted
 
 MAX_LOG_RATIO = 88.72283172607422
-"""The largest float32 number whose exponential is finite in float32."""
+"""Largest float32 number whose exponential is finite in float32."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio), float32, at most the largest finite number.
+    """Return exp(log_ratio), float32, clamped to the largest finite number.
 
-    An infinite ratio would have a NaN gradient even if the loss ignores it, as behind a clip.
+    An infinite ratio would produce a NaN gradient even if the loss ignores it, for example behind a
+    clip.
     """
     return torch.exp(torch.clamp(log_ratio, max=MAX_LOG_RATIO))
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The N trained tokens of S sequences, in order.
+    """The N trained tokens of S sequences, concatenated in order.
 
     Attributes:
         trainer_logprobs: float32 [N], differentiable.
-        behavior_logprobs: float32 [N], of the policy that drew the samples (the sampler's, or the
-            trainer's before the step's first update); no gradient goes through them.
+        behavior_logprobs: float32 [N], from the policy that drew the samples (the sampler, or the
+            trainer before the step's first update); without gradient.
         advantages: float32 [N].
-        lengths: int64 [S], trained tokens of each sequence, all positive, summing to N.
+        lengths: int64 [S], trained tokens per sequence, positive, summing to N.
     """
 
     trainer_logprobs: Tensor
@@ -93,10 +94,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The losses of the N tokens of a micro-batch.
+    """Losses of the N tokens of a micro-batch.
 
-    `loss`, float32 [N], is each token's contribution before it is weighted; differentiable.
-    `clipped`, bool [N]: the clip removed the token's gradient or cut its weight.
+    `loss`, float32 [N]: unweighted contribution per token; differentiable. `clipped`, bool [N]:
+    True if the clip removed the token's gradient or reduced its weight.
     """
 
     loss: Tensor
@@ -106,11 +107,11 @@ class TokenLoss:
 def clipped_ratio(
     tokens: Tokens, clip: float, clip_high: float, dual_clip: float | None = None
 ) -> TokenLoss:
-    """Return -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A) of each token.
+    """Return -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A) per token.
 
-    Schulman et al. 2017, "PPO", eq. 7; two clips: Yu et al. 2025, "DAPO", eq. 10. `dual_clip` c
-    limits the loss of a token with a negative advantage to -c A (Ye et al. 2020, arXiv 1912.09729,
-    eq. 5).
+    Schulman et al. 2017, "PPO", eq. 7; asymmetric clips: Yu et al. 2025, "DAPO", eq. 10. A
+    `dual_clip` of c limits the loss at negative advantages to -c A (Ye et al. 2020, arXiv
+    1912.09729, eq. 5).
     """
     ratio, advantages = bounded_exp(tokens.log_ratio), tokens.advantages
     clipped = _clipped(ratio, advantages, clip, clip_high)
@@ -122,7 +123,7 @@ def clipped_ratio(
 
 
 def sequence_ratio(tokens: Tokens, clip: float, clip_high: float) -> TokenLoss:
-    """Return -min(s A, clip(s, 1 - clip, 1 + clip_high) A) with the sequence's ratio s.
+    """Return -min(s A, clip(s, 1 - clip, 1 + clip_high) A) with the sequence ratio s.
 
     s = exp(mean log-ratio) (Zheng et al. 2025, "GSPO", eq. 5 to 7); its clips are 3e-4 and 4e-4.
     """
@@ -131,18 +132,18 @@ def sequence_ratio(tokens: Tokens, clip: float, clip_high: float) -> TokenLoss:
 
 
 def detached_ratio(tokens: Tokens, clip_high: float) -> TokenLoss:
-    """Return -sg(min(ratio, 1 + clip_high)) A log p of each token ("MiniMax-M1", eq. 4 and 5).
+    """Return -sg(min(ratio, 1 + clip_high)) A log p per token ("MiniMax-M1", eq. 4 and 5).
 
-    The ratio is only a weight: every token keeps its gradient. As in the paper, no lower bound.
+    The ratio is only a weight: no token loses its gradient. As in the paper, it has no lower bound.
     """
     ratio = bounded_exp(tokens.log_ratio.detach())
-    # A constant weight: the gradient goes through log p only.
+    # Detached weight: the gradient flows through log p only.
     weight = torch.clamp(ratio, max=1.0 + clip_high)
     return TokenLoss(-weight * tokens.advantages * tokens.trainer_logprobs, ratio > weight)
 
 
 def _plain_ratio(tokens: Tokens) -> TokenLoss:
-    """Return -ratio A: in a step's first update the gradient of REINFORCE (Williams 1992)."""
+    """Return -ratio A, the REINFORCE gradient in a step's first update (Williams 1992)."""
     loss = -bounded_exp(tokens.log_ratio) * tokens.advantages
     return TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
 
@@ -156,8 +157,8 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip: float, clip_high: float) -> TokenLoss:
-    """Return the larger of the plain and the clipped loss, for ratios float32 [N]."""
-    # The smaller of both surrogates: a clip never makes a step look better than it is.
+    """Return the larger of the plain and the clipped loss, for float32 ratios [N]."""
+    # Pessimistic bound: the smaller of the two surrogates.
     held = torch.clamp(ratio, 1.0 - clip, 1.0 + clip_high)
     loss = -torch.minimum(ratio * advantages, held * advantages)
     too_high = (ratio > 1.0 + clip_high) & (advantages > 0)
@@ -166,7 +167,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip: float, clip_high: float) -
 
 
 class UpdateSize(NamedTuple):
-    """The size of one update, which its token weights depend on."""
+    """Size of one update, which determines its token weights."""
 
     tokens: int
     sequences: int
@@ -179,11 +180,11 @@ def token_weights(
     aggregation: algorithms.Aggregation,
     num_tokens: int | None = None,
 ) -> Tensor:
-    """Return the weight of each token's loss, float32 [N], from sequence lengths int64 [S].
+    """Return the loss weight of each token, float32 [N], from sequence lengths int64 [S].
 
-    `num_tokens` is N; without it the host waits for a GPU to add the lengths.
+    `num_tokens` is N; if None, the host synchronizes with the GPU to sum the lengths.
     """
-    # One weight per sequence, spread over its tokens.
+    # One weight per sequence, repeated for its tokens.
     if aggregation == "sequence_mean":
         weights = (1.0 / (size.sequences * lengths.double())).float()
     else:
@@ -198,7 +199,7 @@ def token_weights(
 
 @dataclass(frozen=True)
 class Correction:
-    """A correction of the mismatch with its level and bounds; `low` is 0 without a lower bound."""
+    """Mismatch correction with its level and bounds; `low` is 0 if there is no lower bound."""
 
     name: str
     level: algorithms.Level
@@ -217,10 +218,11 @@ class Correction:
     def __call__(self, tokens: Tokens, rollout_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of N tokens, float32 [N], and two measurements.
 
-        Those are which weights a bound changed, bool [N], and the weights before, float32 [N].
+        These are a mask of weights changed by a bound, bool [N], and the unbounded weights, float32
+        [N].
         """
         log_ratio = tokens.behavior_logprobs.detach() - rollout_logprobs
-        # One ratio for all tokens of a sequence, or one of each token.
+        # One ratio per sequence or per token.
         if self.level == "sequence":
             log_ratio = tokens.sequence_sum(log_ratio)
         elif self.level == "geometric":
@@ -229,19 +231,19 @@ class Correction:
         if self.name == "tis":
             weights = torch.clamp(ratio, max=self.high)
             return weights, ratio > self.high, ratio
-        # The other corrections drop what is outside of the bounds.
+        # The other corrections mask weights outside the bounds.
         inside = (ratio >= self.low) & (ratio <= self.high)
         kept = torch.ones_like(ratio) if self.name == "sequence_mask" else ratio
         return torch.where(inside, kept, 0.0), ~inside, ratio
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return log p - log ref: unbiased, but with an expected gradient of 0, so only for rewards."""
+    """Return log p - log ref: unbiased, but its expected gradient is 0, so only for rewards."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return (log p - log ref)^2 / 2: biased, but its expected gradient is that of the KL."""
+    """Return (log p - log ref)^2 / 2: biased, but with the expected gradient of the KL."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
@@ -256,7 +258,7 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 @dataclass(frozen=True)
 class Objective:
-    """The function that a run optimizes: an algorithm with the values of all options."""
+    """The loss function of a run: an algorithm with the values of all its options."""
 
     algorithm: algorithms.Algorithm
     settings: algorithms.AlgorithmSettings
@@ -268,14 +270,14 @@ class Objective:
 
     @classmethod
     def from_settings(cls, settings: algorithms.AlgorithmSettings, max_tokens: int) -> Objective:
-        """Return the objective of the section `[algorithm]`."""
+        """Return the objective for the section `[algorithm]`."""
         name = settings.name
         algorithm = load_algorithm(name) if settings.from_file else algorithms.ALGORITHMS[name]
-        # Settings that mean nothing to the algorithm, known only with its record.
+        # Reject settings that the algorithm ignores, which only its record tells.
         problems = list(settings.problems(algorithm))
         if problems:
             raise UserError("; ".join(problems))
-        # A set option, else the algorithm's own default.
+        # Use the setting if given, else the algorithm's default.
         values = {key: settings.value(key, algorithm) for key in algorithm.options}
         own = settings.options
         _check_own_options(name, own, algorithm)
@@ -289,7 +291,7 @@ class Objective:
 
     @property
     def clips(self) -> tuple[float, float]:
-        """Return clip and clip_high of a loss that clips token ratios."""
+        """Return clip and clip_high if the loss clips token ratios."""
         assert isinstance(self.token_loss, partial)
         return self.token_loss.keywords["clip"], self.token_loss.keywords["clip_high"]
 
@@ -298,22 +300,22 @@ class Objective:
 
     @property
     def overlong_buffer(self) -> int:
-        """Return the number of tokens before the limit over which the reward falls; 0 if off."""
+        """Return the tokens before the limit over which the reward drops; 0 if off."""
         buffer = self.settings.value("overlong_buffer", self.algorithm)
         return self.max_tokens // 5 if buffer is None else int(buffer)
 
     @property
     def dynamic_sampling(self) -> bool:
-        """Return whether more prompts replace groups with equal rewards."""
+        """Return True if zero-advantage groups are replaced by sampling more prompts."""
         return bool(self.settings.value("dynamic_sampling", self.algorithm))
 
     @property
     def kl_in_reward(self) -> bool:
-        """Return whether a KL to the reference is subtracted from the rewards."""
+        """Return True if a KL to the reference is subtracted from the rewards."""
         return self.settings.kl > 0 and self.settings.kl_term(self.algorithm)[1] == "reward"
 
     def penalty(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """Return the weighted KL of each token, float32 [N], from log-probs float32 [N]."""
+        """Return the weighted KL per token, float32 [N], from log-probs float32 [N]."""
         estimate = KL_ESTIMATORS[self.settings.kl_term(self.algorithm)[0]]
         return self.settings.kl * estimate(logprobs, ref_logprobs)
 
@@ -324,9 +326,9 @@ class Objective:
         rollout_logprobs: Tensor,
         ref_logprobs: Tensor | None = None,
     ) -> MicroBatchLoss:
-        """Return the loss of a micro-batch of N trained tokens: its share of the update's."""
+        """Return the loss of a micro-batch of N trained tokens, as a share of the update's loss."""
         share = 1.0 / size.tokens
-        # The algorithm's loss of each token, then the correction's weight.
+        # Per-token loss, times the correction's weight.
         token_loss = self.token_loss(tokens)
         loss = token_loss.loss
         metrics = {"policy/clip_fraction": token_loss.clipped.double().sum() * share}
@@ -340,22 +342,22 @@ class Objective:
             peaks["correction/ratio_max"] = ratio.double().max()
         if ref_logprobs is not None:
             with torch.no_grad():
-                # Measured with a reference, also if it is not in the loss.
+                # Measured whenever there is a reference, even if the KL is not in the loss.
                 measured = k3(tokens.trainer_logprobs, ref_logprobs)
             metrics["policy/kl_ref"] = measured.double().sum() * share
             if self.settings.kl and not self.kl_in_reward:
                 loss = loss + self.penalty(tokens.trainer_logprobs, ref_logprobs)
-        # Weighed by the whole update's size: shares of micro-batches add up.
+        # Weights refer to the whole update: micro-batch shares are summed.
         weights = token_weights(tokens.lengths, size, self.aggregation, len(loss))
         return MicroBatchLoss((loss * weights).sum(), metrics, peaks)
 
 
 def _check_own_options(name: str, own: Mapping[str, Any], algorithm: algorithms.Algorithm) -> None:
-    """Check that each of algorithm.options is an argument of the loss or a user's estimator."""
+    """Check that the loss or estimator of a user has an argument for each algorithm option."""
     loss, estimator = algorithm.loss, algorithm.advantages
     known = _arguments(LOSSES[loss] if isinstance(loss, str) else loss)
     known |= {} if isinstance(estimator, str) else _arguments(estimator)
-    # A misspelt option would otherwise change nothing, silently.
+    # Otherwise a misspelled option would be ignored silently.
     for key in own:
         if key not in known:
             has = ", ".join(known) or "none"
@@ -363,7 +365,7 @@ def _check_own_options(name: str, own: Mapping[str, Any], algorithm: algorithms.
 
 
 def _arguments(piece: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the options of a piece, by name: every argument except the first."""
+    """Return the options of a function by name: every argument except the first."""
     return dict(list(inspect.signature(piece).parameters.items())[1:])
 
 
@@ -373,7 +375,7 @@ _Pieces = tuple[Mapping[str, Callable[..., Any]], Callable[..., Any]]
 def _piece(
     name: str, piece: str | Callable[..., Any], kinds: _Pieces, values: Mapping[str, Any]
 ) -> Any:
-    """Return a built-in or a user's loss or estimator with its options."""
+    """Return a built-in or user-defined loss or estimator with its options bound."""
     built_in, users = kinds
     function = built_in[piece] if isinstance(piece, str) else piece
     if values.get("clip_high") is None and "clip" in values:
@@ -386,14 +388,14 @@ def _piece(
     options = {key: values[key] for key in arguments if key in values}
     if isinstance(piece, str):
         return partial(function, **options)
-    return users(name, function, options)  # which checks what the function returns
+    return users(name, function, options)  # validates the function's result
 
 
 def load_algorithm(name: str) -> algorithms.Algorithm:
-    """Return the algorithm at `file.py:name`; an error in the file is a UserError with its line.
+    """Return the algorithm at `file.py:name`; errors in the file become UserError with the line.
 
-    It is an `Algorithm`, or a loss function of (Tokens, **options), used with group advantages and
-    the mean over the update's tokens.
+    The object is an `Algorithm`, or a loss function of (Tokens, **options), which is combined with
+    group advantages and token-mean aggregation.
     """
     path, _, member = name.rpartition(":")
     file = Path(path)
@@ -401,9 +403,9 @@ def load_algorithm(name: str) -> algorithms.Algorithm:
     if not file.is_file():
         where = "paths start at the working folder"
         raise UserError(f"algorithm.name = {name}: no such file ({where})")
-    # A module of its own for each load: nothing is shared with an earlier one.
+    # A fresh module per load, so that nothing is shared with an earlier load.
     spec = importlib.util.spec_from_file_location(f"jetrl_user_algorithm_{file.stem}", file)
-    assert spec is not None  # it ends in .py
+    assert spec is not None  # the path ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
@@ -427,14 +429,14 @@ def load_algorithm(name: str) -> algorithms.Algorithm:
 
 @dataclass(frozen=True)
 class UsersFunction:
-    """A user's function with keyword options; `name` is the algorithm's in the settings."""
+    """A user-defined function with keyword options; `name` is the algorithm's setting."""
 
     name: str
     function: Callable[..., Any]
     options: Mapping[str, Any]
 
     def _call(self, argument: object, subject: str) -> Any:
-        """Return the function's result; an error in the function becomes a `UserError`."""
+        """Call the function; errors in it become `UserError`."""
         try:
             return self.function(argument, **self.options)
         except USERS_ERRORS as error:
@@ -452,11 +454,11 @@ class UsersFunction:
 
 
 class UsersLoss(UsersFunction):
-    """A user's loss: a function of (Tokens, **options)."""
+    """User-defined loss: a function of (Tokens, **options)."""
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         loss = self._call(tokens, "it")
-        # A plain tensor says nothing of clips.
+        # A plain tensor carries no clip mask.
         if isinstance(loss, Tensor):
             loss = TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
         if not isinstance(loss, TokenLoss) or loss.loss.shape != tokens.advantages.shape:
@@ -470,12 +472,12 @@ class UsersLoss(UsersFunction):
 
 
 class UsersEstimator(UsersFunction):
-    """A user's advantage estimator: a function of (StepRewards, **options)."""
+    """User-defined advantage estimator: a function of (StepRewards, **options)."""
 
     def __call__(self, step: StepRewards) -> Advantages:
         returned = self._call(step, "its advantages")
         lengths = [len(penalty) for penalty in step.penalties]
-        # Arrays of advantages, or a record that has returns for a critic too.
+        # Either a list of advantage arrays, or an `Advantages` with returns for a critic.
         whole = returned if isinstance(returned, Advantages) else Advantages(returned)
         problem = _problem(whole.advantages, lengths)
         if not problem and step.values is not None:
@@ -490,7 +492,7 @@ class UsersEstimator(UsersFunction):
 
 
 def _described(value: object) -> str:
-    """Return the type of a value in words, with the shape and dtype of arrays."""
+    """Return a description of a value: type, and shape and dtype of arrays."""
     name = type(value).__name__
     if isinstance(value, np.ndarray | Tensor):
         return f"{name} of shape {list(value.shape)}, {value.dtype}"
@@ -501,12 +503,12 @@ def _described(value: object) -> str:
 
 
 def _problem(per_sample: object, lengths: Sequence[int]) -> str:
-    """Return the fault of a user's advantages or returns, or an empty text."""
+    """Return the problem with user-defined advantages or returns, or ""."""
     arrays = []
     if isinstance(per_sample, Sequence | np.ndarray):
         try:
             arrays = list(map(np.asarray, per_sample))
-        except (RuntimeError, TypeError, ValueError) as error:  # as of a tensor with a gradient
+        except (RuntimeError, TypeError, ValueError) as error:  # such as a tensor with a gradient
             return f"cannot be made NumPy arrays ({type(error).__name__}: {error})"
     if len(arrays) != len(lengths) or any(array.ndim != 1 for array in arrays):
         return (

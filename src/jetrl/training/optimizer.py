@@ -1,11 +1,12 @@
-"""The optimizer: AdamW on the float32 master weights, a schedule, and a global gradient-norm clip.
+"""Optimizer: AdamW on float32 master weights, a learning-rate schedule, and global-norm clipping.
 
-With float32 states the update is `torch.optim.AdamW(fused=True)`. Compact states of matrices take 3
-bytes per parameter (kernels/adamw.py) and are clipped in the same pass; norms and biases keep
-float32. Weight decay applies to matrices only. State is saved by master-weight name.
+With float32 states, the update is `torch.optim.AdamW(fused=True)`. Compact states of matrices take
+3 bytes per parameter (kernels/adamw.py), and gradients are clipped in the same pass; norms and
+biases keep float32 states. Weight decay applies to matrices only. State is saved by master-weight
+name.
 
-The gradient norm has the same bits with any number of ranks: every block of 128 rows has its own
-sum of squares; these are gathered and added in float64, in a fixed order.
+The gradient norm has the same bits with any number of ranks: sums of squares per block of 128 rows
+are gathered and added in float64, in a fixed order.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from jetrl.settings.sections import TrainSettings
 
 
 def _gathered(own: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """Return the sums of all blocks of matrices, from each rank's own."""
-    # One padded gather for all matrices; then each rank's pieces are cut out again.
+    """Return the sums of all blocks of all matrices, gathered from the ranks."""
+    # One padded gather for all matrices, then split by rank.
     counts = {name: shards[name].counts(BLOCK_ROWS) for name in own}
     of_rank = [sum(count) for count in zip(*counts.values(), strict=True)]
     mine = torch.cat(list(own.values()))
@@ -52,16 +53,16 @@ _LAYOUTS = {"fp32": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, "co
 
 
 def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> float:
-    """Return the learning rate of an update, counted from 0: linear warm-up, then the schedule.
+    """Return the learning rate of an update (from 0): linear warm-up, then the schedule.
 
-    Warm-up update u has lr * (u + 1) / warmup_steps. With `linear` or `cosine`, update
-    total_updates - 1 and later ones have lr * min_lr_ratio.
+    Warm-up update u uses lr * (u + 1) / warmup_steps. With `linear` or `cosine`, updates from
+    total_updates - 1 on use lr * min_lr_ratio.
     """
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return settings.lr
-    # The last update of the run has the smallest rate.
+    # The last update of the run uses the minimum rate.
     span = max(1, total_updates - settings.warmup_steps - 1)
     progress = min(1.0, (update - settings.warmup_steps) / span)
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -72,7 +73,7 @@ def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> f
 class Optimizer:
     """AdamW over a model's float32 master weights, by name.
 
-    `shards` divides the rows of weights among ranks; moments have the shape of this rank's rows.
+    `shards` splits the rows of weights across ranks; moments cover only this rank's rows.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class Optimizer:
         self.settings = settings
         self.total_updates = total_updates
         self.num_updates = 0
-        # Vectors are few and sensitive: only matrices get compact states.
+        # Compact states are for matrices only: vectors are few and sensitive.
         states = settings.optimizer_states
         self._wide = {n: p for n, p in self.masters.items() if not is_compact(p.ndim, states)}
-        # By name, as torch.optim.AdamW has them by parameter; nothing before the first gradient.
+        # States by name, as torch.optim.AdamW stores them; empty before the first update.
         self._compact: dict[str, dict[str, Tensor]] = {}
         wide = self._wide.values()
         groups = [
@@ -113,8 +114,8 @@ class Optimizer:
             master.grad = None
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of all gradients together, a float32 scalar on the device."""
-        # One sum of squares per 128 rows, which no division among ranks cuts.
+        """Return the global gradient norm, a float32 scalar on the device."""
+        # One sum of squares per 128 rows, so that sharding never splits it.
         masters = self.masters.items()
         squares = {name: block_squares(p.grad) for name, p in masters if p.grad is not None}
         if not squares:
@@ -125,31 +126,31 @@ class Optimizer:
         return torch.cat(list(squares.values())).double().sum().sqrt().float()
 
     def nonfinite_gradients(self) -> list[str]:
-        """Return the names of master weights whose gradient has a NaN or infinity."""
-        # Each rank looks at its own rows; a name counts if any rank found it.
+        """Return the names of master weights with a NaN or infinity in their gradient."""
+        # Each rank checks its own rows; a name is reported if any rank found it.
         gradients = {n: p.grad for n, p in self.masters.items() if p.grad is not None}
         own = [n for n, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
         found = set().union(*world().gather("the gradients that are not finite", own))
         return [name for name in self.masters if name in found]
 
     def apply(self, total_norm: Tensor) -> None:
-        """Clip the gradients to `grad_clip`, update the master weights, drop the gradients."""
-        # In place, for the states of eight bytes.
+        """Clip gradients to `grad_clip`, update the master weights, and free the gradients."""
+        # In place, for float32 states.
         most = self.settings.grad_clip
         torch.nn.utils.clip_grads_with_norm_(self._wide.values(), most, total_norm)
-        # Both optimizers use the schedule's rate; the compact one also clips in its own pass.
+        # Both optimizers use the scheduled rate; the compact one also clips in its own pass.
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
-        self._apply_compact((most / (total_norm + 1e-6)).clamp(max=1.0))  # as torch's
+        self._apply_compact((most / (total_norm + 1e-6)).clamp(max=1.0))  # as in torch
         self.num_updates += 1
         self.zero_grad()
 
     @torch.no_grad()
     def _apply_compact(self, clip: Tensor) -> None:
-        """Update the matrices with compact states by gradients times `clip`, a float32 scalar."""
+        """Update matrices with compact states from gradients times `clip`, a float32 scalar."""
         settings = self.settings
-        scalars: dict[int, AdamWScalars] = {}  # by step, as a rule the same one for all
+        scalars: dict[int, AdamWScalars] = {}  # by step, usually the same for all
         for name, master in self.masters.items():
             if name in self._wide or master.grad is None:
                 continue
@@ -158,7 +159,7 @@ class Optimizer:
                 self._compact[name] = {"step": torch.zeros(()), **zeros}
             state = self._compact[name]
             state["step"] += 1
-            step = int(state["step"])  # on the CPU
+            step = int(state["step"])  # step counters are on the CPU
             if step not in scalars:
                 scalars[step] = adamw_scalars(
                     step,
@@ -167,7 +168,8 @@ class Optimizer:
                     eps=settings.eps,
                     weight_decay=settings.weight_decay,
                 )
-            # A rank rounds the rows that it owns as one rank would: random bits count elements.
+            # Random bits are indexed by global element, so that sharding does not change the
+            # rounding.
             own = scalars[step]
             if name in self.shards:
                 own = from_element(own, self.shards[name].first_row * math.prod(master.shape[1:]))
@@ -205,7 +207,7 @@ class Optimizer:
     def load_state(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
         """Load the result of `state_tensors`, bit for bit; a UserError has changed nothing."""
         states: dict[str, dict[str, Tensor]] = {}
-        # Check and move everything first.
+        # Validate and move everything first.
         for full_name, tensor in tensors.items():
             key, _, name = full_name.partition(".")
             self._check_state(full_name, tensor)
@@ -215,7 +217,7 @@ class Optimizer:
         for name, state in states.items():
             if len(state) != 1 + len(_LAYOUTS[self._kind(name)]):
                 raise UserError(f"optimizer state of {name!r} is incomplete: {sorted(state)}")
-        # Everything was checked before, so from here on nothing can fail half-way.
+        # Everything is validated, so nothing can fail halfway from here on.
         self._adamw.state.clear()
         self._compact.clear()
         for name, state in states.items():
@@ -226,7 +228,7 @@ class Optimizer:
         self.num_updates = num_updates
 
     def _check_state(self, full_name: str, tensor: Tensor) -> None:
-        """Raise a `UserError` if a tensor is not one of this optimizer's states."""
+        """Raise UserError if a tensor is not a valid state of this optimizer."""
         key, _, name = full_name.partition(".")
         saved = next((kind for kind, keys in _LAYOUTS.items() if key in keys), None)
         if name not in self.masters or (saved is None and key != "step"):

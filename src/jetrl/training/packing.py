@@ -1,20 +1,19 @@
-"""The samples of each update of a step, and their packing. Imports no torch.
+"""Minibatch selection and sequence packing. Does not import torch.
 
-`data.batch` chooses the minibatches: `all` takes every sample once, whole groups per update;
-`shuffle_r1` draws pairs of samples (Zhu et al. 2025, "Shuffle-R1", arXiv 2508.05612). A group of 2N
-samples is sorted by advantage, sample i is paired with sample 2N + 1 - i, and the pairs whose
-advantages differ most are kept. Each update draws its share of them with probability proportional
-to |A1| + |A2|, without repetition; over a step a pair may come several times or never.
+`data.batch` chooses the minibatches: `all` uses every sample once, in whole groups per update;
+`shuffle_r1` samples pairs (Zhu et al. 2025, "Shuffle-R1", arXiv 2508.05612). A group of 2N samples
+is sorted by advantage, sample i is paired with sample 2N + 1 - i, and the pairs with the largest
+advantage differences are kept. Each update draws its share of the pairs with probability
+proportional to |A1| + |A2|, without replacement; within a step, a pair may recur or never occur.
 
-The samples of an update are packed end to end in micro-batches, by a budget of tokens, without
-padding: longest first into the first micro-batch with room (first fit decreasing). Within a
-micro-batch they are in sample order. A sequence longer than the budget gets its own micro-batch.
-The same samples give the same batches.
+The samples of an update are packed without padding into micro-batches of a token budget by
+first-fit decreasing. Within a micro-batch they keep sample order. A sequence longer than the budget
+gets its own micro-batch. Packing is deterministic.
 
-With shared prompts (`models.packed`) a stem, the whole blocks of 128 tokens of a prompt, counts
-once per micro-batch, and samples prefer a micro-batch that has their stem. Since that changes which
-samples meet, `train.share_prompts = "auto"` shares only if enough tokens are saved. Only the
-samples' tokens decide, so all ranks and a resumed run agree.
+With shared prompts (`models.packed`), a stem (the whole 128-token blocks of a prompt) counts once
+per micro-batch, and samples prefer a micro-batch that has their stem. Since this changes the
+packing, `train.share_prompts = "auto"` shares only if enough tokens are saved. The decision depends
+only on the samples' tokens, so all ranks and a resumed run agree.
 """
 
 from __future__ import annotations
@@ -32,13 +31,14 @@ from jetrl.settings.loading import Settings
 from jetrl.training.advantages import group_advantages
 from jetrl.types import Batch, Example, Sample, stem_length
 
-MOST_LOGPROB = 1e-4  # another engine may round the log-prob of a certain token above 0
+MOST_LOGPROB = 1e-4  # other engines may round the log-prob of a certain token above 0
 
 
 def check_samples(samples: Sequence[Sample], exact: bool) -> None:
-    """Raise a UserError for a sample whose parts do not fit its tokens, or are no log-probs.
+    """Raise UserError for a sample with mismatched lengths or invalid log-probs.
 
-    Under an `exact` plan the comparison with the trainer reports a wrong log-prob with its bits.
+    Under an `exact` plan, wrong log-probs are left to the comparison with the trainer, which
+    reports their bits.
     """
     for i, sample in enumerate(samples):
         done, where = sample.completion, f"sample {i} (prompt {sample.prompt.id!r})"
@@ -71,7 +71,8 @@ def choose_minibatches(
     """Return the sample numbers of each update of a step, by `data.batch`."""
     groups = [sample.group for sample in samples]
     updates = settings.train.updates_per_step
-    # Shuffle-R1 needs advantages before the step has any, so it computes them from the rewards.
+    # Shuffle-R1 needs advantages before they are computed for training, so compute them from
+    # rewards.
     if settings.data.batch == "all":
         return split_minibatches(groups, updates)
     advantages = group_advantages([sample.score.reward for sample in samples], groups)
@@ -82,15 +83,15 @@ def choose_minibatches(
 
 
 def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[int]]:
-    """Return ascending sample numbers per update: every sample once, whole groups if enough."""
+    """Return ascending sample numbers per update; each sample once, in whole groups if possible."""
     if len(groups) < num_minibatches:
         setting = f"train.updates_per_step = {num_minibatches}"
         raise UserError(f"lower {setting}: only {len(groups)} samples")
-    # Whole groups if there are enough, else single samples.
+    # Split by groups if there are enough, else by samples.
     units = _members(groups)
     if len(units) < num_minibatches:
         units = [[i] for i in range(len(groups))]
-    # Neighboring units, in shares that differ by at most one.
+    # Consecutive units, in shares that differ in size by at most one.
     bounds = [len(units) * k // num_minibatches for k in range(num_minibatches + 1)]
     return [sorted(itertools.chain(*units[start:end])) for start, end in itertools.pairwise(bounds)]
 
@@ -104,7 +105,7 @@ def _members(groups: Sequence[int]) -> list[list[int]]:
 
 
 class Pair(NamedTuple):
-    """Two samples of a group, by number, drawn in proportion to weight = |A1| + |A2|."""
+    """Two samples of a group, by number, sampled in proportion to weight = |A1| + |A2|."""
 
     best: int
     worst: int
@@ -114,10 +115,10 @@ class Pair(NamedTuple):
 def contrast_pairs(
     advantages: Sequence[float] | np.ndarray, groups: Sequence[int], keep: float
 ) -> list[Pair]:
-    """Return each group's kept share of pairs (at least one), those that differ most first."""
+    """Return the kept fraction of each group's pairs (at least one), largest difference first."""
     pairs = []
     for members in _members(groups):
-        # Best with worst, then inwards; ties by number, so every rank pairs alike.
+        # Pair best with worst, then inwards; break ties by number, so that all ranks agree.
         order = sorted(members, key=lambda i: (-advantages[i], i))
         num_pairs = len(order) // 2
         for rank in range(min(num_pairs, max(1, int(keep * num_pairs)))):
@@ -128,8 +129,8 @@ def contrast_pairs(
 
 
 def shuffled_minibatches(pairs: Sequence[Pair], num_minibatches: int, seed: int) -> list[list[int]]:
-    """Return ascending sample numbers per update: its share of the pairs, drawn by weight."""
-    # Pairs of weight 0 teach nothing: draw them only if all pairs have it.
+    """Return ascending sample numbers per update: its share of the pairs, sampled by weight."""
+    # Pairs of weight 0 carry no signal: draw them only if all weights are 0.
     drawable = [pair for pair in pairs if pair.weight > 0] or list(pairs)
     weights = np.array([pair.weight or 1.0 for pair in drawable])
     bounds = [len(pairs) * k // num_minibatches for k in range(num_minibatches + 1)]
@@ -147,13 +148,13 @@ def pack(
     sample_ids: Sequence[int] | None = None,
     share_prompts: bool = False,
 ) -> list[Batch]:
-    """Return samples as micro-batches of at most so many tokens (or one longer sequence).
+    """Return samples as micro-batches of at most N tokens (or one longer sequence).
 
-    The loss_mask is True at exactly the sampled tokens; advantages are 0 until `with_advantages`.
-    Samples without a completion token are left out.
+    loss_mask is True exactly at sampled tokens; advantages are 0 until `with_advantages`. Samples
+    without a completion token are dropped.
     """
     chosen = range(len(samples)) if sample_ids is None else sample_ids
-    # The first trained token is predicted from the last one of the prompt.
+    # The first trained token is predicted at the last prompt token.
     for i in chosen:
         sample = samples[i]
         if not sample.prompt_token_ids:
@@ -167,7 +168,7 @@ def pack(
 
 
 def pack_examples(examples: Sequence[Example], tokens_per_micro_batch: int) -> list[Batch]:
-    """Return worked answers as micro-batches, as `pack` does, with rollout_logprobs of 0."""
+    """Return demonstrations as micro-batches, like `pack`, with rollout_logprobs of 0."""
     for i, example in enumerate(examples):
         for part, name in ((example.prompt, "prompt"), (example.completion, "completion")):
             if not len(part):
@@ -192,7 +193,7 @@ def trained_lengths(batch: Batch) -> np.ndarray:
 def by_sample(
     batches: Sequence[Batch], values: Sequence[np.ndarray], num_samples: int
 ) -> list[np.ndarray]:
-    """Return values [N] per batch as values [n] per sample of the step."""
+    """Regroup values [n] per batch into values [n] per sample of the step."""
     per_sample: list[np.ndarray] = [np.zeros(0, dtype=v.dtype) for v in values[:1]] * num_samples
     for batch, value in zip(batches, values, strict=True):
         ends = np.cumsum(trained_lengths(batch))
@@ -202,12 +203,12 @@ def by_sample(
 
 
 def by_batch(batch: Batch, values: Sequence[np.ndarray]) -> np.ndarray:
-    """Return values [n] per sample of the step as values [N] at the trained tokens of a batch."""
+    """Regroup values [n] per sample into values [n] at the trained tokens of a batch."""
     return np.concatenate([values[i] for i in batch.sample_ids])
 
 
 def with_advantages(batch: Batch, advantages: Sequence[np.ndarray]) -> Batch:
-    """Return a batch with the advantages float32 [n] of each sample of the step."""
+    """Return a batch with advantages filled in from float32 [n] per sample of the step."""
     # Prompt and environment tokens keep advantage 0.
     advantage_T = np.zeros(batch.num_tokens, dtype=np.float32)
     advantage_T[targets(batch)] = by_batch(batch, advantages)
@@ -215,7 +216,7 @@ def with_advantages(batch: Batch, advantages: Sequence[np.ndarray]) -> Batch:
 
 
 class _Sequence(NamedTuple):
-    """A prompt, its completion, and the completion's spans that are not trained on."""
+    """A prompt, its completion, and the spans of the completion that are not trained on."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
@@ -228,7 +229,7 @@ class _Sequence(NamedTuple):
 
 
 class _Stem(NamedTuple):
-    """The number of the first sequence with this stem, and the stem's tokens; 0 if not shared."""
+    """Number of the first sequence with this stem, and the stem length in tokens; 0 if unshared."""
 
     id: int
     length: int
@@ -247,7 +248,7 @@ def _stems(sequences: Mapping[int, _Sequence]) -> dict[int, _Stem]:
 def _pack(
     sequences: Mapping[int, _Sequence], tokens_per_micro_batch: int, share_prompts: bool
 ) -> list[Batch]:
-    """Return sequences, by sample number, as batches of at most so many computed tokens."""
+    """Return sequences, in sample order, as batches of at most N computed tokens."""
     batches = []
     stems = _stems(sequences) if share_prompts else {i: _Stem(i, 0) for i in sequences}
     for ids in _first_fit_decreasing(sequences, stems, tokens_per_micro_batch):
@@ -256,14 +257,14 @@ def _pack(
         token_ids = np.empty(num_tokens, dtype=np.int64)
         loss_mask = np.zeros(num_tokens, dtype=np.bool_)
         rollout_logprobs = np.zeros(num_tokens, dtype=np.float32)
-        # Write each sequence at its place: prompt, completion, mask, the sampler's log-probs.
+        # Copy each sequence into place: prompt, completion, mask, rollout log-probs.
         for i, start, end in zip(ids, cu_seqlens, cu_seqlens[1:], strict=False):
             sequence = sequences[i]
             first = start + len(sequence.prompt)
             token_ids[start:first] = sequence.prompt
             token_ids[first:end] = sequence.completion
             loss_mask[first:end] = True
-            # An environment's tokens are context: nobody sampled them.
+            # Environment tokens are context: they were not sampled.
             for begin, stop in sequence.environment:
                 loss_mask[first + begin : first + stop] = False
             rollout_logprobs[first:end] = sequence.logprobs
@@ -284,25 +285,25 @@ def _pack(
 def _first_fit_decreasing(
     sequences: Mapping[int, _Sequence], stems: Mapping[int, _Stem], budget: int
 ) -> list[list[int]]:
-    """Return the sequence numbers of each batch, ascending."""
+    """Return the ascending sequence numbers of each batch."""
     longest: dict[int, int] = {}
     for i, sequence in sequences.items():
         id = stems[i].id
         longest[id] = max(longest.get(id, 0), sequence.length)
-    # Groups of one stem by their longest member, then longest first; ties by number.
+    # Sort groups with a common stem by their longest member, then longest first; ties by number.
     order = sorted(
         sequences, key=lambda i: (-longest[stems[i].id], stems[i].id, -sequences[i].length, i)
     )
-    # The sequences of each batch, and the tokens that each still takes.
+    # Sequences of each batch, and its remaining token budget.
     bins: list[list[int]] = []
     rooms = np.full(len(sequences), budget)
-    holders: dict[int, list[int]] = {}  # by stem: the batches that have it
+    holders: dict[int, list[int]] = {}  # batches that contain each stem
     for i in order:
         stem = stems[i]
         cost = sequences[i].length - stem.length
         k = next((k for k in holders.get(stem.id, ()) if cost <= rooms[k]), None)
         if k is None:
-            # The stem is new in this batch, so it counts; a longer sequence fills a batch.
+            # The stem is new in this batch, so it counts; a longer sequence fills the batch.
             cost = min(sequences[i].length, budget)
             k = int(np.argmax(rooms >= cost))
             holders.setdefault(stem.id, []).append(k)
@@ -313,16 +314,16 @@ def _first_fit_decreasing(
     return [sorted(ids) for ids in bins]
 
 
-# The fraction of an update's tokens that "auto" wants to save. A smaller one may not pay: GEMMs are
-# as fast with some more rows, and another packing may fill micro-batches less evenly.
-# Measured at the shape of Qwen3-8B, 10% of the tokens save 3% of an update, and 58% save half.
+# Minimum fraction of tokens saved for "auto" to share. Smaller savings may not pay: GEMM time
+# barely changes with a few more rows, and packing may get less even. At the shape of Qwen3-8B,
+# saving 10% of the tokens saves 3% of an update; saving 58% saves half.
 WORTH_SHARING = 0.08
 
 
 def shares_prompts(
     setting: bool | str, samples: Sequence[Sample], sample_ids: Iterable[int] | None = None
 ) -> bool:
-    """Return whether an update is packed with shared prompts, by `train.share_prompts`."""
+    """Return True if an update is packed with shared prompts, per `train.share_prompts`."""
     if setting != "auto":
         return bool(setting)
     total = saved = 0
@@ -332,7 +333,7 @@ def shares_prompts(
         if not completion:
             continue
         total += len(prompt) + len(completion)
-        # Every stem is computed once, so all but its first sequence save it.
+        # Each stem is computed once: every sequence but the first saves it.
         stem = tuple(prompt[: stem_length(len(prompt))])
         saved += len(stem) if stem in stems else 0
         stems.add(stem)

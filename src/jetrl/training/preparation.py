@@ -1,7 +1,7 @@
-"""The preparation of a training step: from scored samples to micro-batches with advantages.
+"""Preparation of a training step: from scored samples to micro-batches with advantages.
 
-Before the first update it finds log-probs of trainer and reference, the critic's values, and from
-them and the rewards the advantages.
+Before the first update, it computes trainer and reference log-probs and critic values, and from
+these and the rewards the advantages.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Prepared = tuple[list[Minibatch], dict[str, float]]
 
 @dataclass(frozen=True)
 class Preparation:
-    """Prepares the samples of training steps for the updates of a policy.
+    """Prepares the samples of a training step for the updates of a policy.
 
-    `values` are a critic's: the expected return before each of a batch's N trained tokens, float32
+    `values` computes a critic's expected return before each of a batch's N trained tokens, float32
     [N], without gradient.
     """
 
@@ -53,11 +53,11 @@ class Preparation:
     temperature: float
 
     def __call__(self, samples: Sequence[Sample], num_updates: int) -> Prepared:
-        """Return the minibatch of each update, and metrics of the rewards and of the critic."""
+        """Return the minibatch of each update, and metrics of rewards and critic."""
         packing.check_samples(samples, self.policy.plan.exact)
         chosen = packing.choose_minibatches(samples, self.settings, num_updates)
 
-        # Forwards without gradient can run out of memory too: pack again, smaller.
+        # Forwards without gradient can run out of memory too: pack again with a smaller limit.
         def shrink(problem: str) -> None:
             packed = self._pack(samples, chosen)
             self.size.halve([sizes_of(batch) for batch in chain(*packed)], problem)
@@ -65,9 +65,9 @@ class Preparation:
         return within_memory(lambda: self._prepare(samples, self._pack(samples, chosen)), shrink)
 
     def _prepare(self, samples: Sequence[Sample], packed: list[list[Batch]]) -> Prepared:
-        # Minibatches stay apart, and each is divided into micro-batches.
+        # Minibatches stay separate; each is split into micro-batches.
         forwarded = self._forward_all(packed)
-        # Rewards less penalties, then one advantage per trained token.
+        # Rewards minus penalties, then one advantage per trained token.
         rewards, metrics = self._rewards(samples, list(chain(*forwarded)))
         advantages = self.objective.advantages(rewards)
         if rewards.values is not None and advantages.returns is not None:
@@ -78,14 +78,14 @@ class Preparation:
         ], metrics
 
     def _forward_all(self, packed: Sequence[Sequence[Batch]]) -> list[list[MicroBatch]]:
-        """Return each update's batches with old and reference log-probs and values filled in."""
+        """Return each update's batches with log-probs (trainer, reference) and values filled in."""
         batches = [(batch, k == 0) for k, batches in enumerate(packed) for batch in batches]
 
         def forward_share() -> list[MicroBatch]:
             with contextlib.nullcontext() if self.reference is None else self.reference.used():
                 return [self._forward(batch, first) for batch, first in world().share(batches)]
 
-        # Each rank forwards its share; log-probs and values then go to all ranks, in order.
+        # Each rank runs its share of forwards; log-probs and values are then gathered in order.
         own = on_all_ranks(forward_share)
         if world().size > 1:
             of_own = [{name: tensor.cpu() for name, tensor in m.known().items()} for m in own]
@@ -98,7 +98,7 @@ class Preparation:
         return [[next(micro_batches) for _ in batches] for batches in packed]
 
     def _pack(self, samples: Sequence[Sample], chosen: list[list[int]]) -> list[list[Batch]]:
-        """Return the batches of each update, without updates that have no trained token."""
+        """Return the batches of each update, without updates that have no trained tokens."""
         size, share = self.size.tokens, self.settings.train.share_prompts
         packed = [
             packing.pack(samples, size, ids, packing.shares_prompts(share, samples, ids))
@@ -116,7 +116,8 @@ class Preparation:
         reference = self.reference
         return MicroBatch(
             batch,
-            # The first minibatch's training forward gives these log-probs; later ones need one now.
+            # The first minibatch's training forward computes these log-probs; later minibatches
+            # need a forward now.
             before=None if first else self._logprobs(self.policy, batch),
             ref_logprobs=None if reference is None else self._logprobs(reference, batch),
             values=None if self.values is None else self.values(batch),
@@ -131,12 +132,12 @@ class Preparation:
     ) -> tuple[StepRewards, dict[str, float]]:
         """Return the input of the advantage estimator, and the means of the penalties."""
         objective, metrics = self.objective, {}
-        # A reward that is not finite would spoil its whole group.
+        # A non-finite reward would corrupt its whole group.
         reward_S, group_S = check_rewards(
             [sample.score.reward for sample in samples], [sample.group for sample in samples]
         )
         if objective.overlong_buffer:
-            # All tokens count, an environment's too, as for the limit.
+            # Count all tokens, including the environment's, as for the limit.
             lengths = np.array([len(sample.completion.token_ids) for sample in samples])
             overlong = overlong_penalties(lengths, objective.max_tokens, objective.overlong_buffer)
             reward_S = reward_S - overlong
@@ -146,13 +147,13 @@ class Preparation:
         penalties = packing.by_sample(batches, of_batches, len(samples))
         if objective.kl_in_reward:
             metrics["reward/kl_penalty"] = sum(float(p.sum()) for p in penalties) / len(samples)
-        # The estimator works by samples, micro-batches are packed: reorder.
+        # The estimator works per sample, micro-batches are packed: regroup.
         values = [m.values.cpu().numpy() for m in micro_batches if m.values is not None]
         by_token = packing.by_sample(batches, values, len(samples)) if values else None
         return StepRewards(reward_S, group_S, penalties, by_token), metrics
 
     def _penalty(self, micro: MicroBatch) -> np.ndarray:
-        """Return the KL penalty on the reward of each trained token, float64 [N]."""
+        """Return the KL penalty on the reward per trained token, float64 [N]."""
         batch, ref_logprobs = micro.batch, micro.ref_logprobs
         if ref_logprobs is None or not self.objective.kl_in_reward:
             return np.zeros(int(batch.loss_mask.sum()))
@@ -161,7 +162,7 @@ class Preparation:
 
 
 def _with_advantages(micro: MicroBatch, advantages: Advantages) -> MicroBatch:
-    # Advantages are stored with the tokens, returns next to the values.
+    # Store advantages per token, and returns next to the values.
     batch = packing.with_advantages(micro.batch, advantages.advantages)
     if advantages.returns is None:
         return replace(micro, batch=batch)

@@ -1,6 +1,6 @@
-"""Supervised training: a policy on worked answers, and a reward model on pairs of completions.
+"""Supervised training: a policy on demonstrations, or a reward model on preference pairs.
 
-Both use the same forward (and the same FP8) as reinforcement learning.
+Both use the same forward and precision as reinforcement learning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jetrl.types import Example
 
 
 class _Supervised:
-    """A trainer with learning rate, warm-up and schedule of `sft`, and the rest of `train`."""
+    """Base trainer with learning rate, warm-up and schedule of [sft], and the rest of [train]."""
 
     def __init__(
         self, model: Model, settings: Settings, size: MicroBatchSize | None, guard: Guard | None
@@ -44,13 +44,13 @@ class _Supervised:
         self.optimizer = Optimizer(model.master_weights(), train, sft.steps, model.weights.shards)
 
     def _common(self, stats: UpdateStats) -> dict[str, float]:
-        """Return the metrics that a skipped update has too."""
+        """Return the metrics that skipped updates report too."""
         common = {"sft/lr": stats.lr, "sft/tokens": float(stats.num_tokens)}
         return common | self.micro_batch_size.take_metrics()
 
 
 class SftTrainer(_Supervised):
-    """A trainer of a policy on worked answers, with its own optimizer."""
+    """Trains a policy on demonstrations, with its own optimizer."""
 
     def __init__(
         self,
@@ -60,19 +60,21 @@ class SftTrainer(_Supervised):
         guard: Guard | None = None,
     ) -> None:
         super().__init__(policy, settings, micro_batch_size, guard)
-        # Not a method: without a reference back, the moments are gone as soon as the trainer is.
+        # Not a bound method: without a reference cycle, moments are freed together with the
+        # trainer.
         loss = partial(_loss, policy, settings.train.activation_checkpointing)
         self._update = Update(policy, self.optimizer, self.guard, loss=loss, prefix="sft")
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Make one optimizer update on worked answers; empty prompts or completions are refused.
+        """Run one optimizer update on demonstrations; empty prompts or completions are rejected.
 
         Returns sft/loss (nats per completion token, before the update), sft/grad_norm, sft/lr and
-        sft/tokens (completion tokens); a skipped update: policy/skipped_updates, no loss and norm.
+        sft/tokens (completion tokens). A skipped update reports policy/skipped_updates in place of
+        loss and norm.
         """
         assert examples
         size = self.micro_batch_size
-        # The same packing and forward as in reinforcement learning.
+        # Same packing and forward as in reinforcement learning.
         batches = pack_examples(examples, size.tokens)
         stats = self._update.run(Minibatch([MicroBatch(batch) for batch in batches], size))
         if not stats.applied:
@@ -90,7 +92,7 @@ def _loss(
 
 
 Pair = tuple[Sequence[int], Sequence[int]]
-"""Token ids of the better and of the worse sequence, prompts included."""
+"""Token ids of the better and the worse sequence, including the prompt."""
 
 
 def _num_tokens(pair: Pair) -> int:
@@ -98,7 +100,7 @@ def _num_tokens(pair: Pair) -> int:
 
 
 class PairMinibatch(Minibatch):
-    """The pairs of one update, in micro-batches that get smaller when memory runs out."""
+    """The pairs of one update, split into micro-batches that shrink on OOM."""
 
     def __init__(self, pairs: Sequence[Pair], size: MicroBatchSize) -> None:
         self.pairs, self._size = pairs, size
@@ -110,7 +112,7 @@ class PairMinibatch(Minibatch):
         return sum(map(_num_tokens, micro_batch))
 
     def shrink(self, problem: str) -> None:
-        """Halve the run's size, and divide the pairs again."""
+        """Halve the run's token limit and split the pairs again."""
         sizes = [(self.tokens_of(pairs), len(pairs)) for pairs in self.micro_batches]
         self._size.halve(sizes, problem, "pair")
         self.micro_batches = self._packed()
@@ -121,7 +123,7 @@ class PairMinibatch(Minibatch):
 
 
 class RewardTrainer(_Supervised):
-    """A trainer of a scalar model on pairs of sequences, with its own optimizer."""
+    """Trains a scalar model on pairs of sequences, with its own optimizer."""
 
     def __init__(
         self, model: ScalarModel, settings: Settings, size: MicroBatchSize | None = None
@@ -132,14 +134,14 @@ class RewardTrainer(_Supervised):
         self._update = Update(model, self.optimizer, self.guard, loss=self._loss, prefix="sft")
 
     def step(self, pairs: Sequence[Pair]) -> dict[str, float]:
-        """Make one optimizer update on pairs of sequences.
+        """Run one optimizer update on pairs of sequences.
 
-        Returns sft/loss (Bradley-Terry, nats per pair), sft/grad_norm, sft/lr and sft/tokens;
+        Returns sft/loss (Bradley-Terry, nats per pair), sft/grad_norm, sft/lr, sft/tokens, and from
         before the update reward_model/accuracy and reward_model/margin (mean difference). A skipped
-        update has only sft/lr, sft/tokens and reward_model/skipped_updates.
+        update reports only sft/lr, sft/tokens and reward_model/skipped_updates.
         """
         self.model.check_sequences([sequence for pair in pairs for sequence in pair])
-        # Accuracy and margin are of all pairs, as scored before the weights change.
+        # Accuracy and margin over all pairs, as scored before the weights change.
         accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
         margin = torch.cat(accumulated.all_outputs()).double()
         accumulated.metrics["reward_model/accuracy"] = (margin > 0).double().mean()
@@ -152,7 +154,7 @@ class RewardTrainer(_Supervised):
 
     def _loss(self, pairs: Sequence[Pair], minibatch: PairMinibatch) -> MicroBatchLoss:
         device = self.model.device
-        # Better and worse sequences alternate in one packed batch; the last token has the score.
+        # Better and worse sequences alternate in one packed batch; scores are at the last tokens.
         sequences = [sequence for pair in pairs for sequence in pair]
         lengths = torch.tensor([len(s) for s in sequences], device=device)
         token_ids = torch.tensor([t for s in sequences for t in s], device=device)
@@ -170,7 +172,7 @@ class RewardTrainer(_Supervised):
 
 
 def preference_loss(better: Tensor, worse: Tensor, num_pairs: int) -> Tensor:
-    """Return -log sigmoid(better - worse) of scores float32 [P]: a share of the update's mean.
+    """Return -log sigmoid(better - worse) for scores float32 [P], as a share of the mean.
 
     The Bradley-Terry model (Bradley and Terry 1952; Ouyang et al. 2022, "InstructGPT", eq. 1).
     """

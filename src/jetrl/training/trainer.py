@@ -1,16 +1,16 @@
-"""The trainer: scored samples in, updated weights and metrics out.
+"""Trainer: scored samples in, updated weights and metrics out.
 
-A training step is one or more optimizer updates, on disjoint minibatches of its samples. Read
-`Trainer.step` first: a batch goes through it from top to bottom.
+A training step is one or more optimizer updates on disjoint minibatches of its samples. Start with
+`Trainer.step`, which a batch passes from top to bottom.
 
-The ratio needs the policy that drew the samples. Under an exact plan the sampler's log-probs are
-the trainer's, bit for bit, and nothing is recomputed. Under any other plan it is the trainer's
-policy before the step's first update: that update's forward, detached; for later updates a forward
-without gradient, made beforehand.
+The ratio needs log-probs of the policy that drew the samples. Under an exact plan, the sampler's
+log-probs equal the trainer's bit for bit, and nothing is recomputed. Under any other plan, they
+come from the trainer before the step's first update: for the first minibatch from its own forward,
+detached; for later ones from an additional forward without gradient.
 
-Every step compares sampler and trainer on all trained tokens before any weight changes. Under an
-exact plan, therefore, later minibatches get such a forward too, and one different bit ends the step
-with `StepMismatchError`.
+Every step compares sampler and trainer on all trained tokens before any weight changes. So under an
+exact plan, later minibatches get this forward too, and one different bit ends the step with
+`StepMismatchError`.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from jetrl.types import Sample
 
 
 class TrainedStep(NamedTuple):
-    """The metrics of `Trainer.step`, and seconds: `update` (includes `optimizer`), `requantize`."""
+    """Metrics of `Trainer.step`, and seconds: `update` (includes `optimizer`), `requantize`."""
 
     metrics: dict[str, float]
     timings: dict[str, float]
 
 
 class Trainer:
-    """An algorithm that trains a policy.
+    """Trains a policy with an RL algorithm.
 
-    It reads `algorithm`, `train`, rollout.{temperature, max_tokens} and loop.steps of the settings.
-    `extras` are other parts of training, in the order in which a step calls them. An algorithm that
-    needs a critic finds it among them, and algorithm.calibrate_clip_every a `ClipCalibration`.
+    It reads the settings `algorithm`, `train`, rollout.{temperature, max_tokens} and loop.steps.
+    `extras` are called in order during each step; they must include a critic if the algorithm needs
+    one, and a `ClipCalibration` if algorithm.calibrate_clip_every is set.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class Trainer:
         self.optimizer = Optimizer(
             policy.master_weights(),
             settings.train,
-            # The schedule counts updates, of which a step makes several.
+            # The schedule counts updates; a step has several.
             total_updates=settings.loop.steps * settings.train.updates_per_step,
             shards=policy.weights.shards,
         )
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite)
-        # Greedy sampling reports the log-probs of temperature 1 (types.SamplingParams).
+        # Greedy sampling reports log-probs at temperature 1 (types.SamplingParams).
         self._temperature = settings.rollout.temperature or 1.0
         self._all_draws = _trains_on_all_draws(settings, self.objective)
         self.preparation = Preparation(
@@ -120,19 +120,19 @@ class Trainer:
 
     @property
     def models(self) -> list[Model]:
-        """The models that are trained, the policy first."""
+        """All trained models, the policy first."""
         return [self.policy, *chain(*(extra.models() for extra in self.extras))]
 
     @property
     def tensors_beside(self) -> dict[str, Tensor]:
-        """Other tensors, by name, that are equal on every rank."""
+        """Further tensors, by name, that must be equal on every rank."""
         return {n: t for extra in self.extras for n, t in extra.equal_tensors().items()}
 
     def step(self, samples: Sequence[Sample], version: int = 0) -> TrainedStep:
-        """Make `train.updates_per_step` updates on the samples of one training step.
+        """Run `train.updates_per_step` updates on the samples of one training step.
 
         Args:
-            version: The policy's version; tokens that an earlier version drew are not compared.
+            version: Policy version; tokens sampled by earlier versions are not compared.
 
         Returns:
             policy/{loss, entropy (nats), clip_fraction, kl_ref (with a reference)}: means over the
@@ -151,7 +151,7 @@ class Trainer:
             UserError: Too few samples, an empty prompt, an unknown token, a bad reward or log-prob.
         """
         start = time.perf_counter()
-        # Before the first update: packed samples, advantages, log-probs of other models.
+        # Before the first update: pack samples, compute advantages and log-probs of other models.
         minibatches, metrics = self.preparation(samples, self.optimizer.num_updates)
         for extra in self.extras:
             extra.begin(version, minibatches)
@@ -159,14 +159,14 @@ class Trainer:
         for k, minibatch in enumerate(minibatches):
             accumulated = self._update.accumulate(minibatch)
             if k == 0:
-                # No weight has changed yet, so sampler and trainer must agree on every token.
+                # No weight has changed yet: compare sampler and trainer on every token.
                 metrics |= self._compare(samples, version, minibatches, accumulated.all_outputs())
                 for extra in self.extras:
                     metrics |= extra.after_forward()
             if k == len(minibatches) - 1:
                 for extra in self.extras:
                     metrics |= extra.before_last(accumulated)
-            # The guard reads all numbers at once; then AdamW and requantization.
+            # The guard reads all values at once; then AdamW and requantization.
             stats = self._update.finish(accumulated, k)
             metrics |= mismatch.surprise_z(stats.metrics, self.policy.config.vocab_size)
             updates.append(stats)
@@ -177,7 +177,7 @@ class Trainer:
         for extra in self.extras:
             metrics |= extra.after_updates()
         metrics |= self.micro_batch_size.take_metrics()
-        # Requantization is its own phase; the rest of the step is the update.
+        # Requantization is timed separately; the rest of the step is the update.
         requantize_s = sum(update.requantize_s for update in updates)
         timings = {
             "update": time.perf_counter() - start - requantize_s,
@@ -187,7 +187,7 @@ class Trainer:
         return TrainedStep(metrics, timings)
 
     def _loss(self, micro: MicroBatch, minibatch: Minibatch) -> MicroBatchLoss:
-        """Run the forward of a micro-batch, and return its share of the minibatch's loss."""
+        """Run the forward of a micro-batch; return its share of the minibatch's loss."""
         batch, device = micro.batch, self.policy.device
         logprobs, moments = batch_logprobs(
             self.policy,
@@ -196,15 +196,14 @@ class Trainer:
             activation_checkpointing=self.settings.train.activation_checkpointing,
             seen=next(filter(None, (extra.observer(batch) for extra in self.extras)), None),
         )
-        # The policy that drew the tokens: the sampler's, or this one before the first update.
-        # The sampler has reported its log-probs of the trained tokens.
+        # Behavior policy: the sampler's log-probs, or those of this policy before the first update.
         rollout_logprobs = at_targets(batch.rollout_logprobs, batch, device)
         if self.policy.plan.exact:
             behavior = rollout_logprobs
         else:
             behavior = logprobs.detach() if micro.before is None else micro.before
         advantages = at_targets(batch.advantages, batch, device)
-        # Sequence lengths and update sizes weigh the tokens; they are those of the whole update.
+        # Token weights depend on sequence lengths and the size of the whole update.
         lengths = upload(torch.from_numpy(trained_lengths(batch)), device)
         tokens = Tokens(logprobs, behavior, advantages, lengths)
         longest, objective = self.settings.rollout.max_tokens, self.objective
@@ -217,15 +216,16 @@ class Trainer:
             "policy/active_fraction": (advantages != 0).double().sum() / size.tokens,
             **loss.metrics,
         }
-        if self._all_draws and micro.before is None:  # of the first update, by the sampler's policy
+        if self._all_draws and micro.before is None:  # weights are still the sampler's
             metrics |= mismatch.surprise_sums(logprobs, moments)
         return replace(loss, metrics=metrics, outputs=logprobs.detach())
 
     def _compare(
         self, samples: Sequence[Sample], version: int, data: list[Minibatch], first: list[Tensor]
     ) -> dict[str, float]:
-        """Compare sampler and trainer on all trained tokens of the step; see `compare_step`."""
-        # The first minibatch's training forward and the others' earlier one cover all tokens.
+        """Compare sampler and trainer on all trained tokens of the step (see `compare_step`)."""
+        # Covers all tokens: the first minibatch's training forward and the earlier forward of the
+        # others.
         micro_batches = list(chain(*(minibatch.micro_batches for minibatch in data)))
         before = [micro.before for micro in micro_batches if micro.before is not None]
         logprobs = [part.cpu().numpy() for part in (*first, *before)]
@@ -238,7 +238,7 @@ class Trainer:
 
 
 def _trains_on_all_draws(settings: Settings, objective: Objective) -> bool:
-    """Return whether tokens come from the policy's whole distribution, and all are trained on."""
+    """Return True if tokens are sampled from the full distribution and all are trained on."""
     rollout = settings.rollout
     whole = rollout.temperature > 0 and allows_all(rollout.top_p, rollout.top_k)
     chosen = objective.dynamic_sampling or settings.data.batch != "all" or rollout.oversample > 0
@@ -246,12 +246,12 @@ def _trains_on_all_draws(settings: Settings, objective: Objective) -> bool:
 
 
 def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Return means over all tokens of the applied updates, the largest peaks, the mean norm."""
+    """Return means over all tokens of applied updates, maximum peaks, and the mean norm."""
     applied = [update for update in updates if update.applied]
     metrics = {"policy/lr": applied[-1].lr} if applied else {}
     total = sum(update.num_tokens for update in applied)
     for update in applied:
-        # Updates differ in size: a mean over all tokens weighs each by its own.
+        # Updates differ in size, so means are weighted by tokens.
         for name, mean in update.metrics.items():
             if name in (mismatch.EXCESS, mismatch.VARIANCE):
                 continue

@@ -1,13 +1,13 @@
-"""An optimizer update of one model: forward and backward, the guard, AdamW, requantization.
+"""An optimizer update: forward and backward, guard, AdamW, requantization.
 
-`Update` is the only place that runs these, for the policy, the reward model and the critic; each
-trainer passes the loss of a micro-batch:
+`Update` runs these for the policy, the reward model and the critic; each trainer passes the loss of
+a micro-batch:
 
-    accumulate   forward and backward of every micro-batch, again with smaller ones if memory runs
-                 out; then the gradient norm is launched
-    finish       one read of all numbers from the device; the guard; AdamW; requantization
+    accumulate   forward and backward of every micro-batch, retried with smaller ones on OOM; then
+                 launch the gradient norm
+    finish       read all values from the device once; guard; AdamW; requantization
 
-Between the two a trainer may read the forwards' outputs, before any weight has changed.
+In between, a trainer may read the forward outputs, before any weight has changed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from jetrl.training.optimizer import ADVICE, Optimizer
 
 @dataclass
 class Accumulated:
-    """The forwards and backwards of this rank in one update; numbers are float64 device scalars.
+    """Results of this rank's forward and backward passes in one update.
 
-    Per micro-batch, `shares` are to be added, and of `peaks` the largest counts; `metrics` are of
-    the whole update. `outputs` are a policy's log-probs [N] or pairs' score differences [P].
+    Per micro-batch, `shares` are to be summed and `peaks` are maxima (float64 device scalars);
+    `metrics` cover the whole update. `outputs` are a policy's log-probs [N] or pairs' score
+    differences [P].
     """
 
     minibatch: Minibatch
@@ -63,7 +64,7 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """The numbers of one update on the host; `applied` is False if it was refused."""
+    """Values of one update on the host; `applied` is False if it was skipped."""
 
     num_tokens: int
     metrics: dict[str, float]
@@ -80,9 +81,9 @@ class UpdateStats:
 class Update:
     """The optimizer updates of one model.
 
-    `loss` runs a micro-batch's forward, and returns its share of the minibatch's loss. The guard
-    watches the metrics `watched` and the norms. With `synchronize` the seconds of AdamW and
-    requantization are the device's.
+    `loss` runs a micro-batch's forward and returns its share of the minibatch's loss. The guard
+    watches the `watched` metrics and the norms. With `synchronize`, the times of AdamW and
+    requantization are device times.
     """
 
     model: Model
@@ -95,13 +96,13 @@ class Update:
     synchronize: bool = False
 
     def run(self, minibatch: Minibatch, index: int = 0) -> UpdateStats:
-        """Make update `index` of a step: `accumulate`, then `finish`."""
+        """Run update `index` of a step: `accumulate`, then `finish`."""
         return self.finish(self.accumulate(minibatch), index)
 
     def accumulate(self, minibatch: Minibatch, retries: bool = True) -> Accumulated:
-        """Run forward and backward of all micro-batches, from gradients of zero.
+        """Run forward and backward of all micro-batches, starting from zero gradients.
 
-        If memory runs out, retry with smaller micro-batches; OutOfMemoryStop if none can be split.
+        On OOM, retry with smaller micro-batches; raises OutOfMemoryStop if none can be split.
         """
         gradients, rank, size = self.model.weights.gradients, world().rank, world().size
         while True:
@@ -109,58 +110,61 @@ class Update:
             accumulated, micro_batches = Accumulated(minibatch), minibatch.micro_batches
             with Attempt(catches=retries) as attempt:
                 self.optimizer.zero_grad()
-                # Gradients are summed in the order of micro-batches, whichever rank makes them.
+                # Gradients are summed in micro-batch order, regardless of which rank computes them.
                 gradients.begin_update()
-                # Ranks work in rounds of one micro-batch each; in the last one some may have none.
+                # Each round processes one micro-batch per rank; in the last round some ranks may
+                # have none.
                 for first in range(0, len(micro_batches), size):
                     in_round = micro_batches[first : first + size]
                     own = in_round[rank : rank + 1]
                     tokens = [minibatch.tokens_of(micro_batch) for micro_batch in in_round]
                     gradients.begin_micro_batch(tokens, bool(own))
-                    # A rank that runs out of memory still meets the others at the round's end.
+                    # A rank that runs out of memory still joins the collective at the end of the
+                    # round.
                     with Attempt(catches=size > 1) as forward:
                         for micro_batch in own:
                             loss = self.loss(micro_batch, minibatch)
                             loss.loss.backward()
                             accumulated.add(self._name("loss"), loss)
-                    loss = None  # it holds the graph
+                    loss = None  # frees the graph
                     if forward.problem:
                         release()
                     gradients.end_micro_batch(failed=bool(forward.problem))
                     raise_on_all_ranks(forward.problem)
                 gradients.end_update()
             loss = None
-            # Every rank retries if one ran out of memory: all need the same micro-batches.
+            # If one rank runs out of memory, all retry: they need the same micro-batches.
             problem = agree(OUT_OF_MEMORY, attempt.problem) if retries else ""
             if not problem:
                 break
             release()
             self.optimizer.zero_grad()
-            # Halves the limit for the rest of the run; raises if nothing can be divided.
+            # Halves the limit for the rest of the run; raises if nothing can be split.
             minibatch.shrink(problem)
-        # Launched before the host waits for anything of the update.
+        # Launch the norm before the host waits for any value of the update.
         accumulated.grad_norm = self.optimizer.gradient_norm()
         return accumulated
 
     def finish(self, accumulated: Accumulated, index: int = 0) -> UpdateStats:
-        """Apply the accumulated gradients, unless a number of the update is not finite.
+        """Apply the accumulated gradients, unless a value of the update is not finite.
 
-        NonFiniteError if `train.on_nonfinite` is "stop" or too many updates in a row were refused.
+        Raises NonFiniteError if `train.on_nonfinite` is "stop" or too many consecutive updates were
+        skipped.
         """
-        # The only wait for the device in an update. All that can be wrong shows in these numbers.
+        # The only host-device synchronization of an update; every fault shows in these values.
         stats = self._read(accumulated)
         watched = {name: stats.metrics[name] for name in map(self._name, self.watched)}
         watched[self._name("grad_norm")] = stats.grad_norm
         watched["norm of the FP8 scales"] = stats.weight_scales_norm
         if not self.guard.passes(watched):
-            # Name the parameters, then drop the gradients: the guard may repeat the update.
+            # Name the parameters, then free the gradients: the guard may repeat the update.
             nonfinite = self.optimizer.nonfinite_gradients()
             self.optimizer.zero_grad()
             repeat = partial(self._repeat, accumulated.minibatch)
             self.guard.refuse(NonFiniteUpdate(index, self.model, watched, nonfinite, repeat))
             return stats
         with explained(self.optimizer_name, ADVICE):
-            # The master weights change here; forwards see that after requantization.
+            # Master weights change here; forwards see it after requantization.
             optimizer_s = self._seconds(partial(self.optimizer.apply, accumulated.grad_norm))
             requantize_s = self._seconds(self.model.requantize)
         return replace(stats, applied=True, optimizer_s=optimizer_s, requantize_s=requantize_s)
@@ -172,17 +176,18 @@ class Update:
             self.optimizer.zero_grad()
 
     def _read(self, accumulated: Accumulated) -> UpdateStats:
-        """Return the numbers of an update, in one read from the device."""
+        """Return the values of an update in one read from the device."""
         norm = accumulated.grad_norm
         scales = torch.nn.utils.get_total_norm(list(self.model.weight_scales().values()))
-        # Stack every number on the device, so that the host waits once, then take them apart.
+        # Stack all values on the device, so that the host waits once, then unpack.
         records = [*accumulated.shares, *accumulated.peaks, accumulated.metrics]
         on_device = [*chain(*(record.values() for record in records)), norm, scales]
         numbers = torch.stack([n.detach().double().to(norm.device) for n in on_device]).tolist()
         *numbers, grad_norm, scales_norm = numbers
         values = iter(numbers)
         read = [{name: next(values) for name in record} for record in records]
-        # Shares and peaks of all ranks, in the order of micro-batches: the sums have the same bits.
+        # Gather shares and peaks of all ranks in micro-batch order, so that the sums have the same
+        # bits.
         count = len(accumulated.shares)
         of_micro_batches = list(zip(read[:count], read[count : 2 * count], strict=True))
         metrics, peaks = _added(world().gather_in_order("metrics of the update", of_micro_batches))
@@ -199,7 +204,7 @@ class Update:
         return f"{self.prefix}/{metric}"
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds that work took on a device that was idle before."""
+        """Return the seconds of work on a device that was idle before."""
         start = time.perf_counter()
         work()
         if self.synchronize and self.model.device.type == "cuda":
@@ -210,18 +215,18 @@ class Update:
 def _added(
     of_micro_batches: Sequence[tuple[dict[str, float], dict[str, float]]],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the sums of shares, in the order of micro-batches, and the largest of peaks."""
+    """Return the sums of shares, in micro-batch order, and the maxima of peaks."""
     metrics: dict[str, float] = {}
     peaks: dict[str, float] = {}
     for shares, highest in of_micro_batches:
         for name, share in shares.items():
             metrics[name] = metrics[name] + share if name in metrics else share
         for name, peak in highest.items():
-            peaks[name] = float(np.maximum(peaks.get(name, peak), peak))  # a NaN stays
+            peaks[name] = float(np.maximum(peaks.get(name, peak), peak))  # propagates NaN
     return metrics, peaks
 
 
 def mean_of_each(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each number over records that all have it; {} without a record."""
+    """Return the mean of each value over the records, which share their keys; {} if empty."""
     names = records[0] if records else {}
     return {name: sum(record[name] for record in records) / len(records) for name in names}

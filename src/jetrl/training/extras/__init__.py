@@ -1,4 +1,4 @@
-"""Extras: parts of training that join a trainer's steps without being named in its main line."""
+"""Extras: optional parts of training that hook into a trainer's step."""
 
 from __future__ import annotations
 
@@ -21,78 +21,78 @@ if TYPE_CHECKING:
 
 
 class Extra:
-    """A part of training: `Trainer.step` calls these methods, in order; the defaults do nothing.
+    """Hooks that `Trainer.step` calls in this order; the defaults do nothing.
 
     Attributes:
         values: A critic's method that returns the expected return before each of a batch's N
             trained tokens, float32 [N], without gradient; None for every other extra.
-        calibrates: Whether it sets the clips of the loss.
+        calibrates: True if the extra sets the clip range of the loss.
     """
 
     values: Callable[[Batch], Tensor] | None = None
     calibrates = False
 
     def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
-        """Begin the step of a policy's version, before its first forward."""
+        """Run before the first forward of a step."""
 
     def observer(self, batch: Batch) -> Callable[[Tensor], None] | None:
-        """Return a function that gets the hidden states [N, D] of a batch's N trained tokens.
+        """Return a callback for the hidden states [N, D] of a batch's N trained tokens, or None.
 
-        Only one extra of a trainer may return one.
+        At most one extra per trainer may return one.
         """
         return None
 
     def objective(self, objective: Objective) -> Objective:
-        """Return the objective of the next micro-batch, given the run's."""
+        """Return the objective of the next micro-batch, given the run's objective."""
         return objective
 
     def after_forward(self) -> Mapping[str, float]:
-        """Work after the first minibatch's forwards and backwards, before any weight changes."""
+        """Run after the first minibatch's forward and backward, before any weight changes."""
         return {}
 
     def before_last(self, accumulated: Accumulated) -> Mapping[str, float]:
-        """Work before the step's last update is applied, with its forwards and backwards."""
+        """Run before the step's last update is applied, after its forward and backward passes."""
         return {}
 
     def after_update(self, index: int, minibatch: Minibatch) -> None:
-        """Work after an update that was applied."""
+        """Run after each applied update."""
 
     def after_updates(self) -> Mapping[str, float]:
-        """Work after the step's last update."""
+        """Run after the step's last update."""
         return {}
 
     def models(self) -> list[Model]:
-        """Return the models that this extra trains."""
+        """Return the models trained by this extra."""
         return []
 
     def equal_tensors(self) -> dict[str, Tensor]:
-        """Return other tensors, by name, that are equal on every rank."""
+        """Return further tensors, by name, that must be equal on every rank."""
         return {}
 
 
 class Learner(Extra):
-    """An extra with master weights and an optimizer, which checkpoints keep under `name`."""
+    """An extra with master weights and an optimizer, checkpointed under `name`."""
 
     name: str
     masters: Mapping[str, nn.Parameter]
     optimizer: Optimizer
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return master weights, moments and the number of updates: the tensors, not copies."""
+        """Return master weights, moments and update count by name; references, not copies."""
         masters = {f"master.{n}": p.detach() for n, p in self.masters.items()}
         moments = {f"adamw.{n}": t for n, t in self.optimizer.state_tensors().items()}
         return masters | moments | {"updates": torch.tensor(self.optimizer.num_updates)}
 
     def shard_of(self, name: str) -> Shard | None:
-        """Return how the rows of a state tensor are divided; None if every rank has it whole."""
+        """Return the shard of a state tensor's rows, or None if it is replicated."""
         kind, _, own_name = name.partition(".")
         if kind == "master":
             return self.optimizer.shards.get(own_name)
         return self.optimizer.shard_of(own_name)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the result of `state_tensors`, bit for bit; a UserError has changed nothing."""
-        # Check everything before anything is changed.
+        """Load the output of `state_tensors` bit for bit; on UserError nothing has changed."""
+        # Validate everything before changing anything.
         for name, master in self.masters.items():
             saved = tensors.get(f"master.{name}")
             if saved is None or saved.shape != master.shape:

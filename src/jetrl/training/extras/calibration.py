@@ -1,20 +1,20 @@
-"""Calibrated clipping: bounds that cut off as much in FP8 as the given ones would in BF16.
+"""Calibrated clipping: bounds that clip the same fraction of tokens in FP8 as in BF16.
 
-Ratios of FP8 probabilities are noisier than those of BF16, so a bound cuts off more tokens. At the
-lower bound, which limits the push away from bad answers, that can let a run collapse although
+FP8 ratios are noisier than BF16 ratios, so a given bound clips more tokens. At the lower bound,
+which limits the push away from bad answers, this can cause a run to collapse although
 sampler and trainer agree (Chen et al. 2026, "Towards Full Pipeline FP8 Reinforcement Learning for
 LLMs", arXiv 2609.22870, sec. 4; equations as in published summaries).
 
-Every so many steps the last minibatch of a step is forwarded in BF16 as well, from the same
-masters, before the step and at its last update. With F the distribution of the ratios of tokens
-whose advantage is negative, and p a sampled token's probability:
+Every N steps, the last minibatch also runs a BF16 forward from the same master weights, before the
+step and at its last update. With F the distribution of ratios of negative-advantage tokens, and p
+the probability of a sampled token:
 
     low:   L with F_fp8(L) = F_bf16(1 - clip)
     high:  H with balance_fp8(L, H) = balance_bf16(1 - clip, 1 + clip_high),
            balance(l, h) = |sum over A > 0, r < h of p r A| / |sum over A < 0, r > l of p r A|
 
-L and H are found on a grid, and the bounds move half of the way, by at most 0.05 and 0.1. They
-begin at the algorithm's own (the paper: at 0.6 and 1.8, with equally good results).
+L and H are found by grid search, and the bounds move halfway to them, by at most 0.05 and 0.1. They
+start at the algorithm's clips (the paper starts at 0.6 and 1.8, with equally good results).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 GRID_LOW = np.round(np.arange(0.5, 0.9 + 1e-9, 0.02), 2)
 GRID_HIGH = np.round(np.arange(1.2, 2.0 + 1e-9, 0.02), 2)
-MOST_LOW, MOST_HIGH = 0.05, 0.1  # how far a bound moves at once
+MOST_LOW, MOST_HIGH = 0.05, 0.1  # maximum change of a bound per calibration
 _ADVICE = (
     "it holds a BF16 copy of the weights, 2 bytes per parameter, during a step: set "
     "algorithm.calibrate_clip_every=0, or use a GPU with more memory. The last checkpoint is good"
@@ -50,14 +50,17 @@ _ADVICE = (
 
 
 class ClipBounds(NamedTuple):
-    """The interval, around 1, that a ratio is clipped to."""
+    """Clip interval of ratios, around 1."""
 
     low: float
     high: float
 
 
 class ClipCalibration(Extra):
-    """A run's ratio bounds, moved every so many steps; `reference` is meant for BF16 ratios."""
+    """Ratio bounds of a run, recalibrated every N steps.
+
+    `reference` holds the bounds intended for BF16 ratios.
+    """
 
     calibrates = True
 
@@ -68,7 +71,7 @@ class ClipCalibration(Extra):
         self._reference, self._every = reference, every
         self.bounds = reference
         self._steps = 0
-        self._logprobs_before: list[np.ndarray] | None = None  # if a calibration is due
+        self._logprobs_before: list[np.ndarray] | None = None  # only while a calibration is due
 
     @classmethod
     def from_settings(
@@ -82,11 +85,11 @@ class ClipCalibration(Extra):
         return cls(policy, bounds, every, temperature=settings.rollout.temperature or 1.0)
 
     def begin(self, version: int, minibatches: Sequence[Minibatch]) -> None:
-        """Forward a step's last minibatch in BF16, if a calibration is due.
+        """Run the BF16 forward of the step's last minibatch, if a calibration is due.
 
-        OutOfMemoryStop if the BF16 weights, or one sequence, do not fit.
+        Raises OutOfMemoryStop if the BF16 weights or a single sequence do not fit.
         """
-        # Only a step with several updates has ratios other than 1.
+        # Ratios differ from 1 only if the step has several updates.
         self._steps += 1
         if self._steps % self._every == 0 and len(minibatches) > 1:
             self._logprobs_before = self._forward(minibatches[-1])
@@ -95,12 +98,12 @@ class ClipCalibration(Extra):
         return objective.with_clips(1 - self.bounds.low, self.bounds.high - 1)
 
     def before_last(self, accumulated: Accumulated) -> dict[str, float]:
-        """Move the bounds if a calibration is due, unless a log-prob is not finite.
+        """Move the bounds if a calibration is due and all log-probs are finite.
 
         Returns policy/clip_low and policy/clip_high, and after a calibration policy/over_clipped.
         """
         metrics = {}
-        # Due only if `begin` forwarded this minibatch, before the step's updates.
+        # Due only if `begin` ran the BF16 forward of this minibatch before the step's updates.
         before, self._logprobs_before = self._logprobs_before, None
         if before is not None:
             outputs = accumulated.all_outputs()
@@ -113,7 +116,7 @@ class ClipCalibration(Extra):
     def _calibrate(
         self, before: Sequence[np.ndarray], minibatch: Minibatch, trainer: np.ndarray
     ) -> float:
-        """Move the bounds; return the share of negative-advantage tokens that only FP8 clips."""
+        """Move the bounds; return the fraction of negative-advantage tokens clipped only in FP8."""
         logprobs_after = self._forward(minibatch)
         batches = [micro.batch for micro in minibatch.micro_batches]
         rollout = np.concatenate([b.rollout_logprobs[targets(b)] for b in batches])
@@ -128,11 +131,11 @@ class ClipCalibration(Extra):
         return float(over[negative].mean()) if negative.any() else 0.0
 
     def _forward(self, minibatch: Minibatch) -> list[np.ndarray]:
-        """Return a minibatch's log-probs by BF16 weights, float32 [N] per micro-batch."""
+        """Return a minibatch's log-probs with BF16 weights, float32 [N] per micro-batch."""
         policy = self._policy
         plan = PrecisionPlan.preset(BF16_PRESET).replace(bf16_rounding="nearest")
         with explained("calibrated clipping", _ADVICE):
-            # A frozen BF16 policy of the current masters, for this forward only.
+            # Build a temporary frozen BF16 policy from the current master weights.
             source = ModelSource.from_tensors(policy.config, policy.whole_masters())
             bf16 = type(policy)(source, plan, policy.device, frozen=True)
         own = within_memory(
@@ -160,37 +163,37 @@ def calibrated(
     probabilities: np.ndarray,
     reference: ClipBounds,
 ) -> ClipBounds | None:
-    """Return the bounds for FP8 ratios that match `reference` for BF16 ratios of the same tokens.
+    """Return bounds for FP8 ratios that match `reference` for BF16 ratios of the same tokens.
 
-    Arrays are float32 [N]. None unless both a positive and a negative advantage exist.
+    Arrays are float32 [N]. Returns None unless there are both positive and negative advantages.
     """
     negative = advantages < 0
     if not negative.any() or not (advantages > 0).any():
         return None
-    # The share that the intended bound clips in BF16; find the FP8 bound of the same share.
+    # Lower bound: find the FP8 bound that clips the same fraction as `reference` does in BF16.
     share = float((bf16[negative] <= reference.low).mean())
     cut = np.sort(fp8[negative])
-    # The largest bound that cuts off no larger share: below the first token that must stay.
+    # Take the largest bound that does not clip a larger fraction.
     first_kept = cut[min(round(share * len(cut)), len(cut) - 1)]
     fitting = GRID_LOW[first_kept > GRID_LOW]
     low = float(fitting[-1]) if len(fitting) else float(GRID_LOW[0])
     weight = probabilities.astype(np.float64) * advantages
-    # Then the upper bound that keeps the balance of upward and downward push.
+    # Upper bound: keep the balance of upward and downward push.
     target = _balance(bf16, weight, reference)
     gaps = [abs(_balance(fp8, weight, ClipBounds(low, float(h))) - target) for h in GRID_HIGH]
     return ClipBounds(low, float(GRID_HIGH[int(np.argmin(gaps))]))
 
 
 def moved(bounds: ClipBounds, target: ClipBounds) -> ClipBounds:
-    """Return bounds half of the way to a target, but at most 0.05 (low) and 0.1 (high) away."""
-    # Half of the way damps the noise of one minibatch.
+    """Return bounds moved halfway to a target, by at most 0.05 (low) and 0.1 (high)."""
+    # Moving halfway damps the noise of a single minibatch.
     low = np.clip((target.low - bounds.low) / 2, -MOST_LOW, MOST_LOW)
     high = np.clip((target.high - bounds.high) / 2, -MOST_HIGH, MOST_HIGH)
     return ClipBounds(bounds.low + float(low), bounds.high + float(high))
 
 
 def _balance(ratios: np.ndarray, weight: np.ndarray, bounds: ClipBounds) -> float:
-    """Return the upward push over the downward push of tokens that are not clipped."""
+    """Return the ratio of upward to downward push over unclipped tokens."""
     terms = ratios * weight
     up = float(terms[(weight > 0) & (ratios < bounds.high)].sum())
     down = float(terms[(weight < 0) & (ratios > bounds.low)].sum())

@@ -1,7 +1,7 @@
-"""The critic of PPO: a scalar model that learns the expected return before each token.
+"""Critic of PPO: a scalar model that predicts the expected return before each token.
 
-It reads the policy's packed batches under the policy's precision plan, with master weights,
-optimizer and learning rate of its own.
+It reads the policy's packed batches at the policy's precision, with its own master weights,
+optimizer and learning rate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LR = "critic.lr"
 
 
 class Critic(Learner):
-    """A value model with its optimizer, by the settings `critic`, `train` and loop.steps."""
+    """A value model and its optimizer, configured by `critic`, `train` and loop.steps."""
 
     name = "critic"
 
@@ -53,7 +53,8 @@ class Critic(Learner):
         self._of_step.clear()
 
     def after_update(self, index: int, minibatch: Minibatch) -> None:
-        # The policy's update stays: it depends only on the values of before the step.
+        # A skipped critic update does not affect the policy, which uses the values from before the
+        # step.
         self._of_step.append(self.update(index, minibatch))
 
     def after_updates(self) -> dict[str, float]:
@@ -67,11 +68,11 @@ class Critic(Learner):
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
-        """Return the expected return before each of the N trained tokens: float32 [N]."""
+        """Return the expected return before each of N trained tokens: float32 [N]."""
         return self._forward(batch)
 
     def update(self, index: int, minibatch: Minibatch) -> dict[str, float]:
-        """Make update `index` of a step on a minibatch of the policy, by its values and returns.
+        """Run update `index` of a step on a policy minibatch, from its values and returns.
 
         Returns critic/loss (before the update) and critic/clip_fraction, means over tokens,
         critic/grad_norm and critic/lr; {} for a skipped update.
@@ -85,7 +86,7 @@ class Critic(Learner):
         assert micro.values is not None
         assert micro.returns is not None, "the algorithm gives a critic no returns"
         device = self.model.device
-        # Values of before the step, so that several updates clip against the same ones.
+        # Values from before the step, so that all updates clip against the same ones.
         loss, clip_fraction = value_loss(
             self._forward(micro.batch),
             old_values=micro.values.to(device),
@@ -116,9 +117,9 @@ def value_loss(
     """Return 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), mean over tokens.
 
     As in OpenAI's PPO and TRL. V, V_old (before the step) and R are float32 [N]; a `clip` of 0
-    drops the second term. Also return the fraction of tokens with a larger second term, float64.
+    drops the second term. Also returns the fraction of tokens whose second term is larger, float64.
     """
-    # Plain and clipped error: the larger one counts.
+    # Take the larger of the plain and the clipped error.
     squares = (values - returns).square()
     clipped = torch.zeros_like(values, dtype=torch.bool)
     if clip:

@@ -1,17 +1,16 @@
-"""The training of a draft head (`models.draft_head`) on tokens that the policy has drawn.
+"""Training of the draft head (`models.draft_head`) on sampled tokens.
 
-At a seeded fraction of the sampled tokens the trainer's forward leaves a copy of the hidden state
-from which the token was drawn. From that state and the token the head predicts the next tokens, fed
-with the true ones in between, and learns by cross entropy over the tokens that it knows. It has its
-own optimizer, and no gradient reaches the policy.
+For a seeded random fraction of the sampled tokens, the trainer's forward saves the hidden state
+that the token was sampled from. From this state and the token, the head predicts the next tokens
+with teacher forcing, and is trained with cross entropy over its reduced vocabulary. It has its own
+optimizer; no gradient reaches the policy.
 
-    begin           choose the tokens to learn from, of a step's first update
-    observer        copy hidden states out of the forward of a micro-batch
-    after_forward   gather the ranks' copies, and make the updates, the same on every rank
-    after_updates   let the sampler read the new weights
+    begin           choose the training tokens among those of the step's first update
+    observer        copy hidden states from a micro-batch's forward
+    after_forward   gather copies from all ranks and run the updates, identical on every rank
+    after_updates   pass the new weights to the sampler
 
-Legend: P tokens that are learned from, D hidden size, K tokens of a draft, R trained tokens of a
-micro-batch.
+Legend: P training tokens, D hidden size, K draft length, R trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ _ADVICE = (
     "train.optimizer_states=compact, or do without the head (rollout.speculation=text). The last "
     "checkpoint is good"
 )
-_NOT_KNOWN = -100  # the target that a cross entropy leaves out
+_NOT_KNOWN = -100  # target ignored by cross entropy
 
 
 @dataclass
 class _Lessons:
-    """The P tokens of one step that the head learns from, and the K tokens after each.
+    """The P training tokens of a step, and the K tokens after each.
 
-    places: by sample, indices among its trained tokens and among the P. tokens: int64 [P, 1 + K].
-    follows, bool [P, K]: the token exists and was sampled. hidden [P, D]. copied, bool [P]: by this
-    rank.
+    places: per sample, indices among its trained tokens and among the P. tokens: int64 [P, 1 + K].
+    follows, bool [P, K]: the token exists and was sampled. hidden [P, D]. copied, bool [P]: set by
+    this rank.
     """
 
     places: dict[int, tuple[np.ndarray, np.ndarray]]
@@ -66,7 +65,7 @@ class _Lessons:
 
 
 class DraftHeadTraining(Learner):
-    """A draft head with its optimizer, by the settings `draft_head`, `train` and run.seed."""
+    """A draft head and its optimizer, configured by `draft_head`, `train` and run.seed."""
 
     name = "draft_head"
 
@@ -76,7 +75,7 @@ class DraftHeadTraining(Learner):
         own = {"lr": self._settings.lr, "warmup_steps": _WARMUP_UPDATES, "schedule": "constant"}
         own |= {"weight_decay": 0.0, "betas": (0.9, 0.95)}
         self.optimizer = Optimizer(head.masters, settings.train.model_copy(update=own), 1)
-        # How often each token of the vocabulary was drawn: the head knows the most frequent ones.
+        # Sample counts per vocabulary token: the head's vocabulary is the most frequent tokens.
         self._counts = np.zeros(head.policy.config.vocab_size, dtype=np.int64)
         self._lessons: _Lessons | None = None
         head.round()
@@ -85,8 +84,8 @@ class DraftHeadTraining(Learner):
         self.choose(version, minibatches[0].micro_batches)
 
     def choose(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
-        """Choose the tokens to learn from."""
-        # By sample: its batch, the positions of its trained tokens, and its end.
+        """Choose the training tokens of a step."""
+        # Per sample: its batch, the positions of its trained tokens, and its end.
         where: dict[int, tuple[Batch, np.ndarray, int]] = {}
         for batch in (micro.batch for micro in micro_batches):
             drawn = batch.token_ids[targets(batch)]
@@ -96,10 +95,10 @@ class DraftHeadTraining(Learner):
             ):
                 where[int(i)] = (batch, start + np.flatnonzero(batch.loss_mask[start:end]), end)
         samples = sorted(where)
-        # A sample's last token has no next token.
+        # The last token of a sample has no next token.
         ends = np.cumsum([len(where[i][1]) - 1 for i in samples])
         total = int(ends[-1]) if samples else 0
-        # Draw P of all tokens that have a follower, counted in sample order on every rank.
+        # Choose P tokens that have a successor, in an order that is equal on every rank.
         count = min(math.ceil(total * self._settings.share), self._settings.most_tokens)
         seed = derive_seed(self._seed, "draft head", step)
         chance = np.random.Generator(np.random.Philox(key=seed))
@@ -121,7 +120,7 @@ class DraftHeadTraining(Learner):
                 batch, trained, end = where[sample]
                 ordinals = chosen[slots] - (ends[number] - len(trained) + 1)
                 lessons.places[sample] = (ordinals, slots)
-                # The token and the following ones, as far as they were sampled.
+                # The token and its successors, as far as they were sampled.
                 at = trained[ordinals][:, None] + np.arange(1 + self.head.tokens)
                 inside = np.minimum(at, end - 1)
                 lessons.tokens[slots] = batch.token_ids[inside]
@@ -130,7 +129,7 @@ class DraftHeadTraining(Learner):
         self._lessons = lessons
 
     def observer(self, batch: Batch) -> Callable[[Tensor], None] | None:
-        """Return a function that copies a batch's chosen hidden states, rows of [R, D], or None."""
+        """Return a callback that copies the chosen rows of hidden states [R, D], or None."""
         lessons = self._lessons
         if lessons is None:
             return None
@@ -153,10 +152,10 @@ class DraftHeadTraining(Learner):
         return copy
 
     def after_forward(self) -> dict[str, float]:
-        """Make the updates of a step, each on some of the chosen tokens.
+        """Run the draft-head updates of a step, each on part of the chosen tokens.
 
-        Returns draft_head/loss and draft_head/accuracy before each update, means over the tokens;
-        timing/draft_head_s; if any, draft_head/skipped_updates. {} if no token was chosen.
+        Returns draft_head/loss and draft_head/accuracy before each update, means over tokens;
+        timing/draft_head_s; if any, draft_head/skipped_updates. Returns {} if no token was chosen.
         """
         lessons, self._lessons = self._lessons, None
         assert lessons is not None, "choose comes first"
@@ -165,14 +164,14 @@ class DraftHeadTraining(Learner):
 
     def _learn(self, lessons: _Lessons) -> dict[str, float]:
         began = self._now()
-        # States of all ranks, and the most frequent tokens as the vocabulary of the head.
+        # Gather hidden states from all ranks; the head's vocabulary is the most frequent tokens.
         self._gather(lessons)
         self.head.know(self._counts)
-        self.head.round()  # the output head of the forward that the states came from
+        self.head.round()  # the output head used in the forward that produced the states
         places = torch.full((len(self._counts),), _NOT_KNOWN, device=self.head.known.device)
         places[self.head.known] = torch.arange(len(self.head.known), device=places.device)
         finite = torch.isfinite(lessons.hidden).all(1).cpu().numpy()
-        # Leave out states that were not copied or not finite, and tokens without a follower.
+        # Drop states that were not copied or not finite, and tokens without a successor.
         usable = np.flatnonzero(lessons.copied & finite & lessons.follows[:, 0])
         order = np.random.Generator(np.random.Philox(key=lessons.seed + 1)).permutation(usable)
         numbers: list[Tensor] = []
@@ -180,7 +179,7 @@ class DraftHeadTraining(Learner):
         for first in range(0, len(order), self._settings.tokens_per_update):
             which = order[first : first + self._settings.tokens_per_update]
             sums = self._forward_backward(lessons, which, places)
-            # A loss that is not finite costs this update only: the head is an aid, not the policy.
+            # A non-finite loss skips only this update: the head does not affect the policy.
             norm = self.optimizer.gradient_norm()
             if bool(torch.isfinite(norm)):
                 self.optimizer.apply(norm)
@@ -208,7 +207,7 @@ class DraftHeadTraining(Learner):
         wanted = torch.where(follows, places[tokens[:, 1:]], _NOT_KNOWN)
         losses = []
         right = torch.zeros((), device=device)
-        # Each token is guessed from the head's own state, fed with the true token before it.
+        # Teacher forcing: each prediction uses the head's own state and the true previous token.
         for i in range(head.tokens):
             hidden = head.next_hidden(weights, hidden, tokens[:, i])
             logits = linear(hidden, head.rows).float()
@@ -223,7 +222,7 @@ class DraftHeadTraining(Learner):
         return torch.stack(sums)
 
     def _gather(self, lessons: _Lessons) -> None:
-        """Add the hidden states that other ranks have copied."""
+        """Add the hidden states copied on other ranks."""
         if world().size == 1:
             return
         own, device = np.flatnonzero(lessons.copied), lessons.hidden.device
@@ -233,7 +232,7 @@ class DraftHeadTraining(Learner):
             lessons.copied[slots] = True
 
     def after_updates(self) -> dict[str, float]:
-        """Let the sampler read the new weights and the policy's new output head."""
+        """Pass the new weights and the policy's new output head to the sampler."""
         self.head.round()
         return {}
 
@@ -241,13 +240,13 @@ class DraftHeadTraining(Learner):
         return self.state_tensors()
 
     def _now(self) -> float:
-        """Return the time when the device is idle."""
+        """Return the time once the device is idle."""
         if self.head.policy.device.type == "cuda":
             torch.cuda.synchronize(self.head.policy.device)
         return time.perf_counter()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return a learner's tensors and the counts of tokens."""
+        """Return the learner's tensors and the token counts."""
         return super().state_tensors() | {"counts": torch.from_numpy(self._counts)}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
