@@ -1,10 +1,10 @@
 """The mixer of a decoder layer, the half in which a token reads earlier ones: weights and costs.
 
 A kind of mixer is a record here and a module, paired by `models.decoder.MIXERS`, as a kind of block
-is (`models.block`, which has the rules for weights). Attention is one. Its keys of config.json are
-those that all families share, so `families` makes its record; the fields of another record are its
-own keys, and a family names it by its entry in `layer_types` (`Family.mixers`). Nothing else names
-a weight of a mixer. No torch.
+is (`models.block` has the rules for weights). Its norm is `input_norm`. Attention is a mixer whose
+keys of config.json all families share, so `families` makes its record. The fields of another record
+are its own keys, and a family names it by its entry in `layer_types` (`Family.mixers`). Nothing
+else names a weight of a mixer. No torch.
 """
 
 from __future__ import annotations
