@@ -88,7 +88,7 @@ def test_gradients_follow_the_reference(preset: str, options: dict[str, str], fa
     source = ModelSource.from_tensors(on_cpu.config, weights)
     on_gpu = Policy(source, on_cpu.plan, "cuda")
     if family == "smollm2" and preset in ("unified", "jet"):
-        exact = Policy(source, "fp32")
+        exact = Policy(source, PrecisionPlan.preset("fp32"))
         assert_gradients_are_as_far(on_gpu, on_cpu, exact)
     else:
         assert_gradients_are_near(on_gpu, on_cpu, 0.25)

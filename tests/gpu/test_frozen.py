@@ -13,6 +13,7 @@ from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights
+from jetrl.precision import PrecisionPlan
 from jetrl.session.parity import random_prompts
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +30,7 @@ def config(score: bool, **changes: Any) -> ModelConfig:
 def make(cls: type, preset: str, frozen: bool = False, **changes: Any) -> Any:
     model = config(cls is ScalarModel, **changes)
     source = ModelSource.from_tensors(model, dict(RandomWeights(model, 0)))
-    return cls(source, preset, "cuda", frozen=frozen)
+    return cls(source, PrecisionPlan.preset(preset), "cuda", frozen=frozen)
 
 
 @pytest.mark.parametrize("tied", [True, False])

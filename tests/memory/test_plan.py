@@ -160,7 +160,7 @@ def test_shorter_answers_are_proposed_if_one_sequence_is_too_long() -> None:
 
 
 def test_the_draft_head_and_texts_of_drafts_count() -> None:
-    policy = Policy(ModelSource.from_seed(SMALL, 0), "unified")
+    policy = Policy(ModelSource.from_seed(SMALL, 0), PrecisionPlan.preset("unified"))
     head = DraftHead(policy, 3, 0)
     elements = sum(master.numel() for master in head.masters.values())
     kept = sum(w.nbytes for w in head.weights.values()) + head.rows.nbytes

@@ -43,7 +43,8 @@ PRESETS = ["unified", "jet", "int8", "mixed", "bf16", "fp32"]
 def policy(preset: str = "unified", lora: LoRA | None = None, **changes: Any) -> Policy:
     adapter = Adapter.new(CONFIG, lora or LoRA(4, 16.0), seed=0)
     weights = dict(RandomWeights(CONFIG, 0)) | changes
-    return Policy(ModelSource.from_tensors(CONFIG, weights, adapter=adapter), preset)
+    source = ModelSource.from_tensors(CONFIG, weights, adapter=adapter)
+    return Policy(source, PrecisionPlan.preset(preset))
 
 
 def moved(model: Any) -> Any:
@@ -58,7 +59,7 @@ def moved(model: Any) -> Any:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_new_adapter_changes_nothing_and_its_base_stays_the_reference(preset: str) -> None:
-    whole = Policy(ModelSource.from_seed(CONFIG, 0), preset)
+    whole = Policy(ModelSource.from_seed(CONFIG, 0), PrecisionPlan.preset(preset))
     with torch.no_grad():
         expected = torch.cat(whole.logprobs(SEQUENCES))
         p = policy(preset)

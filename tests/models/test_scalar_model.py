@@ -38,7 +38,7 @@ def config(family="qwen3", score=True, **changes):
 
 def make(cls, preset, seed=0, frozen=False, **changes):
     model = ModelConfig.from_hf(config(score=cls is ScalarModel, **changes))
-    return cls(ModelSource.from_seed(model, seed), preset, frozen=frozen)
+    return cls(ModelSource.from_seed(model, seed), PrecisionPlan.preset(preset), frozen=frozen)
 
 
 def sequences(count=7):

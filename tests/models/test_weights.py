@@ -29,7 +29,7 @@ PRESETS = ["unified", "jet", "int8", "mixed", "bf16", "fp32"]
 
 
 def policy(preset: str = "unified") -> Policy:
-    return Policy(ModelSource.from_seed(CONFIG, 0), preset)
+    return Policy(ModelSource.from_seed(CONFIG, 0), PrecisionPlan.preset(preset))
 
 
 def quantized(p: Policy) -> list[QuantizedWeight]:
@@ -91,7 +91,8 @@ def test_a_base_is_read_one_tensor_at_a_time() -> None:
             return tensor
 
     weights = Counted(dict(RandomWeights(CONFIG, 0)))
-    Policy(ModelSource.from_tensors(CONFIG, weights), "unified", trains=lambda name: False)
+    plan = PrecisionPlan.preset("unified")
+    Policy(ModelSource.from_tensors(CONFIG, weights), plan, trains=lambda name: False)
     assert most <= 2
     assert len(alive) >= len(weights)
 

@@ -14,6 +14,7 @@ from jetrl.models.families import ModelConfig
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.source import ModelSource
 from jetrl.models.tiny import RandomWeights
+from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.training.extras.critic import Critic, value_loss
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
@@ -25,7 +26,7 @@ from jetrl.training.sft import RewardTrainer
 def scalar_model(preset="unified"):
     config = ModelConfig.from_hf(scalar_config())
     weights = dict(RandomWeights(config, 0)) | {"score.weight": torch.zeros(1, 128)}
-    return ScalarModel(ModelSource.from_tensors(config, weights), preset)
+    return ScalarModel(ModelSource.from_tensors(config, weights), PrecisionPlan.preset(preset))
 
 
 def critic(action="stop"):

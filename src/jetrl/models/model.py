@@ -38,7 +38,6 @@ class Model:
 
     Args:
         source: The parts of the model (`models.source`).
-        plan: A `PrecisionPlan`, or the name of a preset.
         device: The CPU or a Hopper GPU; "meta" makes a model without weights, with all checks.
         frozen: Keep only what the training side's forward reads; such a model is not trained,
             sampled from or saved.
@@ -62,15 +61,15 @@ class Model:
     def __init__(
         self,
         source: ModelSource,
-        plan: PrecisionPlan | str,
+        plan: PrecisionPlan,
         device: str | torch.device = "cpu",
         frozen: bool = False,
         trains: Callable[[str], bool] | None = None,
         key_exponents: Tensor | None = None,
     ) -> None:
-        self.plan = plan = PrecisionPlan.preset(plan)
-        self.device, adapter = torch.device(device), source.adapter
+        self.plan, self.device, adapter = plan, torch.device(device), source.adapter
         self.config = config = source.config if adapter is None else adapter.shape(source.config)
+        check_device(config, plan, self.device)
         if self.head == "lm" and not frozen:  # a model that is sampled from
             plan.check_layers(config.num_layers)
         if config.head != self.head:
@@ -80,7 +79,6 @@ class Model:
             raise UserError(f"{where}: {config.architecture} has a head for {has}, not for {needs}")
         if source.origin is not None:
             check_base(config, plan, source.origin)
-        check_device(config, plan, self.device)
         self.tokenizer, self.plain_text = source.tokenizer, source.plain_text
         self.generation_config = dict(source.generation_config)
         self._offloaded = False
@@ -123,8 +121,14 @@ class Model:
 
         `plan` is a plan or a preset's name.
         """
-        source = ModelSource.from_path(path, adapter)
-        return cls(source, plan, device, frozen=frozen, trains=trains, key_exponents=key_exponents)
+        return cls(
+            source=ModelSource.from_path(path, adapter),
+            plan=PrecisionPlan.preset(plan),
+            device=device,
+            frozen=frozen,
+            trains=trains,
+            key_exponents=key_exponents,
+        )
 
     @classmethod
     def from_config(
@@ -138,7 +142,7 @@ class Model:
     ) -> Self:
         """Return a model with random weights; those of a seed differ between a CPU and a GPU."""
         source = ModelSource.from_seed(ModelConfig.from_hf(config), seed, tokenizer, adapter)
-        return cls(source, plan, device)
+        return cls(source, PrecisionPlan.preset(plan), device)
 
     def save_pretrained(
         self, path: str | Path, dtype: SaveDtype = "bfloat16", overwrite: bool = False

@@ -100,7 +100,7 @@ class Weights:
             )
         for name in names:
             tensor = self._tensors[name]
-            divided = tensor.dim() > 1 and self.device.type != "meta"
+            divided = world().size > 1 and tensor.dim() > 1 and self.device.type != "meta"
             shard = shard_of(len(tensor), world().rank, world().size) if divided else None
             if shard is not None:
                 self.shards[name] = shard
