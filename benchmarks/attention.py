@@ -1,6 +1,7 @@
-"""Speed of attention on one GPU: decode, training forward, prefill and backward.
+r"""Speed of attention on one GPU: decode, training forward, prefill and backward.
 
-    jetrl bench attention [--parts decode packed prefill torch] [--kv fp8 int8 bf16] [--out FILE]
+    jetrl bench attention [--shape qwen3-8b] [--parts decode packed prefill torch] \
+        [--kv fp8 int8 bf16] [--out FILE]
 
 Medians of repeated runs. Decode rotates among enough caches to exceed the L2, in a CUDA graph, and
 counts the bytes of keys, values and scales once; the rest counts the floating-point operations of
@@ -11,13 +12,15 @@ kernel after the other: parts started side by side fill the cache sooner.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from benchmarks.harness import bench_parser, command_typed, write_results
+from benchmarks.harness import Row
+from benchmarks.operations import Operation
+from benchmarks.shapes import SHAPES
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
@@ -32,8 +35,8 @@ from jetrl.kernels.attention.hopper import (
     stage_keys,
 )
 from jetrl.kernels.attention.reference import quantize_keys_and_values
+from jetrl.models.families import ModelConfig
 
-HEADS, GROUPS, HEAD_DIM = 32, 8, 128  # Qwen3-8B
 DECODE = [(64, 8192), (8, 8192), (256, 512), (1, 32768)]
 FORWARD = [(1, 8192), (4, 4096), (8, 2048), (1, 32768)]
 PREFILL = [(2048, 8192), (512, 32768)]
@@ -42,29 +45,40 @@ KV = ["fp8", "int8", "bf16"]
 KV_CHOICES = [*KV, "int8+fp8", "fp8+int8"]
 
 
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a model: of queries, of keys and values, and their size."""
+
+    queries: int
+    groups: int
+    dim: int
+
+    def random_queries(self, tokens: int) -> Tensor:
+        """Return random queries [tokens, queries, dim] in bfloat16."""
+        return torch.randn(tokens, self.queries, self.dim, device="cuda", dtype=torch.bfloat16)
+
+    def random_codes(self, rows: tuple[int, ...], kv: str) -> KeyValueCodes:
+        """Return random keys and values [*rows, groups, dim] with their scales."""
+        k, v = (
+            torch.randn(*rows, self.groups, self.dim, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+        (k_codes, k_scales), (v_codes, v_scales) = quantize_keys_and_values(k, v, kv)
+        return KeyValueCodes(k_codes, k_scales, v_codes, v_scales)
+
+
+QWEN3_8B = Heads(32, 8, 128)
+
+
 def milliseconds(f: Callable[[], Any]) -> float:
     """Return the median milliseconds of a call."""
     return float(do_bench(f, warmup=20, rep=100, return_mode="median"))
 
 
-def random_codes(rows: tuple[int, ...], kv: str, head_dim: int = HEAD_DIM) -> KeyValueCodes:
-    """Return random keys and values [*rows, GROUPS, head_dim] with their scales."""
-    k, v = (
-        torch.randn(*rows, GROUPS, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
-    )
-    (k_codes, k_scales), (v_codes, v_scales) = quantize_keys_and_values(k, v, kv)
-    return KeyValueCodes(k_codes, k_scales, v_codes, v_scales)
-
-
-def queries(tokens: int, head_dim: int = HEAD_DIM) -> Tensor:
-    """Return random queries [tokens, HEADS, head_dim] in bfloat16."""
-    return torch.randn(tokens, HEADS, head_dim, device="cuda", dtype=torch.bfloat16)
-
-
 def check_bits(kv: str) -> int:
     """Count elements that differ between decode and the training forward, at 64 of 5000 tokens."""
     tokens = 5000
-    q, codes = queries(tokens), random_codes((tokens,), kv)
+    q, codes = QWEN3_8B.random_queries(tokens), QWEN3_8B.random_codes((tokens,), kv)
     tiles = QueryTiles.packed([0, tokens], "cuda")
     o = attend_tiles(q, stage_keys(codes, tiles), tiles)[0]
     pages = -(-tokens // 64)
@@ -83,15 +97,15 @@ def check_bits(kv: str) -> int:
     return int((ours.view(torch.int16) != o[at].view(torch.int16)).sum())
 
 
-def bench_decode(batch: int, length: int, kv: str) -> dict[str, Any]:
+def bench_decode(heads: Heads, batch: int, length: int, kv: str) -> Row:
     """Return the row of decode."""
     pages = -(-length // 64)
-    token_bytes = GROUPS * 2 * (2 * HEAD_DIM if kv == "bf16" else HEAD_DIM + 4)
+    token_bytes = heads.groups * 2 * (2 * heads.dim if kv == "bf16" else heads.dim + 4)
     copies = 1 + int(3e8) // (batch * length * token_bytes)
-    cache = random_codes((batch * pages * copies, 64), kv)
+    cache = heads.random_codes((batch * pages * copies, 64), kv)
     order = torch.randperm(batch * pages * copies, device="cuda").int()
     tables = list(order.view(copies, batch, pages))
-    q = queries(batch)
+    q = heads.random_queries(batch)
     lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
 
     def step() -> None:
@@ -107,22 +121,22 @@ def bench_decode(batch: int, length: int, kv: str) -> dict[str, Any]:
     return {"sequences": batch, "tokens": length, "us": 1e3 * ms, "tb_per_s": rate}
 
 
-def bench_packed(sequences: int, length: int, kv: str, head_dim: int = HEAD_DIM) -> dict[str, Any]:
+def bench_packed(heads: Heads, sequences: int, length: int, kv: str) -> Row:
     """Return the row of the training forward and backward."""
     tokens = sequences * length
-    q, codes = queries(tokens, head_dim), random_codes((tokens,), kv, head_dim)
+    q, codes = heads.random_queries(tokens), heads.random_codes((tokens,), kv)
     do = torch.randn_like(q)
     tiles = QueryTiles.packed(range(0, tokens + 1, length), "cuda")
     staged = stage_keys(codes, tiles)
     o, lse = attend_tiles(q, staged, tiles)
-    flops = 2 * sequences * length**2 * HEADS * head_dim
+    flops = 2 * sequences * length**2 * heads.queries * heads.dim
     stage = milliseconds(lambda: stage_keys(codes, tiles))
     kernel = milliseconds(lambda: attend_tiles(q, staged, tiles))
     backward = milliseconds(lambda: attention_backward(do, q, codes, o, lse, tiles))
     return {
         "sequences": sequences,
         "tokens": length,
-        "head_dim": head_dim,
+        "head_dim": heads.dim,
         "stage_ms": stage,
         "forward_ms": kernel,
         "forward_tflops": flops / kernel / 1e9,
@@ -132,18 +146,15 @@ def bench_packed(sequences: int, length: int, kv: str, head_dim: int = HEAD_DIM)
     }
 
 
-def bench_torch(sequences: int, length: int, backend: SDPBackend) -> dict[str, Any]:
+def bench_torch(heads: Heads, sequences: int, length: int, backend: SDPBackend) -> Row:
     """Return the row of one of torch's own kernels, in BF16."""
-    q = queries(sequences * length).view(sequences, length, HEADS, HEAD_DIM).transpose(1, 2)
+    q = heads.random_queries(sequences * length).unflatten(0, (sequences, length)).transpose(1, 2)
     k, v = (
-        torch.randn(
-            sequences, HEADS, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16
-        ).requires_grad_()
-        for _ in range(2)
+        torch.randn(q.shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2)
     )
     q = q.contiguous().requires_grad_()
     do = torch.randn_like(q)
-    flops = 2 * sequences * length**2 * HEADS * HEAD_DIM
+    flops = 2 * sequences * length**2 * heads.queries * heads.dim
 
     def forward() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -161,72 +172,44 @@ def bench_torch(sequences: int, length: int, backend: SDPBackend) -> dict[str, A
     }
 
 
-def bench_prefill(chunk: int, context: int, kv: str) -> dict[str, Any]:
+def bench_prefill(heads: Heads, chunk: int, context: int, kv: str) -> Row:
     """Return the row of prefill."""
     pages = -(-context // 64)
-    cache = random_codes((pages, 64), kv)
-    q = queries(chunk)
+    cache = heads.random_codes((pages, 64), kv)
+    q = heads.random_queries(chunk)
     tiles = QueryTiles.paged([chunk], [context], [list(range(pages))], "cuda")
     ms = milliseconds(lambda: attend_prefill(q, cache, tiles))
-    flops = 4 * HEADS * HEAD_DIM * chunk * (context - chunk / 2)
+    flops = 4 * heads.queries * heads.dim * chunk * (context - chunk / 2)
     return {"chunk": chunk, "context": context, "ms": ms, "tflops": flops / ms / 1e9}
 
 
-def copy_rate() -> float:
-    """Return the terabytes read plus written a second by a copy of 2 GiB."""
-    a = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    return 2 * a.numel() / milliseconds(lambda: b.copy_(a)) / 1e9
+def different(args: argparse.Namespace) -> int:
+    """Count elements that differ between decode and the training forward."""
+    return sum(check_bits(kv) for kv in args.kv)
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Print rows under a title."""
-    print(title)
-    for row in rows:
-        print(
-            "  "
-            + "  ".join(
-                f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
-            )
-        )
+def attention_rows(shape: str, args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of the chosen parts, in each format of keys and values."""
+    config = ModelConfig.from_hf(SHAPES[shape])
+    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+    measures = (bench_decode, DECODE), (bench_packed, FORWARD), (bench_prefill, PREFILL)
+    for kv in args.kv:
+        for part, (measure, cases) in zip(PARTS, measures, strict=False):
+            for case in cases if part in args.parts else []:
+                yield {"part": part, "kv": kv, **measure(heads, *case, kv)}
+        if "packed" in args.parts:
+            yield {"part": "packed", "kv": kv, **bench_packed(replace(heads, dim=64), 1, 8192, kv)}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        if "torch" in args.parts:
+            yield {"part": "torch", "kv": "bf16", **bench_torch(heads, 1, 8192, backend)}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run `jetrl bench attention`."""
-    parser = bench_parser("attention", __doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --parts and --kv."""
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="all unless named")
     parser.add_argument(
         "--kv", nargs="+", choices=KV_CHOICES, default=KV, help="formats of keys and values"
     )
-    parser.add_argument("--out", type=Path, help="write the results here as well")
-    args = parser.parse_args(argv)
-    torch.manual_seed(0)
-    results: dict[str, Any] = {
-        "shape": {"heads": HEADS, "groups": GROUPS, "head_dim": HEAD_DIM},
-        "copy_tb_per_s": copy_rate(),
-        "elements_different": {kv: check_bits(kv) for kv in args.kv},
-    }
-    for kv in args.kv:
-        if "decode" in args.parts:
-            results[f"decode_{kv}"] = [bench_decode(b, n, kv) for b, n in DECODE]
-        if "packed" in args.parts:
-            results[f"packed_{kv}"] = [bench_packed(b, n, kv) for b, n in FORWARD]
-            results[f"packed_{kv}"].append(bench_packed(1, 8192, kv, 64))
-        if "prefill" in args.parts:
-            results[f"prefill_{kv}"] = [bench_prefill(c, n, kv) for c, n in PREFILL]
-    if "torch" in args.parts:
-        results["torch_bf16"] = [
-            bench_torch(1, 8192, b)
-            for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-        ]
-    print(json.dumps({k: v for k, v in results.items() if not isinstance(v, list)}))
-    for key, rows in results.items():
-        if isinstance(rows, list):
-            show(key, rows)
-    if args.out:
-        command = command_typed("jetrl bench attention", argv)
-        write_results(args.out, "attention", command, [], **results)
 
 
-if __name__ == "__main__":
-    main()
+OPERATION = Operation(__doc__, attention_rows, add_arguments, different, on_cpu=False)

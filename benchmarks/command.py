@@ -23,26 +23,13 @@ from jetrl.errors import UserError
 HANDS_WORDS_ON = True
 RUNS_ON_RANKS = True
 ON_RANKS = ("step",)  # what several processes measure together
-CPU_TOO = ("mismatch", "speculation", "step", "train")  # with --device cpu, to try them
-KERNELS = ("gemm", "norm")
-BENCHMARKS = (
-    "attention",
-    "gemm",
-    "layer",
-    "mismatch",
-    "norm",
-    "optimizer",
-    "parity",
-    "partial",
-    "rollout",
-    "speculation",
-    "step",
-    "train",
-)
+OPERATIONS = ("attention", "gemm", "layer", "norm", "optimizer", "products")
+FLOWS = ("mismatch", "parity", "partial", "rollout", "speculation", "step", "train")
+GPU_ALONE = ("parity", "partial", "rollout")  # the others take --device cpu, to try them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", choices=BENCHMARKS, help="what is measured")
+    parser.add_argument("name", choices=sorted((*FLOWS, *OPERATIONS)), help="what is measured")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="of the benchmark, as --out FILE"
     )
@@ -52,13 +39,14 @@ def run(args: argparse.Namespace) -> int:
     if launched_size() > 1 and args.name not in ON_RANKS:
         raise UserError(f"jetrl bench {args.name} is one process: start it without torchrun")
     try:
-        module = "kernels" if args.name in KERNELS else args.name
-        benchmark = importlib.import_module(f"benchmarks.{module}")
+        from benchmarks import operations  # torch comes with it, which --help does not need
+
+        benchmark = importlib.import_module(f"benchmarks.{args.name}")
     except ModuleNotFoundError:  # Triton, which comes with a torch for GPUs
         _require_gpu()
         raise
     words = " ".join(args.arguments).replace("=", " ")
-    on_cpu = args.name in CPU_TOO and "--device cpu" in words
+    on_cpu = args.name not in GPU_ALONE and "--device cpu" in words
     if not on_cpu and not {"-h", "--help"} & set(args.arguments):
         _require_gpu()
     with contextlib.ExitStack() as stack:
@@ -66,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
             from jetrl.session.ranks import joined_on
 
             stack.enter_context(joined_on("cpu" if on_cpu else "cuda"))
-        if args.name in KERNELS:
-            benchmark.main(args.name, args.arguments)
+        if args.name in OPERATIONS:
+            operations.main(args.name, args.arguments)
         else:
             benchmark.main(args.arguments)
     return 0

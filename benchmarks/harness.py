@@ -31,13 +31,12 @@ from benchmarks.commit import commit
 from benchmarks.shapes import SHAPES
 
 from jetrl.distributed.world import world
-from jetrl.errors import MismatchError
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.rollout.options import Progress
 from jetrl.types import Completion, Prompt, Sample, Score
 
 Row = dict[str, Any]
-_COPY_ELEMENTS = 2**31
+_COPY_ELEMENTS, _COPY_ELEMENTS_OF_CPU = 2**31, 2**22
 _SHORT_BYTES = 2**26
 
 
@@ -49,7 +48,11 @@ def seconds_in_turn(forms: Sequence[Sequence[Callable[[], Any]]], replays: int =
 
     Give as many calls, each on its own inputs, as together exceed the L2 cache; their results are
     kept apart too, so nothing is read or written while still cached.
+
+    Without a GPU each call is made as it is.
     """
+    if not torch.cuda.is_available():
+        return [statistics.median(seconds_eager(call, 1) for call in calls) for calls in forms]
     graphs, results = [], []
     for calls in forms:
         for call in calls:  # compile and warm up outside of the graph
@@ -61,13 +64,11 @@ def seconds_in_turn(forms: Sequence[Sequence[Callable[[], Any]]], replays: int =
     times: list[list[float]] = [[] for _ in forms]
     for replay in range(replays + 2):
         for graph, calls, taken in zip(graphs, forms, times, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            start = mark()
             graph.replay()
-            end.record()
-            torch.cuda.synchronize()
+            spent = milliseconds_between(start, mark())
             if replay >= 2:
-                taken.append(start.elapsed_time(end) / 1e3 / len(calls))
+                taken.append(spent / 1e3 / len(calls))
     del results, graphs
     return [statistics.median(taken) for taken in times]
 
@@ -77,17 +78,31 @@ def seconds_per_call(calls: Sequence[Callable[[], Any]], replays: int = 15) -> f
     return seconds_in_turn([calls], replays)[0]
 
 
+def mark() -> Any:
+    """Return the present moment: an event of the GPU's work, or without a GPU that of a clock."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds_between(start: Any, end: Any) -> float:
+    """Return the milliseconds between two moments of `mark`; waits for the GPU."""
+    if isinstance(start, float):
+        return 1e3 * float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
 def seconds_eager(function: Callable[[], Any], repeats: int = 7) -> float:
     """Return the median seconds of a call without a graph: for long calls, which hide a launch."""
     function()
     times = []
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        start = mark()
         function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+        times.append(milliseconds_between(start, mark()) / 1e3)
     return statistics.median(times)
 
 
@@ -95,15 +110,13 @@ def seconds_eager(function: Callable[[], Any], repeats: int = 7) -> float:
 def watched(
     functions: Iterable[tuple[Any, str, str, bool]], log: list[tuple[str, Any, Any]]
 ) -> Iterator[None]:
-    """Record CUDA events around functions while the context is open."""
+    """Record the start and the end of functions (`mark`) while the context is open."""
 
     def watch(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            start = mark()
             result = function(*args, **kwargs)
-            end.record()
-            log.append((label, start, end))
+            log.append((label, start, mark()))
             return result
 
         return call
@@ -119,15 +132,15 @@ def watched(
 
 @functools.cache
 def copy_bandwidth() -> float:
-    """Return the bytes read plus written a second by a device-to-device copy of 4 GiB.
+    """Return the bytes read plus written a second by a copy on the device, of 4 GiB on a GPU.
 
     Not in a graph: there a copy is a memory node, which was seen at two thirds of the speed.
     """
-    source, target = (
-        torch.empty(_COPY_ELEMENTS, dtype=torch.bfloat16, device="cuda") for _ in "ab"
-    )
+    on_gpu = torch.cuda.is_available()
+    count, device = (_COPY_ELEMENTS, "cuda") if on_gpu else (_COPY_ELEMENTS_OF_CPU, "cpu")
+    source, target = (torch.empty(count, dtype=torch.bfloat16, device=device) for _ in "ab")
     source.normal_()
-    return 4 * _COPY_ELEMENTS / seconds_eager(lambda: target.copy_(source), 15)
+    return 4 * count / seconds_eager(lambda: target.copy_(source), 15)
 
 
 @functools.cache
@@ -217,14 +230,6 @@ def bench_parser(benchmark: str, description: str | None) -> argparse.ArgumentPa
     )
 
 
-def require_same_bits(benchmark: str, different: int) -> None:
-    """Refuse to measure kernels with elements that differ where they must not."""
-    if different:
-        raise MismatchError(
-            f"jetrl bench {benchmark}: {different} elements differ; nothing measured"
-        )
-
-
 def add_adapter_argument(parser: argparse.ArgumentParser) -> None:
     """Add --adapter-rank."""
     parser.add_argument(
@@ -236,31 +241,15 @@ def add_adapter_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_tokens_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --tokens."""
+    parser.add_argument("--tokens", type=int, default=16384, help="rows in training")
+
+
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --shape and --layers, for a model with random weights."""
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--layers", type=int, help="default: the shape's")
-
-
-def report(
-    benchmark: str,
-    run: Callable[[], list[Row]],
-    argv: Sequence[str] | None,
-    differences: Callable[[], int],
-) -> None:
-    """Check the bits, run a benchmark, print its table and write its JSON.
-
-    Args:
-        argv: The arguments of the command: [--out FILE].
-    """
-    parser = bench_parser(benchmark, None)
-    parser.add_argument("--out", default=f"build/bench/{benchmark}.json", help="JSON file")
-    args = parser.parse_args(argv)
-    torch.manual_seed(0)
-    require_same_bits(benchmark, differences())
-    rows = run()
-    write_results(args.out, benchmark, command_typed(f"jetrl bench {benchmark}", argv), rows)
-    print_table(rows)
 
 
 _FILES = ("--out", "--beside", "--wait-for", "--figure")

@@ -16,22 +16,23 @@ of the linears, forward and twice backward, and of the causal half of attention,
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from benchmarks.harness import (
     Row,
     add_adapter_argument,
-    bench_parser,
-    command_typed,
+    add_tokens_argument,
+    mark,
+    milliseconds_between,
     print_table,
     watched,
-    write_results,
 )
+from benchmarks.operations import Operation
 from benchmarks.parity import plan_of
 from benchmarks.shapes import SHAPES
 from torch import Tensor
@@ -58,6 +59,8 @@ ROWS = {  # name: (plan of the layer, plan of its attention)
     "int8, BF16 keys and values": ("int8 kv=bf16", "int8 kv=bf16"),
     "unified, fastest attention": ("unified", "bf16"),
 }
+
+WARM, REPEATS = 2, 10  # passes; on a CPU one is timed
 
 # The modules that call operations by name, for the shares of time.
 OPERATIONS = {
@@ -92,21 +95,22 @@ class LayerBench:
     """
 
     def __init__(
-        self, shape: str, plan: str, attention: str, tokens: int, length: int, rank: int = 0
-    ) -> None:
+        self, shape: str, plan: str, attention: str, tokens: int, length: int, *, rank: int,
+        device: str,
+    ) -> None:  # fmt: skip
         config = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 256}
         beside = Adapter.new(ModelConfig.from_hf(config), LoRA(rank, 32.0), 0) if rank else None
-        self.policy = Policy.from_config(config, plan_of(plan), 0, "cuda", adapter=beside)
+        self.policy = Policy.from_config(config, plan_of(plan), 0, device, adapter=beside)
         layer = self.policy.decoder.layers[0]
         assert isinstance(layer, DecoderLayer)
-        self.layer, self.tokens, self.length = layer, tokens, length
-        ends = torch.arange(0, tokens + 1, length, device="cuda")
+        self.layer, self.tokens, self.length, self.rank = layer, tokens, length, rank
+        ends = torch.arange(0, tokens + 1, length, device=device)
         self.attention = plan_of(attention)
         self.kv = PackedKeyValues(ends, self.attention)
-        self.positions = torch.arange(tokens, device="cuda") % length
-        g = torch.Generator(device="cuda").manual_seed(0)
+        self.positions = torch.arange(tokens, device=device) % length
+        g = torch.Generator(device).manual_seed(0)
         self.x, self.delta, self.dx, self.ddelta = (
-            torch.randn(tokens, self.policy.config.hidden_size, device="cuda", generator=g)
+            torch.randn(tokens, self.policy.config.hidden_size, device=device, generator=g)
             .bfloat16()
             .requires_grad_(i < 2)
             for i in range(4)
@@ -150,45 +154,42 @@ def different_without_gradients(bench: LayerBench) -> int:
     return sum(int((a != b).sum()) for a, b in zip(with_gradients, without, strict=True))
 
 
-def milliseconds(bench: LayerBench, accumulate: bool, repeats: int = 12) -> tuple[float, float]:
+def milliseconds(bench: LayerBench, accumulate: bool) -> tuple[float, float]:
     """Return the median milliseconds of the forward and of the backward."""
-    marks = []
-    for _ in range(repeats):
+    measured = []
+    for _ in range(WARM + (REPEATS if torch.cuda.is_available() else 1)):
         if not accumulate:
             bench.clear()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        events[0].record()
+        start = mark()
         out = bench.forward()
-        events[1].record()
+        middle = mark()
         bench.backward(out)
-        events[2].record()
+        measured.append((start, middle, mark()))
         del out
-        marks.append(events)
-    torch.cuda.synchronize()
     bench.clear()
-    measured = [(a.elapsed_time(b), b.elapsed_time(c)) for a, b, c in marks[2:]]
-    return tuple(statistics.median(column) for column in zip(*measured, strict=True))
+    forwards = [milliseconds_between(start, middle) for start, middle, _ in measured[WARM:]]
+    backwards = [milliseconds_between(middle, end) for _, middle, end in measured[WARM:]]
+    return statistics.median(forwards), statistics.median(backwards)
 
 
-def shares(bench: LayerBench, repeats: int = 5) -> dict[str, float]:
+def shares(bench: LayerBench) -> dict[str, float]:
     """Return the milliseconds of each operation in a pass; the rest of the layer is `other`."""
     functions = [
         (module, name, name, False) for module, names in OPERATIONS.items() for name in names
     ]
     totals: dict[str, float] = defaultdict(float)
+    repeats = 5 if torch.cuda.is_available() else 1
     for _ in range(repeats):
         bench.clear()
         log: list[tuple[str, Any, Any]] = []
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(20_000_000)  # the host runs ahead, so that no launch is waited for
-        start.record()
+        if torch.cuda.is_available():
+            torch.cuda._sleep(20_000_000)  # the host runs ahead, so that no launch is waited for
+        start = mark()
         with watched(functions, log):
             bench.backward(bench.forward())
-        end.record()
-        torch.cuda.synchronize()
+        totals["all"] += milliseconds_between(start, mark()) / repeats
         for name, a, b in log:
-            totals[name] += a.elapsed_time(b) / repeats
-        totals["all"] += start.elapsed_time(end) / repeats
+            totals[name] += milliseconds_between(a, b) / repeats
     named = sum(ms for name, ms in totals.items() if name != "all")
     totals["other"] = totals["all"] - named
     return {name: round(ms, 3) for name, ms in totals.items()}
@@ -224,13 +225,8 @@ def saved_bytes_of_others(bench: LayerBench) -> int:
     return bench.tokens * (2 * wide + keys_and_values + 4 * c.num_heads + 2 * 4)
 
 
-def measure(name: str, shape: str, tokens: int, length: int, rank: int = 0) -> Row:
-    """Return a row of the benchmark.
-
-    Args:
-        rank: The rank of adapters on frozen weights; 0: the weights are trained.
-    """
-    bench = LayerBench(shape, *ROWS[name], tokens, length, rank)
+def measure(name: str, bench: LayerBench) -> Row:
+    """Return a row of the benchmark."""
     different = different_without_gradients(bench)
     forward, backward = milliseconds(bench, accumulate=False)
     accumulating = milliseconds(bench, accumulate=True)[1]
@@ -238,7 +234,7 @@ def measure(name: str, shape: str, tokens: int, length: int, rank: int = 0) -> R
     everything = saved_bytes(bench)
     linears = everything - saved_bytes_of_others(bench)
     return {
-        "name": name if not rank else f"{name}, adapters of rank {rank}",
+        "name": f"{name}, adapters of rank {bench.rank}" if bench.rank else name,
         "forward_ms": round(forward, 3),
         "backward_ms": round(backward, 3),
         "total_ms": round(forward + backward, 3),
@@ -251,12 +247,15 @@ def measure(name: str, shape: str, tokens: int, length: int, rank: int = 0) -> R
     }
 
 
-def run(shape: str, tokens: int, length: int, names: Sequence[str], rank: int = 0) -> list[Row]:
+def layer_rows(shape: str, args: argparse.Namespace) -> list[Row]:
     """Return the rows, with ratios to `bf16` and to `unified, fastest attention`."""
-    rows = []
-    for name, with_rank in itertools.product(names, (0, rank) if rank else (0,)):
-        rows.append(measure(name, shape, tokens, length, with_rank))
-        print(f"{name}: {rows[-1]['total_ms']} ms", flush=True)
+    rows, rank = [], args.adapter_rank
+    for name, with_rank in itertools.product(args.row or ROWS, (0, rank) if rank else (0,)):
+        bench = LayerBench(
+            shape, *ROWS[name], args.tokens, args.length, rank=with_rank, device=args.device
+        )
+        rows.append(measure(name, bench))
+        print(f"{rows[-1]['name']}: {rows[-1]['total_ms']} ms", flush=True)
     times = {row["name"]: row["total_ms"] for row in rows}
     for row in rows:
         if "bf16" in times:
@@ -267,30 +266,26 @@ def run(shape: str, tokens: int, length: int, names: Sequence[str], rank: int = 
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run `jetrl bench layer`."""
-    parser = bench_parser("layer", __doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
-    parser.add_argument("--tokens", type=int, default=16384)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --tokens, --length, --row and --adapter-rank."""
+    add_tokens_argument(parser)
     parser.add_argument("--length", type=int, default=4096, help="tokens a sequence")
     parser.add_argument("--row", action="append", choices=ROWS, help="repeatable; default: all")
     add_adapter_argument(parser)
-    parser.add_argument("--out", default="build/bench/layer.json", help="JSON file")
-    args = parser.parse_args(argv)
-    rows = run(args.shape, args.tokens, args.length, args.row or list(ROWS), args.adapter_rank)
-    write_results(args.out, "layer", command_typed("jetrl bench layer", argv), rows)
-    tables = [row.pop("operations_ms") for row in rows]
-    print_table(rows)
+
+
+def show(rows: list[Row]) -> None:
+    """Print the rows, and the time of each operation."""
+    tables = {row["name"]: row["operations_ms"] for row in rows}
+    print_table([{k: v for k, v in row.items() if k != "operations_ms"} for row in rows])
     print("\nmilliseconds an operation")
-    names = sorted({name for table in tables for name in table})
+    operations = sorted({operation for table in tables.values() for operation in table})
     print_table(
         [
-            {"operation": name}
-            | {row["name"]: table.get(name, "") for row, table in zip(rows, tables, strict=True)}
-            for name in names
+            {"operation": operation} | {n: table.get(operation, "") for n, table in tables.items()}
+            for operation in operations
         ]
     )
 
 
-if __name__ == "__main__":
-    main()
+OPERATION = Operation(__doc__, layer_rows, add_arguments, show=show)

@@ -1,6 +1,6 @@
 """The work after a backward pass: gradient norm, optimizer step, requantize, at a model's shape.
 
-    jetrl bench optimizer [--shape qwen3-8b] [--states compact] [--states fp32] [--out FILE]
+    jetrl bench optimizer [--shape qwen3-8b] [--out FILE]
 
 Random weights and gradients under the `unified` plan. Bytes are the least that must move:
 
@@ -15,21 +15,13 @@ Compact states' bits are compared with the reference's first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import argparse
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from benchmarks.harness import (
-    Row,
-    add_shape_arguments,
-    bench_parser,
-    command_typed,
-    copy_bandwidth,
-    print_table,
-    require_same_bits,
-    seconds_eager,
-    write_results,
-)
+from benchmarks.harness import Row, copy_bandwidth, seconds_eager
+from benchmarks.operations import Operation
 from benchmarks.parity import make_policy
 
 from jetrl.kernels.adamw import adamw_, adamw_ref_, state_bytes
@@ -44,7 +36,7 @@ from jetrl.training.optimizer import Optimizer
 STATES = ("compact", "fp32")
 
 
-def different() -> int:
+def different(args: argparse.Namespace) -> int:
     """Count elements of weight and states in which kernel and reference differ after five steps."""
     g = torch.Generator().manual_seed(0)
     shape = (300, 257)
@@ -79,7 +71,7 @@ def step_row(policy: Policy, gradients: dict[str, torch.Tensor], states: str) ->
     settings = TrainSettings.model_validate({"lr": 1e-6, "optimizer_states": states})
     optimizer = Optimizer(masters, settings, total_updates=100)
     norm = torch.nn.utils.get_total_norm(list(gradients.values()))
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()  # 0 without a GPU, as all that is counted here
 
     def step() -> None:
         for name, master in masters.items():
@@ -92,7 +84,8 @@ def step_row(policy: Policy, gradients: dict[str, torch.Tensor], states: str) ->
     moved = sum(
         (12 + clip_pass) * p.numel() + 2 * state_bytes(p.shape, states) for p in masters.values()
     )
-    torch.cuda.reset_peak_memory_stats()
+    if policy.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     row = timed(f"optimizer step, {states} states", moved, step)
     temporary = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     parameters = sum(p.numel() for p in masters.values())
@@ -113,43 +106,27 @@ def requantize_bytes(policy: Policy) -> int:
     return total
 
 
-def run(shape: str, states: Sequence[str], layers: int | None) -> Iterator[Row]:
-    """Yield the rows; with FP32 states 16 bytes a parameter are held, beside quantized weights.
-
-    Args:
-        layers: Decoder layers; None: the shape's own.
-    """
+def optimizer_rows(shape: str, args: argparse.Namespace) -> list[Row]:
+    """Return the rows; with FP32 states 16 bytes a parameter are held, beside quantized weights."""
     copy_bandwidth()  # while there is room for what it copies
     release()
-    policy = make_policy(shape, "unified", "cuda", layers)
+    policy = make_policy(shape, "unified", args.device, args.layers)
     gradients = {name: 1e-5 * torch.randn_like(p) for name, p in policy.master_weights().items()}
     listed = list(gradients.values())
     num_bytes = sum(g.nbytes for g in listed)
-    yield timed("gradient norm", num_bytes, lambda: torch.nn.utils.get_total_norm(listed))
-    yield timed("requantize", requantize_bytes(policy), policy.requantize)
-    for kind in states:
+    rows = [
+        timed("gradient norm", num_bytes, lambda: torch.nn.utils.get_total_norm(listed)),
+        timed("requantize", requantize_bytes(policy), policy.requantize),
+    ]
+    for states in STATES:
         release()
-        yield step_row(policy, gradients, kind)
+        rows.append(step_row(policy, gradients, states))
+    return [{"shape": shape, **row} for row in rows]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run `jetrl bench optimizer`."""
-    parser = bench_parser("optimizer", __doc__)
-    add_shape_arguments(parser)
-    parser.add_argument(
-        "--states", action="append", choices=STATES, help="repeatable; default: all"
-    )
-    parser.add_argument("--out", default="build/bench/optimizer.json", help="JSON file")
-    args = parser.parse_args(argv)
-    torch.manual_seed(0)
-    require_same_bits("optimizer", different())
-    command = command_typed("jetrl bench optimizer", argv)
-    rows: list[Row] = []
-    for row in run(args.shape, args.states or STATES, args.layers):
-        rows.append({"shape": args.shape, **row})
-        write_results(args.out, "optimizer", command, rows)
-    print_table(rows)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --layers."""
+    parser.add_argument("--layers", type=int, help="default: the shape's")
 
 
-if __name__ == "__main__":
-    main()
+OPERATION = Operation(__doc__, optimizer_rows, add_arguments, different)

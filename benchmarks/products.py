@@ -11,22 +11,13 @@ A call takes the weights of one layer after the other, so that few of them are i
 from __future__ import annotations
 
 import argparse
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-from benchmarks.harness import (
-    Row,
-    begins,
-    command_typed,
-    print_table,
-    seconds_eager,
-    seconds_per_call,
-    write_results,
-)
+from benchmarks.harness import Row, add_tokens_argument, begins, seconds_eager, seconds_per_call
+from benchmarks.operations import Operation, main
 from benchmarks.parity import plan_of
 from benchmarks.shapes import SHAPES
 
@@ -62,16 +53,6 @@ def linears_of(shape: str, plan: str, device: str) -> dict[str, list[Linear]]:
     return found
 
 
-def seconds(calls: Sequence[Callable[[], Any]], graphed: bool = True) -> float:
-    """Return the seconds of one call, on a GPU the median."""
-    if torch.cuda.is_available():
-        return seconds_per_call(calls) if graphed else seconds_eager(calls[0])
-    began = time.perf_counter()
-    for call in calls:
-        call()
-    return (time.perf_counter() - began) / len(calls)
-
-
 def product_seconds(linears: Sequence[Linear], rows: int, training: bool) -> dict[str, float]:
     """Return the seconds of what layers of one kind do with some rows."""
     first = linears[0]
@@ -81,20 +62,20 @@ def product_seconds(linears: Sequence[Linear], rows: int, training: bool) -> dic
     x, dy = (torch.randn(rows, size, device=device).bfloat16() for size in (k, n))
     entered = quantize_input(x, weight, plan) if coded else x
     weights = [linear.operand("train") for linear in linears]
-    found = {"fprop": seconds([partial(fprop, entered, w, plan) for w in weights])}
+    found = {"fprop": seconds_per_call([partial(fprop, entered, w, plan) for w in weights])}
     if coded:
-        found["X"] = seconds([partial(quantize_input, x, weight, plan)] * 8)
+        found["X"] = seconds_per_call([partial(quantize_input, x, weight, plan)] * 8)
     if not training:
         return found
     by_row, by_token = quantize_output_gradient(dy, weight, plan)
     squares = quantize_for_wgrad(x, plan) if coded else x
-    found["dgrad"] = seconds([partial(dgrad, by_row, w) for w in weights])
+    found["dgrad"] = seconds_per_call([partial(dgrad, by_row, w) for w in weights])
     adding = partial(wgrad, by_token, squares, first.weight, first.gradients)
-    found["wgrad"] = seconds([adding], graphed=False)
+    found["wgrad"] = seconds_eager(adding)
     if coded:
-        found["X for wgrad"] = seconds([partial(quantize_for_wgrad, x, plan)], graphed=False)
+        found["X for wgrad"] = seconds_eager(partial(quantize_for_wgrad, x, plan))
         both = partial(quantize_output_gradient, dy, weight, plan)
-        found["dY"] = seconds([both], graphed=False)
+        found["dY"] = seconds_eager(both)
     first.weight.grad = None
     return found
 
@@ -114,38 +95,34 @@ def rows_of(shape: str, plan: str, device: str, tokens: int, decode: Sequence[in
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.products", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--shape", action="append", choices=SHAPES, help="default: qwen3-8b")
-    parser.add_argument("--plan", action="append", help=f"default: {', '.join(PLANS)}")
-    parser.add_argument("--tokens", type=int, default=16384, help="rows in training")
-    parser.add_argument("--decode", type=int, nargs="*", default=[8, 64, 256], help="rows")
-    parser.add_argument("--device", default="cuda", help="cpu: to try it out")
-    parser.add_argument("--out", default="build/bench/products.json")
-    args = parser.parse_args(argv)
-    rows: list[Row] = []
-    for shape in args.shape or ["qwen3-8b"]:
-        bf16: dict[tuple[str, int, str], float] = {}
-        for plan in args.plan or PLANS:
-            begins(f"{shape}, {plan}")
-            try:
-                made = rows_of(shape, plan, args.device, args.tokens, args.decode)
-            except UserError as error:  # widths that a plan does not take
-                print(f"{shape}, {plan}: left out: {error}", flush=True)
-                continue
-            for row in made:
-                key = (row["layer"], row["rows"], row["operation"])
-                if plan == "bf16":
-                    bf16[key] = row["microseconds"]
-                elif key in bf16:
-                    row["times_bf16"] = round(bf16[key] / row["microseconds"], 2)
-            rows += made
-            release()
-            command = command_typed("python -m benchmarks.products", argv)
-            write_results(args.out, "products", command, rows)
-    print_table(rows)
+def rows_of_plans(shape: str, args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of all plans that take a shape's widths, with ratios to `bf16`."""
+    bf16: dict[tuple[str, int, str], float] = {}
+    for plan in args.plan or PLANS:
+        begins(f"{shape}, {plan}")
+        try:
+            made = rows_of(shape, plan, args.device, args.tokens, args.decode)
+        except UserError as error:  # widths that a plan does not take
+            print(f"{shape}, {plan}: left out: {error}", flush=True)
+            continue
+        for row in made:
+            key = (row["layer"], row["rows"], row["operation"])
+            if plan == "bf16":
+                bf16[key] = row["microseconds"]
+            elif key in bf16:
+                row["times_bf16"] = round(bf16[key] / row["microseconds"], 2)
+            yield row
+        release()
 
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --plan, --tokens and --decode."""
+    parser.add_argument("--plan", action="append", help=f"default: {', '.join(PLANS)}")
+    add_tokens_argument(parser)
+    parser.add_argument("--decode", type=int, nargs="*", default=[8, 64, 256], help="rows")
+
+
+OPERATION = Operation(__doc__, rows_of_plans, add_arguments)
 
 if __name__ == "__main__":
-    main()
+    main("products", program="python -m benchmarks.products")

@@ -35,6 +35,8 @@ from benchmarks.harness import (
     flops,
     idle_pieces,
     load_of,
+    mark,
+    milliseconds_between,
     print_table,
     watched,
     write_results,
@@ -123,19 +125,17 @@ def update_times(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
         (flow.policy, "requantize", "requantize", False),
     ]
     log: list[tuple[str, Any, Any]] = []
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    start.record()
+    start = mark()
     with watched(functions, log):
         flow.update(samples)
-    end.record()
-    torch.cuda.synchronize()
+    end = mark()
     times: dict[str, float] = defaultdict(float)
     for name, a, b in log:
-        times[name] += a.elapsed_time(b)
+        times[name] += milliseconds_between(a, b)
     times["forward"] -= times["lm_head forward"]
     times["backward"] -= times["lm_head backward"]
-    times["rest"] = start.elapsed_time(end) - sum(times.values())
+    times["rest"] = milliseconds_between(start, end) - sum(times.values())
     return {name: round(ms, 1) for name, ms in times.items()}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from benchmarks.commit import commit
 
-from benchmarks import parity, products
+from benchmarks import parity
 
 
 def test_loads_are_rows_of_the_file(tmp_path: Path) -> None:
@@ -29,12 +29,3 @@ def test_a_plan_is_read_with_its_options() -> None:
     assert (plan.kv, plan.grad_output, plan.last_layers_bf16) == ("bf16", "e4m3", 2)
     for words in (parity.plan_words(plan), "unified base=nvfp4"):
         assert parity.plan_words(parity.plan_of(words)) == words
-
-
-def test_products_of_a_plan(tmp_path: Path) -> None:
-    words = ["--shape", "tiny", "--device", "cpu", "--plan", "bf16", "--plan", "int8"]
-    products.main([*words, "--tokens", "5", "--decode", "2", "--out", f"{tmp_path}/rows"])
-    rows = json.loads((tmp_path / "rows").read_text())["rows"]
-    found = {(row["plan"], row["rows"], row["operation"]) for row in rows}
-    assert ("int8", 5, "wgrad") in found
-    assert ("int8", 2, "dgrad") not in found

@@ -1,23 +1,24 @@
-"""Kernels against their limits: FP8 GEMMs and fused layers.
+"""FP8 products of a decoder layer, by the libraries and kernels that compute them, beside BF16.
 
-Bits are checked before each measurement: a fast wrong kernel is not fast.
+    jetrl bench gemm [--shape qwen3-8b] [--out FILE]
+
+FProp, DGrad and WGrad of each linear layer at --tokens rows, with operands that are ready and with
+their quantization, and FProp at the numbers of rows of decode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.harness import Row, memory_row, report, seconds_in_turn
+from benchmarks.harness import Row, add_tokens_argument, seconds_in_turn
+from benchmarks.operations import Operation
+from benchmarks.shapes import linear_shapes
 from torch import Tensor
 
-from jetrl.kernels.attention.layout import KeyValueCodes
-from jetrl.kernels.norm import rms_norm_ref
-from jetrl.kernels.norm_hopper import rms_norm_backward, rms_norm_quantize, rms_norm_squares
-from jetrl.kernels.rotary_hopper import qk_norm_rotary_backward, qk_norm_rotary_cache
-from jetrl.kernels.swiglu_hopper import swiglu_backward_quantize, swiglu_forward, swiglu_quantize
 from jetrl.precision.hopper.add import add_products
 from jetrl.precision.hopper.gemm import Backend, deep_gemm_installed, fp8_matmul_hopper
 from jetrl.precision.hopper.quantize import (
@@ -27,11 +28,9 @@ from jetrl.precision.hopper.quantize import (
     quantize_weight,
     turned_weight,
 )
-from jetrl.precision.quantize import QTensor, quantize
+from jetrl.precision.quantize import QTensor
 
-# (N, K) of Qwen3-8B's linears: qkv, o, gate_up, down
-SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-
+DECODE_ROWS = (8, 64, 256)
 _MORE_THAN_CACHED = 2**28  # bytes; the L2 cache has 50 MB
 
 
@@ -145,104 +144,19 @@ def _backward_rows(layer: str, dys: list[Tensor], weight: Tensor, k: int) -> lis
     return out + _gemm_rows(f"{layer} dgrad + wgrad", rows, 2 * flops, both)
 
 
-def gemm_rows(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> list[Row]:
-    """Return rows for FProp, DGrad and WGrad at `tokens`, and FProp at decode sizes."""
-    out: list[Row] = []
-    for layer, (n, k) in SHAPES.items():
+def gemm_rows(shape: str, args: argparse.Namespace) -> Iterator[Row]:
+    """Yield rows for FProp, DGrad and WGrad at --tokens, and FProp at decode sizes."""
+    tokens = args.tokens
+    for layer, (n, k) in linear_shapes(shape).items():
         copies = 1 + _MORE_THAN_CACHED // (n * k)
         weights = [(torch.randn(n, k, device="cuda") * 0.02).bfloat16() for _ in range(copies)]
-        for rows in (tokens, *decode_rows):
+        for rows in (tokens, *DECODE_ROWS):
             xs = [torch.randn(rows, k, device="cuda").bfloat16() for _ in range(3)]
-            out += _forward_rows(layer, xs, weights if rows <= 256 else weights[:1])
+            yield from _forward_rows(layer, xs, weights if rows <= 256 else weights[:1])
         dys = [torch.randn(tokens, n, device="cuda").bfloat16() for _ in range(2)]
-        out += _forward_rows(f"{layer} dgrad", dys, [weights[0].t().contiguous()])
+        yield from _forward_rows(f"{layer} dgrad", dys, [weights[0].t().contiguous()])
         del xs
-        out += _backward_rows(layer, dys, weights[0], k)
-    return out
-
-
-HIDDEN, INTERMEDIATE, HEADS, GROUPS, HEAD_DIM, EPS = 4096, 12288, 32, 8, 128, 1e-6
-
-
-def _sets(*shape: int, sets: int = 3) -> list[torch.Tensor]:
-    return [torch.randn(*shape, device="cuda").bfloat16() for _ in range(sets)]
-
-
-def _norm_rows(tokens: int) -> list[Row]:
-    size, shape = tokens * HIDDEN, f"{tokens} x {HIDDEN}"
-    xs, deltas = _sets(tokens, HIDDEN), _sets(tokens, HIDDEN)
-    weight = torch.ones(HIDDEN, device="cuda").bfloat16()
-    inverse = torch.ones(tokens, device="cuda")
-    forward = [
-        partial(rms_norm_quantize, x, weight, EPS, d) for x, d in zip(xs, deltas, strict=True)
-    ]
-    again = [partial(rms_norm_squares, x, weight, inverse) for x in (*xs, *deltas)]
-    backward = [
-        partial(rms_norm_backward, x, d, weight, inverse, x)
-        for x, d in zip(xs, deltas, strict=True)
-    ]
-    return [
-        memory_row("add, norm, quantize", shape, 7 * size, forward),
-        memory_row("norm, quantize for WGrad", shape, 3 * size, again),
-        memory_row("norm backward with residual", shape, 8 * size, backward),
-    ]
-
-
-def _swiglu_rows(tokens: int) -> list[Row]:
-    size, shape = tokens * INTERMEDIATE, f"{tokens} x {INTERMEDIATE}"
-    xs, dys = _sets(tokens, 2 * INTERMEDIATE, sets=2), _sets(tokens, INTERMEDIATE, sets=2)
-    return [
-        memory_row("swiglu, quantize", shape, 5 * size, [partial(swiglu_quantize, x) for x in xs]),
-        memory_row(
-            "swiglu backward, quantize both, and y",
-            shape,
-            11 * size,
-            [partial(swiglu_backward_quantize, dy, x) for dy, x in zip(dys, xs, strict=True)],
-        ),
-    ]
-
-
-def _rotary_rows(tokens: int) -> list[Row]:
-    width = (HEADS + 2 * GROUPS) * HEAD_DIM
-    shape = f"{tokens} x {width}"
-    xs = _sets(tokens, width)
-    table = torch.randn(tokens, 2, HEAD_DIM // 2, device="cuda")
-    positions = torch.arange(tokens, device="cuda") % 4096
-    weights = (torch.ones(HEAD_DIM, device="cuda").bfloat16(),) * 2
-    sizes = tokens, GROUPS, HEAD_DIM
-    caches = (KeyValueCodes.empty(*sizes, kv, "cuda") for kv in ("fp8", "int8"))
-    forward, to_int8 = (
-        [
-            partial(qk_norm_rotary_cache, x, positions, table, weights, EPS, HEADS, cache, None)
-            for x in xs
-        ]
-        for cache in caches
-    )
-    q, k = _sets(tokens, HEADS, HEAD_DIM, sets=1)[0], _sets(tokens, GROUPS, HEAD_DIM, sets=1)[0]
-    backward = [
-        partial(qk_norm_rotary_backward, q, k, k, x, positions, table, weights, EPS) for x in xs
-    ]
-    written = HEADS * HEAD_DIM * 2 + 2 * GROUPS * (HEAD_DIM + 4)
-    moved = 2 * width * 2 + (HEADS + GROUPS) * HEAD_DIM * 2
-    return [
-        memory_row("qk norm, rotary, quantize kv", shape, tokens * (2 * width + written), forward),
-        memory_row("the same to int8", shape, tokens * (2 * width + written), to_int8),
-        memory_row("qk norm and rotary backward", shape, tokens * moved, backward),
-    ]
-
-
-def _decode_rows(tokens: int) -> list[Row]:
-    return [_norm_rows(tokens)[0], _swiglu_rows(tokens)[0], _rotary_rows(tokens)[0]]
-
-
-def norm_rows(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> list[Row]:
-    """Return rows for every fused kernel of a decoder layer.
-
-    Kernels that run in decode are also measured at its sizes, at which inputs come from the cache
-    and most of the measured time is the launch.
-    """
-    few = [row for n in decode_rows for row in _decode_rows(n)]
-    return [*_norm_rows(tokens), *_swiglu_rows(tokens), *_rotary_rows(tokens), *few]
+        yield from _backward_rows(layer, dys, weights[0], k)
 
 
 _SLICES = (slice(0, 1), slice(3, 10), slice(5, 69), slice(0, 200))
@@ -261,13 +175,7 @@ def _apart(a: Tensor, b: Tensor) -> int:
     return int((_bytes(a) != _bytes(b)).sum())
 
 
-def _groups_apart(ours: QTensor, true: QTensor) -> int:
-    """Count the bytes that differ, without rows of padding after the last token."""
-    rows, blocks = true.codes.shape[0], true.scales.shape[0]
-    return _apart(ours.codes[:rows], true.codes) + _apart(ours.scales[:blocks], true.scales)
-
-
-def gemms() -> int:
+def gemms(args: argparse.Namespace) -> int:
     """Compare GEMMs of rows alone with the batch, and the libraries with each other."""
     x, w = _random(_ROWS, 4096), quantize_weight(_random(4096, 4096))
     whole = fp8_matmul_hopper(quantize_rows(x), w)
@@ -281,24 +189,4 @@ def gemms() -> int:
     )
 
 
-def fused() -> int:
-    """Compare fused norm and SwiGLU with the reference and its quantizer."""
-    x, delta, weight = _random(_ROWS, 4096), _random(_ROWS, 4096), _random(4096)
-    true = quantize(rms_norm_ref(x + delta, weight, 1e-6)[0], (1, 128))
-    gate_up = _random(_ROWS, 2 * 4096)
-    gated = quantize(swiglu_forward(gate_up), (1, 128))
-    wrong = _groups_apart(swiglu_quantize(gate_up), gated)
-    for training in (False, True):
-        rows = rms_norm_quantize(x, weight, 1e-6, delta, training)[2]
-        wrong += _groups_apart(rows, true)
-    return wrong
-
-
-def main(name: str, argv: Sequence[str] | None = None) -> None:
-    """Run `jetrl bench NAME` of one kind of kernel."""
-    benchmarks: dict[str, tuple[Callable[[], list[Row]], Callable[[], int]]] = {
-        "gemm": (gemm_rows, gemms),
-        "norm": (norm_rows, fused),
-    }
-    run, differences = benchmarks[name]
-    report(name, run, argv, differences)
+OPERATION = Operation(__doc__, gemm_rows, add_tokens_argument, gemms, on_cpu=False)

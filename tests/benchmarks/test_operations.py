@@ -1,0 +1,65 @@
+"""The operations that `jetrl bench` times one by one, by their references on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.command import OPERATIONS
+
+from benchmarks import operations
+from jetrl.errors import UserError
+
+
+def rows_of(name: str, tmp_path: Path, *words: str) -> list[dict[str, Any]]:
+    tiny = ["--shape", "tiny", "--device", "cpu", "--out", f"{tmp_path}/rows.json"]
+    operations.main(name, [*tiny, *words])
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert (found["benchmark"], found["command"][:12]) == (name, "jetrl bench ")
+    return list(found["rows"])
+
+
+def test_products_of_a_plan(tmp_path: Path) -> None:
+    words = ["--plan", "bf16", "--plan", "int8", "--tokens", "5", "--decode", "2"]
+    rows = rows_of("products", tmp_path, *words)
+    found = {(row["plan"], row["rows"], row["operation"]) for row in rows}
+    assert ("int8", 5, "wgrad") in found
+    assert ("int8", 2, "dgrad") not in found
+
+
+def test_a_layer_has_a_row_for_each_plan_with_and_without_adapters(tmp_path: Path) -> None:
+    words = ["--row", "bf16", "--row", "int8", "--tokens", "4", "--length", "2"]
+    rows = rows_of("layer", tmp_path, *words, "--adapter-rank", "2")
+    names = ["bf16", "bf16, adapters of rank 2", "int8", "int8, adapters of rank 2"]
+    assert [row["name"] for row in rows] == names
+    assert {row["bits_different"] for row in rows} == {0}
+    assert all(row["total_ms"] > 0 and row["times_bf16"] > 0 for row in rows)
+
+
+def test_norm_and_swiglu_are_timed_in_training_and_in_decode(tmp_path: Path) -> None:
+    rows = rows_of("norm", tmp_path, "--tokens", "3")
+    names = ("add, norm, quantize", "swiglu, quantize")
+    shapes = [f"{tokens} x {width}" for tokens in (3, 8, 64, 256) for width in (256, 512)]
+    assert [row["shape"] for row in rows] == shapes
+    assert [row["name"] for row in rows] == [*names] * 4
+
+
+def test_the_optimizer_has_a_row_for_each_kind_of_states(tmp_path: Path) -> None:
+    rows = rows_of("optimizer", tmp_path, "--layers", "1")
+    assert [row["name"] for row in rows] == [
+        *("gradient norm", "requantize"),
+        *("optimizer step, compact states", "optimizer step, fp32 states"),
+    ]
+    assert all(row["gigabytes"] >= 0 and row["milliseconds"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["attention", "gemm"])
+def test_kernels_without_a_reference_are_refused_on_a_cpu(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"bench {name}: the reference has no such kernels"):
+        rows_of(name, tmp_path)
+
+
+def test_every_operation_has_a_record() -> None:
+    assert all(operations.operation_named(name).document for name in OPERATIONS)
